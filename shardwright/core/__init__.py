@@ -1,0 +1,1 @@
+"""The framework-neutral core: it plans, and imports neither PyTorch nor JAX."""

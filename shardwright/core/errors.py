@@ -1,0 +1,48 @@
+"""The errors that users see. Every message says what was given, what was expected, and the fix."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class ShardwrightError(ValueError):
+    """Root of every error that Shardwright raises on user input."""
+
+
+class CaptureError(ShardwrightError):
+    """The model could not be read."""
+
+
+class ClusterError(ShardwrightError):
+    """A cluster, mesh or hardware profile is not valid, or not known."""
+
+
+class LayoutError(ShardwrightError):
+    """A placement or a layout does not fit the tensor or the mesh."""
+
+
+class PlanError(ShardwrightError):
+    """No plan satisfies the request, or a plan does not match its model or devices."""
+
+
+class PlanFileError(PlanError):
+    """A plan file is malformed or newer than this version; names the path inside the file."""
+
+
+class ScheduleError(ShardwrightError):
+    """A schedule does not admit the sizes given, or its table is not valid."""
+
+
+class MissingCapabilityError(ShardwrightError):
+    """The backend cannot do what was asked; names the capability."""
+
+
+class MissingFrameworkError(ShardwrightError, ImportError):
+    """A framework is not installed; names the extra that installs it."""
+
+
+def nearest(given: str, known: Iterable[str]) -> str:
+    """A closing clause for an error about an unknown name: the nearest known name, and all of them."""
+    options = sorted(known)
+    close = difflib.get_close_matches(given, options, n=1, cutoff=0.4)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}known: {', '.join(options) if options else 'none'}"
