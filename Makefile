@@ -1,0 +1,62 @@
+# Each target works alone from a bare clone: it makes .venv, installs the package into it, and runs.
+PYTHON ?= python3
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+
+# One thread per process: the tests start several processes, and machines have few cores.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format types imports test-core test-all test-slow test-gpu clean
+
+help:            ## these lines
+	@grep -hE '^[a-z-]+: *.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Shardwright needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12"; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	@touch $(STAMP)
+
+install: $(STAMP)  ## make .venv with the package, both frameworks and the tools
+
+demo: $(STAMP)     ## GPT-2 in both frameworks: captured, planned, trained, compared
+	$(PY) examples/demo.py
+
+test: $(STAMP)     ## lint, types, import contract, then the tests: the core first
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory types
+	@$(MAKE) --no-print-directory imports
+	@$(MAKE) --no-print-directory test-all
+
+lint: $(STAMP)     ## ruff
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: $(STAMP)   ## let ruff repair what it can
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+types: $(STAMP)    ## strict mypy
+	$(PY) -m mypy
+
+imports: $(STAMP)  ## the import contract
+	$(VENV)/bin/lint-imports
+
+test-core: $(STAMP)  ## the tests that need no framework, within a minute
+	$(PY) -m pytest tests/core
+
+# One run, so that there is one closing line; a folder named first runs first, and nothing runs twice.
+test-all: $(STAMP)   ## every ordinary test
+	$(PY) -m pytest tests/core tests
+
+test-slow: $(STAMP)  ## the heavy checks
+	$(PY) -m pytest -m slow
+
+test-gpu: $(STAMP)   ## the checks that need a CUDA device
+	$(PY) -m pytest -m gpu
+
+clean:           ## remove what was built, and .venv
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo_output
