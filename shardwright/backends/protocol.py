@@ -1,0 +1,80 @@
+"""The boundary between the core and a framework: few, coarse operations in the core's own value types."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from shardwright.core.capabilities import Capabilities
+from shardwright.core.errors import MissingFrameworkError, ShardwrightError, nearest
+from shardwright.core.graph import Graph
+from shardwright.core.layout import Layout
+from shardwright.core.mesh import Mesh
+from shardwright.core.plan import Plan
+
+
+class Executable(Protocol):
+    """A plan bound to a model, ready to train. What `compile` returns."""
+
+    def step(self, batch: Any) -> float:
+        """Run one training step on this process's share of the batch; the loss of the whole batch."""
+        ...
+
+    def whole_parameters(self) -> Mapping[str, Any]:
+        """Every parameter, whole, by its original name."""
+        ...
+
+
+class Backend(Protocol):
+    """What a framework must offer. Backends translate and decide nothing."""
+
+    name: str
+    capabilities: Capabilities
+
+    def capture(
+        self, model: Any, sample: Any, loss: Callable[..., Any] | None = None, *, batch_dims: Any = None
+    ) -> Graph:
+        """Read the model without running it on real data. Raises CaptureError."""
+        ...
+
+    def bind(self, mesh: Mesh) -> Any:
+        """The framework's own mesh over the devices of this run. Raises ClusterError when their number differs."""
+        ...
+
+    def lower_layout(self, layout: Layout, bound_mesh: Any) -> Any:
+        """A layout in the framework's own terms."""
+        ...
+
+    def compile(self, plan: Plan, model: Any, **options: Any) -> Executable:
+        """Bind the plan to the model. Raises PlanError when they do not match, MissingCapabilityError when this
+        runtime cannot do what the plan asks."""
+        ...
+
+
+BACKENDS = {"torch": "shardwright.backends.torch", "jax": "shardwright.backends.jax"}
+
+
+def load(name: str) -> Backend:
+    """The backend of a framework, imported on first use. Raises MissingFrameworkError naming the extra."""
+    if name not in BACKENDS:
+        raise ShardwrightError(f"no backend is called {name!r}: {nearest(name, BACKENDS)}")
+    require_framework(name)
+    backend: Backend = importlib.import_module(BACKENDS[name]).BACKEND
+    return backend
+
+
+def require_framework(name: str) -> None:
+    """Raise MissingFrameworkError unless the framework can be imported."""
+    needed = {"torch": ("torch",), "jax": ("jax", "flax", "optax")}[name]
+    missing = [module for module in needed if not is_installed(module)]
+    if missing:
+        raise MissingFrameworkError(
+            f"shardwright.{name} needs {' and '.join(missing)}, which cannot be imported: pip install 'shardwright[{name}]'"
+        )
+
+
+def is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False

@@ -1,0 +1,78 @@
+"""Named axes laid over the ranks of a cluster."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from shardwright.core.errors import ClusterError, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Ranks 0 … size-1 as a grid with one named axis per direction.
+
+    ``names[0]`` is the outermost axis; ranks that differ only on the last axis are neighbours.
+    Raises ClusterError for repeated names and sizes below 1.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.sizes):
+            raise ClusterError(f"a mesh needs one size per axis: given {self.names} and {self.sizes}")
+        if len(set(self.names)) != len(self.names):
+            raise ClusterError(f"the axes of a mesh have different names: given {self.names}")
+        for name, size in zip(self.names, self.sizes, strict=True):
+            if not isinstance(size, int) or size < 1:
+                raise ClusterError(f"axis {name!r} has size {size!r}: expected a whole number of at least 1")
+
+    @classmethod
+    def of(cls, **axes: int) -> "Mesh":
+        """``Mesh.of(pp=2, dp=2, tp=2)``: the first axis is outermost."""
+        return cls(tuple(axes), tuple(axes.values()))
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.sizes)
+
+    def axis_size(self, axis: str) -> int:
+        return self.sizes[self._index(axis)]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The place of a rank on every axis."""
+        if not 0 <= rank < self.size:
+            raise ClusterError(f"rank {rank} is not on a mesh of {self.size} ranks")
+        found: dict[str, int] = {}
+        for name, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
+            rank, found[name] = divmod(rank, size)
+        return {name: found[name] for name in self.names}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at the given place; axes left out count as 0."""
+        for name in coordinates:
+            self._index(name)
+        rank = 0
+        for name, size in zip(self.names, self.sizes, strict=True):
+            place = coordinates.get(name, 0)
+            if not 0 <= place < size:
+                raise ClusterError(f"coordinate {place} on axis {name!r} is outside 0 … {size - 1}")
+            rank = rank * size + place
+        return rank
+
+    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks that share every coordinate with ``rank`` but those on ``axes``, in mesh order."""
+        here = self.coordinates(rank)
+        ordered = [name for name in self.names if name in {self.names[self._index(axis)] for axis in axes}]
+        places = product(*(range(self.axis_size(name)) for name in ordered))
+        return tuple(self.rank(here | dict(zip(ordered, place, strict=True))) for place in places)
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """All the groups along ``axes``: together they hold every rank exactly once."""
+        return tuple(sorted({self.group(rank, *axes) for rank in range(self.size)}))
+
+    def _index(self, axis: str) -> int:
+        if axis not in self.names:
+            raise ClusterError(f"the mesh has no axis {axis!r}: {nearest(axis, self.names)}")
+        return self.names.index(axis)

@@ -1,0 +1,167 @@
+"""Labels for the ops of both frameworks: which dims of the operands belong together (see `core.graph.Op`).
+
+Backends call these when they translate an op. Each function takes shapes and returns a `Labelled`: the labels of
+every input, then of every output, and what is special about some of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from shardwright.core.errors import CaptureError
+from shardwright.core.graph import LabelRole
+
+Shape = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """What `core.graph.Op` needs beside kind, name and operands."""
+
+    labels: tuple[tuple[int, ...], ...]
+    special: tuple[tuple[int, LabelRole], ...] = ()
+    offsets: tuple[int, ...] = ()
+
+
+def opaque(inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Labelled:
+    """Nothing is known: whole tensors in, whole tensors out."""
+    return Labelled(tuple((-1,) * len(shape) for shape in (*inputs, *outputs)))
+
+
+def elementwise(inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Labelled:
+    """Numpy broadcasting: dims are aligned from the right, and size 1 stretches."""
+    rank = max((len(s) for s in (*inputs, *outputs)), default=0)
+    full = [max((s[i - rank] for s in (*inputs, *outputs) if len(s) >= rank - i), default=1) for i in range(rank)]
+
+    def of(shape: Shape) -> tuple[int, ...]:
+        first = rank - len(shape)
+        return tuple(first + i if size == full[first + i] and size != 1 else -1 for i, size in enumerate(shape))
+
+    return Labelled(tuple(of(shape) for shape in (*inputs, *outputs)))
+
+
+def transpose(permutation: Sequence[int]) -> Labelled:
+    """Output dim i is input dim ``permutation[i]``."""
+    return Labelled((tuple(range(len(permutation))), tuple(permutation)))
+
+
+def reshape(before: Shape, after: Shape) -> Labelled:
+    """Dims that stay, merge or come apart. In a group of dims that merge or come apart only the outermost is kept:
+    a contiguous piece of it is a contiguous piece of the merged dim."""
+    a: list[int] = [-1] * len(before)
+    b: list[int] = [-1] * len(after)
+    fresh = count()
+    i = j = 0
+    while i < len(before) and j < len(after):
+        first_i, first_j, left, right = i, j, before[i], after[j]
+        while left != right:
+            if left < right:
+                i += 1
+                if i == len(before):
+                    return Labelled((tuple(a), tuple(b)))
+                left *= before[i]
+            else:
+                j += 1
+                if j == len(after):
+                    return Labelled((tuple(a), tuple(b)))
+                right *= after[j]
+        # Skip leading ones inside the group: they are not the outermost real dim.
+        while first_i < i and before[first_i] == 1:
+            first_i += 1
+        while first_j < j and after[first_j] == 1:
+            first_j += 1
+        if before[first_i] != 1 and after[first_j] != 1:
+            a[first_i] = b[first_j] = next(fresh)
+        i, j = i + 1, j + 1
+    return Labelled((tuple(a), tuple(b)))
+
+
+def broadcast(before: Shape, after: Shape, dims: Sequence[int]) -> Labelled:
+    """Input dim i becomes output dim ``dims[i]``; the other output dims are new."""
+    source = tuple(d if before[i] == after[d] and before[i] != 1 else -1 for i, d in enumerate(dims))
+    return Labelled((source, tuple(range(len(after)))))
+
+
+def reduction(shape: Shape, dims: Sequence[int], *, keep_dims: bool = False, outputs: int = 1) -> Labelled:
+    """Labels of a sum, mean, max … over ``dims``; the reduced labels are contracted."""
+    reduced = {d % len(shape) for d in dims} if len(shape) else set()
+    source = tuple(range(len(shape)))
+    result = tuple(-1 if d in reduced else d for d in source if keep_dims or d not in reduced)
+    return Labelled((source, *([result] * outputs)))
+
+
+def over_dims(
+    shape: Shape, dims: Sequence[int], role: LabelRole, *, extra_inputs: Sequence[Shape] = (), outputs: int = 1
+) -> Labelled:
+    """An op of one tensor to its own shape that looks along ``dims``: softmax and normalisation ("statistic"), sort and
+    cumulative sum ("whole"). Extra inputs are aligned from the right."""
+    source = tuple(range(len(shape)))
+    extras = elementwise([shape, *extra_inputs], [shape]).labels[1:-1]
+    special = tuple((d % len(shape), role) for d in dims)
+    return Labelled((source, *extras, *([source] * outputs)), special)
+
+
+def contraction(left: str, right: str, out: str) -> Labelled:
+    """A product in einsum letters: ``contraction("bsk", "kn", "bsn")``. ``_`` is a dim that is never split."""
+    numbers: dict[str, int] = {}
+
+    def of(letters: str) -> tuple[int, ...]:
+        return tuple(-1 if letter == "_" else numbers.setdefault(letter, len(numbers)) for letter in letters)
+
+    return Labelled((of(left), of(right), of(out)))
+
+
+def gather(table: Shape, dim: int, index: Shape) -> Labelled:
+    """Rows of ``table`` along ``dim`` by ``index``: the output has the index's dims in place of ``dim`` (an embedding
+    is dim 0). Splitting the looked-up dim leaves a partial sum."""
+    rows = tuple(range(len(table)))
+    places = tuple(range(len(table), len(table) + len(index)))
+    return Labelled((rows, places, (*rows[:dim], *places, *rows[dim + 1 :])), ((dim, "index"),))
+
+
+def take_along(table: Shape, dim: int, index: Shape) -> Labelled:
+    """`torch.gather` / `take_along_axis`: as many dims as the table; the index replaces ``dim``."""
+    rows = tuple(range(len(table)))
+    new = len(table)
+    places = tuple(new if d == dim else (d if index[d] == table[d] else -1) for d in rows)
+    return Labelled((rows, places, places), ((dim, "index"),))
+
+
+def parts(whole: Shape, dim: int, pieces: Sequence[Shape], offsets: Sequence[int]) -> Labelled:
+    """A slice (whole → pieces) along ``dim``. Reverse the labels for a concatenation, with `concatenation`."""
+    if len(pieces) != len(offsets):
+        raise CaptureError(f"{len(pieces)} parts need as many offsets: given {len(offsets)}")
+    labels = tuple(range(len(whole)))
+    return Labelled((labels, *([labels] * len(pieces))), (), tuple(offsets))
+
+
+def concatenation(pieces: Sequence[Shape], dim: int) -> Labelled:
+    """Pieces joined along ``dim``."""
+    labels = tuple(range(len(pieces[0])))
+    offsets: list[int] = []
+    start = 0
+    for piece in pieces:
+        offsets.append(start)
+        start += piece[dim]
+    return Labelled((*([labels] * len(pieces)), labels), (), tuple(offsets))
+
+
+def attention(query: str, key: str, value: str, out: str, masks: Sequence[Shape] = ()) -> Labelled:
+    """Attention in letters, e.g. ``("bhsd", "bhtd", "bhtd", "bhsd")``: ``d`` (width), ``t`` (keys) are whole; a mask's
+    dims are aligned with batch, head, query, key and never split but with them."""
+    numbers: dict[str, int] = {}
+
+    def of(letters: str) -> tuple[int, ...]:
+        return tuple(numbers.setdefault(letter, len(numbers)) for letter in letters)
+
+    labelled = (of(query), of(key), of(value))
+    result = of(out)
+    inside = {letter: "whole" for letter in numbers if letter not in out or letter not in query}
+    order = (*query[:-1], "t")  # a mask is [batch, head, query, key], its size-1 dims stretch
+    mask_labels = tuple(
+        tuple(numbers.get(letter, -1) if size != 1 else -1 for letter, size in zip(order[-len(m) :], m, strict=True))
+        for m in masks
+    )
+    special: list[tuple[int, LabelRole]] = [(numbers[letter], "whole") for letter in inside]
+    special += [(numbers[letter], "whole") for letter in query if letter == "d" and letter not in inside]
+    return Labelled((*labelled, *mask_labels, result), tuple(special))

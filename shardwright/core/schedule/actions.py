@@ -1,0 +1,117 @@
+"""Actions: the cells of a schedule, in the text form of torch's pipeline schedule files (`2F0`)."""
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from shardwright.core.errors import ScheduleError
+
+
+class Kind(str, Enum):
+    """What an action does. The values are the words of torch's schedule files."""
+
+    FORWARD = "F"
+    INPUT_GRAD = "I"
+    WEIGHT_GRAD = "W"
+    BACKWARD = "B"
+    SEND_FORWARD = "SEND_F"
+    RECV_FORWARD = "RECV_F"
+    SEND_BACKWARD = "SEND_B"
+    RECV_BACKWARD = "RECV_B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    OVERLAP = "OVERLAP_F_B"
+
+    __hash__ = str.__hash__
+
+    @property
+    def is_compute(self) -> bool:
+        return self in COMPUTE
+
+    @property
+    def is_transfer(self) -> bool:
+        return self in TRANSFER
+
+
+F, I, W, B = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.BACKWARD  # noqa: E741 - the field's own letters
+COMPUTE = frozenset({F, I, W, B, Kind.OVERLAP})
+TRANSFER = frozenset({Kind.SEND_FORWARD, Kind.RECV_FORWARD, Kind.SEND_BACKWARD, Kind.RECV_BACKWARD})
+_PER_STAGE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
+_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|[FIWB])(\d*)")
+_COMPOSITE = re.compile(r"\(([^()]*)\)(OVERLAP_F_B)?")
+_EXAMPLES = "expected a stage, a kind and a microbatch, as in 2F0, or a pair, as in (0F3;3B1)"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One cell: what a rank does with one microbatch on one stage.
+
+    `F` is a forward pass, `B` a full backward pass, `I` the gradient of the input alone, `W` that of the weights.
+    A send names the stage that holds the tensor, a receive the stage that wants it. UNSHARD, RESHARD and REDUCE_GRAD
+    concern a stage's parameters, and carry no microbatch. A composite holds a forward and a backward action that run
+    overlapped; its own stage is -1. A token slice would be one more index beside `microbatch`; what depends on what is
+    written in one place, `dependencies.py`.
+
+    Raises:
+        ScheduleError: an index is negative or missing, or a composite is not one forward and one backward.
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int | None = None
+    parts: "tuple[Action, ...]" = ()
+
+    def __post_init__(self) -> None:
+        if self.kind is Kind.OVERLAP:
+            kinds = [part.kind for part in self.parts]
+            if len(kinds) != 2 or kinds[0] is not F or kinds[1] not in (B, I):
+                given = ";".join(part.text for part in self.parts)
+                raise ScheduleError(f"({given}) is not a pair that can overlap: expected one F and then one B or I")
+            if self.stage != -1 or self.microbatch is not None:
+                raise ScheduleError("a composite action has no stage or microbatch of its own; use Action.overlap(F, B)")
+            return
+        if self.parts:
+            raise ScheduleError(f"an action of kind {self.kind.value} has no parts; only a composite has")
+        if self.stage < 0:
+            raise ScheduleError(f"stage {self.stage} of an action is negative: stages count from 0")
+        if self.kind in _PER_STAGE:
+            if self.microbatch is not None:
+                raise ScheduleError(f"{self.kind.value} concerns a whole stage: leave out microbatch {self.microbatch}")
+        elif self.microbatch is None or self.microbatch < 0:
+            raise ScheduleError(f"{self.stage}{self.kind.value} needs a microbatch of 0 or more, not {self.microbatch}")
+
+    @classmethod
+    def overlap(cls, forward: "Action", backward: "Action") -> "Action":
+        """A composite of a forward and a backward action that run overlapped."""
+        return cls(-1, Kind.OVERLAP, None, (forward, backward))
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """Read one action; the reverse of `text`. A composite may leave out its `OVERLAP_F_B` suffix.
+
+        Raises:
+            ScheduleError: the text is not an action.
+        """
+        text = text.strip()
+        if match := _TEXT.fullmatch(text):
+            stage, kind, microbatch = match.groups()
+            return cls(int(stage), Kind(kind), int(microbatch) if microbatch else None)
+        if match := _COMPOSITE.fullmatch(text):
+            return cls(-1, Kind.OVERLAP, None, tuple(cls.parse(part) for part in match.group(1).split(";")))
+        raise ScheduleError(f"{text!r} is not an action: {_EXAMPLES}")
+
+    @property
+    def text(self) -> str:
+        """The action as torch writes it: `2F0`, `3SEND_F1`, `1UNSHARD`, `(0F3;3B1)OVERLAP_F_B`."""
+        if self.parts:
+            return f"({';'.join(part.text for part in self.parts)}){self.kind.value}"
+        return f"{self.stage}{self.kind.value}{'' if self.microbatch is None else self.microbatch}"
+
+    @property
+    def flat(self) -> "tuple[Action, ...]":
+        """The parts of a composite, or the action itself."""
+        return self.parts or (self,)
+
+    def __str__(self) -> str:
+        return self.text

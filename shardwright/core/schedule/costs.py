@@ -1,0 +1,104 @@
+"""What the stages of a pipeline cost: seconds of compute and of transfer, bytes of activations."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from shardwright.core.errors import ScheduleError
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """Costs of one microbatch.
+
+    Args:
+        forward_s, input_grad_s, weight_grad_s: seconds, one per stage. A full backward takes the last two together.
+        transfer_s: seconds to move an activation, or its gradient, over each boundary; boundary i lies between stages
+            i and i + 1, so there is one fewer than stages. A boundary inside one rank costs nothing.
+        activation_bytes: bytes held on the stage from the start of a microbatch's forward until the end of its
+            backward (of its weight gradient, when the backward is split); one per stage.
+        overlap: how much of the shorter half of an overlapped pair hides behind the longer, from 0 (the pair takes as
+            long as one after the other) to 1 (as long as the longer).
+
+    Raises:
+        ScheduleError: lengths differ, or a cost is negative or not finite.
+    """
+
+    forward_s: tuple[float, ...]
+    input_grad_s: tuple[float, ...]
+    weight_grad_s: tuple[float, ...]
+    transfer_s: tuple[float, ...]
+    activation_bytes: tuple[int, ...]
+    overlap: float = 0.0
+
+    def __post_init__(self) -> None:
+        stages = len(self.forward_s)
+        if stages == 0:
+            raise ScheduleError("costs of 0 stages were given: expected one entry per stage, for at least one stage")
+        for field in fields(self):
+            if field.name == "overlap":
+                continue
+            values = getattr(self, field.name)
+            expected = stages - 1 if field.name == "transfer_s" else stages
+            what = "boundary" if field.name == "transfer_s" else "stage"
+            if len(values) != expected:
+                raise ScheduleError(
+                    f"{field.name} has {len(values)} entries: expected {expected}, one per {what} of {stages} stages"
+                )
+            for index, value in enumerate(values):
+                if not math.isfinite(value) or value < 0:
+                    raise ScheduleError(f"{field.name}[{index}]={value} of {what} {index}: expected finite and 0 or more")
+            kind = int if field.name == "activation_bytes" else float
+            object.__setattr__(self, field.name, tuple(kind(value) for value in values))
+        if not 0 <= self.overlap <= 1:
+            raise ScheduleError(f"overlap={self.overlap}: expected a share between 0 and 1")
+
+    @classmethod
+    def uniform(
+        cls,
+        stages: int,
+        forward_s: float = 1.0,
+        input_grad_s: float = 1.0,
+        weight_grad_s: float = 1.0,
+        transfer_s: float = 0.0,
+        activation_bytes: int = 1,
+    ) -> "StageCosts":
+        """The same costs on every stage and every boundary; seconds and bytes of one microbatch."""
+        return cls(
+            (forward_s,) * stages,
+            (input_grad_s,) * stages,
+            (weight_grad_s,) * stages,
+            (transfer_s,) * max(stages - 1, 0),
+            (activation_bytes,) * stages,
+        )
+
+    @property
+    def stages(self) -> int:
+        return len(self.forward_s)
+
+    @property
+    def backward_s(self) -> tuple[float, ...]:
+        """Seconds of a full backward, one per stage."""
+        return tuple(i + w for i, w in zip(self.input_grad_s, self.weight_grad_s, strict=True))
+
+    def require_stages(self, stages: int) -> None:
+        """Raises ScheduleError unless these are the costs of so many stages."""
+        if self.stages != stages:
+            raise ScheduleError(f"costs of {self.stages} stages were given for a schedule of {stages}: give one per stage")
+
+
+def per_rank_limit(limit_bytes: int | Sequence[int] | None, ranks: int) -> tuple[int, ...] | None:
+    """A memory limit for each rank from one for all, or one for each; in bytes.
+
+    Raises:
+        ScheduleError: a limit is negative or not finite, or their number is not that of the ranks.
+    """
+    if limit_bytes is None:
+        return None
+    limits = (limit_bytes,) * ranks if isinstance(limit_bytes, (int, float)) else tuple(limit_bytes)
+    if len(limits) != ranks:
+        raise ScheduleError(f"memory_limit_bytes has {len(limits)} entries: expected one, or one for each of {ranks} ranks")
+    for rank, limit in enumerate(limits):
+        if not math.isfinite(limit) or limit < 0:
+            raise ScheduleError(f"memory_limit_bytes={limit} on rank {rank}: expected finite and 0 or more")
+    return tuple(int(limit) for limit in limits)

@@ -1,0 +1,74 @@
+"""A schedule family: the sizes it admits, where it places stages and the order it gives each rank."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from shardwright.core.errors import ScheduleError
+from shardwright.core.schedule.actions import Action
+from shardwright.core.schedule.costs import StageCosts
+
+Order = tuple[Action, ...]
+Table = tuple[Order, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a schedule is asked for. `memory_limit_bytes` has one entry per rank.
+
+    Raises:
+        ScheduleError: a size is not a positive integer.
+    """
+
+    ranks: int
+    microbatches: int
+    virtual_stages: int = 1
+    costs: StageCosts | None = None
+    memory_limit_bytes: tuple[int, ...] | None = None
+    active_microbatches: int | None = None
+
+    def __post_init__(self) -> None:
+        named = (("ranks", self.ranks), ("microbatches", self.microbatches), ("virtual_stages", self.virtual_stages))
+        for name, value in named:
+            positive_integer(name, value)
+        if self.active_microbatches is not None:
+            positive_integer("active_microbatches", self.active_microbatches)
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.virtual_stages
+
+
+class Generate(Protocol):
+    def __call__(self, sizes: Sizes) -> Table: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One named schedule. `refusal` gives the reason why sizes are not admitted, with sizes that are, or None."""
+
+    name: str
+    source: str
+    placement: Callable[[int, int], tuple[int, ...]]
+    generate: Generate
+    refusal: Callable[[Sizes], str | None]
+
+
+def positive_integer(name: str, value: object) -> None:
+    """Raises ScheduleError unless the value is an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ScheduleError(f"{name}={value!r} is not possible: expected an integer of at least 1")
+
+
+def one_stage_per_rank(sizes: Sizes) -> str | None:
+    """The refusal of the families that keep one stage on each rank."""
+    if sizes.virtual_stages != 1:
+        return f"it keeps one stage on each rank: virtual_stages={sizes.virtual_stages} must be 1"
+    return None
+
+
+def two_stages_per_rank(sizes: Sizes) -> str | None:
+    """The refusal of the families whose stages go down the ranks and come back up."""
+    if sizes.virtual_stages != 2:
+        return f"its stages go down the ranks and back up: virtual_stages={sizes.virtual_stages} must be 2"
+    return None

@@ -1,0 +1,140 @@
+"""The schedule: for each rank of a pipeline, an ordered list of actions."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from shardwright.core.errors import ScheduleError, nearest
+from shardwright.core.schedule.catalogue import FAMILIES
+from shardwright.core.schedule.costs import StageCosts, per_rank_limit
+from shardwright.core.schedule.family import Sizes, Table
+
+Argument = int | float | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """For each rank, what it does in which order; and which rank holds which stage.
+
+    Args:
+        name: the family that made it, or `custom`.
+        arguments: what the family was asked for, as pairs; enough to build it again, but for `auto`.
+        ranks, stages, microbatches: how many of each; every rank holds `virtual_stages` = stages / ranks of them.
+        placement: for each stage, the rank that holds it.
+        table: for each rank, its actions in order.
+        credits: how many tensors may be made and not yet used on each boundary between ranks; None is no bound.
+
+    Raises:
+        ScheduleError: the sizes and the placement do not fit together.
+    """
+
+    name: str
+    arguments: tuple[tuple[str, Argument], ...]
+    ranks: int
+    stages: int
+    microbatches: int
+    placement: tuple[int, ...]
+    table: Table = field(repr=False)
+    credits: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.table) != self.ranks:
+            raise ScheduleError(f"the table has {len(self.table)} rows: expected one for each of {self.ranks} ranks")
+        if len(self.placement) != self.stages:
+            raise ScheduleError(f"the placement has {len(self.placement)} entries: expected one per stage, {self.stages}")
+        held = [self.placement.count(rank) for rank in range(self.ranks)]
+        if len(set(held)) != 1 or sum(held) != self.stages or self.stages == 0:
+            raise ScheduleError(f"the ranks hold {held} stages: expected the same number on each, and {self.stages} in all")
+        if self.microbatches < 1:
+            raise ScheduleError(f"microbatches={self.microbatches} is not possible: expected an integer of at least 1")
+        if self.credits is not None and self.credits < 1:
+            raise ScheduleError(f"credits={self.credits} would let nothing through: expected at least 1")
+
+    @classmethod
+    def build(
+        cls,
+        name: str,
+        *,
+        ranks: int,
+        microbatches: int,
+        virtual_stages: int = 1,
+        costs: StageCosts | None = None,
+        memory_limit_bytes: int | Sequence[int] | None = None,
+        active_microbatches: int | None = None,
+    ) -> "Schedule":
+        """Build a named schedule.
+
+        Args:
+            name: `gpipe`, `1f1b`, ... (`schedule_names()` lists them).
+            ranks, microbatches: how many of each.
+            virtual_stages: stages on each rank.
+            costs: what each stage costs; used by `auto`, and to judge `memory_limit_bytes`. Default: all the same.
+            memory_limit_bytes: bytes of activations that a rank may hold; one for all ranks or one for each.
+            active_microbatches: how many microbatches may be under way at once; `simple` and `interleaved` only.
+
+        Raises:
+            ScheduleError: an unknown name, sizes that the schedule does not admit (the message says which it would), or
+                a memory limit that it does not keep.
+        """
+        family = FAMILIES.get(name)
+        if family is None:
+            raise ScheduleError(f"no schedule is named {name!r}: {nearest(name, FAMILIES)}")
+        sizes = Sizes(ranks, microbatches, virtual_stages, costs, None, active_microbatches)
+        sizes = replace(sizes, memory_limit_bytes=per_rank_limit(memory_limit_bytes, ranks))
+        if costs is not None:
+            costs.require_stages(sizes.stages)
+        if reason := family.refusal(sizes):
+            raise ScheduleError(f"{name} does not admit these sizes: {reason}")
+        arguments: list[tuple[str, Argument]] = [
+            ("ranks", ranks),
+            ("microbatches", microbatches),
+            ("virtual_stages", virtual_stages),
+        ]
+        if active_microbatches is not None:
+            arguments.append(("active_microbatches", active_microbatches))
+        return cls(
+            name,
+            tuple(arguments),
+            ranks,
+            sizes.stages,
+            microbatches,
+            family.placement(ranks, virtual_stages),
+            family.generate(sizes),
+        )
+
+    @property
+    def virtual_stages(self) -> int:
+        """Stages on each rank."""
+        return self.stages // self.ranks
+
+    def stage_to_rank(self, stage: int) -> int:
+        """The rank that holds a stage.
+
+        Raises:
+            ScheduleError: there is no such stage.
+        """
+        if not 0 <= stage < self.stages:
+            raise ScheduleError(f"stage {stage} is not in this schedule: it has stages 0 to {self.stages - 1}")
+        return self.placement[stage]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank holds, in order."""
+        return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether any backward is split into input gradient and weight gradient."""
+        return any(part.kind in ("I", "W") for order in self.table for action in order for part in action.flat)
+
+    @property
+    def digest(self) -> str:
+        """A SHA-256 of placement, credits and table: two schedules with the same digest do the same."""
+        text = hashlib.sha256(f"{self.microbatches}/{self.placement}/{self.credits}\n".encode())
+        for order in self.table:
+            text.update((",".join(action.text for action in order) + "\n").encode())
+        return text.hexdigest()
+
+
+def schedule_names() -> tuple[str, ...]:
+    """The names that `Schedule.build` takes."""
+    return tuple(FAMILIES)
