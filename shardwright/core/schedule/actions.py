@@ -2,12 +2,12 @@
 
 import re
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from shardwright.core.errors import ScheduleError
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What an action does. The values are the words of torch's schedule files."""
 
     FORWARD = "F"
@@ -69,7 +69,7 @@ class Action:
                 given = ";".join(part.text for part in self.parts)
                 raise ScheduleError(f"({given}) is not a pair that can overlap: expected one F and then one B or I")
             if self.stage != -1 or self.microbatch is not None:
-                raise ScheduleError("a composite action has no stage or microbatch of its own; use Action.overlap(F, B)")
+                raise ScheduleError("a composite has no stage or microbatch of its own: use Action.overlap(F, B)")
             return
         if self.parts:
             raise ScheduleError(f"an action of kind {self.kind.value} has no parts; only a composite has")

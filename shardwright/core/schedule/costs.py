@@ -47,7 +47,8 @@ class StageCosts:
                 )
             for index, value in enumerate(values):
                 if not math.isfinite(value) or value < 0:
-                    raise ScheduleError(f"{field.name}[{index}]={value} of {what} {index}: expected finite and 0 or more")
+                    given = f"{field.name}[{index}]={value} of {what} {index}"
+                    raise ScheduleError(f"{given}: expected finite and 0 or more")
             kind = int if field.name == "activation_bytes" else float
             object.__setattr__(self, field.name, tuple(kind(value) for value in values))
         if not 0 <= self.overlap <= 1:
@@ -84,7 +85,9 @@ class StageCosts:
     def require_stages(self, stages: int) -> None:
         """Raises ScheduleError unless these are the costs of so many stages."""
         if self.stages != stages:
-            raise ScheduleError(f"costs of {self.stages} stages were given for a schedule of {stages}: give one per stage")
+            raise ScheduleError(
+                f"costs of {self.stages} stages given for a schedule of {stages}: expected one per stage"
+            )
 
 
 def per_rank_limit(limit_bytes: int | Sequence[int] | None, ranks: int) -> tuple[int, ...] | None:
@@ -97,7 +100,7 @@ def per_rank_limit(limit_bytes: int | Sequence[int] | None, ranks: int) -> tuple
         return None
     limits = (limit_bytes,) * ranks if isinstance(limit_bytes, (int, float)) else tuple(limit_bytes)
     if len(limits) != ranks:
-        raise ScheduleError(f"memory_limit_bytes has {len(limits)} entries: expected one, or one for each of {ranks} ranks")
+        raise ScheduleError(f"memory_limit_bytes has {len(limits)} entries: expected one, or one per rank, {ranks}")
     for rank, limit in enumerate(limits):
         if not math.isfinite(limit) or limit < 0:
             raise ScheduleError(f"memory_limit_bytes={limit} on rank {rank}: expected finite and 0 or more")

@@ -7,6 +7,6 @@ def looped(ranks: int, virtual_stages: int) -> tuple[int, ...]:
 
 
 def vee(ranks: int, virtual_stages: int) -> tuple[int, ...]:
-    """Stages go down the ranks and come back up, so that the first and last stage share rank 0 (2401.10241, section 6)."""
+    """Stages go down the ranks and come back up: the first and the last share rank 0 (2401.10241, section 6)."""
     down = list(range(ranks))
     return tuple(rank for turn in range(virtual_stages) for rank in (down if turn % 2 == 0 else reversed(down)))

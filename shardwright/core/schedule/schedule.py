@@ -41,12 +41,12 @@ class Schedule:
         if len(self.table) != self.ranks:
             raise ScheduleError(f"the table has {len(self.table)} rows: expected one for each of {self.ranks} ranks")
         if len(self.placement) != self.stages:
-            raise ScheduleError(f"the placement has {len(self.placement)} entries: expected one per stage, {self.stages}")
+            raise ScheduleError(f"the placement has {len(self.placement)} entries: expected {self.stages}")
         held = [self.placement.count(rank) for rank in range(self.ranks)]
         if len(set(held)) != 1 or sum(held) != self.stages or self.stages == 0:
-            raise ScheduleError(f"the ranks hold {held} stages: expected the same number on each, and {self.stages} in all")
+            raise ScheduleError(f"the ranks hold {held} stages: expected as many on each, {self.stages} in all")
         if self.microbatches < 1:
-            raise ScheduleError(f"microbatches={self.microbatches} is not possible: expected an integer of at least 1")
+            raise ScheduleError(f"microbatches={self.microbatches} is not possible: expected at least 1")
         if self.credits is not None and self.credits < 1:
             raise ScheduleError(f"credits={self.credits} would let nothing through: expected at least 1")
 

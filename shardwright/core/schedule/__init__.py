@@ -1,0 +1,7 @@
+"""Pipeline schedules: actions, families, passes, checks, text and files."""
+
+from shardwright.core.schedule.actions import Action, Kind
+from shardwright.core.schedule.costs import StageCosts
+from shardwright.core.schedule.schedule import Schedule, schedule_names
+
+__all__ = ["Action", "Kind", "Schedule", "StageCosts", "schedule_names"]

@@ -1,0 +1,194 @@
+"""Timelines: when the actions of a schedule ran, simulated or measured."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.core.errors import ScheduleError
+from shardwright.core.schedule.actions import Action, B, F, W
+
+Seconds = NDArray[np.float64]
+Bytes = NDArray[np.int64]
+_NO_CAUSE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action on one rank, from `start_s` to `end_s`."""
+
+    rank: int
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One tensor on its way between two ranks; `action` is the send that it carries out."""
+
+    action: Action
+    source: int
+    target: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timeline:
+    """When each action ran. All times in seconds from the first start.
+
+    Args:
+        actions: for each rank, what it ran, in order.
+        start_s, end_s: for each rank, float64 arrays of shape [actions of the rank].
+        transfers: what moved between ranks, in order of arrival at its link.
+        activation_bytes: bytes that one live microbatch holds on each stage; 1 each for a count.
+        cause: for each rank, int64 array of shape [actions of the rank]: what each action waited for last. -1: nothing;
+            n >= 0: the action with that number, counted over all ranks in order; -2 - t: transfer t. Simulated only.
+        transfer_cause: the same for each transfer.
+
+    Fields computed from these:
+        makespan_s: from the first start to the last end.
+        bubble_fraction: for each rank, idle time / makespan.
+        bubble_s: for each rank, last end - first start - time at work.
+        peak_live_activations: for each rank, the most (stage, microbatch) pairs whose forward had started and whose
+            backward (weight gradient, where split) had not ended. A microbatch counts once on each stage of the rank.
+
+    Raises:
+        ScheduleError: lengths differ, or an action ends before it starts.
+    """
+
+    actions: tuple[tuple[Action, ...], ...]
+    start_s: tuple[Seconds, ...]
+    end_s: tuple[Seconds, ...]
+    transfers: tuple[Transfer, ...] = ()
+    activation_bytes: tuple[int, ...] | None = None
+    cause: tuple[NDArray[np.int64], ...] | None = None
+    transfer_cause: NDArray[np.int64] | None = None
+    makespan_s: float = field(init=False)
+    bubble_fraction: tuple[float, ...] = field(init=False)
+    bubble_s: tuple[float, ...] = field(init=False)
+    peak_live_activations: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        for rank, (actions, starts, ends) in enumerate(zip(self.actions, self.start_s, self.end_s, strict=True)):
+            if not len(actions) == len(starts) == len(ends):
+                raise ScheduleError(
+                    f"rank {rank}: {len(actions)} actions, {len(starts)} starts, {len(ends)} ends: expected as many of each"
+                )
+            if np.any(ends < starts):
+                late = int(np.argmax(ends < starts))
+                raise ScheduleError(f"{actions[late]} on rank {rank} ends at {ends[late]} s, before it starts")
+        used = [(s[0], e.max()) for s, e in zip(self.start_s, self.end_s, strict=True) if len(s)]
+        makespan = max((end for _, end in used), default=0.0) - min((start for start, _ in used), default=0.0)
+        work = [float(np.sum(ends - starts)) for starts, ends in zip(self.start_s, self.end_s, strict=True)]
+        reach = [
+            float(ends.max() - starts[0]) if len(starts) else 0.0
+            for starts, ends in zip(self.start_s, self.end_s, strict=True)
+        ]
+        put = object.__setattr__
+        put(self, "makespan_s", float(makespan))
+        put(self, "bubble_s", tuple(span - busy for span, busy in zip(reach, work, strict=True)))
+        idle = tuple((makespan - busy) / makespan if makespan > 0 else 0.0 for busy in work)
+        put(self, "bubble_fraction", tuple(max(0.0, float(share)) for share in idle))
+        put(self, "peak_live_activations", tuple(_peak(actions, None) for actions in self.actions))
+
+    @classmethod
+    def measured(
+        cls, spans: Iterable[Span], ranks: int, transfers: Sequence[Transfer] = (), activation_bytes: Sequence[int] = ()
+    ) -> "Timeline":
+        """A timeline of what was measured; the earliest start becomes second 0.
+
+        Raises:
+            ScheduleError: a span names a rank that there is not.
+        """
+        rows: list[list[Span]] = [[] for _ in range(ranks)]
+        for span in spans:
+            if not 0 <= span.rank < ranks:
+                raise ScheduleError(f"a span of {span.action} names rank {span.rank}: expected 0 to {ranks - 1}")
+            rows[span.rank].append(span)
+        for row in rows:
+            row.sort(key=lambda span: (span.start_s, span.end_s))
+        zero = min((row[0].start_s for row in rows if row), default=0.0)
+        moved = (Transfer(t.action, t.source, t.target, t.start_s - zero, t.end_s - zero) for t in transfers)
+        return cls(
+            tuple(tuple(span.action for span in row) for row in rows),
+            tuple(np.array([span.start_s - zero for span in row], dtype=np.float64) for row in rows),
+            tuple(np.array([span.end_s - zero for span in row], dtype=np.float64) for row in rows),
+            tuple(moved),
+            tuple(activation_bytes) or None,
+        )
+
+    @property
+    def ranks(self) -> int:
+        return len(self.actions)
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """What a rank ran, in order."""
+        triples = zip(self.actions[rank], self.start_s[rank].tolist(), self.end_s[rank].tolist(), strict=True)
+        return tuple(Span(rank, action, start, end) for action, start, end in triples)
+
+    def memory(self, rank: int) -> tuple[Seconds, Bytes]:
+        """Activation memory over time on a rank: the seconds at which it changes, and the bytes held from then on."""
+        times: list[float] = []
+        changes: list[int] = []
+        for span in self.spans(rank):
+            for part in span.action.flat:
+                size = 1 if self.activation_bytes is None or part.stage < 0 else self.activation_bytes[part.stage]
+                if part.kind is F:
+                    times.append(span.start_s)
+                    changes.append(size)
+                elif part.kind is B or part.kind is W:
+                    times.append(span.end_s)
+                    changes.append(-size)
+        return np.array(times, dtype=np.float64), np.cumsum(np.array(changes, dtype=np.int64))
+
+    @property
+    def peak_activation_bytes(self) -> tuple[int, ...]:
+        """The most bytes of activations held at once, for each rank."""
+        return tuple(_peak(actions, self.activation_bytes) for actions in self.actions)
+
+    def critical_path(self) -> tuple[Span | Transfer, ...]:
+        """The chain of actions and transfers that sets the makespan: each waited for the one before it, from the first
+        start to the last end.
+
+        Raises:
+            ScheduleError: the timeline was measured: a measurement does not say what an action waited for.
+        """
+        if self.cause is None or self.transfer_cause is None:
+            raise ScheduleError("a measured timeline has no critical path: simulate the schedule with measured costs")
+        offsets = np.cumsum([0, *(len(actions) for actions in self.actions)])
+        ends = [float(row.max()) if len(row) else -1.0 for row in self.end_s]
+        rank = int(np.argmax(ends))
+        if ends[rank] < 0:
+            return ()
+        node = int(offsets[rank] + np.argmax(self.end_s[rank]))
+        path: list[Span | Transfer] = []
+        while node != _NO_CAUSE:
+            if node < 0:
+                transfer = -2 - node
+                path.append(self.transfers[transfer])
+                node = int(self.transfer_cause[transfer])
+                continue
+            rank = int(np.searchsorted(offsets, node, side="right")) - 1
+            index = node - int(offsets[rank])
+            times = float(self.start_s[rank][index]), float(self.end_s[rank][index])
+            path.append(Span(rank, self.actions[rank][index], *times))
+            node = int(self.cause[rank][index])
+        return tuple(reversed(path))
+
+
+def _peak(actions: Sequence[Action], sizes: Sequence[int] | None) -> int:
+    """The most that is live at once, in the order in which one rank ran its actions; sizes per stage, or 1 each."""
+    live = peak = 0
+    for action in actions:
+        freed = 0
+        for part in action.parts or (action,):
+            if part.kind is F:
+                live += 1 if sizes is None else sizes[part.stage]
+            elif part.kind is B or part.kind is W:
+                freed += 1 if sizes is None else sizes[part.stage]
+        peak = max(peak, live)
+        live -= freed
+    return peak

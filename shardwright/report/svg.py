@@ -1,0 +1,65 @@
+"""Timelines as SVG: one lane per rank, one box per action, nothing but text and rectangles."""
+
+from html import escape
+
+from shardwright.core.schedule.actions import Action, Kind
+from shardwright.core.timeline import Timeline
+
+_COLOURS = {
+    Kind.FORWARD: "#8fb8de",
+    Kind.BACKWARD: "#9ccf9f",
+    Kind.INPUT_GRAD: "#7fc4b8",
+    Kind.WEIGHT_GRAD: "#d8c27a",
+}
+_OTHER = "#c9c9c9"
+_LANE, _GAP, _LEFT, _TOP, _BOTTOM = 24, 6, 64, 28, 24
+_TEXT_WIDTH = 6.5
+
+
+def timeline_svg(timeline: Timeline, width: int = 1200, title: str = "") -> str:
+    """The timeline as an SVG image, `width` pixels wide; hovering over a box shows the action and its times."""
+    span = timeline.makespan_s or 1.0
+    scale = (width - _LEFT - 12) / span
+    height = _TOP + timeline.ranks * (_LANE + _GAP) + _BOTTOM
+    bubble = max(timeline.bubble_fraction, default=0.0)
+    head = f"{title}  " if title else ""
+    head += f"{timeline.makespan_s:.6g} s, bubble at most {bubble:.1%}"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<text x="{_LEFT}" y="18" font-size="13">{escape(head)}</text>',
+    ]
+    zero = min((float(row[0]) for row in timeline.start_s if len(row)), default=0.0)
+    for rank in range(timeline.ranks):
+        top = _TOP + rank * (_LANE + _GAP)
+        parts.append(f'<text x="4" y="{top + 16}" font-size="12">rank {rank}</text>')
+        parts.append(f'<rect x="{_LEFT}" y="{top}" width="{span * scale:.2f}" height="{_LANE}" fill="#f2f2f2"/>')
+        for item in timeline.spans(rank):
+            if item.end_s > item.start_s:
+                left, right = _LEFT + (item.start_s - zero) * scale, _LEFT + (item.end_s - zero) * scale
+                hover = f"{item.action} {item.start_s:.6g} to {item.end_s:.6g} s"
+                parts.append(_box(item.action, left, right - left, top, hover))
+    parts.append(f'<text x="{_LEFT}" y="{height - 8}" font-size="11">0 s</text>')
+    end = f"{timeline.makespan_s:.6g} s"
+    parts.append(f'<text x="{width - 12}" y="{height - 8}" font-size="11" text-anchor="end">{end}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _box(action: Action, left: float, wide: float, top: int, hover: str) -> str:
+    """One action; the two halves of an overlapped pair share its box, one above the other."""
+    halves = action.flat
+    tall = _LANE / len(halves)
+    shapes = []
+    for index, part in enumerate(halves):
+        y = top + index * tall
+        colour = _COLOURS.get(part.kind, _OTHER)
+        shapes.append(
+            f'<rect x="{left:.2f}" y="{y:g}" width="{wide:.2f}" height="{tall:g}" fill="{colour}" stroke="#555" '
+            'stroke-width="0.4"/>'
+        )
+        if wide > _TEXT_WIDTH * len(part.text):
+            shapes.append(
+                f'<text x="{left + wide / 2:.2f}" y="{y + tall / 2 + 3.5:g}" font-size="{10 if tall > 15 else 9}" '
+                f'text-anchor="middle">{part.text}</text>'
+            )
+    return f"<g><title>{escape(hover)}</title>{''.join(shapes)}</g>"
