@@ -1,0 +1,1 @@
+"""Schedule families, one per file; `catalogue.py` beside this folder lists them."""

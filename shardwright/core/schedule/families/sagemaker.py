@@ -1,0 +1,66 @@
+"""SageMaker's two pipelines, `simple` and `interleaved`, bounded by `active_microbatches` (arXiv 2111.05972).
+
+`simple` finishes the forwards before it starts the backwards; when fewer microbatches may be active than there are, it
+does so in waves. `interleaved` runs a backward as soon as there is one; which one there is depends on how long things
+take, so it is built by playing it through: with the costs given, or with a backward of twice a forward. A microbatch is
+active from the start of its first forward until the end of its last backward. Default: ranks + 2.
+"""
+
+from shardwright.core.schedule.actions import Action, B, F, Kind
+from shardwright.core.schedule.costs import StageCosts
+from shardwright.core.schedule.family import Family, Sizes, Table, one_stage_per_rank
+from shardwright.core.schedule.placement import looped
+
+_MORE_THAN_RANKS = 2  # SageMaker's default for active_microbatches is the pipeline's degree and two more.
+
+
+def active(sizes: Sizes) -> int:
+    return min(sizes.active_microbatches or sizes.ranks + _MORE_THAN_RANKS, sizes.microbatches)
+
+
+def generate_simple(sizes: Sizes) -> Table:
+    wave = active(sizes)
+    table = []
+    for rank in range(sizes.ranks):
+        order = []
+        for first in range(0, sizes.microbatches, wave):
+            batches = range(first, min(first + wave, sizes.microbatches))
+            order += [Action(rank, F, mb) for mb in batches] + [Action(rank, B, mb) for mb in batches]
+        table.append(tuple(order))
+    return tuple(table)
+
+
+def generate_interleaved(sizes: Sizes) -> Table:
+    costs = sizes.costs or StageCosts.uniform(sizes.ranks)
+    limit, last, m = active(sizes), sizes.ranks - 1, sizes.microbatches
+    table: list[list[Action]] = [[] for _ in range(sizes.ranks)]
+    clock = [0.0] * sizes.ranks
+    done = {F: [0] * sizes.ranks, B: [0] * sizes.ranks}  # Microbatches go through every rank in order.
+    arrival: dict[tuple[Kind, int, int], float] = {(F, 0, mb): 0.0 for mb in range(limit)}
+    for _ in range(2 * m * sizes.ranks):
+        # The action that can start first goes next: at the same moment a backward before a forward, then later ranks.
+        options = []
+        for rank in range(sizes.ranks):
+            for kind in (B, F):
+                mb = done[kind][rank]
+                if mb < m and (kind, rank, mb) in arrival:
+                    start = max(clock[rank], arrival[(kind, rank, mb)])
+                    options.append((start, kind is F, -rank, mb))
+        start, forward, negated, mb = min(options)
+        rank, kind = -negated, F if forward else B
+        seconds = costs.forward_s[rank] if forward else costs.backward_s[rank]
+        clock[rank] = end = start + seconds
+        done[kind][rank] += 1
+        table[rank].append(Action(rank, kind, mb))
+        if forward:
+            to, direction = (rank + 1, F) if rank < last else (rank, B)
+            arrival[(direction, to, mb)] = end + (costs.transfer_s[rank] if rank < last else 0.0)
+        elif rank:
+            arrival[(B, rank - 1, mb)] = end + costs.transfer_s[rank - 1]
+        elif mb + limit < m:
+            arrival[(F, 0, mb + limit)] = end
+    return tuple(tuple(order) for order in table)
+
+
+SIMPLE = Family("simple", "arXiv 2111.05972, section 3", looped, generate_simple, one_stage_per_rank)
+INTERLEAVED = Family("interleaved", "arXiv 2111.05972, section 3", looped, generate_interleaved, one_stage_per_rank)
