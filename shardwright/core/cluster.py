@@ -1,0 +1,237 @@
+"""A cluster: the devices of a job, grouped into nodes, and the links between them."""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from shardwright.core import cluster_file
+from shardwright.core.errors import ClusterError
+from shardwright.core.hardware import Device, Link, Profile, check, load_link, load_profile, profile_names
+
+_NO_INTER_NODE = "a cluster of several nodes needs inter_node: the name of a link, or a Link"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroup:
+    """Nodes that are alike: how many, what each holds, and the link inside each.
+
+    Raises ClusterError when a count is not an integer of at least 1.
+    """
+
+    device: Device
+    nodes: int
+    devices_per_node: int
+    intra_node: Link
+
+    def __post_init__(self) -> None:
+        check.whole("cluster", "nodes", self.nodes, at_least=1)
+        check.whole("cluster", "devices_per_node", self.devices_per_node, at_least=1)
+
+    @property
+    def devices(self) -> int:
+        """How many devices the group has."""
+        return self.nodes * self.devices_per_node
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Cluster:
+    """Devices, their memory and speed, and the links between them.
+
+    Ranks are counted node after node: rank = node · devices_per_node + place in the node, group after group where
+    groups of unlike nodes stand side by side. ``inter_node`` is None only where there is one node.
+
+    Cluster("a100-80gb", nodes=64, devices_per_node=8) takes the links of that hardware's profile; ``intra_node`` and
+    ``inter_node`` replace them, by name ("nvlink3", "ib-hdr200", "ethernet-100g" …) or as a ``Link``. The hardware is
+    the name of a profile, the path of a profile file, a ``Profile`` or a ``Device``.
+
+    Raises ClusterError for an unknown name (with the nearest), or a count that is not an integer of at least 1.
+    """
+
+    groups: tuple[NodeGroup, ...]
+    inter_node: Link | None
+
+    def __init__(
+        self,
+        device: str | Path | Device | Profile,
+        *,
+        nodes: int = 1,
+        devices_per_node: int = 1,
+        intra_node: str | Link | None = None,
+        inter_node: str | Link | None = None,
+    ) -> None:
+        known, inside, outside = _resolve(device, intra_node, inter_node)
+        self._settle((NodeGroup(known, nodes, devices_per_node, inside),), outside)
+
+    @classmethod
+    def of_groups(cls, groups: Sequence[NodeGroup], inter_node: str | Link | None = None) -> "Cluster":
+        """A cluster of unlike nodes. Raises ClusterError when there is no group, or several nodes and no link."""
+        if not groups:
+            raise ClusterError("a cluster needs at least one group of nodes; given none")
+        self = object.__new__(cls)
+        self._settle(tuple(groups), load_link(inter_node) if isinstance(inter_node, str) else inter_node)
+        return self
+
+    def _settle(self, groups: tuple[NodeGroup, ...], inter_node: Link | None) -> None:
+        if inter_node is None and sum(group.nodes for group in groups) > 1:
+            raise ClusterError(_NO_INTER_NODE)
+        object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "inter_node", inter_node)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Cluster":
+        """The cluster in the TOML file at ``path``. Raises ClusterError that names the path of a fault inside it."""
+        return cls.from_document(cluster_file.read(Path(path)), source=str(path))
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any], source: str = "cluster") -> "Cluster":
+        """The cluster that ``document`` (what ``to_document`` gives) describes."""
+        parsed = cluster_file.parse(document, source)
+        groups: list[NodeGroup] = []
+        inter_node: str | Link | None = parsed.inter_node
+        try:
+            for group in parsed.groups:
+                device, inside, outside = _resolve(group.device, group.intra_node, inter_node)
+                groups.append(NodeGroup(device, group.nodes, group.devices_per_node, inside))
+                if len(parsed.groups) == 1:
+                    inter_node = outside
+            return cls.of_groups(groups, inter_node)
+        except ClusterError as error:
+            raise ClusterError(f"{source}: {error}") from error
+
+    def to_document(self) -> dict[str, Any]:
+        """This cluster as plain values, names where the catalogue has them and every constant where it has not."""
+        groups = [
+            cluster_file.Group(group.device, group.nodes, group.devices_per_node, group.intra_node)
+            for group in self.groups
+        ]
+        return cluster_file.document(groups, self.inter_node)
+
+    def save(self, path: str | Path) -> None:
+        """Write the TOML file that ``load`` reads."""
+        cluster_file.write(Path(path), self.to_document())
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return sum(group.devices for group in self.groups)
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are."""
+        return sum(group.nodes for group in self.groups)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every rank has the same device."""
+        return all(group.device == self.groups[0].device for group in self.groups)
+
+    def device(self, rank: int) -> Device:
+        """The device of ``rank``. Raises ClusterError when there is no such rank."""
+        return self.groups[self._place(rank)[0]].device
+
+    def memory_bytes(self, rank: int) -> int:
+        """What a model may use on ``rank``: the device's memory less what driver and runtime keep."""
+        return self.device(rank).usable_memory_bytes
+
+    def node_of(self, rank: int) -> int:
+        """The node that ``rank`` is in, counted from 0. Raises ClusterError when there is no such rank."""
+        group_index, offset = self._place(rank)
+        nodes_before = sum(group.nodes for group in self.groups[:group_index])
+        return nodes_before + offset // self.groups[group_index].devices_per_node
+
+    def ranks_of(self, node: int) -> range:
+        """The ranks of ``node``. Raises ClusterError when there is no such node."""
+        first_node, first_rank = 0, 0
+        for group in self.groups:
+            if first_node <= node < first_node + group.nodes:
+                start = first_rank + (node - first_node) * group.devices_per_node
+                return range(start, start + group.devices_per_node)
+            first_node, first_rank = first_node + group.nodes, first_rank + group.devices
+        raise ClusterError(f"node {node!r} is not in this cluster: its {self.nodes} nodes are 0 to {self.nodes - 1}")
+
+    def link_between(self, rank_a: int, rank_b: int, *, concurrent: int = 1) -> Link:
+        """The link that a message from ``rank_a`` to ``rank_b`` takes, with the bandwidth that is left to it.
+
+        ``concurrent``: how many such messages leave the same node at once, sharing a port that its devices share.
+        Raises ClusterError when the ranks are the same, or not in the cluster.
+        """
+        if rank_a == rank_b:
+            raise ClusterError(f"rank {rank_a!r} has no link to itself; a message between two ranks was expected")
+        return self.link_for_group((rank_a, rank_b), concurrent=concurrent)
+
+    def link_for_group(self, ranks: Iterable[int], *, concurrent: int = 1) -> Link:
+        """The slowest link that a ring over ``ranks`` crosses, with the bandwidth that each member has of it.
+
+        Inside a node that is the node's own link. Across nodes, k members in the same node drive k ports together when
+        every device has its own; where the node has one port, they share it, with ``concurrent`` such groups at once.
+        Never faster than the slowest intra-node link that the ring also needs, and never sooner: each step of a ring
+        waits for its slowest hop. For a single rank, its node's link.
+        Raises ClusterError when ``ranks`` is empty, repeats a rank, or holds one that is not in the cluster.
+        """
+        members = tuple(ranks)
+        check.whole("link_for_group", "concurrent", concurrent, at_least=1)
+        if not members:
+            raise ClusterError("a group needs at least one rank; given none")
+        if len(set(members)) != len(members):
+            raise ClusterError(f"a group names each rank once; given {members}")
+        places = [(self.node_of(rank), self._place(rank)[0]) for rank in members]
+        members_of_node = Counter(node for node, _ in places)
+        if len(members_of_node) == 1:
+            return self.groups[places[0][1]].intra_node
+        crowded = {group for node, group in places if members_of_node[node] > 1}
+        inside = [self.groups[group].intra_node for group in sorted(crowded)]
+        outside = self._ports(members_of_node.values(), concurrent)
+        slowest = min((*inside, outside), key=lambda link: link.effective_bandwidth_bytes_per_s)
+        return replace(slowest, latency_s=max(link.latency_s for link in (*inside, outside)))
+
+    def _ports(self, members_per_node: Iterable[int], concurrent: int) -> Link:
+        """The link out of a node as one ring sees it, the node with the fewest members deciding."""
+        if self.inter_node is None:  # _settle gives every cluster of several nodes a link
+            raise ClusterError(_NO_INTER_NODE)
+        if self.inter_node.sharing == "device":
+            return self.inter_node.scaled(min(members_per_node))
+        return self.inter_node.scaled(1 / concurrent)
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        """The group that holds ``rank``, and the rank's place among the group's devices."""
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise ClusterError(
+                f"rank {rank!r} is not in this cluster: its {self.world_size} ranks are 0 to {self.world_size - 1}"
+            )
+        starts = list(accumulate((group.devices for group in self.groups), initial=0))
+        index = bisect_right(starts, rank) - 1
+        return index, rank - starts[index]
+
+    def __str__(self) -> str:
+        parts = (f"{group.nodes} × {group.devices_per_node} {group.device.name}" for group in self.groups)
+        return " + ".join(parts)
+
+
+def _resolve(
+    device: str | Path | Device | Profile, intra_node: str | Link | None, inter_node: str | Link | None
+) -> tuple[Device, Link, Link | None]:
+    """The device, and the links given or its usual ones. Raises ClusterError for an unknown name or no inner link."""
+    if isinstance(device, Device):
+        usual = _usual_links(device)
+    else:
+        profile = device if isinstance(device, Profile) else load_profile(device)
+        device, usual = profile.device, (profile.intra_node, profile.inter_node)
+    inside = (load_link(intra_node) if isinstance(intra_node, str) else intra_node) or usual[0]
+    outside = (load_link(inter_node) if isinstance(inter_node, str) else inter_node) or usual[1]
+    if inside is None:
+        raise ClusterError(
+            f"device {device.name!r} is not in the catalogue, so it needs intra_node: the name of a link, or a Link"
+        )
+    return device, inside, outside
+
+
+def _usual_links(device: Device) -> tuple[Link, Link] | tuple[None, None]:
+    """The links of the catalogue's profile of that name, for a device that was adapted from it."""
+    if device.name not in profile_names():
+        return None, None
+    profile = load_profile(device.name)
+    return profile.intra_node, profile.inter_node

@@ -1,0 +1,1 @@
+"""Seconds and bytes: of compute, of collectives, of transfers."""

@@ -1,0 +1,76 @@
+"""The catalogue of known hardware: the data files beside this module, and profiles that users keep elsewhere."""
+
+import tomllib
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from shardwright.core.errors import ClusterError, nearest
+from shardwright.core.hardware import schema
+from shardwright.core.hardware.device import Device, Profile
+from shardwright.core.hardware.link import Link
+
+_FOLDER = files("shardwright.core.hardware")
+
+
+def profile_names() -> tuple[str, ...]:
+    """The names of the profiles that come with the package, sorted."""
+    entries = (entry.name for entry in (_FOLDER / "profiles").iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in entries if name.endswith(".toml")))
+
+
+def link_names() -> tuple[str, ...]:
+    """The names of the links that come with the package, sorted."""
+    return tuple(sorted(_links()))
+
+
+def load_profile(name: str | Path) -> Profile:
+    """The profile called ``name``, or the one in the file at ``name`` when it is a path or ends in ``.toml``.
+
+    Raises ClusterError when there is no such profile (with the nearest name), or the file is not valid (with the path
+    inside it).
+    """
+    if isinstance(name, Path) or name.endswith(".toml"):
+        return _to_profile(schema.read_toml(Path(name), "hardware profile"), str(name))
+    return _known_profile(name)
+
+
+def load_device(name: str | Path) -> Device:
+    """The device of ``load_profile(name)``."""
+    return load_profile(name).device
+
+
+def load_link(name: str) -> Link:
+    """The link called ``name``. Raises ClusterError when there is none (with the nearest name)."""
+    try:
+        return _links()[name]
+    except KeyError:
+        raise ClusterError(f"link {name!r} is not known; {nearest(name, _links())}") from None
+
+
+@cache
+def _known_profile(name: str) -> Profile:
+    known = profile_names()
+    if name not in known:
+        raise ClusterError(f"hardware {name!r} is not known; {nearest(name, known)}")
+    return _to_profile(_read(f"profiles/{name}.toml"), f"profiles/{name}.toml")
+
+
+def _to_profile(document: dict[str, Any], source: str) -> Profile:
+    table = schema.parse(schema.ProfileFile, document, source)
+    try:
+        links = {place: load_link(getattr(table.links, place)) for place in ("intra_node", "inter_node")}
+    except ClusterError as error:
+        raise ClusterError(f"{source}: links: {error}") from None
+    return Profile(device=schema.to_device(table, source), **links)
+
+
+@cache
+def _links() -> dict[str, Link]:
+    table = schema.parse(schema.LinksFile, _read("links.toml"), "links.toml")
+    return {name: schema.to_link(name, link, "links.toml") for name, link in table.links.items()}
+
+
+def _read(path: str) -> dict[str, Any]:
+    return tomllib.loads((_FOLDER / path).read_text(encoding="utf-8"))

@@ -1,0 +1,99 @@
+"""A device: what one rank computes on, and the profile that joins it to its usual links."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from shardwright.core.errors import ClusterError, nearest
+from shardwright.core.hardware import check
+from shardwright.core.hardware.link import Link
+from shardwright.core.hardware.table import Table
+
+Kind = Literal["gpu", "tpu", "trainium", "cpu"]
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
+"""The precisions of matrix products that a profile may give a peak for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One rank's device.
+
+    memory_bytes: its whole memory; ``reserved_memory_bytes`` of it go to the driver, the runtime and the communication
+        library before a model has any.
+    peak_flops_per_s: dense peak of matrix products, by precision; a precision that is absent is not supported.
+    memory_bandwidth_bytes_per_s: peak of its own memory.
+    kernel_launch_s: what one op costs at least, however small.
+    matmul_efficiency, memory_efficiency: the share of the peaks that large ops reach.
+    host_link_bandwidth_bytes_per_s: to the host's memory, in one direction.
+    price_usd_per_hour: of one device, None when not known.
+    origins: for each constant, where it comes from.
+
+    Raises ClusterError when a constant is not positive and finite, or an efficiency is above 1.
+    """
+
+    name: str
+    kind: Kind
+    memory_bytes: int
+    peak_flops_per_s: Mapping[str, float]
+    memory_bandwidth_bytes_per_s: float
+    kernel_launch_s: float
+    matmul_efficiency: float
+    memory_efficiency: float
+    host_link_bandwidth_bytes_per_s: float
+    reserved_memory_bytes: int = 0
+    price_usd_per_hour: float | None = None
+    summary: str = field(default="", compare=False)
+    origins: Mapping[str, str] = field(default_factory=Table, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        owner = f"device {self.name!r}"
+        if self.kind not in get_args(Kind):
+            raise ClusterError(f"{owner}: kind {self.kind!r} is not known; {nearest(str(self.kind), get_args(Kind))}")
+        check.whole(owner, "memory_bytes", self.memory_bytes, at_least=1)
+        check.whole(owner, "reserved_memory_bytes", self.reserved_memory_bytes, at_least=0)
+        if self.reserved_memory_bytes >= self.memory_bytes:
+            raise ClusterError(
+                f"{owner}: reserved_memory_bytes ({self.reserved_memory_bytes}) must be below memory_bytes "
+                f"({self.memory_bytes})"
+            )
+        if not self.peak_flops_per_s:
+            raise ClusterError(
+                f"{owner}: peak_flops_per_s must name at least one of {', '.join(PRECISIONS)}; given none"
+            )
+        for precision, peak in self.peak_flops_per_s.items():
+            if precision not in PRECISIONS:
+                raise ClusterError(f"{owner}: precision {precision!r} is not known; {nearest(precision, PRECISIONS)}")
+            check.positive(owner, f"peak_flops_per_s.{precision}", peak)
+        check.positive(owner, "memory_bandwidth_bytes_per_s", self.memory_bandwidth_bytes_per_s)
+        check.positive(owner, "kernel_launch_s", self.kernel_launch_s, zero_allowed=True)
+        check.positive(owner, "matmul_efficiency", self.matmul_efficiency, at_most=1.0)
+        check.positive(owner, "memory_efficiency", self.memory_efficiency, at_most=1.0)
+        check.positive(owner, "host_link_bandwidth_bytes_per_s", self.host_link_bandwidth_bytes_per_s)
+        if self.price_usd_per_hour is not None:
+            check.positive(owner, "price_usd_per_hour", self.price_usd_per_hour)
+        check.origins(owner, self.origins)
+        object.__setattr__(self, "peak_flops_per_s", Table(self.peak_flops_per_s))
+        object.__setattr__(self, "origins", Table(self.origins))
+
+    @property
+    def usable_memory_bytes(self) -> int:
+        """What is left for the model."""
+        return self.memory_bytes - self.reserved_memory_bytes
+
+    def flops_per_s(self, precision: str) -> float:
+        """Peak of matrix products in ``precision``. Raises ClusterError when the device does not have it."""
+        peak = self.peak_flops_per_s.get(precision)
+        if peak is None:
+            known = nearest(precision, self.peak_flops_per_s)
+            raise ClusterError(f"device {self.name!r} has no {precision!r} matrix products; {known}")
+        return peak
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A device and the links that its usual node has: what one profile file holds."""
+
+    device: Device
+    intra_node: Link
+    inter_node: Link

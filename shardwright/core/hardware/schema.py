@@ -1,0 +1,301 @@
+"""The hardware files' schema, and errors that name the file and the path inside it."""
+
+import tomllib
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+
+from shardwright.core.errors import ClusterError, nearest
+from shardwright.core.hardware.device import Device, Kind
+from shardwright.core.hardware.link import Link, Sharing
+
+FORMAT = 1
+"""The version of profile, link and cluster files that this version writes, and the newest that it reads."""
+
+_SET_BY_USER = "user: set in code"
+
+# Outside these a number in a hand-written file is almost surely in another unit (80 for 80 GB, 400 for 400 Gb/s).
+_PLAUSIBLE = {
+    "memory_bytes": (1e8, 1e14),
+    "reserved_memory_bytes": (0.0, 1e12),
+    "peak_flops_per_s": (1e8, 1e17),
+    "memory_bandwidth_bytes_per_s": (1e7, 1e15),
+    "host_link_bandwidth_bytes_per_s": (1e6, 1e14),
+    "bandwidth_bytes_per_s": (1e5, 1e14),
+    "kernel_launch_s": (0.0, 0.1),
+    "latency_s": (0.0, 10.0),
+}
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Constant(_Section):
+    """One number and where it comes from."""
+
+    value: Annotated[float, Field(allow_inf_nan=False)]
+    origin: Annotated[str, Field(min_length=1)]
+
+
+def _number_or_constant(given: object) -> str:
+    return "<constant>" if isinstance(given, dict) else "<number>"
+
+
+Given = Annotated[
+    Annotated[float, Field(allow_inf_nan=False), Tag("<number>")] | Annotated[Constant, Tag("<constant>")],
+    Discriminator(_number_or_constant),
+]
+"""A number in a user's own file: with an origin, or plain."""
+
+
+class LinkTable(_Section):
+    """A link of the catalogue: every constant has its origin."""
+
+    summary: str = ""
+    sharing: Sharing
+    bandwidth_bytes_per_s: Constant
+    latency_s: Constant
+    efficiency: Constant
+
+
+class UserLinkTable(_Section):
+    """A link written out in a cluster file."""
+
+    name: str = "custom"
+    sharing: Sharing = "device"
+    bandwidth_bytes_per_s: Given
+    latency_s: Given
+    efficiency: Given = 1.0
+
+
+class DeviceTable(_Section):
+    """A device: every constant has its origin."""
+
+    name: Annotated[str, Field(min_length=1)]
+    kind: Kind
+    summary: str = ""
+    memory_bytes: Constant
+    reserved_memory_bytes: Constant
+    peak_flops_per_s: dict[str, Constant]
+    memory_bandwidth_bytes_per_s: Constant
+    kernel_launch_s: Constant
+    matmul_efficiency: Constant
+    memory_efficiency: Constant
+    host_link_bandwidth_bytes_per_s: Constant
+    price_usd_per_hour: Constant | None = None
+
+
+class LinkNames(_Section):
+    """The links that the device's usual node has."""
+
+    intra_node: str
+    inter_node: str
+
+
+class ProfileFile(DeviceTable):
+    """A profile file: a device and the names of its usual links."""
+
+    format: int
+    links: LinkNames
+
+
+class LinksFile(_Section):
+    """The catalogue of links."""
+
+    format: int
+    links: dict[str, LinkTable]
+
+
+def _name_or_table(given: object) -> str:
+    return "<table>" if isinstance(given, dict) else "<name>"
+
+
+AnyDevice = Annotated[
+    Annotated[str, Tag("<name>")] | Annotated[DeviceTable, Tag("<table>")], Discriminator(_name_or_table)
+]
+AnyLink = Annotated[
+    Annotated[str, Tag("<name>")] | Annotated[UserLinkTable, Tag("<table>")], Discriminator(_name_or_table)
+]
+
+
+class GroupTable(_Section):
+    """Nodes of one kind in a cluster file."""
+
+    device: AnyDevice
+    nodes: Annotated[int, Field(ge=1)]
+    devices_per_node: Annotated[int, Field(ge=1)]
+    intra_node: AnyLink | None = None
+
+
+class ClusterFile(_Section):
+    """A cluster file: one kind of node, whose keys stand at the top, or several ``[[groups]]``."""
+
+    format: int
+    inter_node: AnyLink | None = None
+    groups: Annotated[list[GroupTable], Field(min_length=1)]
+
+
+SectionT = TypeVar("SectionT", bound=_Section)
+
+
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """The document at ``path``. Raises ClusterError when there is none, or it is not TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ClusterError(f"{path} is not a TOML {what}: {error}") from error
+    except OSError as error:
+        raise ClusterError(f"cannot read the {what} {path}: {error.strerror or error}") from error
+
+
+def parse(section: type[SectionT], document: object, source: str) -> SectionT:
+    """``document`` as a ``section``. Raises ClusterError that names ``source`` and the path of each fault inside it."""
+    newer = document.get("format") if isinstance(document, dict) else None
+    if isinstance(newer, int) and newer > FORMAT:
+        raise ClusterError(f"{source}: format {newer} is newer than this version reads ({FORMAT}); upgrade shardwright")
+    try:
+        return section.model_validate(document)
+    except ValidationError as error:
+        faults = [_fault(section, fault) for fault in error.errors(include_url=False)]
+        raise ClusterError(f"{source}: " + "; ".join(faults)) from error
+
+
+def _fault(section: type[BaseModel], fault: Any) -> str:
+    location = [part for part in fault["loc"] if not (isinstance(part, str) and part.startswith("<"))]
+    path = ".".join(str(part) for part in location) or "(top)"
+    if fault["type"] == "extra_forbidden":
+        return f"{path}: unknown key; {nearest(str(location[-1]), _keys_at(section, location[:-1]))}"
+    if fault["type"] == "missing":
+        return f"{path}: missing"
+    return f"{path}: {fault['msg']}; given {fault['input']!r}"
+
+
+def _keys_at(section: type[BaseModel], location: list[str | int]) -> list[str]:
+    """The keys that the schema knows at ``location``."""
+    for part in location:
+        field = section.model_fields.get(part) if isinstance(part, str) else None
+        if field is not None:  # otherwise a key of a dict or an index of a list, already seen through
+            inner = _inner_section(field.annotation)
+            if inner is None:
+                return []
+            section = inner
+    return list(section.model_fields)
+
+
+def _inner_section(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Annotated, Union, types.UnionType, list, dict):
+        return next(filter(None, map(_inner_section, get_args(annotation))), None)
+    return None
+
+
+def check_plausible(source: str, path: str, value: float) -> None:
+    """Raise ClusterError when ``value`` cannot be in the unit that its name states."""
+    name = next((part for part in reversed(path.split(".")) if part in _PLAUSIBLE), None)
+    if name is None:
+        return
+    low, high = _PLAUSIBLE[name]
+    if not low <= value <= high:
+        unit = "bytes" if name.endswith("_bytes") else "seconds" if name.endswith("_s") and "per" not in name else None
+        unit = unit or ("FLOPs per second" if "flops" in name else "bytes per second")
+        raise ClusterError(
+            f"{source}: {path}: {value:g} is not plausible, expected {low:g} to {high:g}; the unit is {unit}"
+        )
+
+
+def to_device(table: DeviceTable, source: str) -> Device:
+    """The device that ``table`` describes. Raises ClusterError that names the path of the fault."""
+    constants: dict[str, Constant] = {
+        name: value for name in DeviceTable.model_fields if isinstance(value := getattr(table, name), Constant)
+    }
+    peaks = {f"peak_flops_per_s.{precision}": constant for precision, constant in table.peak_flops_per_s.items()}
+    for path, constant in (constants | peaks).items():
+        check_plausible(source, path, constant.value)
+    numbers: dict[str, Any] = {name: constant.value for name, constant in constants.items()}
+    for name in ("memory_bytes", "reserved_memory_bytes"):
+        if not numbers[name].is_integer():
+            raise ClusterError(f"{source}: {name}: must be a whole number of bytes; given {numbers[name]!r}")
+        numbers[name] = int(numbers[name])
+    try:
+        return Device(
+            name=table.name,
+            kind=table.kind,
+            summary=table.summary,
+            peak_flops_per_s={precision: constant.value for precision, constant in table.peak_flops_per_s.items()},
+            origins={path: constant.origin for path, constant in (constants | peaks).items()},
+            **numbers,
+        )
+    except ClusterError as error:
+        raise ClusterError(f"{source}: {error}") from error
+
+
+def to_link(name: str, table: LinkTable | UserLinkTable, source: str) -> Link:
+    """The link that ``table`` describes. Raises ClusterError that names the path of the fault."""
+    numbers: dict[str, float] = {}
+    origins: dict[str, str] = {}
+    for path in ("bandwidth_bytes_per_s", "latency_s", "efficiency"):
+        given: float | Constant = getattr(table, path)
+        numbers[path] = given.value if isinstance(given, Constant) else float(given)
+        origins[path] = given.origin if isinstance(given, Constant) else f"user: {source}"
+        check_plausible(source, f"{name}.{path}", numbers[path])
+    try:
+        return Link(name=name, sharing=table.sharing, origins=origins, **numbers)
+    except ClusterError as error:
+        raise ClusterError(f"{source}: {error}") from error
+
+
+def device_document(device: Device, known: Device | None = None) -> dict[str, Any]:
+    """The inverse of ``to_device``: a document that a DeviceTable reads.
+
+    A constant says that a user set it where it has no origin, or still the origin of ``known``, the device that this one
+    was adapted from, but no longer its value.
+    """
+    document: dict[str, Any] = {"name": device.name, "kind": device.kind, "summary": device.summary}
+    for name, field in DeviceTable.model_fields.items():
+        value = getattr(device, name)
+        if name == "peak_flops_per_s":
+            peaks_before: Mapping[str, float] = known.peak_flops_per_s if known else {}
+            document[name] = {
+                key: _labelled(device, known, f"{name}.{key}", peak, peaks_before.get(key))
+                for key, peak in value.items()
+            }
+        elif value is not None and _inner_section(field.annotation) is Constant:
+            document[name] = _labelled(device, known, name, value, getattr(known, name, None))
+    return document
+
+
+def link_document(link: Link, known: Link | None = None) -> dict[str, Any]:
+    """The inverse of ``to_link``: a document that a UserLinkTable reads; ``known`` as in ``device_document``."""
+    document: dict[str, Any] = {"name": link.name, "sharing": link.sharing}
+    for name in ("bandwidth_bytes_per_s", "latency_s", "efficiency"):
+        document[name] = _labelled(link, known, name, getattr(link, name), getattr(known, name, None))
+    return document
+
+
+def _labelled(
+    owner: Device | Link, known: Device | Link | None, path: str, value: float, before: float | None
+) -> dict[str, Any]:
+    origin = owner.origins.get(path, _SET_BY_USER)
+    stale = known is not None and value != before and origin == known.origins.get(path)
+    return {"value": value, "origin": _SET_BY_USER if stale else origin}
+
+
+__all__ = [
+    "FORMAT",
+    "ClusterFile",
+    "GroupTable",
+    "LinksFile",
+    "ProfileFile",
+    "UserLinkTable",
+    "device_document",
+    "link_document",
+    "parse",
+    "read_toml",
+    "to_device",
+    "to_link",
+]
