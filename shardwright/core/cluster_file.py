@@ -44,8 +44,10 @@ def parse(document: dict[str, Any], source: str) -> Contents:
         document = {key: value for key, value in document.items() if key not in _GROUP_KEYS} | {
             "groups": [{key: document[key] for key in at_top}]
         }
-        source = f"{source} (one group, its keys at the top)"
-    table = schema.parse(schema.ClusterFile, document, source)
+        assumed: tuple[str | int, ...] = ("groups", 0)
+    else:
+        assumed = ()
+    table = schema.parse(schema.ClusterFile, document, source, assumed=assumed)
     groups = tuple(
         Group(
             group.device if isinstance(group.device, str) else schema.to_device(group.device, source),

@@ -5,7 +5,7 @@ those of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communicati
 4, without their cost of the reduction's arithmetic, which devices hide behind the transfer.
 
 In every function ``link`` is what ``Cluster.link_for_group`` gives, ``ranks`` counts the members (one member costs
-nothing) and ``size_bytes`` is one member's whole tensor: what is reduced, the result of a gather, what a scatter splits.
+nothing) and ``size_bytes`` is one member's whole tensor: what is reduced, what a gather gives, what a scatter splits.
 Raises ClusterError when a size is negative or not finite, or a count is not an integer of at least 1.
 """
 

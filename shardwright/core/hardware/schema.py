@@ -152,21 +152,25 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         raise ClusterError(f"cannot read the {what} {path}: {error.strerror or error}") from error
 
 
-def parse(section: type[SectionT], document: object, source: str) -> SectionT:
-    """``document`` as a ``section``. Raises ClusterError that names ``source`` and the path of each fault inside it."""
+def parse(section: type[SectionT], document: object, source: str, *, assumed: tuple[str | int, ...] = ()) -> SectionT:
+    """``document`` as a ``section``. Raises ClusterError that names ``source`` and the path of each fault inside it.
+
+    ``assumed``: the start of the paths that the file itself does not have, because its keys were moved there.
+    """
     newer = document.get("format") if isinstance(document, dict) else None
     if isinstance(newer, int) and newer > FORMAT:
         raise ClusterError(f"{source}: format {newer} is newer than this version reads ({FORMAT}); upgrade shardwright")
     try:
         return section.model_validate(document)
     except ValidationError as error:
-        faults = [_fault(section, fault) for fault in error.errors(include_url=False)]
+        faults = [_fault(section, fault, assumed) for fault in error.errors(include_url=False)]
         raise ClusterError(f"{source}: " + "; ".join(faults)) from error
 
 
-def _fault(section: type[BaseModel], fault: Any) -> str:
+def _fault(section: type[BaseModel], fault: Any, assumed: tuple[str | int, ...]) -> str:
     location = [part for part in fault["loc"] if not (isinstance(part, str) and part.startswith("<"))]
-    path = ".".join(str(part) for part in location) or "(top)"
+    shown = location[len(assumed) :] if tuple(location[: len(assumed)]) == assumed else location
+    path = ".".join(str(part) for part in shown) or "(top)"
     if fault["type"] == "extra_forbidden":
         return f"{path}: unknown key; {nearest(str(location[-1]), _keys_at(section, location[:-1]))}"
     if fault["type"] == "missing":
@@ -252,8 +256,8 @@ def to_link(name: str, table: LinkTable | UserLinkTable, source: str) -> Link:
 def device_document(device: Device, known: Device | None = None) -> dict[str, Any]:
     """The inverse of ``to_device``: a document that a DeviceTable reads.
 
-    A constant says that a user set it where it has no origin, or still the origin of ``known``, the device that this one
-    was adapted from, but no longer its value.
+    A constant says that a user set it where it has no origin, or still the origin of ``known``, the device that this
+    one was adapted from, but no longer its value.
     """
     document: dict[str, Any] = {"name": device.name, "kind": device.kind, "summary": device.summary}
     for name, field in DeviceTable.model_fields.items():
