@@ -1,0 +1,15 @@
+"""What the JAX runtime of this version can do."""
+
+from shardwright.core.capabilities import Capabilities
+
+CAPABILITIES = Capabilities(
+    framework="jax",
+    axes=("dp", "tp"),
+    split_backward=False,
+    uneven_shards=False,  # a NamedSharding of a jit argument cuts evenly
+    partial_layouts=True,  # inside a jit the compiler keeps partial sums until they are needed
+    block_layouts=False,  # a PartitionSpec splits a dim as one piece
+    point_to_point=False,
+    single_controller=True,
+    reduce_ops=("sum", "max", "min"),
+)

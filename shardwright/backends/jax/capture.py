@@ -1,0 +1,248 @@
+"""A JAX model → `core.graph.Graph`, by tracing it on shapes at two batch sizes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import linen, nnx
+
+from shardwright.backends.jax.capabilities import CAPABILITIES
+from shardwright.backends.jax.ops import translate
+from shardwright.backends.jax.program import Program, flatten, same_structure
+from shardwright.backends.jax.samples import at_batch, batch_size, positional, resolve_batch_dims
+from shardwright.backends.jax.trace import Recorder, boxed_functions, linen_calls, nnx_calls
+from shardwright.backends.jax.tree import abstract, aliases_of, dotted, flat_names
+from shardwright.core.errors import CaptureError
+from shardwright.core.graph import Call, Graph, Op, Parameter, Tensor, TensorRole
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model made ready for tracing: its arrays as one pytree, what their leaves are, and how to run it on them."""
+
+    name: str
+    arrays: Any
+    names: tuple[str, ...]
+    """One per leaf of ``arrays``."""
+    trainable: tuple[bool | None, ...]
+    """One per leaf; None for buffers."""
+    aliases: dict[str, tuple[str, ...]]
+    run: Callable[[Any, Any, Recorder], Any]
+    """``run(arrays, sample, recorder)``: the loss, or what the model returns."""
+
+
+def capture(
+    model: Any,
+    sample: Any,
+    loss: Callable[..., Any] | None = None,
+    *,
+    batch_dims: Any = None,
+    require_loss: bool = True,
+) -> Graph:
+    """Read a JAX model, without running it and without memory for its weights.
+
+    model: an ``nnx.Module``; a pair ``(linen_module, variables)``; or a function of ``(params, batch)``. Weights may
+        be arrays or ``jax.ShapeDtypeStruct`` (an ``nnx.eval_shape`` of the constructor, an ``eval_shape`` of ``init``).
+    sample: what the model is called with, as arrays or shapes: a dict goes in by keyword, a tuple by position, anything
+        else as the one argument. For a function: the pair ``(params, batch)``, handed over as they are.
+    loss: a function of the model's output; or, when it takes two arguments, ``loss(model, sample)``, which calls the
+        model itself (``model`` is the NNX module, or for Linen a function with the variables bound). Without it, the
+        model's own: a scalar output, the first of ``(loss, weight)``, or ``.loss`` / ``["loss"]``.
+    batch_dims: the dim that counts samples: None for the first of every array, a number, or a tree like ``sample``'s
+        with a number (or None: no such dim) per array.
+    require_loss: False captures a model without a loss: the graph's outputs are then what it returns.
+
+    Raises CaptureError when the model is of no known kind, when no loss is found, and when the traces at batch 2 and
+    batch 3 do not hold the same ops.
+    """
+    source, batch = _source(model, sample, loss)
+    batch = jax.tree.map(abstract, batch)
+    dims = resolve_batch_dims(batch, batch_dims)
+    pick = _loss_of if require_loss else _outputs_of
+    programs = []
+    inputs_at = []
+    for size in (2, 3):
+        inputs = at_batch(batch, dims, size)
+        recorder = Recorder()
+
+        def run(arrays: Any, inputs: Any, recorder: Recorder = recorder) -> Any:
+            return pick(source.run(arrays, inputs, recorder), source.name)
+
+        with boxed_functions():
+            closed = jax.make_jaxpr(run)(source.arrays, inputs)
+        programs.append(flatten(closed, recorder.calls))
+        inputs_at.append(inputs)
+    same_structure(*programs, differ=lambda what: _differs(source.name, what))
+    return _graph(source, programs[0], programs[1], inputs_at[0], batch_size(batch, dims))
+
+
+def _differs(name: str, what: str) -> CaptureError:
+    return CaptureError(
+        f"{name} does not run the same ops at every batch size: {what}. Shardwright captures at batch 2 and 3; make "
+        "control flow independent of the batch size, or name the batch dim of each input with batch_dims="
+    )
+
+
+# --- kinds of model
+
+
+def _source(model: Any, sample: Any, loss: Callable[..., Any] | None) -> tuple[Source, Any]:
+    if isinstance(model, nnx.Module):
+        return _nnx_source(model, loss), sample
+    if isinstance(model, tuple) and len(model) == 2 and isinstance(model[0], linen.Module):
+        return _linen_source(model[0], model[1], loss), sample
+    if isinstance(model, linen.Module):
+        raise CaptureError(
+            f"a Linen module is captured with its variables: give ({type(model).__name__}(…), variables), where variables "
+            "may be jax.eval_shape(module.init, …)"
+        )
+    if callable(model):
+        if not (isinstance(sample, tuple) and len(sample) == 2):
+            raise CaptureError("a function of (params, batch) is captured with the sample (params, batch): give a pair")
+        return _function_source(model, sample[0], loss), sample[1]
+    raise CaptureError(
+        f"a {type(model).__name__} is no JAX model: give an nnx.Module, (linen module, variables), or a function of "
+        "(params, batch)"
+    )
+
+
+def _nnx_source(model: nnx.Module, loss: Callable[..., Any] | None) -> Source:
+    graphdef, state = nnx.split(model)
+    flat = nnx.to_flat_state(state)
+    names = tuple(dotted(path) for path, _ in flat)
+    trainable = tuple(True if isinstance(variable, nnx.Param) else None for _, variable in flat)
+    arrays = tuple(abstract(variable.get_raw_value()) for _, variable in flat)
+    paths = [path for path, _ in flat]
+    variables = [variable for _, variable in flat]
+
+    def run(values: Any, sample: Any, recorder: Recorder) -> Any:
+        filled = [variable.replace(value) for variable, value in zip(variables, values, strict=True)]
+        private = nnx.merge(graphdef, nnx.from_flat_state(zip(paths, filled, strict=True)))
+        with nnx_calls(private, recorder):
+            return _with_loss(private, sample, loss)
+
+    return Source(type(model).__name__, arrays, names, trainable, aliases_of(model), run)
+
+
+def _linen_source(module: linen.Module, variables: Any, loss: Callable[..., Any] | None) -> Source:
+    if not hasattr(variables, "keys") or "params" not in variables:
+        raise CaptureError(f"{type(module).__name__} needs its variables, a dict with the collection 'params'")
+    arrays = jax.tree.map(abstract, variables)
+    full = flat_names(arrays)
+    names = tuple(name.removeprefix("params.") for name in full)
+    trainable = tuple(True if name.startswith("params.") else None for name in full)
+
+    def run(values: Any, sample: Any, recorder: Recorder) -> Any:
+        def apply(*args: Any, **kwargs: Any) -> Any:
+            return module.apply(values, *args, **kwargs)
+
+        with linen_calls(recorder):
+            return _with_loss(apply, sample, loss)
+
+    return Source(type(module).__name__, arrays, names, trainable, {}, run)
+
+
+def _function_source(function: Callable[..., Any], params: Any, loss: Callable[..., Any] | None) -> Source:
+    arrays = jax.tree.map(abstract, params)
+    leaves = jax.tree.leaves(arrays)
+    trainable = tuple(True if jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact) else None for leaf in leaves)
+
+    def run(values: Any, sample: Any, recorder: Recorder) -> Any:
+        output = function(values, sample)
+        return loss(output) if loss is not None else output
+
+    name = getattr(function, "__name__", type(function).__name__)
+    return Source(name, arrays, flat_names(arrays), trainable, {}, run)
+
+
+def _with_loss(call: Callable[..., Any], sample: Any, loss: Callable[..., Any] | None) -> Any:
+    if loss is not None and positional(loss) == 2:
+        return loss(call, sample)
+    if isinstance(sample, dict):
+        output = call(**sample)
+    elif isinstance(sample, tuple):
+        output = call(*sample)
+    else:
+        output = call(sample)
+    return loss(output) if loss is not None else output
+
+
+def _loss_of(output: Any, name: str) -> Any:
+    if isinstance(output, tuple) and len(output) == 2 and all(_is_scalar(item) for item in output):
+        return output[0]
+    if hasattr(output, "keys") and "loss" in output:
+        output = output["loss"]
+    elif getattr(output, "loss", None) is not None:
+        output = output.loss
+    if _is_scalar(output):
+        return output
+    shapes = ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(output) if hasattr(leaf, "shape"))
+    raise CaptureError(
+        f"{name} returns no loss but arrays of shapes {shapes or 'none'}: give capture a loss=, a function of the output "
+        "(or of model and sample) that returns one number"
+    )
+
+
+def _outputs_of(output: Any, name: str) -> Any:
+    return jax.tree.leaves(output)
+
+
+def _is_scalar(value: Any) -> bool:
+    return getattr(value, "shape", None) == () and jax.numpy.issubdtype(value.dtype, jax.numpy.floating)
+
+
+# --- the graph
+
+
+def _graph(source: Source, first: Program, second: Program, inputs: Any, sample_batch: int) -> Graph:
+    """The graph of two programs with the same steps; values keep their order but those no op uses are left out."""
+    used = {value for step in first.steps for value in (*step.inputs, *step.outputs) if value is not None}
+    weights = first.arguments[: len(source.names)]
+    input_values = first.arguments[len(source.names) :]
+    used.update(first.arguments)
+    results = tuple(value for value in first.outputs if value is not None)
+    used.update(results)
+    order = sorted(used)
+    index = {value: number for number, value in enumerate(order)}
+    roles: dict[int, tuple[TensorRole, str]] = {value: ("constant", "") for value in first.constants}
+    for value, name, trainable in zip(weights, source.names, source.trainable, strict=True):
+        roles[value] = ("buffer" if trainable is None else "parameter", name)
+    for value, name in zip(input_values, flat_names(inputs), strict=True):
+        roles[value] = ("input", name)
+    tensors = tuple(
+        Tensor.from_two(first.shapes[v], second.shapes[v], first.dtypes[v], *roles.get(v, ("activation", "")))
+        for v in order
+    )
+    ops = []
+    for step in second.steps:  # labels from the shapes at batch 3, which coincide with fewer other sizes
+        kind, operands, labelled = translate(step, second)
+        ops.append(
+            Op(
+                kind,
+                step.name.removeprefix("call:"),
+                tuple(index[value] for value in operands),
+                tuple(index[value] for value in step.outputs),
+                labelled.labels,
+                labelled.special,
+                labelled.offsets,
+                step.call,
+            )
+        )
+    calls = tuple(Call(call.path, call.parent, call.occurrence) for call in first.calls)
+    parameters = tuple(
+        Parameter(name, index[value], source.aliases.get(name, ()), trainable)
+        for value, name, trainable in zip(weights, source.names, source.trainable, strict=True)
+        if trainable is not None
+    )
+    return Graph(
+        CAPABILITIES,
+        source.name,
+        tensors,
+        tuple(ops),
+        calls,
+        parameters,
+        tuple(index[value] for value in input_values),
+        tuple(index[value] for value in results),
+        sample_batch,
+    )

@@ -1,0 +1,343 @@
+"""A traced JAX program as one flat list of steps: inner programs inlined, loops unrolled, boxed functions whole."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend import core as jex_core
+
+from shardwright.backends.jax.trace import BOX_MARK, TracedCall, call_number
+from shardwright.core.errors import CaptureError
+
+UNROLL_LIMIT = 256
+"""Longer scans stay one opaque op."""
+
+WHOLE_JITS = frozenset({"_take", "take_along_axis"})
+"""jax.numpy functions whose jitted body is one gather and the arithmetic of its index."""
+
+
+INLINED = frozenset(
+    """jit pjit closed_call core_call remat2 remat checkpoint custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr""".split()
+)
+"""Primitives that run one inner program once, on their last operands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One primitive, or a few that make one op. Operands are numbers of values; a literal is None."""
+
+    name: str
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int, ...]
+    params: dict[str, Any]
+    call: int
+
+
+@dataclass(slots=True)
+class Program:
+    """Values are numbered in the order in which they are made: first the arguments, then the constants."""
+
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    arguments: list[int] = field(default_factory=list)
+    constants: list[int] = field(default_factory=list)
+    outputs: list[int | None] = field(default_factory=list)
+    calls: list[TracedCall] = field(default_factory=list)
+
+    def new(self, aval: Any) -> int:
+        return self.value(tuple(aval.shape), dtype_name(aval.dtype))
+
+    def value(self, shape: tuple[int, ...], dtype: str) -> int:
+        self.shapes.append(shape)
+        self.dtypes.append(dtype)
+        return len(self.shapes) - 1
+
+    def shape(self, value: int | None) -> tuple[int, ...]:
+        return () if value is None else self.shapes[value]
+
+
+SHORT_DTYPES = {"uint16": "int16", "int4": "int8", "uint4": "int8", "float0": "bool"}
+"""Dtypes that the core counts as another of the same size (or that arrays pad to one)."""
+
+
+def dtype_name(dtype: Any) -> str:
+    name = str(dtype)
+    return "key" if name.startswith("key<") else SHORT_DTYPES.get(name, name)
+
+
+def flatten(closed: Any, calls: Sequence[TracedCall]) -> Program:
+    """The flat program of a closed jaxpr. Raises CaptureError for what cannot be read."""
+    program = Program(calls=list(calls))
+    program.arguments = [program.new(variable.aval) for variable in closed.jaxpr.invars]
+    program.constants = [program.new(variable.aval) for variable in closed.jaxpr.constvars]
+    _Flattener(program).run(closed.jaxpr, program.arguments, program.constants, program.outputs)
+    return _drop_unused(_collapse_whole_calls(program))
+
+
+class _Flattener:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.renumbered: dict[int, int] = {}
+        """Calls of the loop body as traced → those of the iteration that is being unrolled."""
+
+    def run(
+        self,
+        jaxpr: Any,
+        arguments: Sequence[int | None],
+        constants: Sequence[int | None],
+        outputs: list[int | None],
+        call: int = 0,
+    ) -> None:
+        """Append the steps of ``jaxpr``; ``outputs`` receives the numbers of what it returns."""
+        known: dict[Any, int | None] = dict(zip(jaxpr.invars, arguments, strict=True))
+        known.update(zip(jaxpr.constvars, constants, strict=True))
+
+        def read(atom: Any) -> int | None:
+            return self._literal(atom) if isinstance(atom, jex_core.Literal) else known[atom]
+
+        for equation in jaxpr.eqns:
+            marked = call_number(equation.source_info.name_stack, -1)
+            inside = call if not 0 <= marked < len(self.program.calls) else self.renumbered.get(marked, marked)
+            made = self._equation(equation, [read(atom) for atom in equation.invars], inside)
+            known.update(zip(equation.outvars, made, strict=True))
+        outputs.extend(read(atom) for atom in jaxpr.outvars)
+
+    def _literal(self, atom: Any) -> int | None:
+        if not atom.aval.shape:
+            return None
+        value = self.program.new(atom.aval)
+        self.program.constants.append(value)
+        return value
+
+    def _equation(self, equation: Any, inputs: list[int | None], call: int) -> list[int | None]:
+        name, params = equation.primitive.name, equation.params
+        if name in ("jit", "pjit"):
+            called = params["name"]
+            if called.startswith(BOX_MARK) or (called in WHOLE_JITS and None not in inputs):
+                return self._step(equation, called.removeprefix(BOX_MARK), inputs, call)
+        if name in ("jit", "pjit") and _only_draws(params["jaxpr"].jaxpr):
+            return self._step(equation, f"random.{params['name'].lstrip('_')}", inputs, call)
+        if name == "scan":
+            if params["length"] <= UNROLL_LIMIT:
+                return self._unroll(equation, inputs, call)
+            return self._step(equation, f"scan of {params['length']} iterations, not unrolled", inputs, call)
+        if name in ("while", "cond"):
+            return self._step(equation, name, inputs, call)
+        inner = _inner_program(params) if name in INLINED else None
+        if inner is None:
+            return self._step(equation, name, inputs, call)
+        jaxpr, constants = inner
+        outputs: list[int | None] = []
+        self.run(jaxpr, inputs[len(inputs) - len(jaxpr.invars) :], self._constants(jaxpr, constants), outputs, call)
+        return outputs
+
+    def _constants(self, jaxpr: Any, constants: Sequence[Any]) -> list[int | None]:
+        made = [self.program.new(variable.aval) for variable in jaxpr.constvars]
+        if len(made) != len(constants):
+            raise CaptureError("an inner program's constants do not match its variables")
+        self.program.constants.extend(made)
+        return list(made)
+
+    def _step(self, equation: Any, name: str, inputs: list[int | None], call: int) -> list[int | None]:
+        outputs = [self.program.new(variable.aval) for variable in equation.outvars]
+        self.program.steps.append(Step(name, tuple(inputs), tuple(outputs), equation.params, call))
+        return list(outputs)
+
+    def _unroll(self, equation: Any, inputs: list[int | None], call: int) -> list[int | None]:
+        """A scan as its iterations one after the other. Every iteration reads a slice of what is scanned over, and its
+        module calls count as calls of their own."""
+        params, program = equation.params, self.program
+        body = params["jaxpr"]
+        fixed, carried = params["num_consts"], params["num_consts"] + params["num_carry"]
+        carry = inputs[fixed:carried]
+        scanned = inputs[carried:]
+        results: list[list[int | None]] = []
+        order = range(params["length"])
+        outer = dict(self.renumbered)
+        for position, index in enumerate(reversed(order) if params["reverse"] else order):
+            slices = [self._slice(value, index, call) for value in scanned]
+            outputs: list[int | None] = []
+            if position:
+                self.renumbered = outer | self._calls_of_iteration(body.jaxpr, outer)
+            self.run(body.jaxpr, [*inputs[:fixed], *carry, *slices], self._constants(body.jaxpr, body.consts), outputs, call)
+            carry = outputs[: params["num_carry"]]
+            results.append(outputs[params["num_carry"] :])
+        self.renumbered = outer
+        if params["reverse"]:
+            results.reverse()
+        stacked: list[int | None] = []
+        for position, variable in enumerate(equation.outvars[params["num_carry"] :]):
+            rows = []
+            for row in results:
+                shape = (1, *variable.aval.shape[1:])
+                value = program.value(shape, dtype_name(variable.aval.dtype))
+                program.steps.append(Step("reshape", (row[position],), (value,), {}, call))
+                rows.append(value)
+            out = program.new(variable.aval)
+            program.steps.append(Step("concatenate", tuple(rows), (out,), {"dimension": 0}, call))
+            stacked.append(out)
+        return [*carry, *stacked]
+
+    def _slice(self, value: int | None, index: int, call: int) -> int:
+        program = self.program
+        if value is None:
+            raise CaptureError("a scan runs over a scalar literal")
+        shape, dtype = program.shapes[value], program.dtypes[value]
+        row = program.value((1, *shape[1:]), dtype)
+        starts = (index, *([0] * (len(shape) - 1)))
+        limits = (index + 1, *shape[1:])
+        params = {"start_indices": starts, "limit_indices": limits, "strides": None}
+        program.steps.append(Step("slice", (value,), (row,), params, call))
+        out = program.value(shape[1:], dtype)
+        program.steps.append(Step("squeeze", (row,), (out,), {"dimensions": (0,)}, call))
+        return out
+
+    def _calls_of_iteration(self, jaxpr: Any, outer: dict[int, int]) -> dict[int, int]:
+        """New calls for a further iteration of a body, one for each that its equations name."""
+        calls = self.program.calls
+        made: dict[int, int] = {}
+        for number in sorted(_marks(jaxpr)):
+            traced = calls[number]
+            parent = made.get(traced.parent, outer.get(traced.parent, traced.parent))
+            occurrence = sum(call.path == traced.path for call in calls)
+            made[number] = len(calls)
+            calls.append(TracedCall(traced.path, parent, occurrence, traced.whole_kind))
+        return made
+
+
+def _marks(jaxpr: Any) -> set[int]:
+    """The numbers of all calls that equations of a program, or of programs inside it, are marked with."""
+    found: set[int] = set()
+    for equation in jaxpr.eqns:
+        number = call_number(equation.source_info.name_stack, -1)
+        if number >= 0:
+            found.add(number)
+        for inner in _inner_programs(equation.params):
+            found |= _marks(inner)
+    return found
+
+
+def _inner_program(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
+    """The program that an equation runs once, as it is: jit, remat, custom derivatives, closed calls."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = params.get(key)
+        if inner is None:
+            continue
+        return (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+    return None
+
+
+def _inner_programs(params: dict[str, Any]) -> list[Any]:
+    found = []
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(item, "jaxpr") and hasattr(item, "consts"):
+                found.append(item.jaxpr)
+            elif hasattr(item, "eqns"):
+                found.append(item)
+    return found
+
+
+def _only_draws(jaxpr: Any) -> bool:
+    """Whether a program makes random values from keys and scalars."""
+    if any(variable.aval.shape for variable in jaxpr.invars if not dtype_name(variable.aval.dtype) == "key"):
+        return False
+    names = set(_primitive_names(jaxpr))
+    return bool(names & {"random_bits", "threefry2x32", "random_gamma"})
+
+
+def _primitive_names(jaxpr: Any) -> list[str]:
+    names = []
+    for equation in jaxpr.eqns:
+        names.append(equation.primitive.name)
+        for inner in _inner_programs(equation.params):
+            names += _primitive_names(inner)
+    return names
+
+
+def _collapse_whole_calls(program: Program) -> Program:
+    """Join the steps of every call that is one op as a whole (a normalisation, a dropout) into one step."""
+    owner: dict[int, int] = {}
+    for number, call in enumerate(program.calls):
+        if call.parent in owner:
+            owner[number] = owner[call.parent]
+        elif call.whole_kind:
+            owner[number] = number
+    if not owner:
+        return program
+    readers: dict[int, set[int]] = {}
+    for step in program.steps:
+        for value in step.inputs:
+            if value is not None:
+                readers.setdefault(value, set()).add(owner.get(step.call, -1))
+    for value in program.outputs:
+        if value is not None:
+            readers.setdefault(value, set()).add(-1)
+    members: dict[int, list[Step]] = {}
+    last: dict[int, int] = {}
+    for index, step in enumerate(program.steps):
+        group = owner.get(step.call)
+        if group is not None:
+            members.setdefault(group, []).append(step)
+            last[group] = index
+    steps: list[Step] = []
+    for index, step in enumerate(program.steps):
+        group = owner.get(step.call)
+        if group is None:
+            steps.append(step)
+        elif last[group] == index:
+            steps += _joined(program, members[group], group, readers)
+    program.steps = steps
+    return program
+
+
+def _joined(program: Program, steps: list[Step], call: int, readers: dict[int, set[int]]) -> list[Step]:
+    """One step for all of ``steps``, when they make one floating result; else the steps as they are."""
+    made = [value for step in steps for value in step.outputs]
+    inside = set(made)
+    outputs = [value for value in made if readers.get(value, set()) - {call}]
+    inputs = [v for step in steps for v in step.inputs if v is not None and v not in inside]
+    results = [value for value in outputs if program.shapes[value]]
+    kind = program.calls[call].whole_kind
+    same = [value for value in inputs if results and program.shapes[value] == program.shapes[results[0]]]
+    if len(results) != 1 or not same:
+        return steps
+    first = same[0]
+    ordered = (first, *(value for value in dict.fromkeys(inputs) if value != first))
+    # Scalars that leave the call (the counter of a random stream) are bookkeeping: kept as steps of their own.
+    scalars = [step for step in steps if any(value in outputs and value not in results for value in step.outputs)]
+    return [Step(f"call:{kind}", ordered, (results[0],), {}, call), *_needed(scalars, steps, inside)]
+
+
+def _needed(wanted: list[Step], steps: Sequence[Step], inside: set[int]) -> list[Step]:
+    """``wanted`` and the steps among ``steps`` that they are made from, in order."""
+    needed = {value for step in wanted for value in step.inputs if value in inside}
+    kept = {id(step) for step in wanted}
+    for step in reversed(steps):
+        if needed & set(step.outputs):
+            kept.add(id(step))
+            needed |= {value for value in step.inputs if value is not None and value in inside}
+    return [step for step in steps if id(step) in kept]
+
+
+def _drop_unused(program: Program) -> Program:
+    """Leave out the steps that no result needs, as the compiler does."""
+    needed = {value for value in program.outputs if value is not None}
+    kept: list[Step] = []
+    for step in reversed(program.steps):
+        if needed & set(step.outputs):
+            kept.append(step)
+            needed.update(value for value in step.inputs if value is not None)
+    program.steps = kept[::-1]
+    return program
+
+
+def same_structure(first: Program, second: Program, differ: Callable[[str], CaptureError]) -> None:
+    """Raise what ``differ`` makes of the first difference between the programs at two batch sizes."""
+    if len(first.steps) != len(second.steps):
+        raise differ(f"{len(first.steps)} ops with batch 2, {len(second.steps)} with batch 3")
+    for one, other in zip(first.steps, second.steps, strict=True):
+        if (one.name, one.inputs, one.outputs) != (other.name, other.inputs, other.outputs):
+            path = first.calls[one.call].path or "the model"
+            raise differ(f"in {path}, {one.name} with batch 2 is {other.name} with batch 3")

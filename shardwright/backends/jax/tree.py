@@ -1,0 +1,67 @@
+"""Names of the leaves of pytrees and NNX models: keys joined by '.'."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from shardwright.core.errors import CaptureError
+
+
+def dotted(path: Iterable[Any]) -> str:
+    """``("h", 0, "attn")`` → ``"h.0.attn"``."""
+    return ".".join(map(str, path))
+
+
+def flat_names(tree: Any) -> tuple[str, ...]:
+    """The dotted path of every leaf, in the order of `jax.tree.leaves`."""
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    return tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path in paths)
+
+
+def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an array, a number or a shape. Raises CaptureError for anything else."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    try:
+        return jax.ShapeDtypeStruct(jax.numpy.shape(leaf), jax.dtypes.canonicalize_dtype(jax.numpy.result_type(leaf)))
+    except (TypeError, ValueError):
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):  # typed random keys
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        raise CaptureError(f"a {type(leaf).__name__} is neither an array nor a shape: {leaf!r:.80}") from None
+
+
+def aliases_of(model: nnx.Module) -> dict[str, tuple[str, ...]]:
+    """First name → the further names of every variable that a model holds in more than one place."""
+    first: dict[int, str] = {}
+    found: dict[str, tuple[str, ...]] = {}
+    active: set[int] = set()
+
+    def visit(node: Any, path: tuple[Any, ...]) -> None:
+        if isinstance(node, nnx.Variable):
+            name = first.setdefault(id(node), dotted(path))
+            if name != dotted(path):
+                found[name] = (*found.get(name, ()), dotted(path))
+            return
+        children = _children(node)
+        if not children or id(node) in active:
+            return
+        active.add(id(node))
+        for key, child in children:
+            visit(child, (*path, key))
+        active.discard(id(node))
+
+    visit(model, ())
+    return found
+
+
+def _children(node: Any) -> list[tuple[Any, Any]]:
+    """What a module or container holds, in the order in which NNX names it."""
+    if isinstance(node, nnx.List | list | tuple):
+        return list(enumerate(node))
+    if isinstance(node, nnx.Module):
+        return sorted((key, value) for key, value in vars(node).items() if not key.startswith("_pytree__"))
+    if isinstance(node, dict):
+        return sorted(node.items(), key=lambda item: str(item[0]))
+    return []
