@@ -113,3 +113,11 @@ def test_the_module_itself_imports_no_framework() -> None:
     code = "import sys, shardwright.commands.doctor; sys.exit(bool({'torch', 'jax'} & set(sys.modules)))"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.gpu
+def test_cuda_devices_are_listed_with_their_memory() -> None:
+    found = json.loads(run("--json").stdout)
+    devices = next(backend for backend in found["backends"] if backend["name"] == "torch")["devices"]
+    assert devices
+    assert all(device["platform"] == "cuda" and device["memory_bytes"] > 2**30 for device in devices)
