@@ -148,11 +148,12 @@ def concatenation(pieces: Sequence[Shape], dim: int) -> Labelled:
 
 def attention(query: str, key: str, value: str, out: str, masks: Sequence[Shape] = ()) -> Labelled:
     """Attention in letters, e.g. ``("bhsd", "bhtd", "bhtd", "bhsd")``: ``d`` (width), ``t`` (keys) are whole; a mask's
-    dims are aligned with batch, head, query, key and never split but with them."""
+    dims are aligned with batch, head, query, key and never split but with them. ``_`` is a dim that is never split.
+    Grouped key heads carry the label of the query heads: a contiguous piece of one goes with the same of the other."""
     numbers: dict[str, int] = {}
 
     def of(letters: str) -> tuple[int, ...]:
-        return tuple(numbers.setdefault(letter, len(numbers)) for letter in letters)
+        return tuple(-1 if letter == "_" else numbers.setdefault(letter, len(numbers)) for letter in letters)
 
     labelled = (of(query), of(key), of(value))
     result = of(out)
@@ -165,3 +166,95 @@ def attention(query: str, key: str, value: str, out: str, masks: Sequence[Shape]
     special: list[tuple[int, LabelRole]] = [(numbers[letter], "whole") for letter in inside]
     special += [(numbers[letter], "whole") for letter in query if letter == "d" and letter not in inside]
     return Labelled((*labelled, *mask_labels, result), tuple(special))
+
+
+def matmul(left: Shape, right: Shape) -> Labelled:
+    """`torch.matmul` / `jnp.matmul`: the last dim of left with the second to last of right, leading dims broadcast."""
+    if not left or not right:
+        raise CaptureError(f"a matrix product takes operands of one dim or more: given {tuple(left)}, {tuple(right)}")
+    row, column, summed = 0, 1, 2
+    a, b = ([row] if len(left) > 1 else []), ([column] if len(right) > 1 else [])
+    lead_a, lead_b = left[:-2], right[:-2]
+    rank = max(len(lead_a), len(lead_b))
+    lead = [max((s[i - rank] for s in (lead_a, lead_b) if len(s) >= rank - i), default=1) for i in range(rank)]
+
+    def of(shape: Shape) -> tuple[int, ...]:
+        first = rank - len(shape)
+        return tuple(3 + first + i if size == lead[first + i] else -1 for i, size in enumerate(shape))
+
+    return Labelled(((*of(lead_a), *a, summed), (*of(lead_b), summed, *b), (*range(3, 3 + rank), *a, *b)))
+
+
+def convolution(source: Shape, kernel: Shape, out: Shape, *, groups: int = 1, transposed: bool = False) -> Labelled:
+    """A convolution of [batch, channels, …]. The kernel is [out, in / groups, …], or [in, out / groups, …] when
+    transposed. Positions are never split (they would need their neighbours), channels and batch are; label sizes
+    multiply to the multiply-adds."""
+    spatial = len(source) - 2
+    batch, produced, consumed = 0, 1, 2
+    places = tuple(range(3, 3 + spatial))
+    window = tuple(range(3 + spatial, 3 + 2 * spatial))
+    special: list[tuple[int, LabelRole]] = [(label, "whole") for label in (*places, *window)]
+    unsplit = (-1,) * spatial
+    if transposed:
+        if groups == 1:
+            labels = ((batch, consumed, *places), (consumed, produced, *window), (batch, produced, *unsplit))
+        else:
+            labels = ((batch, consumed, *places), (consumed, produced, *window), (batch, -1, *unsplit))
+            special += [(produced, "whole"), (consumed, "whole")]
+        return Labelled(labels, tuple(special))
+    if groups == 1:
+        return Labelled(
+            ((batch, consumed, *unsplit), (produced, consumed, *window), (batch, produced, *places)), tuple(special)
+        )
+    depthwise = groups == source[1] == out[1]
+    special.append((consumed, "whole"))
+    channels = produced if depthwise else -1
+    return Labelled(((batch, channels, *unsplit), (produced, consumed, *window), (batch, produced, *places)), tuple(special))
+
+
+def unbound(whole: Shape, dim: int, pieces: int = 1) -> Labelled:
+    """One index of ``dim`` per output, and the dim gone: `select`, `unbind`. The dim is never split."""
+    labels = tuple(range(len(whole)))
+    piece = (*labels[:dim], *labels[dim + 1 :])
+    return Labelled((labels, *([piece] * pieces)), ((dim, "whole"),))
+
+
+def stack(piece: Shape, dim: int, pieces: int) -> Labelled:
+    """Pieces joined along a new ``dim`` of the output, which is never split."""
+    labels = tuple(range(len(piece)))
+    return Labelled((*([labels] * pieces), (*labels[:dim], -1, *labels[dim:])))
+
+
+def same_sizes(before: Shape, after: Shape, *, changed: Sequence[int] = ()) -> Labelled:
+    """An op that keeps the rank and works within some dims (pad, roll, pool, resize): a dim keeps its label when it is
+    not named in ``changed`` and has the same size on both sides."""
+    dims = {d % len(before) for d in changed}
+    labels = tuple(i if i not in dims and before[i] == after[i] else -1 for i in range(len(before)))
+    return Labelled((labels, labels))
+
+
+def repeat_within(shape: Shape, dim: int) -> Labelled:
+    """Every entry of ``dim`` repeated in place, equally often: a contiguous piece stays a contiguous piece."""
+    labels = tuple(range(len(shape)))
+    return Labelled((labels, labels if shape[dim] != 1 else (*labels[:dim], -1, *labels[dim + 1 :])))
+
+
+def meet(first: Labelled, second: Labelled) -> Labelled:
+    """What holds in two captures of one op: dims belong together when they do in both, and a label's role is the more
+    restrictive of the two. Offsets that differ leave the dims of parts unsplit."""
+    if first == second:
+        return first
+    numbers: dict[tuple[int, int], int] = {}
+    labels = tuple(
+        tuple(-1 if -1 in pair else numbers.setdefault(pair, len(numbers)) for pair in zip(a, b, strict=True))
+        for a, b in zip(first.labels, second.labels, strict=True)
+    )
+    order: tuple[LabelRole, ...] = ("map", "sum", "statistic", "index", "whole")
+    special: list[tuple[int, LabelRole]] = []
+    for (a, b), label in numbers.items():
+        roles: list[LabelRole] = [r for n, r in first.special if n == a] + [r for n, r in second.special if n == b]
+        if roles:
+            special.append((label, max(roles, key=order.index)))
+    if first.offsets != second.offsets:
+        return Labelled(labels, tuple((label, "whole") for label in numbers.values()))
+    return Labelled(labels, tuple(special), first.offsets)

@@ -1,0 +1,123 @@
+"""The entry points that are the same for both frameworks."""
+
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
+
+from shardwright.backends import protocol
+from shardwright.core.cluster import Cluster
+from shardwright.core.errors import CaptureError, PlanError
+from shardwright.core.graph import Graph
+from shardwright.core.plan import LossScope, Plan
+from shardwright.core.schedule import Schedule, StageCosts
+from shardwright.core.search import Progress, Request, make_plan
+from shardwright.core.simulate import simulate_schedule
+from shardwright.core.timeline import Timeline
+
+
+def capture(model: Any, sample: Any, loss: Callable[..., Any] | None = None, *, batch_dims: Any = None) -> Graph:
+    """Read a model as it is, without running it on real data.
+
+    Args:
+        model: an `nn.Module`, an `nnx.Module`, a pair (Linen module, variables), or a JAX function of (params, batch).
+        sample: one batch: a tensor, or a tuple, list or dict of them (for a JAX function: the pair (params, batch)).
+            Shapes and dtypes matter, values do not.
+        loss: called on the model's output. Default: the output's ``.loss``, or a scalar output.
+        batch_dims: for inputs whose dim 0 is not the batch: the same structure as ``sample``, with a dim or None.
+
+    Raises:
+        CaptureError: the model is of neither framework, or it cannot be read; names the op and the module.
+        MissingFrameworkError: the model's framework is there, but not all that its backend needs.
+    """
+    return protocol.load(framework_of(model)).capture(model, sample, loss, batch_dims=batch_dims)
+
+
+def framework_of(model: Any) -> str:
+    """``torch`` or ``jax``. Looks only at modules that are loaded already: a model's framework is."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(model, torch.nn.Module):
+        return "torch"
+    parts = model if isinstance(model, tuple) else (model,)
+    modules = {cls.__module__.split(".")[0] for part in parts for cls in type(part).__mro__}
+    if "flax" in modules or (callable(model) and not isinstance(model, type)):
+        return "jax"
+    raise CaptureError(
+        f"a {type(model).__name__} is not a model: expected a torch.nn.Module, a flax.nnx.Module, a pair (flax.linen "
+        f"module, variables), or a JAX function of (params, batch)"
+    )
+
+
+def plan(
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    batch: int,
+    pp: int | None = None,
+    tp: int | None = None,
+    dp: int | None = None,
+    microbatch: int | None = None,
+    virtual_stages: int = 1,
+    schedule: str = "1f1b",
+    recompute: Literal["none", "selective", "full", "auto"] = "auto",
+    shard: Literal[0, 1, 2, 3] | None = None,
+    shard_group: int | None = None,
+    precision: Literal["fp32", "bf16", "fp16"] | None = None,
+    optimizer: str = "adamw",
+    loss_scope: LossScope = "replica",
+    progress: Progress | None = None,
+) -> Plan:
+    """Find how to split a captured model over a cluster. What is given is pinned, the rest is searched.
+
+    Args:
+        graph: from `capture`.
+        cluster: the devices. All of them are used.
+        batch: samples per step, over all replicas.
+        pp, tp, dp: pipeline, tensor and data degrees.
+        microbatch: samples that one replica runs at a time.
+        virtual_stages: stages per pipeline rank.
+        schedule: the name of a schedule (`Schedule.build`).
+        recompute: which activations are computed again in the backward pass; "auto" takes the least that fits.
+        shard: ZeRO stage over the data axis; None takes 0, or 1 where 0 does not fit.
+        shard_group: ranks that share a shard; default: the whole data axis.
+        precision: of parameters and activations; default: the best 16-bit one that the device has, else fp32.
+        optimizer: whose states are counted.
+        loss_scope: whether what depends on the batch as a whole is taken over the replica's batch or the global one.
+        progress: called with (candidates scored, candidates in all).
+
+    Raises:
+        PlanError: degrees or batch that do not divide (with the nearest that do), or no plan that fits the memory (by
+            how much, and the nearest plan that fits).
+    """
+    if not isinstance(graph, Graph):
+        raise PlanError(f"plan takes a captured graph, not a {type(graph).__name__}: call shardwright.capture first")
+    if not isinstance(cluster, Cluster):
+        raise PlanError(f"plan takes a Cluster, not {cluster!r}: write Cluster({cluster!r})")
+    request = Request(
+        batch=batch,
+        pp=pp,
+        tp=tp,
+        dp=dp,
+        microbatch=microbatch,
+        virtual_stages=virtual_stages,
+        schedule=schedule,
+        recompute=recompute,
+        shard=shard,
+        shard_group=shard_group,
+        precision=precision,
+        optimizer=optimizer,
+        loss_scope=loss_scope,
+    )
+    return make_plan(graph, cluster, request, progress)
+
+
+def simulate(plan_or_schedule: Plan | Schedule, costs: StageCosts | None = None) -> Timeline:
+    """When every action of a pipeline would run.
+
+    A plan is simulated with its own costs unless others are given. Raises ScheduleError when the costs are of another
+    number of stages.
+    """
+    if isinstance(plan_or_schedule, Plan):
+        return simulate_schedule(plan_or_schedule.build_schedule(), costs or plan_or_schedule.stage_costs())
+    if isinstance(plan_or_schedule, Schedule):
+        return simulate_schedule(plan_or_schedule, costs)
+    raise PlanError(f"simulate takes a Plan or a Schedule, not a {type(plan_or_schedule).__name__}")

@@ -1,0 +1,95 @@
+"""What the backward pass of each op reads, and so what the forward pass must keep."""
+
+from collections.abc import Collection
+
+from shardwright.core.graph import Graph, Op
+
+LINEAR_NAMES = frozenset(
+    {"add", "sub", "rsub", "neg", "cast", "convert_element_type", "clone", "copy", "_to_copy", "to"}
+)
+"""Elementwise ops whose backward reads none of their operands."""
+
+
+def aliases(graph: Graph) -> dict[int, int]:
+    """Tensor → the tensor whose memory it shares, for the results of views."""
+    roots: dict[int, int] = {}
+    for op in graph.ops:
+        if op.kind == "view" and op.inputs:
+            source = roots.get(op.inputs[0], op.inputs[0])
+            for tensor in op.outputs:
+                roots[tensor] = source
+    return roots
+
+
+def base_name(op: Op) -> str:
+    """``aten.add_.Tensor`` and ``add`` are both ``add``."""
+    parts = op.name.removeprefix("aten::").removeprefix("aten.").split(".")
+    return parts[0] if parts[0].startswith("_") else parts[0].rstrip("_")
+
+
+class Kept:
+    """Which tensors each op keeps for its backward."""
+
+    def __init__(self, graph: Graph, alias: dict[int, int], needs_gradient: Collection[int]) -> None:
+        self.graph = graph
+        self._alias = alias
+        self._needs_gradient = needs_gradient
+        self._parameters = {p.tensor for p in graph.parameters}
+        self._scores = self._attention_scores()
+
+    def by(self, op: Op) -> list[int]:
+        """The activations (as memory: views resolved) that the backward of the op reads."""
+        if not any(t in self._needs_gradient for t in op.inputs):
+            return []
+        trained = [t for t in op.inputs if t in self._needs_gradient]
+        wanted: list[int] = []
+        match op.kind:
+            case "contraction":  # each operand is read for the gradient of the other
+                wanted = [t for t in op.inputs if any(other != t for other in trained)]
+            case "attention":
+                wanted = [*op.inputs[:3], *op.outputs]
+            case "softmax":
+                wanted = list(op.outputs)
+            case "normalization" | "opaque" | "sort":
+                wanted = list(op.inputs)
+            case "gather" | "scatter":
+                wanted = list(op.inputs[1:])
+            case "elementwise" if not self._is_linear(op):
+                wanted = list(op.inputs)
+        roots = dict.fromkeys(self._alias.get(t, t) for t in wanted)
+        return [t for t in roots if t not in self._parameters and self.graph.tensors[t].role == "activation"]
+
+    def masks(self, op: Op) -> tuple[int, ...]:
+        """The results of which a one-byte mask is kept."""
+        return op.outputs[:1] if op.kind == "dropout" and any(t in self._needs_gradient for t in op.inputs) else ()
+
+    def is_attention_score(self, key: int) -> bool:
+        """Whether what is kept under this key (a tensor, or -1 - tensor for a mask) lies between a softmax and the
+        product that reads it: selective recompute keeps none of it."""
+        return (key if key >= 0 else -1 - key) in self._scores
+
+    def _attention_scores(self) -> set[int]:
+        found: set[int] = set()
+        for op in self.graph.ops:
+            if op.kind == "contraction":
+                for tensor in op.inputs:
+                    found.update(self._back_to_softmax(tensor))
+        return found
+
+    def _back_to_softmax(self, tensor: int) -> list[int]:
+        """The tensors from here back to a softmax's result, through dropout, casts and views; none if there is none."""
+        passed: list[int] = []
+        while (made := self.graph.producer.get(tensor)) is not None:
+            op = self.graph.ops[made]
+            passed.append(tensor)
+            if op.kind == "softmax":
+                return passed
+            if op.kind not in ("dropout", "view", "copy") and not (op.kind == "elementwise" and len(op.inputs) == 1):
+                break
+            tensor = op.inputs[0]
+        return []
+
+    def _is_linear(self, op: Op) -> bool:
+        """Sums, casts and products by a constant need no operand again."""
+        name = base_name(op)
+        return name in LINEAR_NAMES or (name in ("mul", "div") and len(op.inputs) == 1)

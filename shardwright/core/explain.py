@@ -1,0 +1,57 @@
+"""A plan in words: what was decided, what it costs, and why a parameter lies as it does."""
+
+from shardwright.core.errors import PlanError, nearest
+from shardwright.core.plan import Plan
+
+
+def explain(plan: Plan, parameter: str | None = None) -> str:
+    """The plan in a few lines, or one parameter of it (by the name that any bound framework gives it).
+
+    Raises PlanError for a parameter that no binding knows, with the nearest.
+    """
+    return _plan_text(plan) if parameter is None else _parameter_text(plan, parameter)
+
+
+def _plan_text(plan: Plan) -> str:
+    p = plan.predicted
+    lines = [
+        f"{plan.model_name} on {plan.provenance.cluster}: {plan.summary()}",
+        f"step {p.step_time_s:.4g} s = pipeline {p.pipeline_s:.4g} (bubble {p.bubble_fraction:.1%}, tensor collectives "
+        f"{p.tensor_collective_s:.4g}) + gradient reduction {p.data_parallel_s:.4g} + optimizer {p.optimizer_s:.4g}",
+    ]
+    for rank, use in enumerate(p.memory_by_stage_rank):
+        lines.append(
+            f"pipeline rank {rank}: {use.total_bytes / 2**30:.2f} GiB (parameters {use.parameters_bytes / 2**30:.2f}, "
+            f"gradients {use.gradients_bytes / 2**30:.2f}, optimizer {use.optimizer_bytes / 2**30:.2f}, activations "
+            f"{use.activations_bytes / 2**30:.2f}, buffers {use.buffers_bytes / 2**30:.2f})"
+        )
+    lines += [f"not chosen: {a.summary}: {a.reason}" for a in plan.alternatives]
+    lines += [f"whole on the tensor axis: {slot}: {reason}" for slot, reason in plan.unsplit]
+    return "\n".join(lines)
+
+
+def _parameter_text(plan: Plan, parameter: str) -> str:
+    known: dict[str, list[tuple[str, int, str]]] = {}
+    for framework, binding in plan.bindings:
+        first_name = {alias: names[0] for names in binding.aliases for alias in names}
+        for unit, bound in enumerate(binding.units):
+            for role, name, _ in bound.parameters:
+                places = [alias for alias, first in first_name.items() if first == name] or [name]
+                for place in places:
+                    known.setdefault(place, []).append((framework, unit, role))
+    if parameter not in known:
+        raise PlanError(f"the plan has no parameter {parameter!r}: {nearest(parameter, known)[:400]}")
+    lines = []
+    unsplit = dict(plan.unsplit)
+    decided = dict(plan.decision.layouts)
+    for framework, unit, role in known[parameter]:
+        stage = next(s for s, units in enumerate(plan.stage_units) if unit in units)
+        slot = f"{plan.model.unit_classes[unit]}/{role}"
+        shape = dict(plan.model.class_slots[plan.model.unit_classes[unit]])[role]
+        lines.append(f"{parameter} ({framework}): unit {unit}, stage {stage}, slot {slot}, shape (in, out) {shape}")
+        if slot in decided:
+            lines.append(f"  layout {decided[slot]} in slot dims")
+        else:
+            why = unsplit.get(slot) or ("tp is 1" if plan.decision.tp == 1 else "vectors follow the matrix beside them")
+            lines.append(f"  replicated: {why}")
+    return "\n".join(lines)

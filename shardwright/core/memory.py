@@ -1,0 +1,98 @@
+"""Bytes per rank, by class: parameters, gradients, optimizer state, live activations, buffers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from shardwright.core.cost.unit import UnitCost
+from shardwright.core.cost.work import PRECISION_BYTES
+from shardwright.core.errors import PlanError, nearest
+from shardwright.core.schedule import Schedule
+
+Recompute = Literal["none", "selective", "full"]
+
+OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
+"""fp32 values that an optimizer keeps for each parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What one rank holds at its peak."""
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    buffers_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return (
+            self.parameters_bytes
+            + self.gradients_bytes
+            + self.optimizer_bytes
+            + self.activations_bytes
+            + self.buffers_bytes
+        )
+
+
+def state_bytes(elements: int, precision: str, optimizer: str, shard: int, ways: int) -> tuple[int, int, int]:
+    """(parameters, gradients, optimizer) bytes on one rank.
+
+    Mixed precision keeps an fp32 master copy with the optimizer's states. ``shard`` is ZeRO's stage (arXiv 1910.02054,
+    section 5): 1 divides the optimizer's states by ``ways`` ranks, 2 the gradients too, 3 the parameters too.
+    Raises PlanError for an unknown optimizer.
+    """
+    if optimizer not in OPTIMIZER_STATES:
+        raise PlanError(f"the states of optimizer {optimizer!r} are not known: {nearest(optimizer, OPTIMIZER_STATES)}")
+    width = PRECISION_BYTES[precision]
+    master = 4 if width < 4 else 0
+    states = elements * (master + 4 * OPTIMIZER_STATES[optimizer])
+    parts = [elements * width, elements * width, states]
+    for level, part in ((3, 0), (2, 1), (1, 2)):
+        if shard >= level:
+            parts[part] = -(-parts[part] // ways)
+    return parts[0], parts[1], parts[2]
+
+
+def kept_bytes(unit: UnitCost, recompute: Recompute) -> int:
+    """Bytes of activations that a unit keeps for one microbatch."""
+    if recompute == "full":
+        return unit.entering_bytes
+    return unit.saved_selective_bytes if recompute == "selective" else unit.saved_bytes
+
+
+def peak_activation_bytes(schedule: Schedule, rank: int, stage_bytes: Sequence[int]) -> int:
+    """The most that the live activations of a rank's stages take at any point of its order.
+
+    A microbatch is live on a stage from its forward until its full backward, or its weight gradient when the backward
+    is split.
+    """
+    live = peak = 0
+    for action in schedule.table[rank]:
+        for part in action.flat:
+            if part.kind == "F":
+                live += stage_bytes[part.stage]
+            elif part.kind in ("B", "W"):
+                live -= stage_bytes[part.stage]
+            peak = max(peak, live)
+    return peak
+
+
+@lru_cache(maxsize=4096)
+def live_microbatches(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
+    """For every rank how many activations of one stage are live at most. Schedules settle: beyond a few rounds of the
+    pipeline the count is constant or grows evenly, so long ones are extrapolated from short ones."""
+
+    def peaks(count: int) -> list[int]:
+        schedule = Schedule.build(name, ranks=ranks, microbatches=count, virtual_stages=virtual_stages)
+        return [peak_activation_bytes(schedule, rank, [1] * schedule.stages) for rank in range(ranks)]
+
+    first, second = 4 * ranks, 5 * ranks
+    if microbatches <= second:
+        return tuple(peaks(microbatches))
+    growth = (microbatches - second) / (second - first)
+    return tuple(
+        int(late + (late - early) * growth + 0.5) for early, late in zip(peaks(first), peaks(second), strict=True)
+    )

@@ -1,0 +1,1 @@
+"""Ways to cut a sequence of units into stages."""

@@ -1,0 +1,64 @@
+"""The exact cut of a sequence of units into contiguous stages: least largest stage time, then least largest weight."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.core.errors import PlanError
+
+Matrix = NDArray[np.float64]
+
+
+def range_sums(values: Sequence[float] | NDArray[np.float64]) -> Matrix:
+    """``sums[a, b]``: the sum of ``values[a:b]`` for a < b, infinity elsewhere."""
+    prefix = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
+    sums: Matrix = prefix[None, :] - prefix[:, None]
+    sums[np.tril_indices(len(prefix))] = np.inf
+    return sums
+
+
+def min_max_cut(times: Matrix, weights: Matrix, stages: int, fits: NDArray[np.bool_] | None = None) -> list[int] | None:
+    """Cut units 0 … n-1 into ``stages`` runs of at least one unit each.
+
+    Args:
+        times: (n+1, n+1); ``times[a, b]`` is the time of a stage that holds units a … b-1, infinity unless a < b.
+        weights: of the same form; ties in time are broken by the largest weight (bytes of parameters).
+        stages: how many.
+        fits: (stages, n+1, n+1), whether that stage may hold those units; None when all may.
+
+    Returns:
+        The first unit of every stage, or None when no cut fits. Exact: dynamic programming over (stage, first unit),
+        c(k, i) = min over j of max(c(k-1, j), cost of units j … i-1).
+
+    Raises:
+        PlanError: fewer units than stages.
+    """
+    units = len(times) - 1
+    if stages > units:
+        raise PlanError(f"{stages} stages need at least {stages} units: the model has {units}; use at most pp={units}")
+    costs = [times if fits is None else np.where(fits[k], times, np.inf) for k in range(stages)]
+    best, _ = _solve(costs)
+    if not np.isfinite(best):
+        return None
+    bound = best * (1 + 1e-9)
+    _, cut = _solve([np.where(cost <= bound, weights, np.inf) for cost in costs])
+    return cut
+
+
+def _solve(costs: Sequence[Matrix]) -> tuple[float, list[int]]:
+    """The least largest cost over all cuts, and the first unit of every stage of one that reaches it."""
+    ends = len(costs[0])
+    reached = np.full(ends, np.inf)
+    reached[0] = -np.inf
+    came_from = []
+    for cost in costs:
+        table = np.maximum(reached[:, None], cost)
+        came_from.append(np.argmin(table, axis=0))
+        reached = np.min(table, axis=0)
+    firsts: list[int] = []
+    end = ends - 1
+    for source in reversed(came_from):
+        end = int(source[end])
+        firsts.append(end)
+    return float(reached[-1]), firsts[::-1]

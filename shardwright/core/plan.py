@@ -1,0 +1,327 @@
+"""The plan: how a model is split over devices, what that will cost, and what the frameworks call its parts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from shardwright.core.errors import PlanError, nearest
+from shardwright.core.fold import CallRef, fold
+from shardwright.core.graph import Graph
+from shardwright.core.layout import Layout, Split
+from shardwright.core.memory import MemoryUse, Recompute
+from shardwright.core.mesh import Mesh
+from shardwright.core.schedule import Schedule, StageCosts
+from shardwright.core.structure import Binding, Structure, require_names, structure_of
+
+LossScope = Literal["replica", "global"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Everything that was decided. ``batch`` is global, ``microbatch`` is samples per replica."""
+
+    pp: int
+    dp: int
+    tp: int
+    batch: int
+    microbatch: int
+    schedule: str
+    stage_starts: tuple[int, ...]
+    """The first unit of every stage."""
+    layouts: tuple[tuple[str, Layout], ...] = ()
+    """``class/role`` of every parameter slot that is not replicated, in slot dims (`core.structure`)."""
+    virtual_stages: int = 1
+    recompute: Recompute = "none"
+    shard: int = 0
+    shard_group: int | None = None
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    loss_scope: LossScope = "replica"
+
+    def __post_init__(self) -> None:
+        for name in ("pp", "dp", "tp", "batch", "microbatch", "virtual_stages"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise PlanError(f"{name}={value!r}: expected a whole number of at least 1")
+        if self.batch % (self.dp * self.microbatch):
+            raise PlanError(
+                f"batch={self.batch} is not a multiple of dp · microbatch = {self.dp} · {self.microbatch}: "
+                f"use batch={_near_multiple(self.batch, self.dp * self.microbatch)}, or another microbatch"
+            )
+        if len(self.stage_starts) != self.stages:
+            raise PlanError(f"{len(self.stage_starts)} stage_starts for {self.stages} stages (pp · virtual_stages)")
+        if self.stage_starts[0] != 0 or any(
+            b <= a for a, b in zip(self.stage_starts[:-1], self.stage_starts[1:], strict=True)
+        ):
+            raise PlanError(f"stage_starts rise from 0: given {self.stage_starts}")
+        if self.shard not in (0, 1, 2, 3):
+            raise PlanError(f"shard={self.shard!r}: expected 0 (nothing), 1 (optimizer), 2 (gradients), 3 (parameters)")
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.virtual_stages
+
+    @property
+    def microbatches(self) -> int:
+        return self.batch // (self.dp * self.microbatch)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassCost:
+    """One microbatch of one class of unit, recompute and tensor collectives included. Seconds and bytes per rank."""
+
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    activation_bytes: int
+    parameter_elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What units cost, folded."""
+
+    unit_classes: tuple[int, ...]
+    classes: tuple[ClassCost, ...]
+    boundary_bytes: tuple[int, ...]
+    """For every unit, the bytes of activations that enter it from before: what a cut there sends."""
+    boundary_s: tuple[float, ...]
+    """Seconds to send them to the next stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What one step will take."""
+
+    step_time_s: float
+    pipeline_s: float
+    """Of it, the pipeline's forward and backward passes, bubbles included."""
+    bubble_fraction: float
+    """Idle share of the pipeline time, averaged over ranks."""
+    tensor_collective_s: float
+    """Of the pipeline time, communication on the tensor axis on the slowest stage."""
+    data_parallel_s: float
+    """Of the step, the gradient reduction that nothing hides."""
+    optimizer_s: float
+    memory_by_stage_rank: tuple[MemoryUse, ...]
+    """One per coordinate on pp: ranks that differ in dp or tp only hold the same amounts."""
+    mesh: Mesh
+
+    @property
+    def memory(self) -> tuple[MemoryUse, ...]:
+        """One per rank."""
+        return tuple(self.memory_by_stage_rank[self.mesh.coordinates(rank)["pp"]] for rank in range(self.mesh.size))
+
+    @property
+    def peak_memory_bytes(self) -> tuple[int, ...]:
+        """One per rank."""
+        return tuple(use.total_bytes for use in self.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A plan that was scored and not chosen."""
+
+    summary: str
+    step_time_s: float
+    peak_memory_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Where a plan comes from."""
+
+    shardwright: str
+    captured_from: str
+    cluster: str
+    world_size: int
+    device_memory_bytes: int
+    pinned: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A decision about one model on one cluster. Saved as JSON; `docs/plan-file.md` describes the file."""
+
+    decision: Decision
+    model_name: str
+    model: Structure
+    bindings: tuple[tuple[str, Binding], ...]
+    costs: Costs
+    predicted: Predicted
+    alternatives: tuple[Alternative, ...]
+    unsplit: tuple[tuple[str, str], ...]
+    """``class/role`` of the matrices that stay whole on the tensor axis, and why."""
+    provenance: Provenance
+
+    def __post_init__(self) -> None:
+        units = len(self.model.unit_classes)
+        if self.decision.stage_starts[-1] >= units:
+            raise PlanError(f"stage_starts {self.decision.stage_starts} name units that the model's {units} lack")
+        known = {f"{c}/{role}" for c, slots in enumerate(self.model.class_slots) for role, _ in slots}
+        for slot, layout in self.decision.layouts:
+            if slot not in known:
+                raise PlanError(f"a layout is given for {slot!r}, which the model lacks: {nearest(slot, known)}")
+            fold_class, role = slot.split("/")
+            layout.check(dict(self.model.class_slots[int(fold_class)])[role], self.mesh)
+
+    # What runtimes ask -------------------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> Mesh:
+        """pp is outermost; the ranks of one tensor-parallel group are neighbours."""
+        return Mesh.of(pp=self.decision.pp, dp=self.decision.dp, tp=self.decision.tp)
+
+    @property
+    def stages(self) -> int:
+        return self.decision.stages
+
+    @property
+    def microbatches(self) -> int:
+        return self.decision.microbatches
+
+    @property
+    def stage_units(self) -> tuple[range, ...]:
+        """The units of every stage."""
+        starts = self.decision.stage_starts
+        ends = (*starts[1:], len(self.model.unit_classes))
+        return tuple(range(a, b) for a, b in zip(starts, ends, strict=True))
+
+    def build_schedule(self) -> Schedule:
+        """The table of actions. Raises ScheduleError when the schedule does not admit the sizes."""
+        return Schedule.build(
+            self.decision.schedule,
+            ranks=self.decision.pp,
+            microbatches=self.microbatches,
+            virtual_stages=self.decision.virtual_stages,
+            costs=self.stage_costs(),
+        )
+
+    def stage_costs(self) -> StageCosts:
+        """Seconds and bytes of every stage for one microbatch, from the folded costs."""
+        per_unit = [self.costs.classes[c] for c in self.costs.unit_classes]
+        held = [[per_unit[u] for u in units] for units in self.stage_units]
+        return StageCosts(
+            forward_s=tuple(sum(c.forward_s for c in units) for units in held),
+            input_grad_s=tuple(sum(c.input_grad_s for c in units) for units in held),
+            weight_grad_s=tuple(sum(c.weight_grad_s for c in units) for units in held),
+            transfer_s=tuple(self.costs.boundary_s[start] for start in self.decision.stage_starts[1:]),
+            activation_bytes=tuple(sum(c.activation_bytes for c in units) for units in held),
+        )
+
+    def binding(self, framework: str) -> Binding:
+        """The framework's names. Raises PlanError when the plan is not bound to it."""
+        bound = dict(self.bindings)
+        if framework not in bound:
+            raise PlanError(
+                f"this plan is bound to {', '.join(bound)}, not to {framework}: capture the model in {framework} and "
+                f"call plan.rebind(graph)"
+            )
+        return bound[framework]
+
+    def stage_calls(self, framework: str) -> tuple[tuple[CallRef, ...], ...]:
+        """For every stage the outermost module calls that lie wholly in its units, in order."""
+        units = self.binding(framework).units
+        return tuple(tuple(call for u in held for call in units[u].calls) for held in self.stage_units)
+
+    def parameter_stages(self, framework: str) -> dict[str, tuple[int, ...]]:
+        """For every parameter, by its first name, the stages that use it."""
+        units = self.binding(framework).units
+        found: dict[str, dict[int, None]] = {}
+        for stage, held in enumerate(self.stage_units):
+            for unit in held:
+                for _, name, _ in units[unit].parameters:
+                    found.setdefault(name, {})[stage] = None
+        return {name: tuple(stages) for name, stages in found.items()}
+
+    def parameter_layouts(self, framework: str) -> dict[str, Layout]:
+        """For every parameter, by its first name, its layout in the framework's own dims."""
+        decided = dict(self.decision.layouts)
+        found: dict[str, Layout] = {}
+        for unit, bound in enumerate(self.binding(framework).units):
+            for role, name, dims in bound.parameters:
+                layout = decided.get(f"{self.model.unit_classes[unit]}/{role}", Layout())
+                own = Layout(
+                    tuple(
+                        (axis, Split(dims[p.dim], p.blocks) if isinstance(p, Split) else p)
+                        for axis, p in layout.placements
+                    )
+                )
+                if found.setdefault(name, own) != own:
+                    raise PlanError(f"tied parameter {name} has two layouts: {found[name]} and {own}")
+        return found
+
+    def require_model(self, framework: str, names: tuple[str, ...], model_name: str) -> None:
+        """Raise PlanError, naming the parameters that differ, unless these are the plan's."""
+        require_names(self.binding(framework), names, model_name)
+
+    def require_world(self, world_size: int) -> None:
+        """Raise PlanError unless so many ranks are there."""
+        if world_size != self.mesh.size:
+            d = self.decision
+            raise PlanError(
+                f"the plan is for {self.mesh.size} ranks (pp {d.pp} × dp {d.dp} × tp {d.tp}), and {world_size} are "
+                f"running: start {self.mesh.size} of them, or plan for {world_size}"
+            )
+
+    # What users ask ----------------------------------------------------------------------------------------------
+
+    def rebind(self, graph: Graph) -> "Plan":
+        """This plan with the names of another capture of the same model, perhaps in the other framework.
+
+        Raises PlanError that names the first difference when the structures do not match.
+        """
+        structure, binding = structure_of(fold(graph))
+        difference = self.model.difference(structure)
+        if difference is not None:
+            raise PlanError(
+                f"this plan is for {self.model_name}, which {graph.model_name} in {graph.framework} does not match: "
+                f"{difference} (plan against model)"
+            )
+        kept = [(name, bound) for name, bound in self.bindings if name != graph.framework]
+        return replace(self, bindings=tuple(sorted([*kept, (graph.framework, binding)], key=lambda item: item[0])))
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan file (JSON)."""
+        from shardwright.core.plan_file import write
+
+        write(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read a plan file. Raises PlanFileError with the path inside the file of what is wrong."""
+        from shardwright.core.plan_file import read
+
+        return read(Path(path))
+
+    def summary(self) -> str:
+        """The degrees in one line."""
+        return summarize(self.decision)
+
+
+def summarize(decision: Decision) -> str:
+    """``pp 4 × dp 2 × tp 8, microbatch 1 × 16, 1f1b, recompute none``."""
+    parts = [
+        f"pp {decision.pp} × dp {decision.dp} × tp {decision.tp}",
+        f"microbatch {decision.microbatch} × {decision.microbatches}",
+    ]
+    if decision.pp > 1:
+        parts.append(decision.schedule)
+    if decision.virtual_stages > 1:
+        parts.append(f"{decision.virtual_stages} virtual stages")
+    parts.append(f"recompute {decision.recompute}")
+    if decision.shard:
+        parts.append(f"shard {decision.shard}")
+    return ", ".join(parts)
+
+
+def _near_multiple(value: int, of: int) -> int:
+    """The multiple of ``of`` nearest to ``value``, at least one."""
+    return max(1, round(value / of)) * of
+
+
+def pinned_summary(pins: Mapping[str, object]) -> tuple[str, ...]:
+    """``("pp=2", …)`` of those that were given."""
+    return tuple(f"{name}={value}" for name, value in pins.items() if value is not None)

@@ -1,0 +1,409 @@
+"""The plan file: JSON with a version and a schema. Data only: it is parsed and validated, never executed."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shardwright.core import plan as p
+from shardwright.core.errors import PlanFileError, ShardwrightError
+from shardwright.core.fold import CallRef
+from shardwright.core.layout import Layout, Partial, Placement, Split
+from shardwright.core.memory import MemoryUse
+from shardwright.core.mesh import Mesh
+from shardwright.core.structure import Binding, Structure, UnitBinding
+
+FORMAT = "shardwright-plan"
+VERSION = 1
+
+Count = Annotated[int, Field(ge=1)]
+Amount = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class PlacementFile(_Section):
+    split: Amount | None = None
+    blocks: list[Count] | None = None
+    partial: Literal["sum", "max", "min", "mean"] | None = None
+
+
+class DecisionFile(_Section):
+    pp: Count
+    dp: Count
+    tp: Count
+    batch: Count
+    microbatch: Count
+    schedule: str
+    virtual_stages: Count
+    recompute: Literal["none", "selective", "full"]
+    shard: Annotated[int, Field(ge=0, le=3)]
+    shard_group: Count | None
+    precision: Literal["fp32", "bf16", "fp16"]
+    optimizer: str
+    loss_scope: Literal["replica", "global"]
+    stage_starts: list[Amount]
+    layouts: dict[str, dict[str, PlacementFile]]
+
+
+class ModelFile(_Section):
+    name: str
+    digest: str
+    parameter_count: Amount
+    unit_classes: list[Amount]
+    classes: list[dict[str, list[Count]]]
+    ties: list[list[str]]
+
+
+class UnitFile(_Section):
+    calls: list[tuple[str, Amount]]
+    parameters: dict[str, tuple[str, list[int]]]
+
+
+class BindingFile(_Section):
+    units: list[UnitFile]
+    aliases: list[list[str]]
+
+
+class ClassCostFile(_Section):
+    forward_s: Seconds
+    input_grad_s: Seconds
+    weight_grad_s: Seconds
+    activation_bytes: Amount
+    parameter_elements: Amount
+
+
+class CostsFile(_Section):
+    unit_classes: list[Amount]
+    classes: list[ClassCostFile]
+    boundary_bytes: list[Amount]
+    boundary_s: list[Seconds]
+
+
+class MemoryFile(_Section):
+    parameters_bytes: Amount
+    gradients_bytes: Amount
+    optimizer_bytes: Amount
+    activations_bytes: Amount
+    buffers_bytes: Amount
+
+
+class PredictedFile(_Section):
+    step_time_s: Seconds
+    pipeline_s: Seconds
+    bubble_fraction: Seconds
+    tensor_collective_s: Seconds
+    data_parallel_s: Seconds
+    optimizer_s: Seconds
+    memory_by_stage_rank: list[MemoryFile]
+
+
+class AlternativeFile(_Section):
+    summary: str
+    step_time_s: Seconds
+    peak_memory_bytes: Amount
+    reason: str
+
+
+class AlternativesFile(_Section):
+    plans: list[AlternativeFile]
+    unsplit: dict[str, str]
+
+
+class ProvenanceFile(_Section):
+    shardwright: str
+    captured_from: str
+    cluster: str
+    world_size: Count
+    device_memory_bytes: Count
+    pinned: list[str]
+
+
+class PlanFile(_Section):
+    """One plan file."""
+
+    format: Literal["shardwright-plan"]
+    version: int
+    decision: DecisionFile
+    model: ModelFile
+    bindings: dict[str, BindingFile]
+    costs: CostsFile
+    predicted: PredictedFile
+    alternatives: AlternativesFile
+    provenance: ProvenanceFile
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of the plan file."""
+    return PlanFile.model_json_schema()
+
+
+def write(plan: p.Plan, path: Path) -> None:
+    """Write a plan. Keys stand in a fixed order and every unit on lines of its own, so that two plans diff well."""
+    path.write_text(to_text(plan), encoding="utf-8")
+
+
+def to_text(plan: p.Plan) -> str:
+    """The text of a plan file."""
+    return json.dumps(to_document(plan), indent=1, ensure_ascii=False) + "\n"
+
+
+def to_document(plan: p.Plan) -> dict[str, Any]:
+    """The plan as plain JSON values."""
+    d = plan.decision
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "decision": {
+            "pp": d.pp,
+            "dp": d.dp,
+            "tp": d.tp,
+            "batch": d.batch,
+            "microbatch": d.microbatch,
+            "schedule": d.schedule,
+            "virtual_stages": d.virtual_stages,
+            "recompute": d.recompute,
+            "shard": d.shard,
+            "shard_group": d.shard_group,
+            "precision": d.precision,
+            "optimizer": d.optimizer,
+            "loss_scope": d.loss_scope,
+            "stage_starts": list(d.stage_starts),
+            "layouts": {
+                slot: {axis: _placement_out(placement) for axis, placement in layout.placements}
+                for slot, layout in d.layouts
+            },
+        },
+        "model": {
+            "name": plan.model_name,
+            "digest": plan.model.digest,
+            "parameter_count": plan.model.parameter_count,
+            "unit_classes": list(plan.model.unit_classes),
+            "classes": [{role: list(shape) for role, shape in slots} for slots in plan.model.class_slots],
+            "ties": [list(tie) for tie in plan.model.ties],
+        },
+        "bindings": {
+            name: {
+                "units": [
+                    {
+                        "calls": [[call.path, call.occurrence] for call in unit.calls],
+                        "parameters": {role: [own, list(dims)] for role, own, dims in unit.parameters},
+                    }
+                    for unit in binding.units
+                ],
+                "aliases": [list(names) for names in binding.aliases],
+            }
+            for name, binding in plan.bindings
+        },
+        "costs": {
+            "unit_classes": list(plan.costs.unit_classes),
+            "classes": [_fields(c) for c in plan.costs.classes],
+            "boundary_bytes": list(plan.costs.boundary_bytes),
+            "boundary_s": list(plan.costs.boundary_s),
+        },
+        "predicted": {
+            "step_time_s": plan.predicted.step_time_s,
+            "pipeline_s": plan.predicted.pipeline_s,
+            "bubble_fraction": plan.predicted.bubble_fraction,
+            "tensor_collective_s": plan.predicted.tensor_collective_s,
+            "data_parallel_s": plan.predicted.data_parallel_s,
+            "optimizer_s": plan.predicted.optimizer_s,
+            "memory_by_stage_rank": [_fields(use) for use in plan.predicted.memory_by_stage_rank],
+        },
+        "alternatives": {"plans": [_fields(a) for a in plan.alternatives], "unsplit": dict(plan.unsplit)},
+        "provenance": {
+            "shardwright": plan.provenance.shardwright,
+            "captured_from": plan.provenance.captured_from,
+            "cluster": plan.provenance.cluster,
+            "world_size": plan.provenance.world_size,
+            "device_memory_bytes": plan.provenance.device_memory_bytes,
+            "pinned": list(plan.provenance.pinned),
+        },
+    }
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}
+
+
+def _placement_out(placement: Placement) -> dict[str, Any]:
+    if isinstance(placement, Split):
+        return {"split": placement.dim} | ({"blocks": list(placement.blocks)} if placement.blocks else {})
+    return {"partial": placement.op} if isinstance(placement, Partial) else {}
+
+
+def read(path: Path) -> p.Plan:
+    """Read a plan file. Raises PlanFileError with the path inside the file of the first thing that is wrong."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanFileError(f"{path}: cannot be read: {error}") from error
+    return from_text(text, str(path))
+
+
+def from_text(text: str, source: str = "plan") -> p.Plan:
+    """The plan in the text of a plan file; ``source`` names it in errors."""
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise PlanFileError(f"{source}: not JSON at {where}: {error.msg}") from error
+    if not isinstance(document, Mapping) or document.get("format") != FORMAT:
+        raise PlanFileError(f"{source}: not a plan file: expected format: {FORMAT!r} at the top")
+    version = document.get("version")
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise PlanFileError(f"{source}: version is {version!r}: expected a whole number, {VERSION}")
+    if version != VERSION:
+        age = "newer" if version > VERSION else "older"
+        raise PlanFileError(
+            f"{source}: version {version} is {age} than this Shardwright reads ({VERSION}): "
+            f"{'upgrade Shardwright' if version > VERSION else 'plan again'}"
+        )
+    try:
+        parsed = PlanFile.model_validate_json(text)
+    except ValidationError as error:
+        raise PlanFileError(f"{source}: {_first_problem(error)}") from error
+    try:
+        return _plan(parsed)
+    except ShardwrightError as error:
+        raise PlanFileError(f"{source}: {error}") from error
+
+
+def _first_problem(error: ValidationError) -> str:
+    problems = error.errors()
+    first = problems[0]
+    where = ".".join(str(part) for part in first["loc"])
+    given = repr(first["input"])
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{where}: {first['msg']}; given {given[:80]}{more}"
+
+
+def _plan(file: PlanFile) -> p.Plan:
+    d = file.decision
+    structure = Structure(
+        tuple(file.model.unit_classes),
+        tuple(tuple((role, tuple(shape)) for role, shape in slots.items()) for slots in file.model.classes),
+        tuple(tuple(tie) for tie in file.model.ties),
+    )
+    _require_consistent(file, structure)
+    decision = p.Decision(
+        pp=d.pp,
+        dp=d.dp,
+        tp=d.tp,
+        batch=d.batch,
+        microbatch=d.microbatch,
+        schedule=d.schedule,
+        stage_starts=tuple(d.stage_starts),
+        layouts=tuple((slot, _layout_in(slot, placements)) for slot, placements in d.layouts.items()),
+        virtual_stages=d.virtual_stages,
+        recompute=d.recompute,
+        shard=d.shard,
+        shard_group=d.shard_group,
+        precision=d.precision,
+        optimizer=d.optimizer,
+        loss_scope=d.loss_scope,
+    )
+    return p.Plan(
+        decision=decision,
+        model_name=file.model.name,
+        model=structure,
+        bindings=tuple((name, _binding_in(binding)) for name, binding in file.bindings.items()),
+        costs=p.Costs(
+            tuple(file.costs.unit_classes),
+            tuple(p.ClassCost(**_fields_of(c)) for c in file.costs.classes),
+            tuple(file.costs.boundary_bytes),
+            tuple(file.costs.boundary_s),
+        ),
+        predicted=p.Predicted(
+            step_time_s=file.predicted.step_time_s,
+            pipeline_s=file.predicted.pipeline_s,
+            bubble_fraction=file.predicted.bubble_fraction,
+            tensor_collective_s=file.predicted.tensor_collective_s,
+            data_parallel_s=file.predicted.data_parallel_s,
+            optimizer_s=file.predicted.optimizer_s,
+            memory_by_stage_rank=tuple(MemoryUse(**_fields_of(m)) for m in file.predicted.memory_by_stage_rank),
+            mesh=Mesh.of(pp=d.pp, dp=d.dp, tp=d.tp),
+        ),
+        alternatives=tuple(p.Alternative(**_fields_of(a)) for a in file.alternatives.plans),
+        unsplit=tuple(file.alternatives.unsplit.items()),
+        provenance=p.Provenance(**(_fields_of(file.provenance) | {"pinned": tuple(file.provenance.pinned)})),
+    )
+
+
+def _fields_of(section: _Section) -> dict[str, Any]:
+    return {name: getattr(section, name) for name in type(section).model_fields}
+
+
+def _layout_in(slot: str, placements: Mapping[str, PlacementFile]) -> Layout:
+    found: dict[str, Placement] = {}
+    for axis, placement in placements.items():
+        if placement.split is not None:
+            found[axis] = Split(placement.split, tuple(placement.blocks or ()))
+        elif placement.partial is not None:
+            found[axis] = Partial(placement.partial)
+        else:
+            raise PlanFileError(f"decision.layouts.{slot}.{axis}: expected split or partial")
+    return Layout.of(found)
+
+
+def _binding_in(binding: BindingFile) -> Binding:
+    return Binding(
+        tuple(
+            UnitBinding(
+                tuple(CallRef(path, occurrence) for path, occurrence in unit.calls),
+                tuple((role, name, tuple(dims)) for role, (name, dims) in unit.parameters.items()),
+            )
+            for unit in binding.units
+        ),
+        tuple(tuple(names) for names in binding.aliases),
+    )
+
+
+def _require_consistent(file: PlanFile, structure: Structure) -> None:
+    """What pydantic cannot see: lengths and indices that must agree across sections."""
+    units = len(structure.unit_classes)
+    checks = [
+        (units > 0, "model.unit_classes: expected at least one unit"),
+        (
+            all(c < len(file.model.classes) for c in file.model.unit_classes),
+            f"model.unit_classes: names a class that the {len(file.model.classes)} in model.classes lack",
+        ),
+        (
+            all(c < len(file.costs.classes) for c in file.costs.unit_classes),
+            f"costs.unit_classes: names a class that the {len(file.costs.classes)} in costs.classes lack",
+        ),
+        *(
+            (entries == units, f"{where}: {entries} entries, expected one per unit, {units}")
+            for where, entries in (
+                ("costs.unit_classes", len(file.costs.unit_classes)),
+                ("costs.boundary_bytes", len(file.costs.boundary_bytes)),
+                ("costs.boundary_s", len(file.costs.boundary_s)),
+                *((f"bindings.{name}.units", len(binding.units)) for name, binding in file.bindings.items()),
+            )
+        ),
+        (
+            len(file.predicted.memory_by_stage_rank) == file.decision.pp,
+            f"predicted.memory_by_stage_rank: {len(file.predicted.memory_by_stage_rank)} entries, expected one per "
+            f"pipeline rank, {file.decision.pp}",
+        ),
+    ]
+    for holds, message in checks:
+        if not holds:
+            raise PlanFileError(message)
+    if structure.digest != file.model.digest:
+        raise PlanFileError(
+            f"model.digest: {file.model.digest!r} does not belong to this model section ({structure.digest!r}): the "
+            f"section was edited; plan again, or restore it"
+        )
+    for name, binding in file.bindings.items():
+        for unit, bound in enumerate(binding.units):
+            roles = {role for role, _ in structure.class_slots[structure.unit_classes[unit]]}
+            if set(bound.parameters) != roles:
+                raise PlanFileError(
+                    f"bindings.{name}.units.{unit}.parameters: names {sorted(bound.parameters)}, expected {sorted(roles)}"
+                )

@@ -1,0 +1,618 @@
+"""The search for a plan: degrees, microbatch, recompute and sharding, each scored with its best cut and layouts.
+
+Every factorisation of the world into pp · dp · tp is tried with every microbatch size that divides the batch; least
+memory saving comes first and more is added only where it does not fit. Candidates are ranked by a bound of the pipeline
+time; the best few are simulated.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from shardwright.core.cluster import Cluster
+from shardwright.core.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s, send_s
+from shardwright.core.cost.unit import UnitCost, unit_cost
+from shardwright.core.cost.work import PRECISION_BYTES, UnitWork, WorkCounter
+from shardwright.core.errors import PlanError, ScheduleError, nearest
+from shardwright.core.fold import Folded, crossing_bytes, fold
+from shardwright.core.graph import Graph
+from shardwright.core.layout import Layout
+from shardwright.core.memory import OPTIMIZER_STATES, Recompute, live_microbatches
+from shardwright.core.mesh import Mesh
+from shardwright.core.plan import (
+    Alternative,
+    ClassCost,
+    Costs,
+    Decision,
+    LossScope,
+    Plan,
+    Predicted,
+    Provenance,
+    pinned_summary,
+    summarize,
+)
+from shardwright.core.schedule import Schedule, StageCosts, schedule_names
+from shardwright.core.simulate import simulate_schedule
+from shardwright.core.stages import MemoryRequest, UnitTable
+from shardwright.core.structure import Binding, Structure, structure_of
+from shardwright.core.tensor_parallel import UnitSplit, choose_splits
+
+SIMULATED = 3
+"""How many of the best candidates are simulated."""
+MAX_MICROBATCH = 64
+REPORTED_ALTERNATIVES = 4
+Progress = Callable[[int, int], None]
+"""Called with (candidates scored, candidates in all)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asked for: None is searched."""
+
+    batch: int
+    pp: int | None = None
+    tp: int | None = None
+    dp: int | None = None
+    microbatch: int | None = None
+    virtual_stages: int = 1
+    schedule: str = "1f1b"
+    recompute: str = "auto"
+    shard: int | None = None
+    shard_group: int | None = None
+    precision: str | None = None
+    optimizer: str = "adamw"
+    loss_scope: LossScope = "replica"
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "pp", "tp", "dp", "microbatch", "virtual_stages", "shard_group"):
+            value = getattr(self, name)
+            if value is None and name not in ("batch", "virtual_stages"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise PlanError(f"{name}={value!r}: expected a whole number of at least 1")
+        if self.recompute not in ("auto", "none", "selective", "full"):
+            options = ("auto", "none", "selective", "full")
+            raise PlanError(f"recompute={self.recompute!r}: {nearest(str(self.recompute), options)}")
+        if self.shard not in (None, 0, 1, 2, 3):
+            raise PlanError(f"shard={self.shard!r}: expected 0, 1, 2 or 3, or None to search")
+        if self.precision is not None and self.precision not in PRECISION_BYTES:
+            raise PlanError(f"precision={self.precision!r}: {nearest(str(self.precision), PRECISION_BYTES)}")
+        if self.optimizer not in OPTIMIZER_STATES:
+            raise PlanError(f"optimizer={self.optimizer!r}: {nearest(str(self.optimizer), OPTIMIZER_STATES)}")
+        if self.schedule not in schedule_names():
+            raise PlanError(f"no schedule is named {self.schedule!r}: {nearest(str(self.schedule), schedule_names())}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A way to use the devices, before it is scored."""
+
+    mesh: Mesh
+    microbatch: int
+    microbatches: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """A candidate with its cut; ``over_bytes`` is what its fullest rank lacks (0 when it fits)."""
+
+    decision: Decision
+    table: UnitTable
+    predicted: Predicted
+    over_bytes: int
+
+
+def make_plan(graph: Graph, cluster: Cluster, request: Request, progress: Progress | None = None) -> Plan:
+    """The best plan for a captured model on a cluster.
+
+    Raises PlanError when degrees do not divide, when the batch does not divide, or when no plan fits: then by how much,
+    and the nearest plan that does.
+    """
+    return _Search(graph, cluster, request).run(progress)
+
+
+class _Search:
+    """One search. Holds what all candidates share."""
+
+    def __init__(self, graph: Graph, cluster: Cluster, request: Request) -> None:
+        self.graph, self.cluster, self.request = graph, cluster, request
+        self.device = cluster.device(0)
+        self.precision = request.precision or next(
+            (p for p in ("bf16", "fp16") if p in self.device.peak_flops_per_s), "fp32"
+        )
+        self.folded: Folded = fold(graph)
+        self.structure: Structure
+        self.binding: Binding
+        self.structure, self.binding = structure_of(self.folded)
+        self.counter = WorkCounter(graph)
+        self._splits: dict[int, dict[int, UnitSplit]] = {}
+        self._tables: dict[tuple[int, int, int, Recompute], UnitTable] = {}
+        self._costs: dict[tuple[int, int], tuple[UnitCost, ...]] = {}
+
+    def run(self, progress: Progress | None) -> Plan:
+        candidates = list(self._candidates())
+        fitting: list[_Scored] = []
+        tight: list[_Scored] = []
+        for done, candidate in enumerate(candidates):
+            if progress is not None:
+                progress(done, len(candidates))
+            for scored in self._score(candidate):
+                (tight if scored.over_bytes else fitting).append(scored)
+        if not fitting:
+            raise PlanError(self._does_not_fit(tight))
+        fitting.sort(key=_preference)
+        ahead = sorted([self._simulated(s) for s in fitting[:SIMULATED]], key=_preference)
+        if progress is not None:
+            progress(len(candidates), len(candidates))
+        return self._plan(ahead[0], [*ahead[1:], *fitting[SIMULATED:]], tight)
+
+    # Candidates --------------------------------------------------------------------------------------------------
+
+    def _candidates(self) -> Iterator[_Candidate]:
+        request, world = self.request, self.cluster.world_size
+        given = {name: getattr(request, name) for name in ("pp", "dp", "tp")}
+        product = math.prod(v for v in given.values() if v)
+        if world % product or (None not in given.values() and product != world):
+            said = " · ".join(f"{name} {value}" for name, value in given.items() if value)
+            raise PlanError(
+                f"{said} = {product}, and the cluster has {world} devices: the degrees must "
+                f"{'multiply to' if None not in given.values() else 'divide'} {world}; {_nearest_degrees(given, world)}"
+            )
+        found = False
+        reasons: dict[str, None] = {}
+        for mesh in self._meshes(given, world):
+            for microbatch in self._microbatches(mesh, reasons):
+                found = True
+                yield _Candidate(mesh, microbatch, request.batch // (mesh.axis_size("dp") * microbatch))
+        if not found:
+            raise PlanError("; ".join(reasons) or f"the model has {len(self.folded.units)} units: fewer than pp stages")
+
+    def _meshes(self, given: dict[str, int | None], world: int) -> Iterator[Mesh]:
+        node = max(1, self.cluster.world_size // self.cluster.nodes)
+        units = len(self.folded.units)
+        if given["pp"] and given["pp"] * self.request.virtual_stages > units:
+            most = units // self.request.virtual_stages
+            raise PlanError(f"pp={given['pp']} needs more stages than the model's {units} units: use at most pp={most}")
+        for pp in _options(given["pp"], world):
+            if pp * self.request.virtual_stages > units:
+                continue
+            for tp in _options(given["tp"], world // pp):
+                if (given["dp"] and pp * tp * given["dp"] != world) or (not given["tp"] and node % tp):
+                    continue
+                yield Mesh.of(pp=pp, dp=world // (pp * tp), tp=tp)
+
+    def _microbatches(self, mesh: Mesh, reasons: dict[str, None]) -> Iterator[int]:
+        dp, batch, given = mesh.axis_size("dp"), self.request.batch, self.request.microbatch
+        if batch % (dp * (given or 1)):
+            multiple = dp * (given or 1)
+            near = max(1, round(batch / multiple)) * multiple
+            by = f"dp · microbatch = {dp} · {given}" if given else f"dp = {dp}"
+            reasons[f"batch={batch} is not a multiple of {by}: use batch={near}, or other degrees"] = None
+            return
+        if given:
+            yield given
+            return
+        size = 1
+        while size <= min(MAX_MICROBATCH, batch // dp):
+            if (batch // dp) % size == 0:
+                yield size
+            size *= 2
+
+    # Scoring -----------------------------------------------------------------------------------------------------
+
+    def _score(self, candidate: _Candidate) -> Iterator[_Scored]:
+        """The candidate with as little recompute and sharding as fits; the last one tried when nothing fits."""
+        request = self.request
+        modes: tuple[Recompute, ...] = ("none", "selective", "full")
+        if request.recompute != "auto":
+            modes = tuple(m for m in modes if m == request.recompute)
+        levels = (request.shard,) if request.shard is not None else (0, 1)
+        last: _Scored | None = None
+        for recompute in modes:
+            for shard in levels:
+                last = self._score_one(candidate, recompute, shard)
+                if last is not None and not last.over_bytes:
+                    yield last
+                    if shard == levels[0]:
+                        return
+                    break
+        if last is not None and last.over_bytes:
+            yield last
+
+    def _score_one(self, candidate: _Candidate, recompute: Recompute, shard: int) -> _Scored | None:
+        request, mesh = self.request, candidate.mesh
+        pp, dp, tp = (mesh.axis_size(axis) for axis in ("pp", "dp", "tp"))
+        stages = pp * request.virtual_stages
+        try:
+            live = live_microbatches(request.schedule, pp, candidate.microbatches, request.virtual_stages)
+            placement = Schedule.build(
+                request.schedule, ranks=pp, microbatches=pp, virtual_stages=request.virtual_stages
+            ).placement
+        except ScheduleError as error:
+            if request.pp is not None:
+                raise PlanError(f"schedule {request.schedule!r} at pp={pp}: {error}") from error
+            return None
+        ways = request.shard_group or dp
+        if dp % ways:
+            raise PlanError(f"shard_group={ways} does not divide dp={dp}: use a divisor of {dp}")
+        limit = min(self.cluster.memory_bytes(rank) for rank in range(0, self.cluster.world_size, max(1, dp * tp)))
+        memory_request = MemoryRequest(limit, self.precision, request.optimizer, shard, ways)
+        table = self._table(mesh, candidate.microbatch, recompute)
+        starts = table.cut(stages, live, memory_request)
+        if starts is None:
+            starts = table.cut(stages, live, MemoryRequest(1 << 62, self.precision, request.optimizer, shard, ways))
+        if starts is None:
+            return None
+        memory = table.memory(starts, placement, live, memory_request)
+        over = max(0, max(use.total_bytes for use in memory) - limit)
+        decision = Decision(
+            pp=pp,
+            dp=dp,
+            tp=tp,
+            batch=request.batch,
+            microbatch=candidate.microbatch,
+            schedule=request.schedule,
+            stage_starts=tuple(starts),
+            layouts=self._layouts(tp),
+            virtual_stages=request.virtual_stages,
+            recompute=recompute,
+            shard=shard,
+            shard_group=request.shard_group,
+            precision=self.precision,
+            optimizer=request.optimizer,
+            loss_scope=request.loss_scope,
+        )
+        costs = _stage_costs(table, starts)
+        per_stage = [sum(parts) for parts in zip(costs.forward_s, costs.backward_s, strict=True)]
+        round_s = sum(per_stage) + 2 * sum(costs.transfer_s)
+        busiest = max(_per_rank(per_stage, placement, pp))
+        pipeline = round_s / request.virtual_stages + (candidate.microbatches - 1 / request.virtual_stages) * busiest
+        predicted = self._predicted(decision, table, starts, placement, memory, pipeline if pp > 1 else None)
+        return _Scored(decision, table, predicted, over)
+
+    def _predicted(
+        self,
+        decision: Decision,
+        table: UnitTable,
+        starts: list[int],
+        placement: tuple[int, ...],
+        memory: tuple,  # type: ignore[type-arg]
+        pipeline_s: float | None,
+    ) -> Predicted:
+        mesh = Mesh.of(pp=decision.pp, dp=decision.dp, tp=decision.tp)
+        work = [0.0] * decision.pp
+        collective = [0.0] * decision.pp
+        elements = [0] * decision.pp
+        ends = (*starts[1:], len(table.units))
+        for stage, (a, b) in enumerate(zip(starts, ends, strict=True)):
+            rank = placement[stage]
+            work[rank] += float(table.seconds[a:b].sum()) * decision.microbatches
+            collective[rank] += sum(u.collective_s for u in table.units[a:b]) * decision.microbatches
+            elements[rank] += int(table.range_elements[a, b])
+        pipeline = pipeline_s if pipeline_s is not None else max(work)
+        reduce_s, update_s = self._tail(mesh, decision, max(elements))
+        return Predicted(
+            step_time_s=pipeline + reduce_s + update_s,
+            pipeline_s=pipeline,
+            bubble_fraction=max(0.0, 1 - sum(work) / (decision.pp * pipeline)) if pipeline else 0.0,
+            tensor_collective_s=max(collective),
+            data_parallel_s=reduce_s,
+            optimizer_s=update_s,
+            memory_by_stage_rank=memory,
+            mesh=mesh,
+        )
+
+    def _tail(self, mesh: Mesh, decision: Decision, elements: int) -> tuple[float, float]:
+        """(seconds to reduce gradients over dp, seconds of the optimizer step) on the fullest rank, nothing hidden."""
+        dp = mesh.axis_size("dp")
+        size = elements * PRECISION_BYTES[self.precision]
+        reduce_s = 0.0
+        if dp > 1:
+            link = self.cluster.link_for_group(mesh.group(0, "dp"), concurrent=mesh.axis_size("tp"))
+            if decision.shard == 0:
+                reduce_s = all_reduce_s(size, dp, link)
+            else:
+                reduce_s = reduce_scatter_s(size, dp, link) + all_gather_s(size, dp, link)
+            if decision.shard == 3:  # parameters are gathered for the forward and again for the backward
+                reduce_s += 2 * decision.microbatches * all_gather_s(size, dp, link)
+        ways = (decision.shard_group or dp) if decision.shard else 1
+        states = OPTIMIZER_STATES[decision.optimizer]
+        # Reads parameter, gradient and states, writes parameter and states, in fp32.
+        touched = elements / ways * 4 * (3 + 2 * states)
+        bandwidth = self.device.memory_bandwidth_bytes_per_s * self.device.memory_efficiency
+        return reduce_s, touched / bandwidth
+
+    def _simulated(self, scored: _Scored) -> _Scored:
+        """The same with its pipeline time simulated."""
+        decision = scored.decision
+        if decision.pp == 1:
+            return scored
+        starts = list(decision.stage_starts)
+        costs = _stage_costs(scored.table, starts)
+        pipeline = simulated_makespan_s(decision, costs)
+        placement = Schedule.build(
+            decision.schedule, ranks=decision.pp, microbatches=decision.pp, virtual_stages=decision.virtual_stages
+        ).placement
+        predicted = self._predicted(
+            decision, scored.table, starts, placement, scored.predicted.memory_by_stage_rank, pipeline
+        )
+        return _Scored(decision, scored.table, predicted, scored.over_bytes)
+
+    # Tables ------------------------------------------------------------------------------------------------------
+
+    def _split(self, tp: int) -> dict[int, UnitSplit]:
+        if tp not in self._splits:
+            link = self.cluster.link_for_group(range(tp))
+            bandwidth = self.device.memory_bandwidth_bytes_per_s * self.device.memory_efficiency
+            states = OPTIMIZER_STATES[self.request.optimizer]
+
+            def score(work: UnitWork, parameters_bytes: int) -> float:
+                update = parameters_bytes * (3 + 2 * states) / bandwidth
+                return unit_cost(work, self.device, self.precision, degree=tp, link=link).total_s + update
+
+            self._splits[tp] = choose_splits(self.folded, self.counter, tp, score)
+        return self._splits[tp]
+
+    def _layouts(self, tp: int) -> tuple[tuple[str, Layout], ...]:
+        """Layouts by structural class; units of one structural class take those of its first unit."""
+        splits = self._split(tp)
+        found: dict[str, Layout] = {}
+        seen: set[int] = set()
+        for unit, structural in zip(self.folded.units, self.structure.unit_classes, strict=True):
+            if structural not in seen:
+                seen.add(structural)
+                for role, layout in splits[unit.fold_class].layouts().items():
+                    found[f"{structural}/{role}"] = layout
+        return tuple(sorted(found.items()))
+
+    def _unsplit(self, tp: int) -> tuple[tuple[str, str], ...]:
+        splits = self._split(tp)
+        found: dict[str, str] = {}
+        for unit, structural in zip(self.folded.units, self.structure.unit_classes, strict=True):
+            for role, reason in splits[unit.fold_class].unsplit:
+                found.setdefault(f"{structural}/{role}", reason)
+        return tuple(sorted(found.items()))
+
+    def _table(self, mesh: Mesh, microbatch: int, recompute: Recompute) -> UnitTable:
+        tp = mesh.axis_size("tp")
+        key = (mesh.axis_size("dp") * tp, tp, microbatch, recompute)
+        if key not in self._tables:
+            self._tables[key] = self._make_table(mesh, microbatch, recompute)
+        return self._tables[key]
+
+    def _make_table(self, mesh: Mesh, microbatch: int, recompute: Recompute) -> UnitTable:
+        graph, counter, tp = self.graph, self.counter, mesh.axis_size("tp")
+        classes = self._class_costs(tp, microbatch)
+
+        def sent_bytes(tensor: int) -> int:
+            return counter.size_bytes(tensor, microbatch, self.precision) if counter.needs_gradient(tensor) else 0
+
+        crossing = crossing_bytes(graph, sent_bytes)
+        boundary = tuple(int(crossing[unit.first_op]) for unit in self.folded.units)
+        seconds = tuple(0.0 for _ in boundary)
+        if mesh.axis_size("pp") > 1:
+            link = self.cluster.link_between(0, mesh.rank({"pp": 1}))
+            seconds = tuple(send_s(size, link) for size in boundary)
+        splits = self._split(tp)
+        ties = []
+        for parameter, users in self._users().items():
+            if len(users) > 1:
+                tensor = graph.parameters[parameter].tensor
+                first = self.folded.units[users[0]]
+                is_split = any(t == tensor for t, _ in splits[first.fold_class].dims)
+                ties.append((users, graph.tensors[tensor].elements(1) // (tp if is_split else 1)))
+        return UnitTable(
+            tuple(classes[unit.fold_class] for unit in self.folded.units), boundary, seconds, tuple(ties), recompute
+        )
+
+    def _users(self) -> dict[int, tuple[int, ...]]:
+        users: dict[int, list[int]] = {}
+        for unit in self.folded.units:
+            for parameter in unit.parameters:
+                users.setdefault(parameter, []).append(unit.index)
+        return {parameter: tuple(units) for parameter, units in users.items()}
+
+    def _class_costs(self, tp: int, microbatch: int) -> tuple[UnitCost, ...]:
+        if (tp, microbatch) not in self._costs:
+            link = self.cluster.link_for_group(range(tp)) if tp > 1 else None
+            splits = self._split(tp)
+            found = []
+            for members in self.folded.classes:
+                unit = self.folded.units[members[0]]
+                dims = splits[unit.fold_class].dims
+                work = self.counter.count(unit, microbatch, self.precision, dims, tp)
+                cut = {tensor for tensor, _ in dims}
+                elements = sum(
+                    self.graph.tensors[t].elements(1) // (tp if t in cut else 1)
+                    for t in (self.graph.parameters[p].tensor for p in unit.parameters)
+                )
+                found.append(unit_cost(work, self.device, self.precision, degree=tp, link=link, parameters=elements))
+            self._costs[tp, microbatch] = tuple(found)
+        return self._costs[tp, microbatch]
+
+    # Answers -----------------------------------------------------------------------------------------------------
+
+    def _plan(self, best: _Scored, others: list[_Scored], tight: list[_Scored]) -> Plan:
+        request, decision, table = self.request, best.decision, best.table
+        again = decision.recompute == "full"
+        classes = []
+        for cost in self._class_costs(decision.tp, decision.microbatch):
+            kept = {
+                "none": cost.saved_bytes,
+                "selective": cost.saved_selective_bytes,
+                "full": cost.entering_bytes,
+            }[decision.recompute]
+            extra = cost.forward_s if again else 0.0
+            classes.append(
+                ClassCost(cost.forward_s, cost.input_grad_s + extra, cost.weight_grad_s, kept, cost.parameter_elements)
+            )
+        alternatives = [
+            Alternative(
+                summarize(s.decision),
+                s.predicted.step_time_s,
+                max(u.total_bytes for u in s.predicted.memory_by_stage_rank),
+                _why_slower(best.predicted, s.predicted),
+            )
+            for s in others[:REPORTED_ALTERNATIVES]
+        ]
+        alternatives += [
+            Alternative(
+                summarize(s.decision),
+                s.predicted.step_time_s,
+                max(u.total_bytes for u in s.predicted.memory_by_stage_rank),
+                f"does not fit: {_gib(s.over_bytes)} too much",
+            )
+            for s in sorted(tight, key=_preference)[:1]
+        ]
+        names = ("pp", "tp", "dp", "microbatch", "shard", "shard_group", "precision")
+        pins: dict[str, object] = {name: getattr(request, name) for name in names}
+        if request.recompute != "auto":
+            pins["recompute"] = request.recompute
+        return Plan(
+            decision=decision,
+            model_name=self.graph.model_name,
+            model=self.structure,
+            bindings=((self.graph.framework, self.binding),),
+            costs=Costs(
+                tuple(unit.fold_class for unit in self.folded.units),
+                tuple(classes),
+                table.boundary_bytes,
+                table.boundary_s,
+            ),
+            predicted=best.predicted,
+            alternatives=tuple(alternatives),
+            unsplit=self._unsplit(decision.tp) if decision.tp > 1 else (),
+            provenance=Provenance(
+                shardwright=_own_version(),
+                captured_from=self.graph.framework,
+                cluster=str(self.cluster),
+                world_size=self.cluster.world_size,
+                device_memory_bytes=self.cluster.memory_bytes(0),
+                pinned=pinned_summary(pins),
+            ),
+        )
+
+    def _does_not_fit(self, tight: list[_Scored]) -> str:
+        if not tight:
+            return f"schedule {self.request.schedule!r} admits none of the pipeline degrees tried"
+        least = min(tight, key=lambda s: s.over_bytes)
+        peak = max(u.total_bytes for u in least.predicted.memory_by_stage_rank)
+        limit = peak - least.over_bytes
+        said = (
+            f"{self.graph.model_name} does not fit: with {summarize(least.decision)} the fullest rank needs "
+            f"{_gib(peak)}, {_gib(least.over_bytes)} more than the {_gib(limit)} that {self.device.name} has"
+        )
+        relaxed = self._relaxed(least.decision)
+        if relaxed is not None:
+            return f"{said}; the nearest plan that fits: {relaxed.summary()}"
+        return f"{said}; no plan over {self.cluster.world_size} devices fits: use more of them, or larger ones"
+
+    def _relaxed(self, wanted: Decision) -> Plan | None:
+        """The plan nearest in degrees to the one wanted, when nothing but batch and schedule is pinned."""
+        r = self.request
+        free = Request(
+            batch=r.batch, schedule=r.schedule, precision=r.precision, optimizer=r.optimizer, loss_scope=r.loss_scope
+        )
+        if free == r:
+            return None
+        search = _Search(self.graph, self.cluster, free)
+        fitting = [s for c in search._candidates() for s in search._score(c) if not s.over_bytes]
+        if not fitting:
+            return None
+
+        def distance(scored: _Scored) -> tuple[float, float]:
+            d = scored.decision
+            ratios = [(d.pp, wanted.pp), (d.dp, wanted.dp), (d.tp, wanted.tp), (d.microbatch, wanted.microbatch)]
+            return sum(abs(math.log2(a / b)) for a, b in ratios), scored.predicted.step_time_s
+
+        return search._plan(min(fitting, key=distance), [], [])
+
+
+def simulated_makespan_s(decision: Decision, costs: StageCosts) -> float:
+    """Makespan of the decision's schedule. Long schedules settle into a period, so they are extrapolated from two
+    shorter ones of 4 and 5 rounds of the pipeline."""
+
+    def run(microbatches: int) -> float:
+        schedule = Schedule.build(
+            decision.schedule,
+            ranks=decision.pp,
+            microbatches=microbatches,
+            virtual_stages=decision.virtual_stages,
+            costs=costs,
+        )
+        return simulate_schedule(schedule, costs).makespan_s
+
+    short, longer = 4 * decision.pp, 5 * decision.pp
+    if decision.microbatches <= longer:
+        return run(decision.microbatches)
+    first, second = run(short), run(longer)
+    return second + (decision.microbatches - longer) * (second - first) / (longer - short)
+
+
+def _stage_costs(table: UnitTable, starts: list[int]) -> StageCosts:
+    ends = (*starts[1:], len(table.units))
+    held = [table.units[a:b] for a, b in zip(starts, ends, strict=True)]
+    again = 1.0 if table.recompute == "full" else 0.0
+    return StageCosts(
+        forward_s=tuple(sum(u.forward_s for u in units) for units in held),
+        input_grad_s=tuple(sum(u.input_grad_s + again * u.forward_s for u in units) for units in held),
+        weight_grad_s=tuple(sum(u.weight_grad_s for u in units) for units in held),
+        transfer_s=tuple(table.boundary_s[a] for a in starts[1:]),
+        activation_bytes=tuple(int(table.range_kept[a, b]) for a, b in zip(starts, ends, strict=True)),
+    )
+
+
+def _per_rank(per_stage: list[float], placement: tuple[int, ...], ranks: int) -> list[float]:
+    totals = [0.0] * ranks
+    for stage, seconds in enumerate(per_stage):
+        totals[placement[stage]] += seconds
+    return totals
+
+
+def _preference(scored: _Scored) -> tuple[float, int, int, int, int]:
+    """Fastest first; among equals the simpler: fewer stages, less tensor splitting, larger microbatches."""
+    d = scored.decision
+    return (float(f"{scored.predicted.step_time_s:.6g}"), d.pp, d.tp, d.shard, -d.microbatch)
+
+
+def _options(given: int | None, world: int) -> list[int]:
+    if given:
+        return [given] if world % given == 0 else []
+    return [d for d in range(1, world + 1) if world % d == 0]
+
+
+def _nearest_degrees(given: dict[str, int | None], world: int) -> str:
+    """For an error: the divisor of the world nearest to each degree that does not divide it."""
+    said = []
+    for name, value in given.items():
+        if value and world % value:
+            near = min(_options(None, world), key=lambda d: (abs(math.log(d / value)), d))
+            said.append(f"nearest for {name}: {near}")
+    return ", ".join(said) or f"leave one of them out, and it becomes what is left of {world}"
+
+
+def _why_slower(best: Predicted, other: Predicted) -> str:
+    """The term that grew most."""
+    terms = {
+        "pipeline bubble": (best.bubble_fraction * best.pipeline_s, other.bubble_fraction * other.pipeline_s),
+        "tensor collectives": (best.tensor_collective_s, other.tensor_collective_s),
+        "gradient reduction": (best.data_parallel_s, other.data_parallel_s),
+        "optimizer step": (best.optimizer_s, other.optimizer_s),
+    }
+    busy = [p.pipeline_s * (1 - p.bubble_fraction) - p.tensor_collective_s for p in (best, other)]
+    terms["compute"] = (busy[0], busy[1])
+    name, (mine, theirs) = max(terms.items(), key=lambda item: item[1][1] - item[1][0])
+    slower = other.step_time_s / best.step_time_s - 1 if best.step_time_s else 0.0
+    return f"{slower:.1%} slower: {name} {theirs * 1e3:.3g} ms against {mine * 1e3:.3g} ms"
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB"
+
+
+def _own_version() -> str:
+    try:
+        return version("shardwright")
+    except PackageNotFoundError:
+        return "0+unknown"
