@@ -9,6 +9,8 @@ from shardwright.core.schedule.families.interleaved_zero_bubble import INTERLEAV
 from shardwright.core.schedule.families.looped_bfs import LOOPED_BFS
 from shardwright.core.schedule.families.one_f_one_b import ONE_F_ONE_B
 from shardwright.core.schedule.families.sagemaker import INTERLEAVED, SIMPLE
+from shardwright.core.schedule.families.v_half import V_HALF
+from shardwright.core.schedule.families.v_min import V_MIN
 from shardwright.core.schedule.families.zero_bubble_h1 import ZERO_BUBBLE_H1
 from shardwright.core.schedule.families.zero_bubble_h2 import ZERO_BUBBLE_H2
 from shardwright.core.schedule.families.zero_bubble_v import ZERO_BUBBLE_V
@@ -27,6 +29,8 @@ FAMILIES: dict[str, Family] = {
         ZERO_BUBBLE_H2,
         INTERLEAVED_ZERO_BUBBLE,
         ZERO_BUBBLE_V,
+        V_HALF,
+        V_MIN,
         DUALPIPE_V,
         SIMPLE,
         INTERLEAVED,

@@ -1,8 +1,8 @@
 """Interleaved 1F1B: several stages per rank, one forward and one backward in turn, depth first.
 
 Narayanan et al., arXiv 2104.04473, section 2.2. Microbatches go through in rounds: a rank runs a whole round on one of
-its stages before the next stage takes it up. The paper's rounds have as many microbatches as there are ranks; here, as in
-torch, m // p rounds share the microbatches evenly, so m need be a multiple of the number of rounds only.
+its stages before the next stage takes it up. The paper's rounds have as many microbatches as there are ranks; here, as
+in torch, m // p rounds share the microbatches evenly, so m need be a multiple of the number of rounds only.
 """
 
 from shardwright.core.schedule.actions import Action, B, F

@@ -1,7 +1,7 @@
 """Interleaved zero bubble: interleaved 1F1B with the backward split, weight gradients put off to fill the bubble.
 
-Qi et al., arXiv 2401.10241: the memory-frugal schedule of section 3 with several stages per rank, as torch has it. Rank r
-puts off its first r weight gradients; each later backward is followed by the oldest one still owed.
+Qi et al., arXiv 2401.10241: the memory-frugal schedule of section 2.1 with several stages per rank, as torch has it.
+Rank r puts off its first r weight gradients; each later backward is followed by the oldest one still owed.
 """
 
 from shardwright.core.schedule.actions import Action, F, I, W
@@ -33,4 +33,4 @@ def generate(sizes: Sizes) -> Table:
     return tuple(table)
 
 
-INTERLEAVED_ZERO_BUBBLE = Family("interleaved-zb", "arXiv 2401.10241, section 3", looped, generate, even_rounds)
+INTERLEAVED_ZERO_BUBBLE = Family("interleaved-zb", "arXiv 2401.10241, section 2.1", looped, generate, even_rounds)

@@ -1,6 +1,7 @@
 """Looped BFS: several stages per rank, every microbatch through one stage before the next: breadth first.
 
-Lamy-Poirier, arXiv 2211.05953, section 4. Backwards take stages and microbatches from the last to the first, as torch's do.
+Lamy-Poirier, arXiv 2211.05953, section 4. Backwards take stages and microbatches from the last to the first, as torch's
+do.
 """
 
 from shardwright.core.schedule.actions import Action, B, F

@@ -51,4 +51,3 @@ class Tape:
         elif kind is B:
             self._next[(W, chunk)] = self._next.get((W, chunk), 0) + 1
         return Action(self.stages[chunk], kind, mb)
-

@@ -1,8 +1,8 @@
 """ZB-H2: no bubble when forward, input gradient and weight gradient take as long (Qi et al., arXiv 2401.10241, 2.2).
 
-Rank i warms up with 2(p - i) - 1 forwards, which fills the time until its first backward, and puts off the last 2i weight
-gradients before its forwards run out, so that the ranks above get their gradients as fast as they can use them; what
-was put off fills the end. Every rank holds 2p - 1 microbatches at its fullest.
+Rank i warms up with 2(p - i) - 1 forwards, which fills the time until its first backward, and puts off the last 2i
+weight gradients before its forwards run out, so that the ranks above get their gradients as fast as they can use them;
+what was put off fills the end. Every rank holds 2p - 1 microbatches at its fullest.
 """
 
 from shardwright.core.schedule.actions import F, I, Kind, W

@@ -1,7 +1,7 @@
 """ZB-V: two stages per rank, down and back up; no bubble and 1F1B's memory when F, I and W take as long.
 
-Qi et al., arXiv 2401.10241, section 6. Each rank falls into the cycle F0 I0 W0 F1 I1 W1, where 0 is its stage on the way
-down and 1 the one on the way up. With fewer than 2p - 1 microbatches the phases are those of 2p - 1, shortened.
+Qi et al., arXiv 2401.10241, section 6. Each rank falls into the cycle F0 I0 W0 F1 I1 W1, where 0 is its stage on the
+way down and 1 the one on the way up. With fewer than 2p - 1 microbatches the phases are those of 2p - 1, shortened.
 """
 
 from shardwright.core.schedule.families.tape import Tape

@@ -1,0 +1,126 @@
+"""Schedules as CSV, in the format of torch's pipeline runtime: a row per rank, a cell per action, empty cells ignored.
+"""
+
+import csv
+import io
+from pathlib import Path
+
+from shardwright.core.errors import ScheduleError
+from shardwright.core.schedule.actions import Action, B, F, I, Kind, W
+from shardwright.core.schedule.schedule import Schedule
+
+Cell = tuple[int, int]  # (row, column), both counted from 1, as an editor shows them
+
+
+def to_csv(schedule: Schedule) -> str:
+    """The table as CSV text. Torch reads compute actions as its format `compute_only`, and a table with sends and
+    receives (`insert_transfers`) as `compute_comms`.
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    for order in schedule.table:
+        writer.writerow([action.text for action in order])
+    return text.getvalue()
+
+
+def save_csv(schedule: Schedule, path: str | Path) -> None:
+    """Write the table to a file."""
+    Path(path).write_text(to_csv(schedule), encoding="utf-8")
+
+
+def load_csv(path: str | Path, name: str = "custom") -> Schedule:
+    """Read a schedule from a file; see `from_csv`."""
+    return from_csv(Path(path).read_text(encoding="utf-8"), name)
+
+
+def from_csv(text: str, name: str = "custom") -> Schedule:
+    """Read a schedule from CSV text. Which rank holds a stage follows from where the stage's actions stand.
+
+    Raises:
+        ScheduleError: a cell is unknown, doubled or missing; says in which row and column, and what was expected.
+    """
+    rows = list(csv.reader(io.StringIO(text)))
+    while rows and not any(cell.strip() for cell in rows[-1]):
+        rows.pop()
+    if not rows:
+        raise ScheduleError("the CSV is empty: expected a row of actions for each rank, such as 0F0,0F1,0B0,0B1")
+    table: list[list[Action]] = []
+    places: dict[Action, Cell] = {}
+    holder: dict[int, Cell] = {}
+    for row, cells in enumerate(rows, start=1):
+        table.append([])
+        for column, cell in enumerate(cells, start=1):
+            if not cell.strip():
+                continue
+            action = _parse(cell, row, column)
+            table[-1].append(action)
+            for part in action.flat:
+                _place(part, (row, column), places, holder)
+    _require_whole(places, holder, len(rows))
+    stages, microbatches = _sizes(places)
+    placement = tuple(holder[stage][0] - 1 for stage in range(stages))
+    arguments = (("ranks", len(rows)), ("microbatches", microbatches), ("virtual_stages", stages // len(rows)))
+    return Schedule(name, arguments, len(rows), stages, microbatches, placement, tuple(tuple(order) for order in table))
+
+
+def _parse(cell: str, row: int, column: int) -> Action:
+    try:
+        return Action.parse(cell)
+    except ScheduleError as error:
+        raise ScheduleError(f"{_where((row, column))}: {error}") from None
+
+
+def _place(part: Action, cell: Cell, places: dict[Action, Cell], holder: dict[int, Cell]) -> None:
+    """Note where an action stands: once, unless it gathers or frees parameters, and with its stage's others."""
+    if part.kind not in (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD):
+        if part in places:
+            raise ScheduleError(f"{_where(cell)} repeats {part}, which is in {_where(places[part])}: expected it once")
+        places[part] = cell
+    held = holder.setdefault(part.stage, cell)
+    if held[0] != cell[0]:
+        raise ScheduleError(
+            f"{_where(cell)} holds {part}, but stage {part.stage} is in row {held[0]} (rank {held[0] - 1}): "
+            "expected all of a stage's actions in one row"
+        )
+
+
+def _sizes(places: dict[Action, Cell]) -> tuple[int, int]:
+    forwards = [action for action in places if action.kind is F]
+    if not forwards:
+        raise ScheduleError("the CSV has no forward (F) in any cell: expected one for every stage and microbatch")
+    return max(action.stage for action in places) + 1, max(action.microbatch or 0 for action in places) + 1
+
+
+def _require_whole(places: dict[Action, Cell], holder: dict[int, Cell], rows: int) -> None:
+    """Every stage, and every action of every stage and microbatch, must have its cell."""
+    stages, microbatches = _sizes(places)
+    for stage in range(stages):
+        if stage not in holder:
+            raise ScheduleError(f"stage {stage} is in no cell of any row: expected stages 0 to {stages - 1}")
+    if stages % rows:
+        raise ScheduleError(f"{stages} stages do not divide over {rows} rows (ranks): expected as many in each row")
+    kinds = {action.kind for action in places}
+    for stage in range(stages):
+        for mb in range(microbatches):
+            wanted = [F]
+            if kinds & {B, I, W} and Action(stage, B, mb) not in places:
+                either = {I, W} & {kind for kind in (I, W) if Action(stage, kind, mb) in places}
+                wanted += [I, W] if either or B not in kinds else [B]
+            for kind in wanted:
+                if Action(stage, kind, mb) not in places:
+                    raise ScheduleError(_missing(Action(stage, kind, mb), places, holder[stage][0]))
+
+
+def _missing(action: Action, places: dict[Action, Cell], row: int) -> str:
+    """Where an action is missing: its row, and the columns of the same action for the microbatches beside it."""
+    beside = []
+    for microbatch in ((action.microbatch or 0) - 1, (action.microbatch or 0) + 1):
+        neighbour = Action(action.stage, action.kind, microbatch) if microbatch >= 0 else None
+        if neighbour in places:
+            beside.append(f"{neighbour} is in column {places[neighbour][1]}")
+    near = f" ({', '.join(beside)})" if beside else ""
+    return f"row {row} (rank {row - 1}) has no {action}: expected it once{near}"
+
+
+def _where(cell: Cell) -> str:
+    return f"row {cell[0]} (rank {cell[0] - 1}), column {cell[1]}"

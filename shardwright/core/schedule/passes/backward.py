@@ -1,0 +1,39 @@
+"""Merge a split backward, or split a whole one."""
+
+from dataclasses import replace
+
+from shardwright.core.schedule.actions import Action, B, I, W
+from shardwright.core.schedule.schedule import Schedule
+
+
+def merge_backward(schedule: Schedule) -> Schedule:
+    """Make one B of an I and the W of the same stage and microbatch right behind it.
+
+    Together they are cheaper than apart wherever the two share work, and take the same time at worst. What waits for
+    the input gradient then waits for the weight gradient too, so a timeline may grow; the order stays legal.
+    """
+    table = []
+    for order in schedule.table:
+        merged: list[Action] = []
+        for action in order:
+            before = merged[-1] if merged else None
+            if action.kind is W and before == Action(action.stage, I, action.microbatch):
+                merged[-1] = Action(action.stage, B, action.microbatch)
+            else:
+                merged.append(action)
+        table.append(tuple(merged))
+    return replace(schedule, table=tuple(table))
+
+
+def split_backward(schedule: Schedule) -> Schedule:
+    """Make an I and a W of every B that stands alone; those in overlapped pairs stay whole."""
+    table = []
+    for order in schedule.table:
+        split: list[Action] = []
+        for action in order:
+            if action.kind is B:
+                split += [Action(action.stage, I, action.microbatch), Action(action.stage, W, action.microbatch)]
+            else:
+                split.append(action)
+        table.append(tuple(split))
+    return replace(schedule, table=tuple(table))
