@@ -209,7 +209,9 @@ def convolution(source: Shape, kernel: Shape, out: Shape, *, groups: int = 1, tr
     depthwise = groups == source[1] == out[1]
     special.append((consumed, "whole"))
     channels = produced if depthwise else -1
-    return Labelled(((batch, channels, *unsplit), (produced, consumed, *window), (batch, produced, *places)), tuple(special))
+    return Labelled(
+        ((batch, channels, *unsplit), (produced, consumed, *window), (batch, produced, *places)), tuple(special)
+    )
 
 
 def unbound(whole: Shape, dim: int, pieces: int = 1) -> Labelled:

@@ -1,0 +1,65 @@
+"""The PyTorch backend: capture here, the runtime in the modules beside, loaded when it is asked for."""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from shardwright.core.capabilities import Capabilities
+from shardwright.core.graph import Graph
+from shardwright.core.layout import Layout
+from shardwright.core.mesh import Mesh
+
+if TYPE_CHECKING:
+    from shardwright.backends.protocol import Backend, Executable
+    from shardwright.core.plan import Plan
+
+CAPABILITIES = Capabilities(
+    framework="torch",
+    axes=("pp", "dp"),
+    split_backward=False,
+    uneven_shards=False,
+    partial_layouts=False,
+    block_layouts=False,
+    point_to_point=True,
+    single_controller=False,
+    reduce_ops=("sum", "avg", "max", "min", "prod"),
+)
+
+
+class TorchBackend:
+    """What `backends.protocol.Backend` asks for, in PyTorch."""
+
+    name = "torch"
+    capabilities = CAPABILITIES
+
+    def capture(
+        self,
+        model: Any,
+        sample: Any,
+        loss: Callable[..., Any] | None = None,
+        *,
+        batch_dims: Any = 0,
+        require_loss: bool = True,
+    ) -> Graph:
+        """The graph of an `nn.Module`: see `backends.torch.capture.capture`. Raises CaptureError."""
+        from shardwright.backends.torch.capture import capture
+
+        return capture(
+            model, sample, loss, batch_dims=batch_dims, require_loss=require_loss, capabilities=self.capabilities
+        )
+
+    def bind(self, mesh: Mesh) -> Any:
+        """Process groups over this run's ranks. Raises ClusterError when their number differs."""
+        return import_module("shardwright.backends.torch.mesh").bind(mesh)
+
+    def lower_layout(self, layout: Layout, bound_mesh: Any) -> Any:
+        """A layout in torch's own terms."""
+        return import_module("shardwright.backends.torch.mesh").lower_layout(layout, bound_mesh)
+
+    def compile(self, plan: "Plan", model: Any, **options: Any) -> "Executable":
+        """The plan bound to the model, ready to train."""
+        executable: Executable = import_module("shardwright.backends.torch.pipeline").compile(plan, model, **options)
+        return executable
+
+
+BACKEND: "Backend" = TorchBackend()

@@ -1,0 +1,307 @@
+"""Capture of a PyTorch model: its forward pass and loss, run on fake tensors at batch 2 and at batch 3.
+
+What differs between the two runs is the batch dim; everything else must be the same, op for op. Where an op needs
+values (`.item()`, `nonzero`), both runs are repeated on real tensors, on a copy of the model.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from shardwright.backends.torch.record import Recorder, dtype_name
+from shardwright.backends.torch.sample import Leaf, Sample
+from shardwright.backends.torch.stand_in import fake_like, real_like, swapped_in, tensors_of
+from shardwright.core.capabilities import Capabilities
+from shardwright.core.errors import CaptureError
+from shardwright.core.graph import Graph, Op, Parameter, Tensor, TensorRole
+from shardwright.core.rules.labels import meet
+
+SIZES = (2, 3)
+"""Batch 1 would specialise: size-1 dims broadcast."""
+
+REAL_LIMIT_BYTES = 4 << 30
+"""Up to this size a model whose ops depend on values is copied and run for real."""
+
+
+def capture(
+    model: nn.Module,
+    sample: Any,
+    loss: Callable[..., Any] | None = None,
+    *,
+    batch_dims: Any = 0,
+    require_loss: bool = True,
+    capabilities: Capabilities,
+) -> Graph:
+    """The graph of ``model``'s forward pass on ``sample`` and of its loss. The model is read, never changed.
+
+    The model may lie on any device, the meta device included; no memory is allocated for it. ``sample`` is a tensor, a
+    tuple (positional arguments) or a dict (keyword arguments); ``batch_dims`` says where the batch is when it is not
+    dim 0. ``loss`` maps the model's output to a scalar; without it the output's own ``loss`` is used, or the output
+    itself where that is a scalar. With ``require_loss=False`` a model without a loss gives a graph whose outputs are
+    all tensors that the model returns.
+
+    Raises CaptureError: no loss; a model that fails, that needs values which do not exist, or whose ops depend on the
+    batch size; samples whose tensors disagree about the batch.
+    """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"expected a torch.nn.Module, given {type(model).__name__}")
+    batched = Sample(sample, batch_dims)
+    session = _Session(model, batched, loss, require_loss)
+    try:
+        runs = session.run_fake()
+    except _NeedsValuesError as needs:
+        runs = session.run_real(needs)
+    return session.graph(*runs, capabilities)
+
+
+class _NeedsValuesError(Exception):
+    """An op asked a fake tensor for its values."""
+
+    def __init__(self, op: str, path: str) -> None:
+        super().__init__(f"{op} in {path or 'the model itself'!r}")
+
+
+class _Run:
+    """What one run leaves: its record and the numbers of what it returned."""
+
+    def __init__(self, recorder: Recorder, outputs: tuple[int, ...]) -> None:
+        self.recorder = recorder
+        self.outputs = outputs
+
+
+class _Session:
+    """One capture: what its two runs share."""
+
+    def __init__(self, model: nn.Module, sample: Sample, loss: Callable[..., Any] | None, require_loss: bool) -> None:
+        self.model = model
+        self.sample = sample
+        self.loss = loss
+        self.require_loss = require_loss
+        self.tensors = tensors_of(model)
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.templates: dict[Any, Any] = {}
+
+    def run_fake(self) -> tuple[_Run, _Run]:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with mode:
+            stand_ins = {key: fake_like(tensor) for key, (_, tensor) in self.tensors.items()}
+        runs = [self._run(size, mode, stand_ins, self._fake_leaf(size)) for size in SIZES]
+        return runs[0], runs[1]
+
+    def run_real(self, needs: _NeedsValuesError) -> tuple[_Run, _Run]:
+        """Both runs on a copy with values, on the CPU."""
+        held = [tensor for _, tensor in self.tensors.values()] + [leaf.tensor for leaf in self.sample.leaves]
+        if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in held):
+            raise CaptureError(
+                f"{needs}: its result depends on values, and the model or the sample has none (meta or fake tensors). "
+                "Build a small version of the model with real values and capture that, or keep the op out of forward"
+            ) from needs
+        size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held)
+        if size_bytes > REAL_LIMIT_BYTES:
+            raise CaptureError(
+                f"{needs}: its result depends on values, so the model would have to run for real, and its "
+                f"{size_bytes / 2**30:.1f} GiB are above the {REAL_LIMIT_BYTES / 2**30:.0f} GiB that are copied for "
+                "that. Capture a model with fewer layers, or keep the op out of forward"
+            ) from needs
+        runs = []
+        for size in SIZES:
+            stand_ins = {key: real_like(tensor) for key, (_, tensor) in self.tensors.items()}
+            runs.append(self._run(size, nullcontext(), stand_ins, self._real_leaf(size)))
+        return runs[0], runs[1]
+
+    def _fake_leaf(self, size: int) -> Callable[[Leaf], torch.Tensor]:
+        def make(leaf: Leaf) -> torch.Tensor:
+            shape = list(leaf.tensor.shape)
+            if leaf.batch_dim is not None:
+                shape[leaf.batch_dim] = size
+            made = torch.empty(shape, dtype=leaf.tensor.dtype, device="cpu")
+            return made.requires_grad_(leaf.tensor.requires_grad)
+
+        return make
+
+    def _real_leaf(self, size: int) -> Callable[[Leaf], torch.Tensor]:
+        def make(leaf: Leaf) -> torch.Tensor:
+            made = leaf.tensor.detach().to("cpu", copy=True)
+            if leaf.batch_dim is not None:
+                made = made.index_select(leaf.batch_dim, torch.arange(size) % self.sample.batch)
+            return made.requires_grad_(leaf.tensor.requires_grad)
+
+        return make
+
+    def _run(
+        self, size: int, mode: Any, stand_ins: Mapping[int, torch.Tensor], make: Callable[[Leaf], torch.Tensor]
+    ) -> _Run:
+        recorder = Recorder(self.templates)
+        with swapped_in(self.model, stand_ins), mode, torch.enable_grad():
+            args, kwargs = self.sample.arguments(make)
+            self._name_all(recorder, stand_ins, args, kwargs)
+            try:
+                # Below autograd, composite ops reach the recorder whole, and no graph is kept for a backward pass.
+                with self._calls(recorder), recorder, torch._C._AutoDispatchBelowAutograd():
+                    output = self.model(*args, **kwargs)
+                    result = self._result(output)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise _NeedsValuesError(recorder.failed_op or str(error), recorder.failed_path or "") from error
+            except CaptureError:
+                raise
+            except Exception as error:
+                where = recorder.failed_path if recorder.failed_path is not None else recorder.path
+                what = f"{recorder.failed_op} in " if recorder.failed_op else ""
+                raise CaptureError(
+                    f"{type(self.model).__name__} failed at batch {size}, at {what}{where or 'the model itself'!r}: "
+                    f"{type(error).__name__}: {error}. Models are captured at batch {SIZES[0]} and {SIZES[1]}: where "
+                    "an input's batch is not dim 0, say so with batch_dims="
+                ) from error
+            return _Run(recorder, tuple(recorder.read(t) for t in result))
+
+    def _name_all(
+        self, recorder: Recorder, stand_ins: Mapping[int, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Inputs first, then what the model holds, in the same order in every run."""
+        given = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        for leaf, tensor in zip(self.sample.leaves, given, strict=True):
+            recorder.name(tensor, "input", leaf.name)
+        buffers = {id(buffer) for buffer in self.model.buffers()}
+        for key, (name, tensor) in self.tensors.items():
+            role: TensorRole = (
+                "parameter" if isinstance(tensor, nn.Parameter) else "buffer" if key in buffers else "constant"
+            )
+            recorder.name(stand_ins[key], role, name)
+
+    @contextmanager
+    def _calls(self, recorder: Recorder) -> Iterator[None]:
+        """Global module hooks that keep the recorder's call stack, for this thread."""
+        thread = threading.get_ident()
+
+        def before(module: nn.Module, args: Any) -> None:
+            path = self.paths.get(id(module))
+            if path is not None and threading.get_ident() == thread:
+                recorder.enter(path)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if id(module) in self.paths and threading.get_ident() == thread:
+                recorder.leave(failed=sys.exc_info()[1] is not None)
+
+        handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _result(self, output: Any) -> list[torch.Tensor]:
+        """The loss, or everything that the model returned."""
+        if self.loss is not None:
+            value = self.loss(output)
+            if not isinstance(value, torch.Tensor) or value.numel() != 1:
+                raise CaptureError(
+                    f"loss= returned {_described(value)}: expected a tensor with one entry, the mean over the batch"
+                )
+            return [value]
+        value = own_loss(output)
+        if value is not None:
+            return [value]
+        if self.require_loss:
+            raise CaptureError(
+                f"{type(self.model).__name__} returned {_described(output)}, and no loss: pass labels in the sample "
+                "(Hugging Face models then return one), or loss=, a function from the model's output to a scalar"
+            )
+        return [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+
+    # -- the graph -----------------------------------------------------------------------------------------------
+
+    def graph(self, small: _Run, large: _Run, capabilities: Capabilities) -> Graph:
+        """The two runs as one graph. Raises CaptureError where they differ."""
+        a, b = small.recorder, large.recorder
+        self._require_same_ops(a, b)
+        tensors = tuple(
+            Tensor.from_two(x.shape, y.shape, x.dtype, x.role, x.name) for x, y in zip(a.values, b.values, strict=True)
+        )
+        ops = []
+        for x, y in zip(a.ops, b.ops, strict=True):
+            labelled = x.labelled if x.labelled is y.labelled else meet(x.labelled, y.labelled)
+            ops.append(
+                Op(x.kind, x.name, x.inputs, x.outputs, labelled.labels, labelled.special, labelled.offsets, x.call)
+            )
+        inputs = len(self.sample.leaves)
+        return Graph(
+            capabilities,
+            type(self.model).__name__,
+            tensors,
+            tuple(ops),
+            tuple(a.calls),
+            self._parameters(inputs),
+            tuple(range(inputs)),
+            small.outputs,
+            self.sample.batch,
+        )
+
+    def _parameters(self, first: int) -> tuple[Parameter, ...]:
+        """The model's parameters, whose values were numbered right after the inputs."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        number = {key: first + i for i, key in enumerate(self.tensors)}
+        return tuple(
+            Parameter(name, number[id(p)], tuple(n for n in names[id(p)] if n != name), p.requires_grad)
+            for name, p in self.model.named_parameters()
+        )
+
+    def _require_same_ops(self, a: Recorder, b: Recorder) -> None:
+        fix = (
+            f"The model must run the same ops at batch {SIZES[0]} and {SIZES[1]}: does it branch on the batch size, or "
+            "is the batch of an input not dim 0 (then say so with batch_dims=)?"
+        )
+        for i, (x, y) in enumerate(zip(a.ops, b.ops, strict=False)):
+            path = a.calls[x.call].path or "the model itself"
+            if x.name != y.name or a.calls[x.call] != b.calls[y.call]:
+                other = b.calls[y.call].path or "the model itself"
+                raise CaptureError(
+                    f"op {i} is {x.name} in {path!r} at batch {SIZES[0]} and {y.name} in {other!r} at batch "
+                    f"{SIZES[1]}. {fix}"
+                )
+            if x.kind != y.kind or x.inputs != y.inputs or x.outputs != y.outputs:
+                raise CaptureError(f"op {i} ({x.name} in {path!r}) works on other tensors at batch {SIZES[1]}. {fix}")
+            for n in (*x.inputs, *x.outputs):
+                if len(a.values[n].shape) != len(b.values[n].shape) or a.values[n].dtype != b.values[n].dtype:
+                    raise CaptureError(
+                        f"op {i} ({x.name} in {path!r}) has a tensor of shape {a.values[n].shape} at batch {SIZES[0]} "
+                        f"and {b.values[n].shape} at batch {SIZES[1]}. {fix}"
+                    )
+        if len(a.ops) != len(b.ops):
+            longer = a if len(a.ops) > len(b.ops) else b
+            op = longer.ops[min(len(a.ops), len(b.ops))]
+            path = longer.calls[op.call].path or "the model itself"
+            raise CaptureError(
+                f"batch {SIZES[0]} runs {len(a.ops)} ops and batch {SIZES[1]} runs {len(b.ops)}: the first that only "
+                f"one of them has is {op.name} in {path!r}. {fix}"
+            )
+
+
+def own_loss(output: Any) -> torch.Tensor | None:
+    """The loss that a model returns: ``.loss``, ``["loss"]``, a scalar, or a tuple's first element where that is one."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None and isinstance(output, (tuple, list)) and output:
+        found = output[0]
+    if found is None:
+        found = output
+    is_scalar = isinstance(found, torch.Tensor) and found.numel() == 1 and found.is_floating_point()
+    return found if is_scalar else None
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {dtype_name(value.dtype)} tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,25 @@
+"""The table from aten ops to the core's kinds of op and labels.
+
+Most of the table says what an op *is*; which of its dims belong together follows from shapes, by the helpers of
+`core.rules.labels`, which the JAX side uses too.
+"""
+
+from shardwright.backends.torch.ops import (
+    indexing as indexing,
+)
+from shardwright.backends.torch.ops import (
+    pointwise as pointwise,
+)
+from shardwright.backends.torch.ops import (
+    products as products,
+)
+from shardwright.backends.torch.ops import (
+    reductions as reductions,
+)
+from shardwright.backends.torch.ops import (
+    views as views,
+)
+from shardwright.backends.torch.ops.template import RULES as RULES
+from shardwright.backends.torch.ops.template import OpCall as OpCall
+from shardwright.backends.torch.ops.template import Ref as Ref
+from shardwright.backends.torch.ops.template import Template as Template

@@ -1,0 +1,109 @@
+"""The sample that a model is captured with: which dim of which tensor is the batch, and the same sample at another size.
+
+A sample is a tensor, a tuple or list (positional arguments) or a mapping (keyword arguments), nested as deep as the
+model's forward takes it. What is not a tensor is handed on as it is.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwright.core.errors import CaptureError, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One tensor of the sample, where it stands, and its batch dim (None: the same at every batch size)."""
+
+    name: str
+    tensor: torch.Tensor
+    batch_dim: int | None
+
+
+class Sample:
+    """A sample with its batch dims known. Raises CaptureError when they do not agree.
+
+    ``batch_dims`` is a dim or None for all tensors, or the sample's own structure with a dim or None in place of each
+    tensor; what a mapping leaves out is dim 0.
+    """
+
+    def __init__(self, sample: Any, batch_dims: Any = 0) -> None:
+        self._sample = sample
+        self.leaves: list[Leaf] = []
+        self._collect(sample, 0 if batch_dims is None and not isinstance(sample, torch.Tensor) else batch_dims, "")
+        sizes = {leaf.name: leaf.tensor.shape[leaf.batch_dim] for leaf in self.leaves if leaf.batch_dim is not None}
+        if not sizes:
+            raise CaptureError(
+                "no tensor of the sample has a batch dim, so nothing says what grows with the batch: give a tensor, a "
+                "tuple or a dict of tensors that are batched along dim 0, or say which dims are with batch_dims="
+            )
+        first, self.batch = next(iter(sizes.items()))
+        for name, size in sizes.items():
+            if size != self.batch:
+                raise CaptureError(
+                    f"the sample's tensors disagree about the batch: {first} has {self.batch} entries along its batch "
+                    f"dim, {name} has {size}. Say where the batch is, or that there is none, with "
+                    f"batch_dims={{{name!r}: None}} (a dim or None per tensor; dim 0 where nothing is said)"
+                )
+
+    def arguments(self, make: Callable[[Leaf], torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments with every tensor replaced by ``make(leaf)``."""
+        made = iter([make(leaf) for leaf in self.leaves])
+        replaced = _replace(self._sample, made)
+        if isinstance(self._sample, Mapping):
+            return (), dict(replaced)
+        if isinstance(self._sample, (tuple, list)):
+            return tuple(replaced), {}
+        return (replaced,), {}
+
+    def _collect(self, value: Any, dims: Any, name: str) -> None:
+        if isinstance(value, torch.Tensor):
+            self.leaves.append(Leaf(name or "input", value, _dim_of(value, dims, name or "input")))
+        elif isinstance(value, Mapping):
+            if isinstance(dims, Mapping):
+                for key in dims:
+                    if key not in value:
+                        raise CaptureError(
+                            f"batch_dims names {key!r}, which the sample does not have: {nearest(str(key), map(str, value))}"
+                        )
+            for key, item in value.items():
+                self._collect(item, dims.get(key, 0) if isinstance(dims, Mapping) else dims, _join(name, key))
+        elif isinstance(value, (tuple, list)):
+            each = dims if isinstance(dims, (tuple, list)) else [dims] * len(value)
+            if len(each) != len(value):
+                raise CaptureError(f"batch_dims has {len(each)} entries for {len(value)} in the sample{_at(name)}")
+            for i, (item, dim) in enumerate(zip(value, each, strict=True)):
+                self._collect(item, dim, _join(name, i))
+
+
+def _replace(value: Any, made: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return next(made)
+    if isinstance(value, Mapping):
+        return {key: _replace(item, made) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [_replace(item, made) for item in value]
+        if isinstance(value, list):
+            return items
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value
+
+
+def _dim_of(tensor: torch.Tensor, dim: Any, name: str) -> int | None:
+    if dim is None or tensor.dim() == 0:
+        return None
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise CaptureError(f"batch_dims gives {dim!r} for {name}: expected a dim or None")
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise CaptureError(f"batch_dims gives dim {dim} for {name}, which has {tensor.dim()} dims")
+    return dim % tensor.dim()
+
+
+def _join(name: str, key: Any) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _at(name: str) -> str:
+    return f" at {name}" if name else ""

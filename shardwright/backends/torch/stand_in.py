@@ -1,0 +1,81 @@
+"""Stand-ins for a model's tensors: swapped in while a forward pass is recorded, and out again whatever happens."""
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+Tensors = Mapping[int, torch.Tensor]
+"""id of one of the model's tensors → its stand-in."""
+
+
+def tensors_of(model: nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
+    """Every tensor that the model holds, once, under its first name: parameters, buffers, then plain attributes."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        found.setdefault(id(parameter), (name, parameter))
+    for name, buffer in model.named_buffers():
+        found.setdefault(id(buffer), (name, buffer))
+    for path, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                found.setdefault(id(value), (f"{path}.{attribute}" if path else attribute, value))
+    return found
+
+
+def fake_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same geometry on the CPU, to be made under a fake tensor mode. Which device the model is on does
+    not matter to its graph, and one that is on the meta device meets inputs that are not."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return _dressed(made, tensor)
+
+
+def real_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same values, on the CPU."""
+    return _dressed(tensor.detach().to("cpu", copy=True), tensor)
+
+
+def _dressed(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    elif tensor.requires_grad:
+        made.requires_grad_()
+    for name, value in vars(tensor).items():  # what frameworks hang on parameters (but not a fake tensor's own state)
+        if name not in ("fake_device", "fake_mode", "constant", "real_tensor") and not hasattr(made, name):
+            setattr(made, name, value)
+    return made
+
+
+@contextmanager
+def swapped_in(model: nn.Module, stand_ins: Tensors) -> Iterator[None]:
+    """The model with stand-ins for its tensors. On leaving, every module's attributes, parameters, buffers and hooks
+    are as they were, and so are the random number generators."""
+    states = [(module, dict(vars(module))) for module in model.modules()]
+    tables = [(v, dict(v)) for _, state in states for v in state.values() if isinstance(v, dict)]
+    lists = [(v, list(v)) for _, state in states for v in state.values() if isinstance(v, list)]
+    generators = (torch.get_rng_state(), random.getstate(), np.random.get_state())
+    try:
+        for module, state in states:
+            for table in (module._parameters, module._buffers):
+                for name, value in table.items():
+                    if value is not None:
+                        table[name] = stand_ins.get(id(value), value)
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and id(value) in stand_ins:
+                    vars(module)[name] = stand_ins[id(value)]
+        yield
+    finally:
+        for module, state in states:
+            vars(module).clear()
+            vars(module).update(state)
+        for table, held in tables:
+            table.clear()
+            table.update(held)
+        for items, kept in lists:
+            items[:] = kept
+        torch.set_rng_state(generators[0])
+        random.setstate(generators[1])
+        np.random.set_state(generators[2])
