@@ -135,10 +135,11 @@ class _Candidates:
         return frozenset(dim for g in groups for dim in self._groups[g].dims)
 
     def placement(self, groups: tuple[int, ...], parameter: int) -> tuple[int, tuple[int, ...]] | None:
-        """(slot dim, blocks) along which a parameter is split, or None."""
+        """(the parameter's own dim, blocks) along which it is split, or None. Units may use one parameter in different
+        ways, an embedding and its transpose, so slot dims do not tell."""
         for slot in self._slots:
-            if slot.parameter == parameter:
-                return self._slot_placement(groups, slot)
+            if slot.parameter == parameter and (place := self._slot_placement(groups, slot)) is not None:
+                return slot.dims[place[0]], place[1]
         return None
 
     def _slot_placement(self, groups: tuple[int, ...], slot: Slot) -> tuple[int, tuple[int, ...]] | None:
