@@ -1,0 +1,161 @@
+"""The loss of one step: microbatches one after the other, replicas beside each other, combined by weight."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardwright.backends.jax.state import Parts, TrainState, fold_random, put_together, take_apart
+from shardwright.core.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class LossFunction:
+    """A user's loss function made uniform: (params, random, other, graphdef, batch) → (loss, weight, other)."""
+
+    function: Callable[..., Any]
+    keywords: frozenset[str]
+    """Which of ``rngs`` and ``state`` it takes."""
+    precision: str
+    recompute: str
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], precision: str, recompute: str) -> "LossFunction":
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):
+            parameters = {}.values()
+        open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        names = {p.name for p in parameters}
+        return cls(
+            function, frozenset({"rngs", "state"} if open_ended else names & {"rngs", "state"}), precision, recompute
+        )
+
+    def __call__(
+        self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        if self.recompute == "selective":
+            # Products of activations with activations (attention) are made again, products with weights are kept:
+            # selective recomputation as of arXiv 2205.05198, section 5.
+            policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+            run = jax.checkpoint(self._run, policy=policy, static_argnums=(3,))
+            return run(params, random, other, graphdef, batch)
+        return self._run(params, random, other, graphdef, batch)
+
+    def _run(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> tuple[jax.Array, jax.Array, Any]:
+        if self.precision == "bf16":
+            params = jax.tree.map(lambda p: p.astype(jnp.bfloat16) if p.dtype == jnp.float32 else p, params)
+        if graphdef is not None:
+            model = put_together(Parts(params, random, other, graphdef))
+            loss, weight, _ = _three(self.function(model, batch))
+            return loss, weight, take_apart(model, 0, None).other
+        extra = {name: value for name, value in (("rngs", random), ("state", other)) if name in self.keywords}
+        loss, weight, changed = _three(self.function(params, batch, **extra))
+        return loss, weight, other if changed is None else changed
+
+
+def _three(returned: Any) -> tuple[jax.Array, jax.Array, Any]:
+    """``loss``, ``(loss, weight)`` or ``(loss, weight, state)`` as the last."""
+    parts = returned if isinstance(returned, tuple) else (returned,)
+    if not 1 <= len(parts) <= 3:
+        raise PlanError(f"the loss function returned {len(parts)} values: expected loss, (loss, weight) or (loss, weight, state)")
+    loss, weight, state = (*parts, *((None,) * (3 - len(parts))))
+    for name, value in (("loss", loss), ("weight", 1.0 if weight is None else weight)):
+        if jnp.shape(value) != ():
+            raise PlanError(f"the loss function returned a {name} of shape {jnp.shape(value)}: expected one number")
+    return (
+        jnp.asarray(loss, jnp.float32),
+        jnp.asarray(1.0 if weight is None else weight, jnp.float32),
+        state,
+    )
+
+
+def accumulate(
+    loss: LossFunction,
+    state: TrainState,
+    leaves: tuple[Any, ...],
+    structure: Any,
+    dims: tuple[int | None, ...],
+    *,
+    mesh: jax.sharding.Mesh,
+    microbatches: int,
+    per_replica: bool,
+    gradients_at: Any,
+) -> tuple[jax.Array, Any, Any]:
+    """Loss and gradients of a global batch, and the model's other state after it.
+
+    Replica r of dp holds the r-th of dp equal pieces of the batch, and microbatch m is the m-th piece of that: global
+    microbatch r · microbatches + m. ``per_replica`` runs the loss function on every replica's microbatch by itself;
+    otherwise (loss scope "global") on the m-th microbatches of all replicas together.
+    """
+    replicas = mesh.shape["dp"]
+    split = [_split(leaf, dim, replicas, microbatches, mesh) for leaf, dim in zip(leaves, dims, strict=True)]
+    mapped = per_replica and replicas > 1
+
+    def part(m: Any) -> list[Any]:
+        """The m-th microbatches, stacked over replicas; arrays without a batch dim as they are."""
+        return [leaf if dim is None else leaf[m] for leaf, dim in zip(split, dims, strict=True)]
+
+    def total(params: Any, other: Any, m: Any, part: list[Any]) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+        """Σ weight · loss over replicas, Σ weight, and the other state."""
+
+        def one(replica: Any, pieces: list[Any]) -> tuple[jax.Array, jax.Array, Any]:
+            restored = [_restore(p, dim) for p, dim in zip(pieces, dims, strict=True)]
+            random = fold_random(state.random, state.step, replica * microbatches + m)
+            batch = jax.tree.unflatten(structure, restored)
+            return loss(params, random, other, state.graphdef, batch)
+
+        if mapped:
+            over = [None if dim is None else 0 for dim in dims]
+            run = jax.vmap(one, in_axes=(0, over), spmd_axis_name="dp")
+            losses, weights, after = run(jnp.arange(replicas), part)
+            after = jax.tree.map(_over_replicas, after)
+        else:
+            joined = [
+                p if dim is None else p.reshape(-1, *p.shape[2:]) for p, dim in zip(part, dims, strict=True)
+            ]
+            losses, weights, after = one(0, joined)
+        weights = jax.lax.stop_gradient(weights)
+        return jnp.sum(losses * weights), (jnp.sum(weights), after)
+
+    gradient = jax.value_and_grad(total, has_aux=True)
+
+    def one_microbatch(carry: Any, m: Any) -> tuple[Any, None]:
+        loss_sum, weight_sum, gradients, other = carry
+        (value, (weight, other)), found = gradient(state.params, other, m, part(m))
+        gradients = jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradients, found)
+        gradients = jax.lax.with_sharding_constraint(gradients, gradients_at)
+        return (loss_sum + value, weight_sum + weight, gradients, other), None
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params)
+    start = (jnp.zeros(()), jnp.zeros(()), jax.lax.with_sharding_constraint(zeros, gradients_at), state.other)
+    if microbatches == 1:
+        (loss_sum, weight_sum, gradients, other), _ = one_microbatch(start, 0)
+    else:
+        (loss_sum, weight_sum, gradients, other), _ = jax.lax.scan(one_microbatch, start, jnp.arange(microbatches))
+    mean = jax.tree.map(lambda g, p: (g / weight_sum).astype(p.dtype), gradients, state.params)
+    return loss_sum / weight_sum, mean, other
+
+
+def _split(leaf: Any, dim: int | None, replicas: int, microbatches: int, mesh: jax.sharding.Mesh) -> Any:
+    """[…, batch, …] → [microbatch, replica, samples, …], the replicas along dp."""
+    if dim is None:
+        return leaf
+    front = jnp.moveaxis(leaf, dim, 0)
+    pieces = front.reshape(replicas, microbatches, -1, *front.shape[1:])
+    return jax.lax.with_sharding_constraint(
+        jnp.moveaxis(pieces, 1, 0), NamedSharding(mesh, PartitionSpec(None, "dp"))
+    )
+
+
+def _restore(piece: Any, dim: int | None) -> Any:
+    return piece if dim is None else jnp.moveaxis(piece, 0, dim)
+
+
+def _over_replicas(leaf: jax.Array) -> jax.Array:
+    """One value of what every replica changed by itself: the mean of numbers, the first of anything else."""
+    return leaf.mean(0) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf[0]

@@ -1,0 +1,96 @@
+"""What training carries from step to step, and how models of both kinds (pytrees, NNX modules) turn into it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from shardwright.backends.jax.tree import dotted, flat_names
+from shardwright.core.errors import PlanError
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    """The state of training: a pytree of sharded arrays. `train(state, batch)` donates it."""
+
+    step: jax.Array
+    """Updates made so far, int32 scalar."""
+    params: Any
+    optimizer: Any
+    random: Any
+    """Base random keys. They do not change: every microbatch folds its own from them."""
+    other: Any
+    """What the model changes beside its parameters: batch statistics, caches."""
+    graphdef: Any = field(metadata={"static": True})
+    """NNX's description of the module; None for plain pytrees."""
+
+    def require_alive(self) -> None:
+        """Raise PlanError when an earlier step took this state's memory."""
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(self)):
+            raise PlanError(
+                "this state was already given to a step, which reused its memory: go on with the state that the step "
+                "returned, as in `state, loss = train(state, batch)`"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A model taken apart, as arrays or as shapes."""
+
+    params: Any
+    random: Any
+    other: Any
+    graphdef: Any
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The dotted name of every parameter, in the order of ``jax.tree.leaves(params)``."""
+        if self.graphdef is not None:
+            return tuple(dotted(path) for path, _ in nnx.to_flat_state(self.params))
+        names = flat_names(self.params)
+        if isinstance(self.params, dict) and set(self.params) == {"params"}:
+            return tuple(name.removeprefix("params.") for name in names)
+        return names
+
+
+def take_apart(model: Any, seed: int, other: Any) -> Parts:
+    """Parameters, random state and the rest of an NNX module; a pytree is all parameters."""
+    if isinstance(model, nnx.Module):
+        if other is not None:
+            raise PlanError("state= is for plain functions: an NNX module holds its own state")
+        graphdef, params, random, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
+        return Parts(params, random, rest, graphdef)
+    return Parts(model, jax.random.key(seed), other, None)
+
+
+def is_abstract(parts: Parts) -> bool:
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(parts.params))
+
+
+def put_together(parts: Parts) -> Any:
+    """The model that was taken apart: an NNX module, or the pytree."""
+    if parts.graphdef is None:
+        return parts.params
+    return nnx.merge(parts.graphdef, parts.params, parts.random, parts.other)
+
+
+def fold_random(random: Any, step: jax.Array, microbatch: jax.Array) -> Any:
+    """Random state for one microbatch: every key folded with (step, global microbatch), every counter at 0, so that a
+    mask depends on nothing else."""
+
+    def fold(leaf: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jnp.zeros_like(leaf)
+        keys = leaf.reshape(-1)
+        return jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, step), microbatch))(keys).reshape(leaf.shape)
+
+    return jax.tree.map(fold, random)
+
+
+def abstractly(init: Callable[[], Any]) -> Any:
+    """What an init function returns, as shapes: an NNX module or a pytree."""
+    return nnx.eval_shape(init)

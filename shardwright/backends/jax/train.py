@@ -1,0 +1,234 @@
+"""Training under a plan: dp × tp by NamedSharding inside one jitted step."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardwright.backends.jax.capabilities import CAPABILITIES
+from shardwright.backends.jax.layout import optimizer_shardings, parameter_shardings, replicated, spread_over
+from shardwright.backends.jax.loss import LossFunction, accumulate
+from shardwright.backends.jax.mesh import bind
+from shardwright.backends.jax.samples import batch_size, resolve_batch_dims
+from shardwright.backends.jax.state import Parts, TrainState, abstractly, is_abstract, put_together, take_apart
+from shardwright.core.errors import MissingCapabilityError, PlanError
+from shardwright.core.plan import Plan
+
+Loss = jax.Array
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    plan: Plan,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    batch_dims: Any = None,
+) -> "TrainStep":
+    """A training step under a plan.
+
+    loss_fn: ``loss_fn(model, batch)`` for an NNX module, ``loss_fn(params, batch, *, rngs=None, state=None)`` for a
+        pytree of parameters; it is handed one microbatch at a time. It returns the loss, or ``(loss, weight)``:
+        microbatches and replicas are then combined as Σ weight · loss / Σ weight (a count of tokens, say); a plain
+        function that keeps state returns ``(loss, weight, state)``. ``rngs`` is a random key of this microbatch,
+        ``state`` what `TrainStep.init` was given; both are passed only to functions that name them.
+    optimizer: an optax gradient transformation.
+    plan: its dp × tp are laid over ``devices`` (default: all). Parameters lie as the plan says, the optimizer's state as
+        its parameters, the batch along dp. A split of a fused matrix by blocks is a plain split of the dim here (see
+        `backends.jax.layout.lower_layout`); results are the same.
+    batch_dims: as in capture.
+
+    Raises MissingCapabilityError for what this runtime does not do (pipeline stages), ClusterError when the number of
+    devices is not the plan's.
+    """
+    return TrainStep(loss_fn, optimizer, plan, devices=devices, batch_dims=batch_dims)
+
+
+class TrainStep:
+    """``state = train.init(…)``, then ``state, loss = train(state, batch)``. See `train_step`."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        optimizer: optax.GradientTransformation,
+        plan: Plan,
+        *,
+        devices: Sequence[jax.Device] | None = None,
+        batch_dims: Any = None,
+    ) -> None:
+        _require_supported(plan)
+        self.plan = plan
+        self.optimizer = optimizer
+        self.mesh = bind(plan.mesh, devices)
+        self.batch_dims = batch_dims
+        self._loss = LossFunction.of(loss_fn, plan.decision.precision, plan.decision.recompute)
+        self._compiled: dict[Any, Callable[..., tuple[TrainState, Loss]]] = {}
+
+    def init(self, params_or_init: Any, *, state: Any = None, seed: int = 0) -> TrainState:
+        """Parameters on their devices, and the optimizer's state beside them.
+
+        params_or_init: a pytree of arrays, an ``nnx.Module``, or a function of no arguments that returns one. The
+            function is compiled with the plan's shardings as those of its results: each device makes only its share,
+            and the whole model is on none of them.
+        state: what a plain loss function keeps beside its parameters; handed to it as ``state=``.
+        seed: of the random keys handed to a plain loss function as ``rngs=``. An NNX module has its own streams.
+
+        Raises PlanError when the parameters are not the plan's (naming those that differ) or are only shapes.
+        """
+        init = params_or_init if callable(params_or_init) and not _is_module(params_or_init) else None
+        given = take_apart(abstractly(init) if init is not None else params_or_init, seed, state)
+        if init is None and is_abstract(given):
+            raise PlanError(
+                "init was given shapes without values: give it arrays, or a function of no arguments that makes them"
+            )
+        shardings = self._shardings(given)
+
+        if init is not None:
+            if given.graphdef is None:
+                params = jax.jit(init, out_shardings=shardings.params)()
+                random, other = (_copied(part, place) for part, place in (
+                    (given.random, shardings.random), (given.other, shardings.other)))  # fmt: skip
+            else:
+                made = jax.jit(
+                    lambda: _arrays(take_apart(init(), seed, None)),
+                    out_shardings=(shardings.params, shardings.random, shardings.other),
+                )
+                params, random, other = made()
+        else:
+            params, random, other = (
+                _copied(part, place)
+                for part, place in zip(_arrays(given), (shardings.params, shardings.random, shardings.other), strict=True)
+            )
+        optimizer_state = jax.jit(self.optimizer.init, out_shardings=shardings.optimizer)(params)
+        step = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
+        return TrainState(step, params, optimizer_state, random, other, given.graphdef)
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Loss]:
+        """One update on a global batch: the new state and the loss before the update, a scalar.
+
+        ``state`` is donated: its memory becomes the new state's. Raises PlanError when it already was, and when the
+        batch is not of the plan's size.
+        """
+        state.require_alive()
+        dims = resolve_batch_dims(batch, self.batch_dims)
+        decision = self.plan.decision
+        size = batch_size(batch, dims)
+        if size != decision.batch:
+            raise PlanError(
+                f"a batch of {size} samples was given, and the plan is for {decision.batch} (dp {decision.dp} × "
+                f"microbatch {decision.microbatch} × {self.plan.microbatches} microbatches): give {decision.batch}, or plan "
+                f"with batch={size}"
+            )
+        leaves, structure = jax.tree.flatten(batch)
+        key = (structure, dims, jax.tree.structure(state))
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(state, structure, dims)
+        return self._compiled[key](state, tuple(leaves))
+
+    def params(self, state: TrainState) -> Any:
+        """The parameters as they were given to `init`: a pytree, or an NNX module. The arrays are the state's own, so
+        use or copy them before the state goes into the next step."""
+        state.require_alive()
+        return put_together(Parts(state.params, state.random, state.other, state.graphdef))
+
+    def lower(self, state: TrainState, batch: Any) -> Any:
+        """The step as `jax.stages.Lowered`, to look at what is compiled. Arrays may be shapes."""
+        dims = resolve_batch_dims(batch, self.batch_dims)
+        leaves, structure = jax.tree.flatten(batch)
+        compiled: Any = self._compile(state, structure, dims)
+        return compiled.lower(state, tuple(leaves))
+
+    # -----------------------------------------------------------------------------------------------------------
+
+    def _shardings(self, parts: Parts) -> TrainState:
+        """A TrainState whose leaves are shardings."""
+        self.plan.require_model("jax", parts.names, "the model given to init")
+        shard = self.plan.decision.shard
+        layouts = self.plan.parameter_layouts("jax")
+        params = parameter_shardings(parts.names, parts.params, layouts, self.mesh)
+        spread = spread_over("dp", parts.params, params) if shard else params
+        _, optimizer = optimizer_shardings(self.optimizer, parts.params, spread, self.mesh)
+        whole = replicated(self.mesh)
+        return TrainState(
+            whole,
+            spread if shard == 3 else params,
+            optimizer,
+            jax.tree.map(lambda _: whole, parts.random),
+            jax.tree.map(lambda _: whole, parts.other),
+            parts.graphdef,
+        )
+
+    def _compile(
+        self, state: TrainState, structure: Any, dims: tuple[int | None, ...]
+    ) -> Callable[..., tuple[TrainState, Loss]]:
+        shardings = self._shardings(Parts(state.params, state.random, state.other, state.graphdef))
+        batch_shardings = tuple(
+            NamedSharding(self.mesh, PartitionSpec(*([None] * dim), "dp")) if dim is not None else replicated(self.mesh)
+            for dim in dims
+        )
+        decision = self.plan.decision
+        gradients_at = (
+            spread_over("dp", state.params, shardings.params) if decision.shard >= 2 else shardings.params
+        )
+
+        def step(state: TrainState, leaves: tuple[Any, ...]) -> tuple[TrainState, Loss]:
+            loss, gradients, other = accumulate(
+                self._loss,
+                state,
+                leaves,
+                structure,
+                dims,
+                mesh=self.mesh,
+                microbatches=self.plan.microbatches,
+                per_replica=decision.loss_scope == "replica",
+                gradients_at=gradients_at,
+            )
+            updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
+            params = optax.apply_updates(state.params, updates)
+            return TrainState(state.step + 1, params, optimizer, state.random, other, state.graphdef), loss
+
+        return jax.jit(
+            step,
+            in_shardings=(shardings, batch_shardings),
+            out_shardings=(shardings, replicated(self.mesh)),
+            donate_argnums=0,
+        )
+
+
+def _require_supported(plan: Plan) -> None:
+    decision = plan.decision
+    CAPABILITIES.require_axes({"pp": decision.pp})
+    if decision.recompute == "full":
+        raise MissingCapabilityError(
+            "the plan recomputes whole units, which the JAX runtime of this version does not: plan with "
+            'recompute="selective" or "none", or put jax.checkpoint into the model'
+        )
+    if decision.precision not in ("fp32", "bf16"):
+        raise MissingCapabilityError(
+            f"the plan has precision={decision.precision!r}, but the JAX runtime of this version trains in fp32 and bf16: "
+            "plan with one of them"
+        )
+    if decision.shard and decision.shard_group not in (None, decision.dp):
+        raise MissingCapabilityError(
+            f"the plan shards over groups of {decision.shard_group} of dp={decision.dp}, but the JAX runtime of this "
+            "version shards over all of dp: plan without shard_group"
+        )
+
+
+def _is_module(value: Any) -> bool:
+    from flax import nnx
+
+    return isinstance(value, nnx.Module)
+
+
+def _arrays(parts: Parts) -> tuple[Any, Any, Any]:
+    return parts.params, parts.random, parts.other
+
+
+def _copied(tree: Any, shardings: Any) -> Any:
+    """The arrays on their devices, sharing no memory with what was given: the state is donated, the user's arrays are
+    not."""
+    return jax.tree.map(lambda leaf, sharding: jax.device_put(leaf, sharding, may_alias=False), tree, shardings)
