@@ -48,9 +48,9 @@ imports: $(STAMP)  ## the import contract
 test-core: $(STAMP)  ## the tests that need no framework, within a minute
 	$(PY) -m pytest tests/core
 
-# One run, so that there is one closing line; a folder named first runs first, and nothing runs twice.
+# One run, so that there is one closing line; tests/conftest.py puts the core's tests first.
 test-all: $(STAMP)   ## every ordinary test
-	$(PY) -m pytest tests/core tests
+	$(PY) -m pytest
 
 test-slow: $(STAMP)  ## the heavy checks
 	$(PY) -m pytest -m slow

@@ -1,8 +1,11 @@
-"""What every test shares: one thread per process, eight virtual JAX devices, and the skip of GPU tests."""
+"""What every test shares: one thread per process, eight virtual JAX devices, the core first, the skip of GPU tests."""
 
 import os
+from pathlib import Path
 
 import pytest
+
+CORE = Path(__file__).parent / "core"
 
 # Read by the frameworks when they are first imported, so they are set before any test module is.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,9 +15,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs the network sh
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is no CUDA device; torch is asked only when such a test exists."""
+    """Run the core's tests first, and skip tests marked ``gpu`` where there is no CUDA device."""
+    items.sort(key=lambda item: not item.path.is_relative_to(CORE))  # a stable sort: nothing else moves
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
-    if not gpu_items or _cuda_device_exists():
+    if not gpu_items or _cuda_device_exists():  # torch is asked only when such a test exists
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in gpu_items:
