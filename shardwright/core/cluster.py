@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,9 @@ class Cluster:
 
     groups: tuple[NodeGroup, ...]
     inter_node: Link | None
+    # Where each group begins, in ranks and in nodes, and where the last one ends: looked up for every member of a ring.
+    _first_ranks: tuple[int, ...] = field(compare=False, repr=False)
+    _first_nodes: tuple[int, ...] = field(compare=False, repr=False)
 
     def __init__(
         self,
@@ -78,8 +81,12 @@ class Cluster:
     def _settle(self, groups: tuple[NodeGroup, ...], inter_node: Link | None) -> None:
         if inter_node is None and sum(group.nodes for group in groups) > 1:
             raise ClusterError(_NO_INTER_NODE)
+        first_ranks = tuple(accumulate((group.devices for group in groups), initial=0))
+        first_nodes = tuple(accumulate((group.nodes for group in groups), initial=0))
         object.__setattr__(self, "groups", groups)
         object.__setattr__(self, "inter_node", inter_node)
+        object.__setattr__(self, "_first_ranks", first_ranks)
+        object.__setattr__(self, "_first_nodes", first_nodes)
 
     @classmethod
     def load(cls, path: str | Path) -> "Cluster":
@@ -117,12 +124,12 @@ class Cluster:
     @property
     def world_size(self) -> int:
         """How many ranks there are."""
-        return sum(group.devices for group in self.groups)
+        return self._first_ranks[-1]
 
     @property
     def nodes(self) -> int:
         """How many nodes there are."""
-        return sum(group.nodes for group in self.groups)
+        return self._first_nodes[-1]
 
     @property
     def is_uniform(self) -> bool:
@@ -139,19 +146,18 @@ class Cluster:
 
     def node_of(self, rank: int) -> int:
         """The node that ``rank`` is in, counted from 0. Raises ClusterError when there is no such rank."""
-        group_index, offset = self._place(rank)
-        nodes_before = sum(group.nodes for group in self.groups[:group_index])
-        return nodes_before + offset // self.groups[group_index].devices_per_node
+        return self._place(rank)[1]
 
     def ranks_of(self, node: int) -> range:
         """The ranks of ``node``. Raises ClusterError when there is no such node."""
-        first_node, first_rank = 0, 0
-        for group in self.groups:
-            if first_node <= node < first_node + group.nodes:
-                start = first_rank + (node - first_node) * group.devices_per_node
-                return range(start, start + group.devices_per_node)
-            first_node, first_rank = first_node + group.nodes, first_rank + group.devices
-        raise ClusterError(f"node {node!r} is not in this cluster: its {self.nodes} nodes are 0 to {self.nodes - 1}")
+        if isinstance(node, bool) or not isinstance(node, int) or not 0 <= node < self.nodes:
+            raise ClusterError(
+                f"node {node!r} is not in this cluster: its {self.nodes} nodes are 0 to {self.nodes - 1}"
+            )
+        index = bisect_right(self._first_nodes, node) - 1
+        size = self.groups[index].devices_per_node
+        start = self._first_ranks[index] + (node - self._first_nodes[index]) * size
+        return range(start, start + size)
 
     def link_between(self, rank_a: int, rank_b: int, *, concurrent: int = 1) -> Link:
         """The link that a message from ``rank_a`` to ``rank_b`` takes, with the bandwidth that is left to it.
@@ -178,11 +184,10 @@ class Cluster:
             raise ClusterError("a group needs at least one rank; given none")
         if len(set(members)) != len(members):
             raise ClusterError(f"a group names each rank once; given {members}")
-        places = [(self.node_of(rank), self._place(rank)[0]) for rank in members]
-        members_of_node = Counter(node for node, _ in places)
+        members_of_node = Counter(map(self._place, members))
         if len(members_of_node) == 1:
-            return self.groups[places[0][1]].intra_node
-        crowded = {group for node, group in places if members_of_node[node] > 1}
+            return self.groups[next(iter(members_of_node))[0]].intra_node
+        crowded = {group for (group, _), count in members_of_node.items() if count > 1}
         inside = [self.groups[group].intra_node for group in sorted(crowded)]
         outside = self._ports(members_of_node.values(), concurrent)
         slowest = min((*inside, outside), key=lambda link: link.effective_bandwidth_bytes_per_s)
@@ -197,14 +202,14 @@ class Cluster:
         return self.inter_node.scaled(1 / concurrent)
 
     def _place(self, rank: int) -> tuple[int, int]:
-        """The group that holds ``rank``, and the rank's place among the group's devices."""
+        """The group and the node that hold ``rank``."""
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise ClusterError(
                 f"rank {rank!r} is not in this cluster: its {self.world_size} ranks are 0 to {self.world_size - 1}"
             )
-        starts = list(accumulate((group.devices for group in self.groups), initial=0))
-        index = bisect_right(starts, rank) - 1
-        return index, rank - starts[index]
+        index = bisect_right(self._first_ranks, rank) - 1
+        place = rank - self._first_ranks[index]
+        return index, self._first_nodes[index] + place // self.groups[index].devices_per_node
 
     def __str__(self) -> str:
         parts = (f"{group.nodes} × {group.devices_per_node} {group.device.name}" for group in self.groups)
