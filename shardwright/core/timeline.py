@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule.actions import Action, B, F, W
+from shardwright.core.schedule.live import peak_live
 
 Seconds = NDArray[np.float64]
 Bytes = NDArray[np.int64]
@@ -75,7 +76,7 @@ class Timeline:
         for rank, (actions, starts, ends) in enumerate(zip(self.actions, self.start_s, self.end_s, strict=True)):
             if not len(actions) == len(starts) == len(ends):
                 raise ScheduleError(
-                    f"rank {rank}: {len(actions)} actions, {len(starts)} starts, {len(ends)} ends: expected as many of each"
+                    f"rank {rank}: {len(actions)} actions, {len(starts)} starts, {len(ends)} ends: expected as many"
                 )
             if np.any(ends < starts):
                 late = int(np.argmax(ends < starts))
@@ -92,7 +93,7 @@ class Timeline:
         put(self, "bubble_s", tuple(span - busy for span, busy in zip(reach, work, strict=True)))
         idle = tuple((makespan - busy) / makespan if makespan > 0 else 0.0 for busy in work)
         put(self, "bubble_fraction", tuple(max(0.0, float(share)) for share in idle))
-        put(self, "peak_live_activations", tuple(_peak(actions, None) for actions in self.actions))
+        put(self, "peak_live_activations", tuple(peak_live(actions, None) for actions in self.actions))
 
     @classmethod
     def measured(
@@ -147,7 +148,7 @@ class Timeline:
     @property
     def peak_activation_bytes(self) -> tuple[int, ...]:
         """The most bytes of activations held at once, for each rank."""
-        return tuple(_peak(actions, self.activation_bytes) for actions in self.actions)
+        return tuple(peak_live(actions, self.activation_bytes) for actions in self.actions)
 
     def critical_path(self) -> tuple[Span | Transfer, ...]:
         """The chain of actions and transfers that sets the makespan: each waited for the one before it, from the first
@@ -174,21 +175,7 @@ class Timeline:
             rank = int(np.searchsorted(offsets, node, side="right")) - 1
             index = node - int(offsets[rank])
             times = float(self.start_s[rank][index]), float(self.end_s[rank][index])
-            path.append(Span(rank, self.actions[rank][index], *times))
+            if not self.actions[rank][index].kind.is_transfer:  # What these carry out is among the transfers.
+                path.append(Span(rank, self.actions[rank][index], *times))
             node = int(self.cause[rank][index])
         return tuple(reversed(path))
-
-
-def _peak(actions: Sequence[Action], sizes: Sequence[int] | None) -> int:
-    """The most that is live at once, in the order in which one rank ran its actions; sizes per stage, or 1 each."""
-    live = peak = 0
-    for action in actions:
-        freed = 0
-        for part in action.parts or (action,):
-            if part.kind is F:
-                live += 1 if sizes is None else sizes[part.stage]
-            elif part.kind is B or part.kind is W:
-                freed += 1 if sizes is None else sizes[part.stage]
-        peak = max(peak, live)
-        live -= freed
-    return peak

@@ -13,7 +13,7 @@ import torch.multiprocessing as mp  # noqa: E402
 from torch.distributed.pipelining import schedules as upstream  # noqa: E402
 
 from shardwright.core.schedule import Action, Schedule  # noqa: E402
-from shardwright.core.schedule.files import from_csv, save_csv  # noqa: E402
+from shardwright.core.schedule.files import from_csv, load_csv, save_csv  # noqa: E402
 from shardwright.core.schedule.passes import insert_sharding, insert_transfers  # noqa: E402
 
 RANKS = (1, 2, 3, 4, 5, 8)
@@ -161,7 +161,7 @@ def _train(rank: int, ranks: int, port: int, path: str, form: str, m: int, v: in
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
     layers, data, target = _model(ranks * v), *_batch(m)
-    placement = from_csv(open(path).read()).placement
+    placement = load_csv(path).placement
     held = [stage for stage in range(ranks * v) if placement[stage] == rank]
     stages = [
         torch.distributed.pipelining.PipelineStage(layers[stage], stage, ranks * v, torch.device("cpu"))

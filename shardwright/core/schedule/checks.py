@@ -94,7 +94,7 @@ def check_ends(schedule: Schedule, *, blocking: bool = False) -> None:
         ScheduleError: the ranks wait for one another, or for what never comes.
     """
     if blocking and schedule.ranks > 1 and not has_transfers(schedule):
-        schedule = insert_transfers(schedule)
+        schedule = insert_transfers(schedule, blocking=True)
     engine = Engine(schedule, StageCosts.uniform(schedule.stages), "blocking" if blocking else "asynchronous")
     if stuck := engine.run():
         raise ScheduleError(explain_stop(schedule, stuck))

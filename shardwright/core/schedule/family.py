@@ -45,13 +45,16 @@ class Generate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One named schedule. `refusal` gives the reason why sizes are not admitted, with sizes that are, or None."""
+    """One named schedule. `refusal` gives the reason why sizes are not admitted, with sizes that are, or None;
+    `bounds_active` says whether `active_microbatches` is an argument of it.
+    """
 
     name: str
     source: str
     placement: Callable[[int, int], tuple[int, ...]]
     generate: Generate
     refusal: Callable[[Sizes], str | None]
+    bounds_active: bool = False
 
 
 def positive_integer(name: str, value: object) -> None:

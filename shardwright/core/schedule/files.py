@@ -1,5 +1,4 @@
-"""Schedules as CSV, in the format of torch's pipeline runtime: a row per rank, a cell per action, empty cells ignored.
-"""
+"""Schedules as CSV, as torch's pipeline runtime has them: a row per rank, a cell per action, empty cells ignored."""
 
 import csv
 import io

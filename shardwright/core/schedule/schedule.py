@@ -8,6 +8,7 @@ from shardwright.core.errors import ScheduleError, nearest
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.costs import StageCosts, per_rank_limit
 from shardwright.core.schedule.family import Sizes, Table
+from shardwright.core.schedule.live import peak_live
 
 Argument = int | float | str | None
 
@@ -80,6 +81,9 @@ class Schedule:
         if family is None:
             raise ScheduleError(f"no schedule is named {name!r}: {nearest(name, FAMILIES)}")
         sizes = Sizes(ranks, microbatches, virtual_stages, costs, None, active_microbatches)
+        if active_microbatches is not None and not family.bounds_active:
+            takers = ", ".join(other.name for other in FAMILIES.values() if other.bounds_active)
+            raise ScheduleError(f"{name} has no active_microbatches: leave it out, or take one that has: {takers}")
         sizes = replace(sizes, memory_limit_bytes=per_rank_limit(memory_limit_bytes, ranks))
         if costs is not None:
             costs.require_stages(sizes.stages)
@@ -92,15 +96,11 @@ class Schedule:
         ]
         if active_microbatches is not None:
             arguments.append(("active_microbatches", active_microbatches))
-        return cls(
-            name,
-            tuple(arguments),
-            ranks,
-            sizes.stages,
-            microbatches,
-            family.placement(ranks, virtual_stages),
-            family.generate(sizes),
-        )
+        placement, table = family.placement(ranks, virtual_stages), family.generate(sizes)
+        schedule = cls(name, tuple(arguments), ranks, sizes.stages, microbatches, placement, table)
+        if sizes.memory_limit_bytes is not None:
+            _require_memory(schedule, sizes.memory_limit_bytes, costs)
+        return schedule
 
     @property
     def virtual_stages(self) -> int:
@@ -133,6 +133,17 @@ class Schedule:
         for order in self.table:
             text.update((",".join(action.text for action in order) + "\n").encode())
         return text.hexdigest()
+
+
+def _require_memory(schedule: Schedule, limits: tuple[int, ...], costs: StageCosts | None) -> None:
+    bytes_per_stage = costs.activation_bytes if costs else (1,) * schedule.stages
+    for rank, order in enumerate(schedule.table):
+        held = peak_live(order, bytes_per_stage)
+        if held > limits[rank]:
+            raise ScheduleError(
+                f"memory_limit_bytes={limits[rank]} on rank {rank} is too little for {schedule.name} with these sizes: "
+                f"the least that {schedule.name} keeps is {held}; 'auto' builds a schedule within a limit"
+            )
 
 
 def schedule_names() -> tuple[str, ...]:

@@ -62,5 +62,7 @@ def generate_interleaved(sizes: Sizes) -> Table:
     return tuple(tuple(order) for order in table)
 
 
-SIMPLE = Family("simple", "arXiv 2111.05972, section 3", looped, generate_simple, one_stage_per_rank)
-INTERLEAVED = Family("interleaved", "arXiv 2111.05972, section 3", looped, generate_interleaved, one_stage_per_rank)
+SIMPLE = Family("simple", "arXiv 2111.05972, section 3", looped, generate_simple, one_stage_per_rank, True)
+INTERLEAVED = Family(
+    "interleaved", "arXiv 2111.05972, section 3", looped, generate_interleaved, one_stage_per_rank, True
+)

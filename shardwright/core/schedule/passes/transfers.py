@@ -9,50 +9,53 @@ from shardwright.core.schedule.schedule import Schedule
 from shardwright.core.simulate import simulate_schedule
 
 
-def insert_transfers(schedule: Schedule, costs: StageCosts | None = None) -> Schedule:
+def insert_transfers(schedule: Schedule, costs: StageCosts | None = None, *, blocking: bool = False) -> Schedule:
     """Insert a send behind each action whose result another rank needs, and the receive on that rank.
 
-    Both are put down at the same moment of one global order, that of a simulated run. So the two ends of every link
-    agree on their order, and at any time the earliest transfer left can proceed: the result cannot deadlock, whether
-    transfers block or not. A receive stands where the tensor is made, which lets it run ahead of its use.
+    Everything is put down in one global order, that of a simulated run, a send and its receive at the same moment. So
+    the two ends of every link agree on their order, and of the transfers that are left the earliest can always proceed:
+    the result cannot deadlock, whether transfers block or not.
 
     Args:
         schedule: compute actions only.
         costs: the costs to simulate with; default all alike. They set where receives fall, not whether they are right.
+        blocking: for runtimes in which a receive holds its rank until the tensor is there: put it behind what its rank
+            is running when the tensor is sent, not ahead of it. Default: ahead, where it is posted in time and the
+            tensor never waits for it.
 
     Raises:
         ScheduleError: the schedule has transfers already, or does not run to its end.
     """
     if any(action.kind in TRANSFER for order in schedule.table for action in order):
         raise ScheduleError(f"{schedule.name} has sends and receives already: remove them with strip_transfers first")
-    timeline = simulate_schedule(schedule, costs)
+    timeline = simulate_schedule(schedule, _positive(costs or StageCosts.uniform(schedule.stages)))
     events: list[tuple[float, int, int, int]] = []
     for rank, (starts, ends) in enumerate(zip(timeline.start_s, timeline.end_s, strict=True)):
         for index, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-            events.append((start, 1, rank, index))
-            events.append((end, 0, rank, index))
+            # Blocking: at the same instant what ends is sent before what starts is put down. Otherwise an action is
+            # put down when it ends: after the receives of all that was sent while it ran, and before its own sends.
+            events.append((start, 1, rank, index) if blocking else (end, 0, rank, index))
+            events.append((end, 0, rank, -1 - index) if blocking else (end, 1, rank, -1 - index))
     table: list[list[Action]] = [[] for _ in range(schedule.ranks)]
-    begun = [0] * schedule.ranks
-    finished = [0] * schedule.ranks
-
-    def start_until(rank: int, count: int) -> None:
-        while begun[rank] < count:
-            table[rank].append(schedule.table[rank][begun[rank]])
-            begun[rank] += 1
-
-    # At one instant ends come before starts, so that a receive stands before the action that uses it. Actions that take
-    # no time start and end at once: their start is put down with their end.
-    for _, phase, rank, index in sorted(events):
-        if phase:
-            start_until(rank, index + 1)
+    for _, _, rank, index in sorted(events):
+        if index >= 0:
+            table[rank].append(schedule.table[rank][index])
             continue
-        while finished[rank] <= index:
-            start_until(rank, finished[rank] + 1)
-            for send, receive in transfers_of(schedule, schedule.table[rank][finished[rank]]):
-                table[rank].append(send)
-                table[schedule.placement[receive.stage]].append(receive)
-            finished[rank] += 1
+        for send, receive in transfers_of(schedule, schedule.table[rank][-1 - index]):
+            table[rank].append(send)
+            table[schedule.placement[receive.stage]].append(receive)
     return replace(schedule, table=tuple(tuple(order) for order in table))
+
+
+def _positive(costs: StageCosts) -> StageCosts:
+    """The same costs, nothing free: an action that takes no time would start and end in no particular order."""
+    least = 1e-6 * (max(max(costs.forward_s), max(costs.backward_s)) or 1.0)
+    return replace(
+        costs,
+        forward_s=tuple(max(time, least) for time in costs.forward_s),
+        input_grad_s=tuple(max(time, least) for time in costs.input_grad_s),
+        weight_grad_s=tuple(max(time, least) for time in costs.weight_grad_s),
+    )
 
 
 def transfers_of(schedule: Schedule, action: Action) -> list[tuple[Action, Action]]:

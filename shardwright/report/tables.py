@@ -1,0 +1,213 @@
+"""Plans, comparisons and timelines as tables for a terminal."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from shardwright.core.compare import FRAMEWORK_DIFFERENCES, Comparison
+from shardwright.core.layout import Layout, Placement, Split
+from shardwright.core.plan import Plan
+from shardwright.core.timeline import Timeline
+
+
+def plan_view(plan: Plan) -> RenderableType:
+    """What was decided, what each stage and rank holds, what it will cost, and what was not chosen."""
+    parts: list[RenderableType] = [_heading(plan), "", _stages(plan), _memory(plan)]
+    if plan.decision.layouts:
+        parts.append(_layouts(plan))
+    if plan.alternatives:
+        parts.append(_alternatives(plan))
+    return Group(*parts)
+
+
+def comparison_view(comparison: Comparison, first: str, second: str) -> RenderableType:
+    """What differs, and whether the decision does."""
+    same = comparison.same_decision
+    frameworks = {plan.provenance.captured_from for plan in (comparison.first, comparison.second)}
+    verdict = Text("Same decision: degrees, cuts, layouts, schedule and memory policy.", style="green")
+    if not same:
+        verdict = Text("The decisions differ.", style="yellow")
+    decision = Text(f"{first}: {comparison.first.summary()}\n{second}: {comparison.second.summary()}")
+    if not comparison.differences:
+        return Group(decision, Text("The plans are equal.", style="green"))
+    table = _table("What differs", "section", "field", Text(first), Text(second), "")
+    unexpected = set(comparison.unexpected)
+    for each in comparison.differences:
+        note = ""
+        if len(frameworks) > 1 and each not in unexpected:
+            note = FRAMEWORK_DIFFERENCES.get(each.part) or FRAMEWORK_DIFFERENCES.get(f"{each.part}.{each.field}", "")
+        table.add_row(each.part, each.field, Text(each.first), Text(each.second), Text(note, style="dim"))
+    return Group(decision, verdict, table)
+
+
+def timeline_view(plan: Plan, timeline: Timeline) -> RenderableType:
+    """How long the pipeline takes, and how busy every rank is."""
+    decision = plan.decision
+    head = Text(
+        f"{decision.schedule}: {decision.stages} stages on {decision.pp} ranks, {plan.microbatches} microbatches, "
+        f"{seconds_text(timeline.makespan_s)}"
+    )
+    table = _table("Pipeline", "rank", ">actions", ">idle", ">live activations", ">activation memory")
+    for rank in range(timeline.ranks):
+        table.add_row(
+            str(rank),
+            str(len(timeline.actions[rank])),
+            f"{timeline.bubble_fraction[rank]:.1%}",
+            str(timeline.peak_live_activations[rank]),
+            bytes_text(timeline.peak_activation_bytes[rank]),
+        )
+    return Group(head, table)
+
+
+def _heading(plan: Plan) -> Text:
+    d, p = plan.decision, plan.predicted
+    shard = f", shard {d.shard}" + (f" in groups of {d.shard_group}" if d.shard_group else "") if d.shard else ""
+    lines = [
+        (f"{plan.model_name} on {plan.provenance.cluster}", "bold"),
+        (f"  {count_text(plan.model.parameter_count)} parameters, captured from {plan.provenance.captured_from}, bound to "
+         f"{', '.join(name for name, _ in plan.bindings)}", ""),
+        (f"  pp {d.pp} × dp {d.dp} × tp {d.tp}, batch {d.batch} = dp {d.dp} × {plan.microbatches} microbatches of "
+         f"{d.microbatch}", ""),
+        (f"  {d.schedule}" + (f", {d.virtual_stages} virtual stages" if d.virtual_stages > 1 else "")
+         + f", {d.precision}, {d.optimizer}, recompute {d.recompute}{shard}, loss scope {d.loss_scope}", ""),
+        (f"  given: {', '.join(plan.provenance.pinned) or 'nothing, all was searched'}", ""),
+        (f"  step {seconds_text(p.step_time_s)} = pipeline {seconds_text(p.pipeline_s)} (idle {p.bubble_fraction:.1%}, "
+         f"tensor collectives {seconds_text(p.tensor_collective_s)}) + gradient reduction "
+         f"{seconds_text(p.data_parallel_s)} + optimizer {seconds_text(p.optimizer_s)}", ""),
+    ]  # fmt: skip
+    text = Text()
+    for index, (line, style) in enumerate(lines):
+        text.append(("\n" if index else "") + line, style=style)
+    return text
+
+
+def _stages(plan: Plan) -> Table:
+    costs = plan.stage_costs()
+    framework, binding = plan.bindings[0]
+    placement = plan.build_schedule().placement
+    table = _table(f"Stages ({framework}'s names)", "stage", "pp", "units", "modules", ">parameters", ">forward", ">backward")
+    classes = plan.model.class_slots
+    for stage, units in enumerate(plan.stage_units):
+        calls = [call.path for unit in units for call in binding.units[unit].calls]
+        held = sum(math.prod(shape) for unit in units for _, shape in classes[plan.model.unit_classes[unit]])
+        backward = costs.input_grad_s[stage] + costs.weight_grad_s[stage]
+        table.add_row(
+            str(stage),
+            str(placement[stage]),
+            f"{units[0]}–{units[-1]}" if len(units) > 1 else str(units[0]),
+            Text(_span(calls)),
+            count_text(held),
+            seconds_text(costs.forward_s[stage]),
+            seconds_text(backward),
+        )
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    limit = plan.provenance.device_memory_bytes
+    table = _table(
+        f"Memory per rank (of {bytes_text(limit)})",
+        "pp", ">parameters", ">gradients", ">optimizer", ">activations", ">buffers", ">total", ">used",
+    )  # fmt: skip
+    for rank, use in enumerate(plan.predicted.memory_by_stage_rank):
+        sizes = (
+            use.parameters_bytes,
+            use.gradients_bytes,
+            use.optimizer_bytes,
+            use.activations_bytes,
+            use.buffers_bytes,
+            use.total_bytes,
+        )
+        table.add_row(str(rank), *(bytes_text(size) for size in sizes), f"{use.total_bytes / limit:.1%}")
+    return table
+
+
+def _layouts(plan: Plan) -> Table:
+    framework, binding = plan.bindings[0]
+    table = _table(f"Layouts ({framework}'s names)", "parameter", ">units", ">shape (in, out)", "layout", "")
+    for slot, layout in plan.decision.layouts:
+        structural, role = slot.split("/")
+        units = [unit for unit, own in enumerate(plan.model.unit_classes) if own == int(structural)]
+        names = [name for unit in units for own, name, _ in binding.units[unit].parameters if own == role]
+        shape = dict(plan.model.class_slots[int(structural)])[role]
+        table.add_row(
+            Text(_common_name(names)),
+            str(len(units)),
+            " × ".join(map(str, shape)),
+            Text(str(layout)),
+            Text(_layout_text(layout, len(shape)), style="dim"),
+        )
+    return table
+
+
+def _alternatives(plan: Plan) -> Table:
+    table = _table("Not chosen", "plan", ">step", ">peak memory", "why")
+    for each in plan.alternatives:
+        table.add_row(
+            Text(each.summary), seconds_text(each.step_time_s), bytes_text(each.peak_memory_bytes), Text(each.reason)
+        )
+    return table
+
+
+def _table(title: str, *columns: str | Text) -> Table:
+    """An empty table; a column whose name begins with > is aligned to the right."""
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+    for column in columns:
+        name = column if isinstance(column, Text) else Text(column.removeprefix(">"))
+        right = isinstance(column, str) and column.startswith(">")
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    return table
+
+
+def _span(calls: Sequence[str]) -> str:
+    """``wte … h.5`` for the modules of a stage."""
+    distinct = list(dict.fromkeys(call for call in calls if call))
+    if len(distinct) > 3:
+        return f"{distinct[0]} … {distinct[-1]}"
+    return ", ".join(distinct) or "operations between modules"
+
+
+def _common_name(names: Iterable[str]) -> str:
+    """``h.*.attn.weight`` for the same parameter of several blocks."""
+    split = [name.split(".") for name in names]
+    if len({len(parts) for parts in split}) > 1:
+        return f"{'.'.join(split[0])} …"
+    return ".".join(same[0] if len(set(same)) == 1 else "*" for same in zip(*split, strict=True))
+
+
+def _layout_text(layout: Layout, dims: int) -> str:
+    return ", ".join(f"{_placement_text(placement, dims)} over {axis}" for axis, placement in layout.placements)
+
+
+def _placement_text(placement: Placement, dims: int) -> str:
+    if not isinstance(placement, Split):
+        return str(placement)
+    side = ("in", "out")[placement.dim] if dims == 2 else "entries" if dims == 1 else f"dim {placement.dim}"
+    return f"{side} split" + (f" in each of {len(placement.blocks)} blocks" if placement.blocks else "")
+
+
+def bytes_text(size: float) -> str:
+    """``1.5 GiB``."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.4g} {name}"
+    return f"{size:.0f} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """``12.3 ms``."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if seconds >= unit:
+            return f"{seconds / unit:.4g} {name}"
+    return f"{seconds * 1e9:.4g} ns" if seconds else "0"
+
+
+def count_text(count: int) -> str:
+    """``1.56 B``: parameters, in thousands, millions or billions."""
+    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= unit:
+            return f"{count / unit:.4g} {name}"
+    return str(count)

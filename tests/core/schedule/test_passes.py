@@ -1,0 +1,134 @@
+"""Passes: what they insert, and that the work stays the same."""
+
+from collections import Counter
+
+import pytest
+
+from shardwright.core.errors import ScheduleError
+from shardwright.core.schedule import Kind, Schedule, StageCosts, schedule_names
+from shardwright.core.schedule.checks import check, check_ends
+from shardwright.core.schedule.passes import (
+    bound_buffers,
+    insert_sharding,
+    insert_transfers,
+    merge_backward,
+    split_backward,
+    strip_sharding,
+    strip_transfers,
+)
+from shardwright.core.simulate import simulate
+
+NAMES = schedule_names()
+
+
+def build(name: str, ranks: int = 3, m: int = 6) -> Schedule:
+    v = 2 if name in ("zbv", "v-half", "v-min", "dualpipev", "interleaved-1f1b", "looped-bfs", "interleaved-zb") else 1
+    return Schedule.build(name, ranks=ranks, microbatches=m, virtual_stages=v)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_boundary_between_ranks_gets_its_sends_and_receives(name: str) -> None:
+    schedule = build(name)
+    full = insert_transfers(schedule)
+    check(full)
+    assert strip_transfers(full) == schedule
+    crossings = sum(schedule.placement[s] != schedule.placement[s + 1] for s in range(schedule.stages - 1))
+    count = Counter(action.kind for order in full.table for action in order)
+    expected = crossings * schedule.microbatches
+    assert count[Kind.SEND_FORWARD] == count[Kind.RECV_FORWARD] == expected
+    backward = 0 if name == "forward-only" else expected
+    assert count[Kind.SEND_BACKWARD] == count[Kind.RECV_BACKWARD] == backward
+    with pytest.raises(ScheduleError, match="already"):
+        insert_transfers(full)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inserted_transfers_do_not_change_asynchronous_times(name: str) -> None:
+    schedule = build(name)
+    costs = StageCosts.uniform(schedule.stages, 1.0, 1.3, 0.8, 0.3)
+    times = simulate(schedule, costs)
+    full = simulate(insert_transfers(schedule, costs), costs)
+    assert full.makespan_s == pytest.approx(times.makespan_s)
+    assert len(full.transfers) == len(times.transfers)
+
+
+def test_costs_of_zero_still_give_a_legal_order() -> None:
+    for name in NAMES:
+        schedule = build(name)
+        check(insert_transfers(schedule, StageCosts.uniform(schedule.stages, 0.0, 0.0, 0.0)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("room", [2, 3])
+def test_parameters_are_gathered_when_used_and_gradients_reduced_once(name: str, room: int) -> None:
+    schedule = build(name)
+    sharded = insert_sharding(schedule, room)
+    assert strip_sharding(sharded) == schedule
+    for rank, order in enumerate(sharded.table):
+        gathered: set[int] = set()
+        reduced: list[int] = []
+        for action in order:
+            if action.kind is Kind.UNSHARD:
+                assert action.stage not in gathered
+                gathered.add(action.stage)
+            elif action.kind is Kind.RESHARD:
+                gathered.remove(action.stage)
+            elif action.kind is Kind.REDUCE_GRAD:
+                reduced.append(action.stage)
+            else:
+                assert {part.stage for part in action.flat} <= gathered
+                assert not {part.stage for part in action.flat} & set(reduced)
+            assert len(gathered) <= room
+        assert not gathered
+        assert sorted(reduced) == ([] if name == "forward-only" else list(schedule.stages_of(rank)))
+
+
+def test_room_for_too_few_stages_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="2 stages run at once"):
+        insert_sharding(build("dualpipev"), 1)
+
+
+def test_neighbouring_halves_of_a_backward_merge() -> None:
+    zero_bubble = build("zb-h1")
+    merged = merge_backward(zero_bubble)
+    assert [a.text for a in merged.table[0]] == ["0F0", "0F1", "0F2", "0B0", "0F3", "0B1", "0F4", "0B2", "0F5", "0B3",
+                                                 "0B4", "0B5"]  # fmt: skip
+    check(merged)
+    assert split_backward(merged).table[0] == zero_bubble.table[0]
+    assert merge_backward(split_backward(build("1f1b"))) == build("1f1b")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("credits", [1, 2, 3])
+def test_bounded_buffers_are_never_overfull(name: str, credits: int) -> None:
+    schedule = build(name)
+    try:
+        bounded = bound_buffers(schedule, credits)
+    except ScheduleError as error:
+        least = int(str(error).rsplit(" ", 1)[1])
+        assert least > credits
+        check_ends(bound_buffers(schedule, least))
+        with pytest.raises(ScheduleError, match="the least is"):
+            bound_buffers(schedule, least - 1)
+        return
+    costs = StageCosts.uniform(schedule.stages, 1.0, 1.5, 0.5, 0.2)
+    timeline = simulate(bounded, costs)
+    assert timeline.makespan_s >= simulate(schedule, costs).makespan_s - 1e-9
+    # From the start of what fills a buffer to the end of what uses it, no boundary has more than its buffers in use.
+    spans = {part.text: span for rank in range(3) for span in timeline.spans(rank) for part in span.action.flat}
+    for stage in range(schedule.stages - 1):
+        if schedule.placement[stage] == schedule.placement[stage + 1]:
+            continue
+        uses = [(spans[f"{stage}F{mb}"].start_s, spans[f"{stage + 1}F{mb}"].end_s) for mb in range(6)]
+        for start, _ in uses:
+            assert sum(a <= start < b for a, b in uses) <= credits
+    # And no receive is posted for which there is no buffer.
+    for order in insert_transfers(bounded).table:
+        held: Counter[tuple[str, int]] = Counter()
+        for action in order:
+            if action.kind is Kind.RECV_FORWARD:
+                held[("F", action.stage)] += 1
+            for part in action.flat:
+                if part.kind is Kind.FORWARD and held[("F", part.stage)]:
+                    held[("F", part.stage)] -= 1
+            assert all(value <= credits for value in held.values())
