@@ -38,7 +38,7 @@ class TorchBackend:
         sample: Any,
         loss: Callable[..., Any] | None = None,
         *,
-        batch_dims: Any = 0,
+        batch_dims: Any = None,
         require_loss: bool = True,
     ) -> Graph:
         """The graph of an `nn.Module`: see `backends.torch.capture.capture`. Raises CaptureError."""

@@ -4,6 +4,7 @@ What differs between the two runs is the batch dim; everything else must be the 
 values (`.item()`, `nonzero`), both runs are repeated on real tensors, on a copy of the model.
 """
 
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 
 from shardwright.backends.torch.record import Recorder, dtype_name
 from shardwright.backends.torch.sample import Leaf, Sample
@@ -40,7 +42,7 @@ def capture(
     sample: Any,
     loss: Callable[..., Any] | None = None,
     *,
-    batch_dims: Any = 0,
+    batch_dims: Any = None,
     require_loss: bool = True,
     capabilities: Capabilities,
 ) -> Graph:
@@ -57,6 +59,9 @@ def capture(
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"expected a torch.nn.Module, given {type(model).__name__}")
+    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
+    if lazy:
+        raise CaptureError(f"parameter {lazy[0]!r} has no shape yet: run the model once, so that lazy modules are made")
     batched = Sample(sample, batch_dims)
     session = _Session(model, batched, loss, require_loss)
     try:
@@ -144,7 +149,7 @@ class _Session:
         self, size: int, mode: Any, stand_ins: Mapping[int, torch.Tensor], make: Callable[[Leaf], torch.Tensor]
     ) -> _Run:
         recorder = Recorder(self.templates)
-        with swapped_in(self.model, stand_ins), mode, torch.enable_grad():
+        with swapped_in(self.model, stand_ins), mode, _plain_torch():
             args, kwargs = self.sample.arguments(make)
             self._name_all(recorder, stand_ins, args, kwargs)
             try:
@@ -161,8 +166,8 @@ class _Session:
                 what = f"{recorder.failed_op} in " if recorder.failed_op else ""
                 raise CaptureError(
                     f"{type(self.model).__name__} failed at batch {size}, at {what}{where or 'the model itself'!r}: "
-                    f"{type(error).__name__}: {error}. Models are captured at batch {SIZES[0]} and {SIZES[1]}: where "
-                    "an input's batch is not dim 0, say so with batch_dims="
+                    f"{type(error).__name__}: {str(error).rstrip('.')}. Models are captured at batch {SIZES[0]} and "
+                    f"{SIZES[1]}: where an input's batch is not dim 0, say so with batch_dims="
                 ) from error
             return _Run(recorder, tuple(recorder.read(t) for t in result))
 
@@ -290,8 +295,27 @@ class _Session:
             )
 
 
+@contextmanager
+def _plain_torch() -> Iterator[None]:
+    """Torch's process-wide settings as the record needs them, put back afterwards."""
+    mkldnn = torch._C._get_mkldnn_enabled()
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    device = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    torch._C._set_mkldnn_enabled(False)  # oneDNN hides recurrent layers in one op, and is not what a GPU runs
+    torch.clear_autocast_cache()  # casts of the run before would be missing from this one
+    logger.setLevel(logging.CRITICAL)  # what it logs is raised too
+    try:
+        with device, torch.enable_grad():
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(mkldnn)
+        torch.clear_autocast_cache()
+        logger.setLevel(level)
+
+
 def own_loss(output: Any) -> torch.Tensor | None:
-    """The loss that a model returns: ``.loss``, ``["loss"]``, a scalar, or a tuple's first element where that is one."""
+    """The loss that a model returns: ``.loss``, ``["loss"]``, a tuple's first element or all there is, if a scalar."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if found is None and isinstance(output, (tuple, list)) and output:
         found = output[0]

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.backends.torch.ops import RULES, OpCall, Ref, Template
-from shardwright.backends.torch.ops.products import is_plain_einsum
+from shardwright.backends.torch.ops.products import WITHOUT_KERNEL, is_plain_einsum
 from shardwright.backends.torch.ops.template import Rule
 from shardwright.core.graph import Call, OpKind, TensorRole
 from shardwright.core.rules import labels
@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, templates: dict[Any, Template]) -> None:
         """``templates`` are kept from run to run: the same call means the same ops."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._templates = templates
         self._functions: dict[Any, Func] = {}
         self.values: list[Value] = []
@@ -230,7 +230,8 @@ class Recorder(TorchDispatchMode):
         for name, value in kwargs.items():
             if name not in known.writes:  # an ``out=`` tensor's old value is not an input
                 key.append((name, _key(value, inputs)))
-        result = func(*args, **kwargs)
+        without_kernel = WITHOUT_KERNEL.get(known.name)
+        result = func(*args, **kwargs) if without_kernel is None else without_kernel(func, *args, **kwargs)
         written = [t for name in known.writes for t in _tensors(_argument(known, name, args, kwargs))]
         outputs = list(_tensors(result))
         if not outputs:

@@ -1,4 +1,4 @@
-"""The sample that a model is captured with: which dim of which tensor is the batch, and the same sample at another size.
+"""The sample that a model is captured with: which dim of which tensor is the batch, and other sizes of it.
 
 A sample is a tensor, a tuple or list (positional arguments) or a mapping (keyword arguments), nested as deep as the
 model's forward takes it. What is not a tensor is handed on as it is.
@@ -25,14 +25,14 @@ class Leaf:
 class Sample:
     """A sample with its batch dims known. Raises CaptureError when they do not agree.
 
-    ``batch_dims`` is a dim or None for all tensors, or the sample's own structure with a dim or None in place of each
-    tensor; what a mapping leaves out is dim 0.
+    ``batch_dims`` is a dim for all tensors (None: dim 0), or the sample's own structure with a dim, or None for no
+    batch, in place of each tensor; what a mapping leaves out is dim 0.
     """
 
-    def __init__(self, sample: Any, batch_dims: Any = 0) -> None:
+    def __init__(self, sample: Any, batch_dims: Any = None) -> None:
         self._sample = sample
         self.leaves: list[Leaf] = []
-        self._collect(sample, 0 if batch_dims is None and not isinstance(sample, torch.Tensor) else batch_dims, "")
+        self._collect(sample, 0 if batch_dims is None else batch_dims, "")
         sizes = {leaf.name: leaf.tensor.shape[leaf.batch_dim] for leaf in self.leaves if leaf.batch_dim is not None}
         if not sizes:
             raise CaptureError(
@@ -65,9 +65,8 @@ class Sample:
             if isinstance(dims, Mapping):
                 for key in dims:
                     if key not in value:
-                        raise CaptureError(
-                            f"batch_dims names {key!r}, which the sample does not have: {nearest(str(key), map(str, value))}"
-                        )
+                        known = nearest(str(key), map(str, value))
+                        raise CaptureError(f"batch_dims names {key!r}, which the sample does not have: {known}")
             for key, item in value.items():
                 self._collect(item, dims.get(key, 0) if isinstance(dims, Mapping) else dims, _join(name, key))
         elif isinstance(value, (tuple, list)):

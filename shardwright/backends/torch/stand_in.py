@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,7 +60,8 @@ def swapped_in(model: nn.Module, stand_ins: Tensors) -> Iterator[None]:
     generators = (torch.get_rng_state(), random.getstate(), np.random.get_state())
     try:
         for module, state in states:
-            for table in (module._parameters, module._buffers):
+            held_tensors: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for table in held_tensors:
                 for name, value in table.items():
                     if value is not None:
                         table[name] = stand_ins.get(id(value), value)

@@ -23,3 +23,11 @@ from shardwright.backends.torch.ops.template import RULES as RULES
 from shardwright.backends.torch.ops.template import OpCall as OpCall
 from shardwright.backends.torch.ops.template import Ref as Ref
 from shardwright.backends.torch.ops.template import Template as Template
+from shardwright.core.graph import Graph, OpKind
+
+
+def coverage(graph: Graph | None = None) -> dict[str, OpKind]:
+    """Op name → kind: of the whole table, or of the ops of one graph, where ``opaque`` marks what the table lacks."""
+    if graph is None:
+        return {f"aten.{name}": kind for name, (kind, _) in sorted(RULES.items())}
+    return {op.name: op.kind for op in sorted(graph.ops, key=lambda op: (op.kind != "opaque", op.kind, op.name))}

@@ -1,6 +1,7 @@
 """Elementwise ops, dropout, casts, and values made of nothing."""
 
 from shardwright.backends.torch.ops.template import OpCall, rule, shapes
+from shardwright.core.graph import OpKind
 from shardwright.core.rules import labels
 from shardwright.core.rules.labels import Labelled
 
@@ -29,7 +30,7 @@ def elementwise(call: OpCall) -> None:
 @rule("elementwise", "to", "_to_copy", "_autocast_to_reduced_precision", "_autocast_to_full_precision")
 def cast(call: OpCall) -> None:
     source = call.inputs[0]
-    kind = "copy" if source.dtype == call.out.dtype else "elementwise"
+    kind: OpKind = "copy" if source.dtype == call.out.dtype else "elementwise"
     call.add(kind, [source], [call.out], labels.elementwise([source.shape], [call.out.shape]))
 
 
@@ -68,7 +69,7 @@ def dropout(call: OpCall) -> None:
 def copy(call: OpCall) -> None:
     """``copy_`` writes its second operand over the first, whose old value does not matter."""
     source = call["src"] if call.name == "copy_" else call.inputs[0]
-    kind = "view" if call.shares_memory else ("elementwise" if source.dtype != call.out.dtype else "copy")
+    kind: OpKind = "view" if call.shares_memory else ("elementwise" if source.dtype != call.out.dtype else "copy")
     call.add(kind, [source], [call.out], labels.elementwise([source.shape], [call.out.shape]))
 
 

@@ -1,5 +1,11 @@
 """Matrix products, einsums, convolutions and attention."""
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
 from shardwright.backends.torch.ops.template import OpCall, Ref, rule, shapes
 from shardwright.core.rules import labels
 from shardwright.core.rules.labels import Labelled
@@ -66,9 +72,6 @@ def parse_einsum(equation: str, operands: list[tuple[int, ...]]) -> tuple[str, s
     """The letters of a two-operand einsum; size-1 dims that broadcast become ``_``."""
     terms, _, out = equation.partition("->")
     names = terms.split(",")
-    if "->" not in equation:
-        joined = "".join(names).replace(".", "")
-        out = "".join(sorted(c for c in set(joined) if joined.count(c) == 1))
     sizes: dict[str, int] = {}
     for letters, shape in zip(names, operands, strict=True):
         for letter, size in zip(letters, shape, strict=True):
@@ -81,11 +84,13 @@ def parse_einsum(equation: str, operands: list[tuple[int, ...]]) -> tuple[str, s
 
 
 def is_plain_einsum(equation: str, operands: int) -> bool:
-    """Whether `einsum` above can label it: two operands, no ellipsis, no letter twice in one of them, and at least one
-    letter that is contracted or in both."""
-    equation = equation.replace(" ", "")
-    names = equation.partition("->")[0].split(",")
-    return operands == 2 and "." not in equation and all(len(set(n)) == len(n) for n in names)
+    """Whether `einsum` above can label it: two operands, no ellipsis, no letter twice in one of them. A letter that
+    only one operand has and the output has not is summed before the product, so that too is left to torch."""
+    terms, arrow, out = equation.replace(" ", "").partition("->")
+    names = terms.split(",")
+    if operands != 2 or "." in equation or not arrow or any(len(set(n)) != len(n) for n in (*names, out)):
+        return False
+    return set(names[0]) ^ set(names[1]) <= set(out)
 
 
 @rule("contraction", "conv1d", "conv2d", "conv3d", "convolution", "_convolution")
@@ -140,3 +145,26 @@ def attention(call: OpCall) -> None:
         [m.shape for m in masks],
     )
     call.add("attention", [query, key, value, *masks], [call.out], labelled)
+
+
+@rule("contraction", "_grouped_mm")
+def grouped_product(call: OpCall) -> None:
+    """Rows sorted by group, each multiplied by its group's matrix: [rows, k] · [groups, k, n]. The groups' borders are
+    values, so rows are not split."""
+    left, right = call.inputs[:2]
+    if len(left.shape) != 2 or len(right.shape) != 3:
+        call.add("opaque", call.inputs, call.outputs, labels.opaque(shapes(call.inputs), shapes(call.outputs)))
+        return
+    call.add("contraction", [left, right], [call.out], Labelled(((0, 1), (-1, 1, 2), (0, 2)), ((0, "whole"),)))
+
+
+def _grouped_mm(func: Any, left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Its kernel for fake tensors refuses every dtype but bfloat16 on the CPU; the shape is known without it."""
+    if isinstance(left, FakeTensor) and left.dim() == 2 and right.dim() == 3:
+        return left.new_empty((left.shape[0], right.shape[2]))
+    result: torch.Tensor = func(left, right, *args, **kwargs)
+    return result
+
+
+WITHOUT_KERNEL: dict[str, Callable[..., torch.Tensor]] = {"aten._grouped_mm": _grouped_mm}
+"""Ops whose kernel for fake tensors is narrower than the real one, and how to make their result."""

@@ -128,7 +128,7 @@ def negative_log_likelihood(call: OpCall) -> None:
       "binary_cross_entropy_with_logits", "soft_margin_loss", "kl_div", "poisson_nll_loss")  # fmt: skip
 def pointwise_loss(call: OpCall) -> None:
     """A loss per entry, then its mean or sum unless ``reduction`` is none (0)."""
-    operands = [r for r in call.inputs]
+    operands = list(call.inputs)
     if call.get("reduction", 1) == 0:
         call.add("elementwise", operands, [call.out], labels.elementwise(shapes(operands), [call.out.shape]))
         return
