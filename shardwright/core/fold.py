@@ -6,6 +6,7 @@ or what lies between such blocks (embeddings; final norm, head and loss). Where 
 the fewest bytes cross. Identical units fold into one class, so that 96 layers cost what one does.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -169,7 +170,7 @@ def _merge_small_gaps(graph: Graph, labels: Sequence[str], starts: Sequence[int]
     parameters = {p.tensor for p in graph.parameters}
     ranges: list[tuple[int, int]] = []
     carried: int | None = None
-    for which, (first, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for which, (first, end) in enumerate(itertools.pairwise(starts)):
         is_bare = labels[first] == GLUE and not any(t in parameters for op in graph.ops[first:end] for t in op.inputs)
         if is_bare and 0 < which < len(starts) - 2:
             carried = first if carried is None else carried

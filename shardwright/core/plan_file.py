@@ -404,6 +404,5 @@ def _require_consistent(file: PlanFile, structure: Structure) -> None:
         for unit, bound in enumerate(binding.units):
             roles = {role for role, _ in structure.class_slots[structure.unit_classes[unit]]}
             if set(bound.parameters) != roles:
-                raise PlanFileError(
-                    f"bindings.{name}.units.{unit}.parameters: names {sorted(bound.parameters)}, expected {sorted(roles)}"
-                )
+                where = f"bindings.{name}.units.{unit}.parameters"
+                raise PlanFileError(f"{where}: names {sorted(bound.parameters)}, expected {sorted(roles)}")

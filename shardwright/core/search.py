@@ -8,6 +8,7 @@ time; the best few are simulated.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 
 from shardwright.core.cluster import Cluster
@@ -129,6 +130,7 @@ class _Search:
         self._splits: dict[int, dict[int, UnitSplit]] = {}
         self._tables: dict[tuple[int, int, int, Recompute], UnitTable] = {}
         self._costs: dict[tuple[int, int], tuple[UnitCost, ...]] = {}
+        self._boundary: tuple[tuple[int, int], ...] | None = None
 
     def run(self, progress: Progress | None) -> Plan:
         candidates = list(self._candidates())
@@ -226,9 +228,7 @@ class _Search:
         stages = pp * request.virtual_stages
         try:
             live = live_microbatches(request.schedule, pp, candidate.microbatches, request.virtual_stages)
-            placement = Schedule.build(
-                request.schedule, ranks=pp, microbatches=pp, virtual_stages=request.virtual_stages
-            ).placement
+            placement = _placement(request.schedule, pp, request.virtual_stages)
         except ScheduleError as error:
             if request.pp is not None:
                 raise PlanError(f"schedule {request.schedule!r} at pp={pp}: {error}") from error
@@ -331,9 +331,7 @@ class _Search:
         starts = list(decision.stage_starts)
         costs = _stage_costs(scored.table, starts)
         pipeline = simulated_makespan_s(decision, costs)
-        placement = Schedule.build(
-            decision.schedule, ranks=decision.pp, microbatches=decision.pp, virtual_stages=decision.virtual_stages
-        ).placement
+        placement = _placement(decision.schedule, decision.pp, decision.virtual_stages)
         predicted = self._predicted(
             decision, scored.table, starts, placement, scored.predicted.memory_by_stage_rank, pipeline
         )
@@ -344,14 +342,14 @@ class _Search:
     def _split(self, tp: int) -> dict[int, UnitSplit]:
         if tp not in self._splits:
             link = self.cluster.link_for_group(range(tp))
-            bandwidth = self.device.memory_bandwidth_bytes_per_s * self.device.memory_efficiency
-            states = OPTIMIZER_STATES[self.request.optimizer]
+            state = MemoryRequest(0, self.precision, self.request.optimizer, 0, 1).state_bytes_per_element
 
-            def score(work: UnitWork, parameters_bytes: int) -> float:
-                update = parameters_bytes * (3 + 2 * states) / bandwidth
-                return unit_cost(work, self.device, self.precision, degree=tp, link=link).total_s + update
+            def occupancy(work: UnitWork, elements: int) -> float:
+                """Seconds × bytes held: a tensor axis is there to save both."""
+                cost = unit_cost(work, self.device, self.precision, degree=tp, link=link)
+                return cost.total_s * (elements * state + work.saved_bytes)
 
-            self._splits[tp] = choose_splits(self.folded, self.counter, tp, score)
+            self._splits[tp] = choose_splits(self.folded, self.counter, tp, occupancy, self.precision)
         return self._splits[tp]
 
     def _layouts(self, tp: int) -> tuple[tuple[str, Layout], ...]:
@@ -382,14 +380,10 @@ class _Search:
         return self._tables[key]
 
     def _make_table(self, mesh: Mesh, microbatch: int, recompute: Recompute) -> UnitTable:
-        graph, counter, tp = self.graph, self.counter, mesh.axis_size("tp")
+        graph, tp = self.graph, mesh.axis_size("tp")
         classes = self._class_costs(tp, microbatch)
 
-        def sent_bytes(tensor: int) -> int:
-            return counter.size_bytes(tensor, microbatch, self.precision) if counter.needs_gradient(tensor) else 0
-
-        crossing = crossing_bytes(graph, sent_bytes)
-        boundary = tuple(int(crossing[unit.first_op]) for unit in self.folded.units)
+        boundary = tuple(fixed + slope * microbatch for fixed, slope in self._boundaries())
         seconds = tuple(0.0 for _ in boundary)
         if mesh.axis_size("pp") > 1:
             link = self.cluster.link_between(0, mesh.rank({"pp": 1}))
@@ -405,6 +399,25 @@ class _Search:
         return UnitTable(
             tuple(classes[unit.fold_class] for unit in self.folded.units), boundary, seconds, tuple(ties), recompute
         )
+
+    def _boundaries(self) -> tuple[tuple[int, int], ...]:
+        """For every unit the bytes that enter it from before: (fixed, for each sample)."""
+        if self._boundary is None:
+            counter, starts = self.counter, [unit.first_op for unit in self.folded.units]
+
+            def crossing(batch: int) -> list[int]:
+                def sent_bytes(tensor: int) -> int:
+                    if not counter.needs_gradient(tensor):
+                        return 0  # what needs no gradient comes from the inputs, which every stage has
+                    return counter.size_bytes(tensor, batch, self.precision)
+
+                positions = crossing_bytes(self.graph, sent_bytes)
+                return [int(positions[start]) for start in starts]
+
+            self._boundary = tuple(
+                (2 * one - two, two - one) for one, two in zip(crossing(1), crossing(2), strict=True)
+            )
+        return self._boundary
 
     def _users(self) -> dict[int, tuple[int, ...]]:
         users: dict[int, list[int]] = {}
@@ -527,6 +540,12 @@ class _Search:
             return sum(abs(math.log2(a / b)) for a, b in ratios), scored.predicted.step_time_s
 
         return search._plan(min(fitting, key=distance), [], [])
+
+
+@lru_cache(maxsize=256)
+def _placement(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
+    """For every stage the pipeline rank that holds it."""
+    return Schedule.build(schedule, ranks=ranks, microbatches=ranks, virtual_stages=virtual_stages).placement
 
 
 def simulated_makespan_s(decision: Decision, costs: StageCosts) -> float:

@@ -1,5 +1,6 @@
 """Stages from units: what any run of units costs in time and memory, and the best cut into stages."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,7 +44,7 @@ class UnitTable:
         """Parameters on a rank that holds units a … b-1; a parameter that several of them use counts once."""
         elements = range_sums([u.parameter_elements for u in self.units])
         for users, size in self.ties:
-            for one, next_one in zip(users[:-1], users[1:], strict=True):
+            for one, next_one in itertools.pairwise(users):
                 elements[: one + 1, next_one + 1 :] -= size
         return elements
 

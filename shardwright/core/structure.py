@@ -85,7 +85,8 @@ class Structure:
             mine, theirs = dict(self.class_slots[a]), dict(other.class_slots[b])
             for role in sorted(mine.keys() | theirs.keys()):
                 if mine.get(role) != theirs.get(role):
-                    return f"unit {unit}, parameter {role}: {mine.get(role, 'absent')} against {theirs.get(role, 'absent')}"
+                    has, wants = mine.get(role, "absent"), theirs.get(role, "absent")
+                    return f"unit {unit}, parameter {role}: {has} against {wants}"
         if self.unit_classes != other.unit_classes:
             return f"repeated units {self.unit_classes} against {other.unit_classes}"
         if self.ties != other.ties:

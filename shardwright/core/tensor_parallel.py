@@ -1,7 +1,7 @@
 """Tensor layouts on the ``tp`` axis, found per class of unit: which groups of dims to split.
 
-For every unit class the splittable groups of dims are enumerated, alone and together, and the set with the least time
-per step is kept: products shrink by the degree, partial sums are all-reduced in the forward pass, partial gradients in
+For every unit class the splittable groups of dims are enumerated, alone and together, and the set with the best score
+is kept: products shrink by the degree, partial sums are all-reduced in the forward pass, partial gradients in
 the backward pass. Megatron's column/row pairs (arXiv 1909.08053, section 3) come out of this, they are not put in.
 Parameters that units share (a tied embedding) are decided together.
 """
@@ -20,7 +20,7 @@ MAX_JOINT_GROUPS = 10
 """Above this many splittable groups in one unit they are added one by one, best first, instead of in all subsets."""
 
 Score = Callable[[UnitWork, int], float]
-"""Seconds per step of a unit's work, given the bytes of parameters that one rank holds for it."""
+"""What a candidate costs, from the work of one sample and the parameter entries that one rank holds: less is better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,16 @@ class UnitSplit:
         return {role: self.layout(role) for role, _, _ in self.slots}
 
 
-def choose_splits(folded: Folded, counter: WorkCounter, degree: int, score: Score) -> dict[int, UnitSplit]:
-    """The split of every fold class for a tensor axis of ``degree`` ranks.
-
-    ``score`` is called with the work of one sample-sized microbatch of a candidate.
-    """
+def choose_splits(
+    folded: Folded, counter: WorkCounter, degree: int, score: Score, precision: str
+) -> dict[int, UnitSplit]:
+    """The split of every fold class for a tensor axis of ``degree`` ranks."""
     representatives = [folded.units[members[0]] for members in folded.classes]
     if degree == 1:
         return {unit.fold_class: UnitSplit() for unit in representatives}
-    candidates = {unit.fold_class: _Candidates(folded, counter, unit, degree, score) for unit in representatives}
+    candidates = {
+        unit.fold_class: _Candidates(folded, counter, unit, degree, score, precision) for unit in representatives
+    }
     chosen = {c: candidate.best({}) for c, candidate in candidates.items()}
     for users in _shared_parameters(representatives):
         chosen.update(_agree(users, candidates, chosen))
@@ -88,21 +89,23 @@ def _agree(
 class _Candidates:
     """The sets of groups that one unit can split, and what each costs."""
 
-    def __init__(self, folded: Folded, counter: WorkCounter, unit: Unit, degree: int, score: Score) -> None:
+    def __init__(
+        self, folded: Folded, counter: WorkCounter, unit: Unit, degree: int, score: Score, precision: str
+    ) -> None:
         graph = folded.graph
         self._slots = unit_slots(graph, unit)
         self._tensor = {slot.role: graph.parameters[slot.parameter].tensor for slot in self._slots}
-        self._sizes = {t: graph.tensors[t].size_bytes(1) for t in self._tensor.values()}
+        self._sizes = {t: graph.tensors[t].elements(1) for t in self._tensor.values()}
         self._groups = dim_groups(graph, unit)
         self._degree = degree
         self._legal = [i for i, g in enumerate(self._groups) if not g.obstacle and g.divisor % degree == 0]
-        self._unit, self._counter, self._score = unit, counter, score
+        self._unit, self._counter, self._score, self._precision = unit, counter, score, precision
         self._costs: dict[tuple[int, ...], float] = {}
 
     def cost(self, groups: tuple[int, ...]) -> float:
         if groups not in self._costs:
             dims = self._dims(groups)
-            work = self._counter.count(self._unit, 1, split=dims, degree=self._degree)
+            work = self._counter.count(self._unit, 1, self._precision, dims, self._degree)
             split = {tensor for tensor, _ in dims}
             held = sum(size // (self._degree if t in split else 1) for t, size in self._sizes.items())
             self._costs[groups] = self._score(work, held)

@@ -147,11 +147,10 @@ def decoder(
             four = (2, sequence, heads, width)
             v = b.op("view", "view", [part], (-1, sequence, heads, width), L.reshape(b.shape(part), four))
             split.append(b.op("view", "transpose", [v], (-1, heads, sequence, width), L.transpose((0, 2, 1, 3))))
-        a = b.op(
-            "attention", "sdpa", split, (-1, heads, sequence, width), L.attention("bhsd", "bhtd", "bhtd", "bhsd")
-        )
+        a = b.op("attention", "sdpa", split, (-1, heads, sequence, width), L.attention("bhsd", "bhtd", "bhtd", "bhsd"))
         a = b.op("view", "transpose", [a], (-1, sequence, heads, width), L.transpose((0, 2, 1, 3)))
-        a = b.op("view", "view", [a], (-1, sequence, hidden), L.reshape((2, sequence, heads, width), (2, sequence, hidden)))
+        merged = L.reshape((2, sequence, heads, width), (2, sequence, hidden))
+        a = b.op("view", "view", [a], (-1, sequence, hidden), merged)
         a = b.linear(a, matrix(f"{p}.proj", hidden, hidden), b.parameter(f"{p}.proj_b", hidden), hidden,
                      transposed=transposed)  # fmt: skip
         x = b.elementwise("add", x, a)
@@ -167,9 +166,7 @@ def decoder(
     x = b.norm(x, "ln_f", hidden)
     b.leave(back)
     back = enter("head")
-    logits = b.op(
-        "contraction", "mm", [x, table], (-1, sequence, vocabulary), L.contraction("bsk", "nk", "bsn")
-    )
+    logits = b.op("contraction", "mm", [x, table], (-1, sequence, vocabulary), L.contraction("bsk", "nk", "bsn"))
     b.leave(back)
     logp = b.op("softmax", "log_softmax", [logits], (-1, sequence, vocabulary),
                 L.over_dims(b.shape(logits), [2], "statistic"))  # fmt: skip

@@ -67,7 +67,7 @@ def contraction_flops(graph: Graph, op: Op, batch: int) -> int:
     if op.kind == "contraction":
         return 2 * math.prod(graph.label_sizes(op, batch).values())
     if op.kind == "attention":
-        query, key, value = (graph.tensors[t].shape(batch) for t in op.inputs[:3])
+        query, _key, value = (graph.tensors[t].shape(batch) for t in op.inputs[:3])
         labels = op.input_labels
         sizes = graph.label_sizes(op, batch)
         keys = math.prod(sizes[x] for x in set(labels[1]) - set(labels[0]))
@@ -122,7 +122,7 @@ class WorkCounter:
         products: list[Product] = []
         forward: list[int] = []
         partial_gradients: dict[int, int] = {}
-        vector_bytes = kernels = largest = 0
+        vector_bytes = largest = 0
 
         def held(tensor: int) -> int:
             size = self.size_bytes(tensor, batch, precision)
@@ -152,11 +152,8 @@ class WorkCounter:
                 largest = max([largest, *(held(t) for t in op.outputs)])
             if op.kind in PRODUCT_KINDS:
                 products.append(self._product(op, batch, share, sum(held(t) for t in (*op.inputs, *op.outputs))))
-                kernels += 1
             elif op.kind not in FREE_KINDS:
-                moved = self._unfused_bytes(op, unit, made_here, held)
-                vector_bytes += moved
-                kernels += moved > 0
+                vector_bytes += self._unfused_bytes(op, unit, made_here, held)
             for root in self._kept.by(op):
                 kept[root] = held(root)
             for mask in self._kept.masks(op):
@@ -170,7 +167,7 @@ class WorkCounter:
         return UnitWork(
             products=tuple(products),
             vector_bytes=vector_bytes,
-            kernels=kernels,
+            kernels=len(products) + self._chains(unit),
             saved_bytes=sum(kept.values()),
             saved_selective_bytes=sum(size for key, size in kept.items() if not self._kept.is_attention_score(key)),
             entering_bytes=sum(held(t) for t in entering),
@@ -209,8 +206,8 @@ class WorkCounter:
         return True
 
     def _unfused_bytes(self, op: Op, unit: Unit, made_here: dict[int, int], held: Callable[[int], int]) -> int:
-        """Bytes that remain when chains of elementwise ops run as one kernel: operands that a product, another unit or
-        a lookup made, and results that one of those reads."""
+        """Bytes that remain when chains of elementwise ops run as one kernel: operands that a product or another unit
+        made, and results that one of those reads."""
         moved = 0
         for tensor in op.inputs:
             made = made_here.get(self._root(tensor))
@@ -222,6 +219,28 @@ class WorkCounter:
             if any(not unit.first_op <= u < unit.end_op or self._is_far(u) for u in users):
                 moved += held(tensor)
         return moved
+
+    def _chains(self, unit: Unit) -> int:
+        """How many kernels the ops beside the products make when those that feed each other are fused: the connected
+        parts of the unit without its products. However finely a framework decomposes them, the number is the same."""
+        chain: dict[int, int] = {}  # memory → an op of its chain
+        parent: dict[int, int] = {}
+
+        def root(op: int) -> int:
+            while parent[op] != op:
+                op = parent[op]
+            return op
+
+        for index in range(unit.first_op, unit.end_op):
+            op = self.graph.ops[index]
+            if op.kind in FREE_KINDS or op.kind in PRODUCT_KINDS:
+                continue
+            parent[index] = index
+            for tensor in op.inputs:
+                if (before := chain.get(self._root(tensor))) is not None:
+                    parent[root(before)] = index
+            chain.update((tensor, index) for tensor in op.outputs)
+        return sum(parent[op] == op for op in parent)
 
     def _is_far(self, user: int) -> bool:
         """Whether the op, or what its view feeds, is a product."""

@@ -5,6 +5,7 @@ width of the feed-forward". Splitting a group splits every tensor in it; the ops
 partial sums. Slices and concatenations of a dim (fused q|k|v) give it blocks, each of which is split by itself.
 """
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ def dim_groups(graph: Graph, unit: Unit, batch: int = 2) -> tuple[DimGroup, ...]
             tied.join(dims)
             for size in {shapes[t][d] for t, d in dims}:
                 alike = [(t, d) for t, d in dims if shapes[t][d] == size]
-                if len(alike) > 1 and op.kind != "view":
+                if len(alike) > 1:
                     same.join(alike)
     parts: dict[Dim, set[int]] = {}
     for whole, places in cuts.items():
@@ -147,7 +148,7 @@ def _group(
     divisor = 0
     for dim in dims:
         places = sorted(parts.get(same.root(dim), ()))
-        sizes = tuple(b - a for a, b in zip(places[:-1], places[1:], strict=True)) if len(places) > 2 else ()
+        sizes = tuple(b - a for a, b in itertools.pairwise(places)) if len(places) > 2 else ()
         if sizes:
             blocks.append((dim, sizes))
         divisor = math.gcd(divisor, *(sizes or (shapes[dim[0]][dim[1]],)))
