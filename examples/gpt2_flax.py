@@ -40,9 +40,7 @@ class Attention(nnx.Module):
         query, key, value = jnp.split(self.c_attn(x), 3, axis=-1)
         batch, length, width = x.shape
         heads = (batch, length, self.n_head, width // self.n_head)
-        x = jax.nn.dot_product_attention(
-            query.reshape(heads), key.reshape(heads), value.reshape(heads), is_causal=True
-        )
+        x = jax.nn.dot_product_attention(query.reshape(heads), key.reshape(heads), value.reshape(heads), is_causal=True)
         return self.resid_dropout(self.c_proj(x.reshape(batch, length, width)))
 
 
@@ -74,12 +72,8 @@ class GPT2(nnx.Module):
     """Token ids [batch, length] → logits [batch, length, vocab_size]."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.wte = nnx.Embed(
-            config.vocab_size, config.n_embd, embedding_init=nnx.initializers.normal(0.02), rngs=rngs
-        )
-        self.wpe = nnx.Embed(
-            config.n_positions, config.n_embd, embedding_init=nnx.initializers.normal(0.02), rngs=rngs
-        )
+        self.wte = nnx.Embed(config.vocab_size, config.n_embd, embedding_init=nnx.initializers.normal(0.02), rngs=rngs)
+        self.wpe = nnx.Embed(config.n_positions, config.n_embd, embedding_init=nnx.initializers.normal(0.02), rngs=rngs)
         self.drop = nnx.Dropout(config.dropout, rngs=rngs)
         self.h = nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
         self.ln_f = nnx.LayerNorm(config.n_embd, epsilon=1e-5, rngs=rngs)

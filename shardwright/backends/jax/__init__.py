@@ -3,9 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
+from jax.sharding import NamedSharding
+
 from shardwright.backends.jax.capabilities import CAPABILITIES
 from shardwright.backends.jax.capture import capture
+from shardwright.backends.jax.executable import JaxExecutable
+from shardwright.backends.jax.layout import lower_layout
+from shardwright.backends.jax.mesh import bind
 from shardwright.core.graph import Graph
+from shardwright.core.layout import Layout
+from shardwright.core.mesh import Mesh
+from shardwright.core.plan import Plan
 
 __all__ = ["BACKEND", "JaxBackend"]
 
@@ -27,6 +36,21 @@ class JaxBackend:
     ) -> Graph:
         """See `backends.jax.capture.capture`."""
         return capture(model, sample, loss, batch_dims=batch_dims, require_loss=require_loss)
+
+    def bind(self, mesh: Mesh) -> jax.sharding.Mesh:
+        """See `backends.jax.mesh.bind`."""
+        return bind(mesh)
+
+    def lower_layout(self, layout: Layout, bound_mesh: Any) -> NamedSharding:
+        """See `backends.jax.layout.lower_layout`."""
+        return lower_layout(layout, bound_mesh)
+
+    def compile(self, plan: Plan, model: Any, **options: Any) -> JaxExecutable:
+        """Bind a plan to a model: parameters, an NNX module or an init function, as `TrainStep.init` takes them.
+
+        Options: ``loss`` and ``optimizer`` (both needed), ``devices``, ``batch_dims``, ``seed``.
+        """
+        return JaxExecutable(plan, model, **options)
 
 
 BACKEND = JaxBackend()

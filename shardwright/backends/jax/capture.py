@@ -44,8 +44,8 @@ def capture(
 
     model: an ``nnx.Module``; a pair ``(linen_module, variables)``; or a function of ``(params, batch)``. Weights may
         be arrays or ``jax.ShapeDtypeStruct`` (an ``nnx.eval_shape`` of the constructor, an ``eval_shape`` of ``init``).
-    sample: what the model is called with, as arrays or shapes: a dict goes in by keyword, a tuple by position, anything
-        else as the one argument. For a function: the pair ``(params, batch)``, handed over as they are.
+    sample: what the model is called with, as arrays or shapes: a dict goes in by keyword, a tuple or list by position,
+        anything else as the one argument. For a function: the pair ``(params, batch)``, handed over as they are.
     loss: a function of the model's output; or, when it takes two arguments, ``loss(model, sample)``, which calls the
         model itself (``model`` is the NNX module, or for Linen a function with the variables bound). Without it, the
         model's own: a scalar output, the first of ``(loss, weight)``, or ``.loss`` / ``["loss"]``.
@@ -73,8 +73,9 @@ def capture(
             closed = jax.make_jaxpr(run)(source.arrays, inputs)
         programs.append(flatten(closed, recorder.calls))
         inputs_at.append(inputs)
-    same_structure(*programs, differ=lambda what: _differs(source.name, what))
-    return _graph(source, programs[0], programs[1], inputs_at[0], batch_size(batch, dims))
+    first, second = programs
+    same_structure(first, second, lambda what: _differs(source.name, what))
+    return _graph(source, first, second, inputs_at[0], batch_size(batch, dims))
 
 
 def _differs(name: str, what: str) -> CaptureError:
@@ -94,8 +95,8 @@ def _source(model: Any, sample: Any, loss: Callable[..., Any] | None) -> tuple[S
         return _linen_source(model[0], model[1], loss), sample
     if isinstance(model, linen.Module):
         raise CaptureError(
-            f"a Linen module is captured with its variables: give ({type(model).__name__}(…), variables), where variables "
-            "may be jax.eval_shape(module.init, …)"
+            f"a Linen module is captured with its variables: give ({type(model).__name__}(…), variables), "
+            "where variables may be jax.eval_shape(module.init, …)"
         )
     if callable(model):
         if not (isinstance(sample, tuple) and len(sample) == 2):
@@ -161,7 +162,7 @@ def _with_loss(call: Callable[..., Any], sample: Any, loss: Callable[..., Any] |
         return loss(call, sample)
     if isinstance(sample, dict):
         output = call(**sample)
-    elif isinstance(sample, tuple):
+    elif isinstance(sample, tuple | list):
         output = call(*sample)
     else:
         output = call(sample)
@@ -179,8 +180,8 @@ def _loss_of(output: Any, name: str) -> Any:
         return output
     shapes = ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(output) if hasattr(leaf, "shape"))
     raise CaptureError(
-        f"{name} returns no loss but arrays of shapes {shapes or 'none'}: give capture a loss=, a function of the output "
-        "(or of model and sample) that returns one number"
+        f"{name} returns no loss but arrays of shapes {shapes or 'none'}: give capture a loss=, a function of "
+        "the output (or of model and sample) that returns one number"
     )
 
 
@@ -205,7 +206,7 @@ def _graph(source: Source, first: Program, second: Program, inputs: Any, sample_
     used.update(results)
     order = sorted(used)
     index = {value: number for number, value in enumerate(order)}
-    roles: dict[int, tuple[TensorRole, str]] = {value: ("constant", "") for value in first.constants}
+    roles: dict[int, tuple[TensorRole, str]] = dict.fromkeys(first.constants, ("constant", ""))
     for value, name, trainable in zip(weights, source.names, source.trainable, strict=True):
         roles[value] = ("buffer" if trainable is None else "parameter", name)
     for value, name in zip(input_values, flat_names(inputs), strict=True):

@@ -15,14 +15,16 @@ from shardwright.core.layout import Layout, Partial, Split
 def lower_layout(layout: Layout, bound_mesh: jax.sharding.Mesh) -> NamedSharding:
     """The sharding that splits the same dims over the same axes.
 
-    A PartitionSpec splits a dim as one piece, so the parts of ``Split(dim, blocks=…)`` are not split one by one: results
-    are the same, and the compiler moves what a fused matrix's parts need. Raises LayoutError for partial values, which
-    no array can hold between two programs.
+    A PartitionSpec splits a dim as one piece, so the parts of ``Split(dim, blocks=…)`` are not split one by one:
+    results are the same, and the compiler moves what a fused matrix's parts need. Raises LayoutError for partial values,
+    which no array can hold between two programs.
     """
     dims: dict[int, list[str]] = {}
     for axis, placement in layout.placements:
         if isinstance(placement, Partial):
-            raise LayoutError(f"{placement} on axis {axis!r}: a JAX array holds no partial values; split or replicate it")
+            raise LayoutError(
+                f"{placement} on axis {axis!r}: a JAX array holds no partial values; split or replicate it"
+            )
         if isinstance(placement, Split):
             dims.setdefault(placement.dim, []).append(axis)
     order = bound_mesh.axis_names

@@ -42,8 +42,9 @@ class LossFunction:
             # Products of activations with activations (attention) are made again, products with weights are kept:
             # selective recomputation as of arXiv 2205.05198, section 5.
             policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-            run = jax.checkpoint(self._run, policy=policy, static_argnums=(3,))
-            return run(params, random, other, graphdef, batch)
+            run: Any = jax.checkpoint(self._run, policy=policy, static_argnums=(3,))
+            made: tuple[jax.Array, jax.Array, Any] = run(params, random, other, graphdef, batch)
+            return made
         return self._run(params, random, other, graphdef, batch)
 
     def _run(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> tuple[jax.Array, jax.Array, Any]:
@@ -62,8 +63,10 @@ def _three(returned: Any) -> tuple[jax.Array, jax.Array, Any]:
     """``loss``, ``(loss, weight)`` or ``(loss, weight, state)`` as the last."""
     parts = returned if isinstance(returned, tuple) else (returned,)
     if not 1 <= len(parts) <= 3:
-        raise PlanError(f"the loss function returned {len(parts)} values: expected loss, (loss, weight) or (loss, weight, state)")
-    loss, weight, state = (*parts, *((None,) * (3 - len(parts))))
+        raise PlanError(
+            f"the loss function returned {len(parts)} values: expected loss, (loss, weight) or (loss, weight, state)"
+        )
+    loss, weight, state = [*parts, None, None][:3]
     for name, value in (("loss", loss), ("weight", 1.0 if weight is None else weight)):
         if jnp.shape(value) != ():
             raise PlanError(f"the loss function returned a {name} of shape {jnp.shape(value)}: expected one number")
@@ -115,9 +118,7 @@ def accumulate(
             losses, weights, after = run(jnp.arange(replicas), part)
             after = jax.tree.map(_over_replicas, after)
         else:
-            joined = [
-                p if dim is None else p.reshape(-1, *p.shape[2:]) for p, dim in zip(part, dims, strict=True)
-            ]
+            joined = [p if dim is None else p.reshape(-1, *p.shape[2:]) for p, dim in zip(part, dims, strict=True)]
             losses, weights, after = one(0, joined)
         weights = jax.lax.stop_gradient(weights)
         return jnp.sum(losses * weights), (jnp.sum(weights), after)
@@ -147,9 +148,7 @@ def _split(leaf: Any, dim: int | None, replicas: int, microbatches: int, mesh: j
         return leaf
     front = jnp.moveaxis(leaf, dim, 0)
     pieces = front.reshape(replicas, microbatches, -1, *front.shape[1:])
-    return jax.lax.with_sharding_constraint(
-        jnp.moveaxis(pieces, 1, 0), NamedSharding(mesh, PartitionSpec(None, "dp"))
-    )
+    return jax.lax.with_sharding_constraint(jnp.moveaxis(pieces, 1, 0), NamedSharding(mesh, PartitionSpec(None, "dp")))
 
 
 def _restore(piece: Any, dim: int | None) -> Any:

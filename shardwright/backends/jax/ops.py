@@ -12,14 +12,13 @@ from shardwright.core.rules.labels import Labelled
 Shape = tuple[int, ...]
 Translation = tuple[OpKind, Labelled]
 
-ELEMENTWISE = frozenset(
-    """add add_any sub mul div rem max min pow integer_pow exp exp2 log log1p expm1 tanh logistic sin cos tan asin acos
-    atan sinh cosh asinh acosh atanh atan2 sqrt rsqrt cbrt square abs neg sign floor ceil round is_finite eq ne lt le
+_ELEMENTWISE = """add add_any sub mul div rem max min pow integer_pow exp exp2 log log1p expm1 tanh logistic sin cos tan asin
+    acos atan sinh cosh asinh acosh atanh atan2 sqrt rsqrt cbrt square abs neg sign floor ceil round is_finite eq ne lt le
     gt ge eq_to lt_to le_to and or xor not select_n clamp shift_left shift_right_logical shift_right_arithmetic
     nextafter erf erfc erf_inv lgamma digamma igamma igammac bessel_i0e bessel_i1e population_count clz real imag
     complex conj convert_element_type reduce_precision bitcast_convert_type random_fold_in random_wrap random_unwrap
-    gelu""".split()
-)
+    gelu"""
+ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 PARTIAL_REDUCTIONS = frozenset({"reduce_sum"})
 STATISTIC_REDUCTIONS = frozenset(
     {"reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"}
@@ -233,7 +232,9 @@ def _gather_labels(numbers: Any, sizes: Sequence[int], table: Shape, index: Shap
     places = [rows[batching[k]] if k in batching else next(fresh) for k in range(len(index) - 1)]
     windows = [d for d in range(len(table)) if d not in numbers.collapsed_slice_dims and d not in batching.values()]
     window_labels, place_labels = iter(windows), iter(places)
-    result = tuple(rows[next(window_labels)] if d in numbers.offset_dims else next(place_labels) for d in range(len(out)))
+    result = tuple(
+        rows[next(window_labels)] if d in numbers.offset_dims else next(place_labels) for d in range(len(out))
+    )
     return Labelled((tuple(rows), (*places, -1), result), tuple(special))
 
 

@@ -16,8 +16,8 @@ WHOLE_JITS = frozenset({"_take", "take_along_axis"})
 """jax.numpy functions whose jitted body is one gather and the arithmetic of its index."""
 
 
-INLINED = frozenset(
-    """jit pjit closed_call core_call remat2 remat checkpoint custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr""".split()
+INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"}) | frozenset(
+    {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 )
 """Primitives that run one inner program once, on their last operands."""
 
@@ -160,7 +160,9 @@ class _Flattener:
             outputs: list[int | None] = []
             if position:
                 self.renumbered = outer | self._calls_of_iteration(body.jaxpr, outer)
-            self.run(body.jaxpr, [*inputs[:fixed], *carry, *slices], self._constants(body.jaxpr, body.consts), outputs, call)
+            self.run(
+                body.jaxpr, [*inputs[:fixed], *carry, *slices], self._constants(body.jaxpr, body.consts), outputs, call
+            )
             carry = outputs[: params["num_carry"]]
             results.append(outputs[params["num_carry"] :])
         self.renumbered = outer
@@ -241,7 +243,7 @@ def _inner_programs(params: dict[str, Any]) -> list[Any]:
 
 def _only_draws(jaxpr: Any) -> bool:
     """Whether a program makes random values from keys and scalars."""
-    if any(variable.aval.shape for variable in jaxpr.invars if not dtype_name(variable.aval.dtype) == "key"):
+    if any(variable.aval.shape for variable in jaxpr.invars if dtype_name(variable.aval.dtype) != "key"):
         return False
     names = set(_primitive_names(jaxpr))
     return bool(names & {"random_bits", "threefry2x32", "random_gamma"})

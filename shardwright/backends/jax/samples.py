@@ -61,7 +61,9 @@ def batch_size(sample: Any, dims: tuple[int | None, ...]) -> int:
         raise CaptureError("no array of the sample has a batch dim: give arrays whose first dim counts samples")
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-        raise CaptureError(f"the sample's arrays disagree on the batch size ({listed}): name their batch dims in batch_dims=")
+        raise CaptureError(
+            f"the sample's arrays disagree on the batch size ({listed}): name their batch dims in batch_dims="
+        )
     return int(next(iter(sizes.values())))
 
 

@@ -62,7 +62,8 @@ def take_apart(model: Any, seed: int, other: Any) -> Parts:
     if isinstance(model, nnx.Module):
         if other is not None:
             raise PlanError("state= is for plain functions: an NNX module holds its own state")
-        graphdef, params, random, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
+        split: Any = nnx.split(model, nnx.Param, nnx.RngState, ...)
+        graphdef, params, random, rest = split
         return Parts(params, random, rest, graphdef)
     return Parts(model, jax.random.key(seed), other, None)
 
@@ -86,7 +87,9 @@ def fold_random(random: Any, step: jax.Array, microbatch: jax.Array) -> Any:
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jnp.zeros_like(leaf)
         keys = leaf.reshape(-1)
-        return jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, step), microbatch))(keys).reshape(leaf.shape)
+        return jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, step), microbatch))(keys).reshape(
+            leaf.shape
+        )
 
     return jax.tree.map(fold, random)
 

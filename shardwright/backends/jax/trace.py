@@ -98,8 +98,9 @@ def nnx_calls(model: nnx.Module, recorder: Recorder) -> Iterator[None]:
     for path, module in nnx.iter_modules(model):
         classes.add(type(module))
         setattr(module, PATH_ATTRIBUTE, ".".join(map(str, path)))
-        if getattr(module, "attention_fn", None) in ATTENTIONS:
-            module.attention_fn = boxed("attention", module.attention_fn)
+        attention = getattr(module, "attention_fn", None)
+        if attention in ATTENTIONS:
+            setattr(module, "attention_fn", boxed("attention", attention))  # noqa: B010
     with ExitStack() as undo:
         for cls in classes:
             if any("__call__" in base.__dict__ for base in cls.__mro__):

@@ -36,8 +36,8 @@ def train_step(
         function that keeps state returns ``(loss, weight, state)``. ``rngs`` is a random key of this microbatch,
         ``state`` what `TrainStep.init` was given; both are passed only to functions that name them.
     optimizer: an optax gradient transformation.
-    plan: its dp × tp are laid over ``devices`` (default: all). Parameters lie as the plan says, the optimizer's state as
-        its parameters, the batch along dp. A split of a fused matrix by blocks is a plain split of the dim here (see
+    plan: its dp × tp are laid over ``devices`` (default: all). Parameters lie as the plan says, the optimizer's state
+        as its parameters, the batch along dp. A split of a fused matrix by blocks is a plain split of the dim here (see
         `backends.jax.layout.lower_layout`); results are the same.
     batch_dims: as in capture.
 
@@ -100,7 +100,9 @@ class TrainStep:
         else:
             params, random, other = (
                 _copied(part, place)
-                for part, place in zip(_arrays(given), (shardings.params, shardings.random, shardings.other), strict=True)
+                for part, place in zip(
+                    _arrays(given), (shardings.params, shardings.random, shardings.other), strict=True
+                )
             )
         optimizer_state = jax.jit(self.optimizer.init, out_shardings=shardings.optimizer)(params)
         step = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
@@ -119,8 +121,8 @@ class TrainStep:
         if size != decision.batch:
             raise PlanError(
                 f"a batch of {size} samples was given, and the plan is for {decision.batch} (dp {decision.dp} × "
-                f"microbatch {decision.microbatch} × {self.plan.microbatches} microbatches): give {decision.batch}, or plan "
-                f"with batch={size}"
+                f"microbatch {decision.microbatch} × {self.plan.microbatches} microbatches): give {decision.batch}, or "
+                f"plan with batch={size}"
             )
         leaves, structure = jax.tree.flatten(batch)
         key = (structure, dims, jax.tree.structure(state))
@@ -151,7 +153,7 @@ class TrainStep:
         params = parameter_shardings(parts.names, parts.params, layouts, self.mesh)
         spread = spread_over("dp", parts.params, params) if shard else params
         _, optimizer = optimizer_shardings(self.optimizer, parts.params, spread, self.mesh)
-        whole = replicated(self.mesh)
+        whole: Any = replicated(self.mesh)
         return TrainState(
             whole,
             spread if shard == 3 else params,
@@ -170,9 +172,7 @@ class TrainStep:
             for dim in dims
         )
         decision = self.plan.decision
-        gradients_at = (
-            spread_over("dp", state.params, shardings.params) if decision.shard >= 2 else shardings.params
-        )
+        gradients_at = spread_over("dp", state.params, shardings.params) if decision.shard >= 2 else shardings.params
 
         def step(state: TrainState, leaves: tuple[Any, ...]) -> tuple[TrainState, Loss]:
             loss, gradients, other = accumulate(
@@ -208,8 +208,8 @@ def _require_supported(plan: Plan) -> None:
         )
     if decision.precision not in ("fp32", "bf16"):
         raise MissingCapabilityError(
-            f"the plan has precision={decision.precision!r}, but the JAX runtime of this version trains in fp32 and bf16: "
-            "plan with one of them"
+            f"the plan has precision={decision.precision!r}, but the JAX runtime of this version trains in fp32 and "
+            "bf16: plan with one of them"
         )
     if decision.shard and decision.shard_group not in (None, decision.dp):
         raise MissingCapabilityError(

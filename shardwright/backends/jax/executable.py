@@ -1,0 +1,40 @@
+"""A plan bound to a JAX model: `backends.protocol.Executable`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from shardwright.backends.jax.state import Parts, TrainState
+from shardwright.backends.jax.train import TrainStep
+from shardwright.core.plan import Plan
+
+
+class JaxExecutable:
+    """Holds the state that `TrainStep` hands from step to step."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: Any,
+        loss: Callable[..., Any],
+        optimizer: optax.GradientTransformation,
+        *,
+        devices: Sequence[jax.Device] | None = None,
+        batch_dims: Any = None,
+        seed: int = 0,
+    ) -> None:
+        self.train = TrainStep(loss, optimizer, plan, devices=devices, batch_dims=batch_dims)
+        self.state: TrainState = self.train.init(model, seed=seed)
+
+    def step(self, batch: Any) -> float:
+        """One update on the global batch; its loss."""
+        self.state, loss = self.train(self.state, batch)
+        return float(loss)
+
+    def whole_parameters(self) -> Mapping[str, np.ndarray]:
+        """Every parameter on the host, by name."""
+        parts = Parts(self.state.params, None, None, self.state.graphdef)
+        return {name: np.asarray(leaf) for name, leaf in zip(parts.names, jax.tree.leaves(parts.params), strict=True)}

@@ -1,0 +1,57 @@
+"""The training interface for JAX: ``import shardwright.jax as sw``.
+
+Beside the names of `shardwright` itself (``capture``, ``plan``, ``Cluster`` …): `train_step`, functional as JAX users
+write, and `TrainState`, the pytree that it hands from step to step. Raises MissingFrameworkError, naming the extra,
+where JAX cannot be imported.
+"""
+
+from shardwright.backends.protocol import require_framework
+
+require_framework("jax")
+
+from shardwright import (  # noqa: E402
+    Cluster,
+    Comparison,
+    Graph,
+    Layout,
+    Mesh,
+    Partial,
+    Plan,
+    Replicate,
+    Schedule,
+    ShardwrightError,
+    Split,
+    StageCosts,
+    Timeline,
+    capture,
+    compare,
+    explain,
+    plan,
+    simulate,
+)
+from shardwright.backends.jax.state import TrainState  # noqa: E402
+from shardwright.backends.jax.train import TrainStep, train_step  # noqa: E402
+
+__all__ = [
+    "Cluster",
+    "Comparison",
+    "Graph",
+    "Layout",
+    "Mesh",
+    "Partial",
+    "Plan",
+    "Replicate",
+    "Schedule",
+    "ShardwrightError",
+    "Split",
+    "StageCosts",
+    "Timeline",
+    "TrainState",
+    "TrainStep",
+    "capture",
+    "compare",
+    "explain",
+    "plan",
+    "simulate",
+    "train_step",
+]
