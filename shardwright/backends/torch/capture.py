@@ -95,6 +95,7 @@ class _Session:
         self.loss = loss
         self.require_loss = require_loss
         self.tensors = tensors_of(model)
+        self.buffers = {id(buffer) for buffer in model.buffers()}
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.templates: dict[Any, Any] = {}
 
@@ -178,10 +179,9 @@ class _Session:
         given = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         for leaf, tensor in zip(self.sample.leaves, given, strict=True):
             recorder.name(tensor, "input", leaf.name)
-        buffers = {id(buffer) for buffer in self.model.buffers()}
         for key, (name, tensor) in self.tensors.items():
             role: TensorRole = (
-                "parameter" if isinstance(tensor, nn.Parameter) else "buffer" if key in buffers else "constant"
+                "parameter" if isinstance(tensor, nn.Parameter) else "buffer" if key in self.buffers else "constant"
             )
             recorder.name(stand_ins[key], role, name)
 

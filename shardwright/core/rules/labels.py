@@ -206,8 +206,9 @@ def convolution(source: Shape, kernel: Shape, out: Shape, *, groups: int = 1, tr
         return Labelled(
             ((batch, consumed, *unsplit), (produced, consumed, *window), (batch, produced, *places)), tuple(special)
         )
+    # A channel of a depthwise convolution needs only itself; in wider groups channels are not split.
     depthwise = groups == source[1] == out[1]
-    special.append((consumed, "whole"))
+    special += [(consumed, "whole")] if depthwise else [(consumed, "whole"), (produced, "whole")]
     channels = produced if depthwise else -1
     return Labelled(
         ((batch, channels, *unsplit), (produced, consumed, *window), (batch, produced, *places)), tuple(special)
