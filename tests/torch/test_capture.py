@@ -684,7 +684,7 @@ def test_samples_that_disagree() -> None:
 def test_other_bad_input() -> None:
     with pytest.raises(CaptureError, match=r"expected a torch.nn.Module, given function"):
         BACKEND.capture(mean_of, torch.randn(4, 6))
-    with pytest.raises(CaptureError, match="'0[.]weight' has no shape yet"):
+    with pytest.raises(CaptureError, match=r"'0\.weight' has no shape yet"):
         BACKEND.capture(nn.Sequential(nn.LazyLinear(3)), torch.randn(4, 6), mean_of)
     with pytest.raises(CaptureError, match="dim 2 for input, which has 2 dims"):
         BACKEND.capture(nn.Linear(6, 3), torch.randn(4, 6), mean_of, batch_dims=2)
