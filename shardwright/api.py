@@ -9,8 +9,9 @@ from shardwright.core.cluster import Cluster
 from shardwright.core.errors import CaptureError, PlanError
 from shardwright.core.graph import Graph
 from shardwright.core.plan import LossScope, Plan
+from shardwright.core.request import Request
 from shardwright.core.schedule import Schedule, StageCosts
-from shardwright.core.search import Progress, Request, make_plan
+from shardwright.core.search import Progress, make_plan
 from shardwright.core.simulate import simulate_schedule
 from shardwright.core.timeline import Timeline
 

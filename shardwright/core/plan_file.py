@@ -3,9 +3,9 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from shardwright.core import plan as p
 from shardwright.core.errors import PlanFileError, ShardwrightError
@@ -13,134 +13,8 @@ from shardwright.core.fold import CallRef
 from shardwright.core.layout import Layout, Partial, Placement, Split
 from shardwright.core.memory import MemoryUse
 from shardwright.core.mesh import Mesh
+from shardwright.core.plan_schema import FORMAT, VERSION, BindingFile, DecisionFile, PlacementFile, PlanFile, Section
 from shardwright.core.structure import Binding, Structure, UnitBinding
-
-FORMAT = "shardwright-plan"
-VERSION = 1
-
-Count = Annotated[int, Field(ge=1)]
-Amount = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class PlacementFile(_Section):
-    split: Amount | None = None
-    blocks: list[Count] | None = None
-    partial: Literal["sum", "max", "min", "mean"] | None = None
-
-
-class DecisionFile(_Section):
-    pp: Count
-    dp: Count
-    tp: Count
-    batch: Count
-    microbatch: Count
-    schedule: str
-    virtual_stages: Count
-    recompute: Literal["none", "selective", "full"]
-    shard: Annotated[int, Field(ge=0, le=3)]
-    shard_group: Count | None
-    precision: Literal["fp32", "bf16", "fp16"]
-    optimizer: str
-    loss_scope: Literal["replica", "global"]
-    stage_starts: list[Amount]
-    layouts: dict[str, dict[str, PlacementFile]]
-
-
-class ModelFile(_Section):
-    name: str
-    digest: str
-    parameter_count: Amount
-    unit_classes: list[Amount]
-    classes: list[dict[str, list[Count]]]
-    ties: list[list[str]]
-
-
-class UnitFile(_Section):
-    calls: list[tuple[str, Amount]]
-    parameters: dict[str, tuple[str, list[int]]]
-
-
-class BindingFile(_Section):
-    units: list[UnitFile]
-    aliases: list[list[str]]
-
-
-class ClassCostFile(_Section):
-    forward_s: Seconds
-    input_grad_s: Seconds
-    weight_grad_s: Seconds
-    activation_bytes: Amount
-    parameter_elements: Amount
-
-
-class CostsFile(_Section):
-    unit_classes: list[Amount]
-    classes: list[ClassCostFile]
-    boundary_bytes: list[Amount]
-    boundary_s: list[Seconds]
-
-
-class MemoryFile(_Section):
-    parameters_bytes: Amount
-    gradients_bytes: Amount
-    optimizer_bytes: Amount
-    activations_bytes: Amount
-    buffers_bytes: Amount
-
-
-class PredictedFile(_Section):
-    step_time_s: Seconds
-    pipeline_s: Seconds
-    bubble_fraction: Seconds
-    tensor_collective_s: Seconds
-    data_parallel_s: Seconds
-    optimizer_s: Seconds
-    memory_by_stage_rank: list[MemoryFile]
-
-
-class AlternativeFile(_Section):
-    summary: str
-    step_time_s: Seconds
-    peak_memory_bytes: Amount
-    reason: str
-
-
-class AlternativesFile(_Section):
-    plans: list[AlternativeFile]
-    unsplit: dict[str, str]
-
-
-class ProvenanceFile(_Section):
-    shardwright: str
-    captured_from: str
-    cluster: str
-    world_size: Count
-    device_memory_bytes: Count
-    pinned: list[str]
-
-
-class PlanFile(_Section):
-    """One plan file."""
-
-    format: Literal["shardwright-plan"]
-    version: int
-    decision: DecisionFile
-    model: ModelFile
-    bindings: dict[str, BindingFile]
-    costs: CostsFile
-    predicted: PredictedFile
-    alternatives: AlternativesFile
-    provenance: ProvenanceFile
-
-
-def schema() -> dict[str, Any]:
-    """The JSON schema of the plan file."""
-    return PlanFile.model_json_schema()
 
 
 def write(plan: p.Plan, path: Path) -> None:
@@ -290,24 +164,8 @@ def _plan(file: PlanFile) -> p.Plan:
         tuple(tuple((role, tuple(shape)) for role, shape in slots.items()) for slots in file.model.classes),
         tuple(tuple(tie) for tie in file.model.ties),
     )
+    decision = _decision_in(d)
     _require_consistent(file, structure)
-    decision = p.Decision(
-        pp=d.pp,
-        dp=d.dp,
-        tp=d.tp,
-        batch=d.batch,
-        microbatch=d.microbatch,
-        schedule=d.schedule,
-        stage_starts=tuple(d.stage_starts),
-        layouts=tuple((slot, _layout_in(slot, placements)) for slot, placements in d.layouts.items()),
-        virtual_stages=d.virtual_stages,
-        recompute=d.recompute,
-        shard=d.shard,
-        shard_group=d.shard_group,
-        precision=d.precision,
-        optimizer=d.optimizer,
-        loss_scope=d.loss_scope,
-    )
     return p.Plan(
         decision=decision,
         model_name=file.model.name,
@@ -335,7 +193,30 @@ def _plan(file: PlanFile) -> p.Plan:
     )
 
 
-def _fields_of(section: _Section) -> dict[str, Any]:
+def _decision_in(d: DecisionFile) -> p.Decision:
+    try:
+        return p.Decision(
+            pp=d.pp,
+            dp=d.dp,
+            tp=d.tp,
+            batch=d.batch,
+            microbatch=d.microbatch,
+            schedule=d.schedule,
+            stage_starts=tuple(d.stage_starts),
+            layouts=tuple((slot, _layout_in(slot, placements)) for slot, placements in d.layouts.items()),
+            virtual_stages=d.virtual_stages,
+            recompute=d.recompute,
+            shard=d.shard,
+            shard_group=d.shard_group,
+            precision=d.precision,
+            optimizer=d.optimizer,
+            loss_scope=d.loss_scope,
+        )
+    except ShardwrightError as error:
+        raise PlanFileError(f"decision: {error}") from error
+
+
+def _fields_of(section: Section) -> dict[str, Any]:
     return {name: getattr(section, name) for name in type(section).model_fields}
 
 

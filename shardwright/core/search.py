@@ -12,32 +12,28 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 
 from shardwright.core.cluster import Cluster
-from shardwright.core.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s, send_s
-from shardwright.core.cost.unit import UnitCost, unit_cost
-from shardwright.core.cost.work import PRECISION_BYTES, UnitWork, WorkCounter
-from shardwright.core.errors import PlanError, ScheduleError, nearest
-from shardwright.core.fold import Folded, crossing_bytes, fold
+from shardwright.core.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
+from shardwright.core.cost.work import PRECISION_BYTES
+from shardwright.core.cost_tables import CostTables
+from shardwright.core.errors import PlanError, ScheduleError
 from shardwright.core.graph import Graph
-from shardwright.core.layout import Layout
-from shardwright.core.memory import OPTIMIZER_STATES, Recompute, live_microbatches
+from shardwright.core.memory import OPTIMIZER_STATES, MemoryUse, Recompute, live_microbatches
 from shardwright.core.mesh import Mesh
 from shardwright.core.plan import (
     Alternative,
     ClassCost,
     Costs,
     Decision,
-    LossScope,
     Plan,
     Predicted,
     Provenance,
     pinned_summary,
     summarize,
 )
-from shardwright.core.schedule import Schedule, StageCosts, schedule_names
+from shardwright.core.request import Request
+from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.simulate import simulate_schedule
 from shardwright.core.stages import MemoryRequest, UnitTable
-from shardwright.core.structure import Binding, Structure, structure_of
-from shardwright.core.tensor_parallel import UnitSplit, choose_splits
 
 SIMULATED = 3
 """How many of the best candidates are simulated."""
@@ -45,44 +41,6 @@ MAX_MICROBATCH = 64
 REPORTED_ALTERNATIVES = 4
 Progress = Callable[[int, int], None]
 """Called with (candidates scored, candidates in all)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What the user asked for: None is searched."""
-
-    batch: int
-    pp: int | None = None
-    tp: int | None = None
-    dp: int | None = None
-    microbatch: int | None = None
-    virtual_stages: int = 1
-    schedule: str = "1f1b"
-    recompute: str = "auto"
-    shard: int | None = None
-    shard_group: int | None = None
-    precision: str | None = None
-    optimizer: str = "adamw"
-    loss_scope: LossScope = "replica"
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "pp", "tp", "dp", "microbatch", "virtual_stages", "shard_group"):
-            value = getattr(self, name)
-            if value is None and name not in ("batch", "virtual_stages"):
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise PlanError(f"{name}={value!r}: expected a whole number of at least 1")
-        if self.recompute not in ("auto", "none", "selective", "full"):
-            options = ("auto", "none", "selective", "full")
-            raise PlanError(f"recompute={self.recompute!r}: {nearest(str(self.recompute), options)}")
-        if self.shard not in (None, 0, 1, 2, 3):
-            raise PlanError(f"shard={self.shard!r}: expected 0, 1, 2 or 3, or None to search")
-        if self.precision is not None and self.precision not in PRECISION_BYTES:
-            raise PlanError(f"precision={self.precision!r}: {nearest(str(self.precision), PRECISION_BYTES)}")
-        if self.optimizer not in OPTIMIZER_STATES:
-            raise PlanError(f"optimizer={self.optimizer!r}: {nearest(str(self.optimizer), OPTIMIZER_STATES)}")
-        if self.schedule not in schedule_names():
-            raise PlanError(f"no schedule is named {self.schedule!r}: {nearest(str(self.schedule), schedule_names())}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +76,9 @@ class _Search:
 
     def __init__(self, graph: Graph, cluster: Cluster, request: Request) -> None:
         self.graph, self.cluster, self.request = graph, cluster, request
-        self.device = cluster.device(0)
-        self.precision = request.precision or next(
-            (p for p in ("bf16", "fp16") if p in self.device.peak_flops_per_s), "fp32"
-        )
-        self.folded: Folded = fold(graph)
-        self.structure: Structure
-        self.binding: Binding
-        self.structure, self.binding = structure_of(self.folded)
-        self.counter = WorkCounter(graph)
-        self._splits: dict[int, dict[int, UnitSplit]] = {}
-        self._tables: dict[tuple[int, int, int, Recompute], UnitTable] = {}
-        self._costs: dict[tuple[int, int], tuple[UnitCost, ...]] = {}
-        self._boundary: tuple[tuple[int, int], ...] | None = None
+        self.tables = CostTables(graph, cluster, request.precision, request.optimizer)
+        self.device, self.precision = self.tables.device, self.tables.precision
+        self.folded = self.tables.folded
 
     def run(self, progress: Progress | None) -> Plan:
         candidates = list(self._candidates())
@@ -238,7 +186,7 @@ class _Search:
             raise PlanError(f"shard_group={ways} does not divide dp={dp}: use a divisor of {dp}")
         limit = min(self.cluster.memory_bytes(rank) for rank in range(0, self.cluster.world_size, max(1, dp * tp)))
         memory_request = MemoryRequest(limit, self.precision, request.optimizer, shard, ways)
-        table = self._table(mesh, candidate.microbatch, recompute)
+        table = self.tables.table(mesh, candidate.microbatch, recompute)
         starts = table.cut(stages, live, memory_request)
         if starts is None:
             starts = table.cut(stages, live, MemoryRequest(1 << 62, self.precision, request.optimizer, shard, ways))
@@ -254,7 +202,7 @@ class _Search:
             microbatch=candidate.microbatch,
             schedule=request.schedule,
             stage_starts=tuple(starts),
-            layouts=self._layouts(tp),
+            layouts=self.tables.layouts(tp),
             virtual_stages=request.virtual_stages,
             recompute=recompute,
             shard=shard,
@@ -277,7 +225,7 @@ class _Search:
         table: UnitTable,
         starts: list[int],
         placement: tuple[int, ...],
-        memory: tuple,  # type: ignore[type-arg]
+        memory: tuple[MemoryUse, ...],
         pipeline_s: float | None,
     ) -> Predicted:
         mesh = Mesh.of(pp=decision.pp, dp=decision.dp, tp=decision.tp)
@@ -337,120 +285,13 @@ class _Search:
         )
         return _Scored(decision, scored.table, predicted, scored.over_bytes)
 
-    # Tables ------------------------------------------------------------------------------------------------------
-
-    def _split(self, tp: int) -> dict[int, UnitSplit]:
-        if tp not in self._splits:
-            link = self.cluster.link_for_group(range(tp))
-            state = MemoryRequest(0, self.precision, self.request.optimizer, 0, 1).state_bytes_per_element
-
-            def occupancy(work: UnitWork, elements: int) -> float:
-                """Seconds × bytes held: a tensor axis is there to save both."""
-                cost = unit_cost(work, self.device, self.precision, degree=tp, link=link)
-                return cost.total_s * (elements * state + work.saved_bytes)
-
-            self._splits[tp] = choose_splits(self.folded, self.counter, tp, occupancy, self.precision)
-        return self._splits[tp]
-
-    def _layouts(self, tp: int) -> tuple[tuple[str, Layout], ...]:
-        """Layouts by structural class; units of one structural class take those of its first unit."""
-        splits = self._split(tp)
-        found: dict[str, Layout] = {}
-        seen: set[int] = set()
-        for unit, structural in zip(self.folded.units, self.structure.unit_classes, strict=True):
-            if structural not in seen:
-                seen.add(structural)
-                for role, layout in splits[unit.fold_class].layouts().items():
-                    found[f"{structural}/{role}"] = layout
-        return tuple(sorted(found.items()))
-
-    def _unsplit(self, tp: int) -> tuple[tuple[str, str], ...]:
-        splits = self._split(tp)
-        found: dict[str, str] = {}
-        for unit, structural in zip(self.folded.units, self.structure.unit_classes, strict=True):
-            for role, reason in splits[unit.fold_class].unsplit:
-                found.setdefault(f"{structural}/{role}", reason)
-        return tuple(sorted(found.items()))
-
-    def _table(self, mesh: Mesh, microbatch: int, recompute: Recompute) -> UnitTable:
-        tp = mesh.axis_size("tp")
-        key = (mesh.axis_size("dp") * tp, tp, microbatch, recompute)
-        if key not in self._tables:
-            self._tables[key] = self._make_table(mesh, microbatch, recompute)
-        return self._tables[key]
-
-    def _make_table(self, mesh: Mesh, microbatch: int, recompute: Recompute) -> UnitTable:
-        graph, tp = self.graph, mesh.axis_size("tp")
-        classes = self._class_costs(tp, microbatch)
-
-        boundary = tuple(fixed + slope * microbatch for fixed, slope in self._boundaries())
-        seconds = tuple(0.0 for _ in boundary)
-        if mesh.axis_size("pp") > 1:
-            link = self.cluster.link_between(0, mesh.rank({"pp": 1}))
-            seconds = tuple(send_s(size, link) for size in boundary)
-        splits = self._split(tp)
-        ties = []
-        for parameter, users in self._users().items():
-            if len(users) > 1:
-                tensor = graph.parameters[parameter].tensor
-                first = self.folded.units[users[0]]
-                is_split = any(t == tensor for t, _ in splits[first.fold_class].dims)
-                ties.append((users, graph.tensors[tensor].elements(1) // (tp if is_split else 1)))
-        return UnitTable(
-            tuple(classes[unit.fold_class] for unit in self.folded.units), boundary, seconds, tuple(ties), recompute
-        )
-
-    def _boundaries(self) -> tuple[tuple[int, int], ...]:
-        """For every unit the bytes that enter it from before: (fixed, for each sample)."""
-        if self._boundary is None:
-            counter, starts = self.counter, [unit.first_op for unit in self.folded.units]
-
-            def crossing(batch: int) -> list[int]:
-                def sent_bytes(tensor: int) -> int:
-                    if not counter.needs_gradient(tensor):
-                        return 0  # what needs no gradient comes from the inputs, which every stage has
-                    return counter.size_bytes(tensor, batch, self.precision)
-
-                positions = crossing_bytes(self.graph, sent_bytes)
-                return [int(positions[start]) for start in starts]
-
-            self._boundary = tuple(
-                (2 * one - two, two - one) for one, two in zip(crossing(1), crossing(2), strict=True)
-            )
-        return self._boundary
-
-    def _users(self) -> dict[int, tuple[int, ...]]:
-        users: dict[int, list[int]] = {}
-        for unit in self.folded.units:
-            for parameter in unit.parameters:
-                users.setdefault(parameter, []).append(unit.index)
-        return {parameter: tuple(units) for parameter, units in users.items()}
-
-    def _class_costs(self, tp: int, microbatch: int) -> tuple[UnitCost, ...]:
-        if (tp, microbatch) not in self._costs:
-            link = self.cluster.link_for_group(range(tp)) if tp > 1 else None
-            splits = self._split(tp)
-            found = []
-            for members in self.folded.classes:
-                unit = self.folded.units[members[0]]
-                dims = splits[unit.fold_class].dims
-                work = self.counter.count(unit, microbatch, self.precision, dims, tp)
-                cut = {tensor for tensor, _ in dims}
-                elements = sum(
-                    self.graph.tensors[t].elements(1) // (tp if t in cut else 1)
-                    for t in (self.graph.parameters[p].tensor for p in unit.parameters)
-                )
-                found.append(unit_cost(work, self.device, self.precision, degree=tp, link=link, parameters=elements))
-            self._costs[tp, microbatch] = tuple(found)
-        return self._costs[tp, microbatch]
-
     # Answers -----------------------------------------------------------------------------------------------------
 
     def _plan(self, best: _Scored, others: list[_Scored], tight: list[_Scored]) -> Plan:
         request, decision, table = self.request, best.decision, best.table
         again = decision.recompute == "full"
         classes = []
-        for cost in self._class_costs(decision.tp, decision.microbatch):
+        for cost in self.tables.class_costs(decision.tp, decision.microbatch):
             kept = {
                 "none": cost.saved_bytes,
                 "selective": cost.saved_selective_bytes,
@@ -485,8 +326,8 @@ class _Search:
         return Plan(
             decision=decision,
             model_name=self.graph.model_name,
-            model=self.structure,
-            bindings=((self.graph.framework, self.binding),),
+            model=self.tables.structure,
+            bindings=((self.graph.framework, self.tables.binding),),
             costs=Costs(
                 tuple(unit.fold_class for unit in self.folded.units),
                 tuple(classes),
@@ -495,7 +336,7 @@ class _Search:
             ),
             predicted=best.predicted,
             alternatives=tuple(alternatives),
-            unsplit=self._unsplit(decision.tp) if decision.tp > 1 else (),
+            unsplit=self.tables.unsplit(decision.tp) if decision.tp > 1 else (),
             provenance=Provenance(
                 shardwright=_own_version(),
                 captured_from=self.graph.framework,

@@ -55,7 +55,8 @@ class Kept:
             case "gather" | "scatter":
                 wanted = list(op.inputs[1:])
             case "elementwise" if not self._is_linear(op):
-                wanted = list(op.inputs)
+                # A normalised value is computed again from the norm's input, which is kept already.
+                wanted = [t for t in op.inputs if self._kind_of_producer(t) != "normalization"]
         roots = dict.fromkeys(self._alias.get(t, t) for t in wanted)
         return [t for t in roots if t not in self._parameters and self.graph.tensors[t].role == "activation"]
 
@@ -88,6 +89,10 @@ class Kept:
                 break
             tensor = op.inputs[0]
         return []
+
+    def _kind_of_producer(self, tensor: int) -> str:
+        made = self.graph.producer.get(tensor)
+        return "" if made is None else self.graph.ops[made].kind
 
     def _is_linear(self, op: Op) -> bool:
         """Sums, casts and products by a constant need no operand again."""

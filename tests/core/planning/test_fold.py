@@ -1,0 +1,102 @@
+import pytest
+
+from shardwright.core.errors import CaptureError
+from shardwright.core.fold import CallRef, fold
+from shardwright.core.graph import Graph
+from shardwright.core.structure import structure_of
+from tests.core.toy import Builder, decoder
+
+
+def test_blocks_fold_and_the_rest_are_the_gaps() -> None:
+    folded = fold(decoder(layers=5))
+    assert [unit.fold_class for unit in folded.units] == [0, 1, 1, 1, 1, 1, 2]
+    assert folded.classes == ((0,), (1, 2, 3, 4, 5), (6,))
+    assert folded.units[0].calls == (CallRef("wte"),)
+    assert folded.units[3].calls == (CallRef("h.2"),)
+    assert folded.units[6].calls == (CallRef("ln_f"), CallRef("head"))
+
+
+@pytest.mark.parametrize("calls", [True, False])
+def test_units_cover_every_op_once_in_order(calls: bool) -> None:
+    graph = decoder(calls=calls)
+    covered = [i for unit in fold(graph).units for i in range(unit.first_op, unit.end_op)]
+    assert covered == list(range(len(graph.ops)))
+
+
+def test_without_module_calls_ops_follow_the_parameters_they_use() -> None:
+    """A pure JAX function gives the same units as a model whose calls were recorded: the residual sums, which use no
+    parameter, fall to the side where fewer bytes cross."""
+    named, bare = fold(decoder(calls=True)), fold(decoder(calls=False))
+    assert [(u.first_op, u.end_op) for u in named.units] == [(u.first_op, u.end_op) for u in bare.units]
+
+
+def test_a_block_called_again_is_another_unit() -> None:
+    b = Builder()
+    x = b.input("x", -1, 4, 8, dtype="float32")
+    weight = b.parameter("layers.0.weight", 8, 8)
+    for _ in range(3):
+        back = b.enter("layers.0")
+        x = b.linear(x, weight, None, 8)
+        b.leave(back)
+    folded = fold(b.build(x))
+    assert [u.calls for u in folded.units] == [(CallRef("layers.0", i),) for i in range(3)]
+    structure, _ = structure_of(folded)
+    assert structure.ties == (("0/w0", "1/w0", "2/w0"),)
+    assert structure.parameter_count == 64
+
+
+def test_a_model_without_blocks_has_its_modules_as_units() -> None:
+    b = Builder()
+    x = b.input("x", -1, 4, 8, dtype="float32")
+    for name, width in (("up", 16), ("down", 8)):
+        back = b.enter(name)
+        x = b.linear(x, b.parameter(f"{name}.weight", b.tensors[x].fixed[-1], width), None, width)
+        b.leave(back)
+    assert [u.calls for u in fold(b.build(x)).units] == [(CallRef("up"),), (CallRef("down"),)]
+
+
+def test_an_empty_graph_is_refused() -> None:
+    b = Builder()
+    x = b.input("x", -1, dtype="float32")
+    with pytest.raises(CaptureError, match="no op"):
+        fold(b.build(x))
+
+
+def structure(graph: Graph):
+    return structure_of(fold(graph))[0]
+
+
+def test_structure_is_the_same_however_weights_are_stored_and_ops_attributed() -> None:
+    reference = structure(decoder())
+    for other in (decoder(transposed=True), decoder(calls=False), decoder(transposed=True, calls=False)):
+        assert reference.difference(structure(other)) is None
+        assert reference.digest == structure(other).digest
+
+
+def test_slots_put_the_summed_dim_first() -> None:
+    s, binding = structure_of(fold(decoder(hidden=32, transposed=True)))
+    assert dict(s.class_slots[1])["w2"] == (32, 128)
+    roles = {role: (name, dims) for role, name, dims in binding.units[1].parameters}
+    assert roles["w2"] == ("h.0.fc", (1, 0))
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (decoder(layers=3), "6 units against 5"),
+        (decoder(hidden=64), r"unit 0, parameter w0: \(64, 32\) against \(64, 64\)"),
+        (decoder(vocabulary=128), "unit 0, parameter w0"),
+    ],
+)
+def test_structures_that_differ_name_the_first_difference(other: Graph, said: str) -> None:
+    assert structure(decoder()).difference(structure(other)) is not None
+    import re
+
+    assert re.search(said, structure(decoder()).difference(structure(other)) or "")
+
+
+def test_ties_are_kept_and_counted_once() -> None:
+    s = structure(decoder(layers=2, hidden=32, vocabulary=64))
+    assert s.ties == (("0/w0", "3/w0"),)
+    graph = decoder(layers=2, hidden=32, vocabulary=64)
+    assert s.parameter_count == graph.parameter_count()

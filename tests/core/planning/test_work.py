@@ -1,0 +1,64 @@
+"""What units do, against closed forms."""
+
+import pytest
+
+from shardwright.core.cost.work import WorkCounter, forward_flops
+from shardwright.core.fold import fold
+from tests.core.toy import decoder
+
+LAYERS, HIDDEN, HEADS, VOCABULARY, SEQUENCE = 3, 32, 4, 64, 16
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return decoder(LAYERS, HIDDEN, HEADS, VOCABULARY, SEQUENCE)
+
+
+def block_flops(batch: int) -> int:
+    """QKV, projection, two of the feed-forward: 24·B·S·H²; scores and values: 4·B·S²·H (arXiv 2104.04473, appendix)."""
+    return 24 * batch * SEQUENCE * HIDDEN**2 + 4 * batch * SEQUENCE**2 * HIDDEN
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7])
+def test_forward_flops_are_the_closed_form(graph, batch: int) -> None:
+    head = 2 * batch * SEQUENCE * HIDDEN * VOCABULARY
+    assert forward_flops(graph, batch) == LAYERS * block_flops(batch) + head
+
+
+def test_backward_flops_are_twice_the_products_and_two_and_a_half_the_attention(graph) -> None:
+    folded = fold(graph)
+    work = WorkCounter(graph).count(folded.units[1], 2)
+    attention = 4 * 2 * SEQUENCE**2 * HIDDEN
+    assert work.forward_flops == block_flops(2)
+    assert work.backward_flops == 2 * (block_flops(2) - attention) + 2.5 * attention
+
+
+def test_saved_activations_are_megatrons_with_flash_attention(graph) -> None:
+    """Kept per layer, in units of B·S·H entries: two norm inputs, two norm results, q, k, v, attention out, the
+    feed-forward's inner values before and after GELU: 2 + 2 + 3 + 1 + 4 + 4 = 16 (arXiv 2205.05198, section 4.1,
+    without dropout and with the scores not kept)."""
+    folded = fold(graph)
+    work = WorkCounter(graph).count(folded.units[2], 2, "bf16")
+    assert work.saved_bytes == 16 * 2 * SEQUENCE * HIDDEN * 2
+    assert work.entering_bytes == 2 * SEQUENCE * HIDDEN * 2
+
+
+def test_work_grows_linearly_with_the_batch(graph) -> None:
+    counter, unit = WorkCounter(graph), fold(graph).units[1]
+    one, four = counter.count(unit, 1), counter.count(unit, 4)
+    assert four.forward_flops == 4 * one.forward_flops
+    assert four.saved_bytes == 4 * one.saved_bytes
+
+
+def test_a_first_layer_needs_no_gradient_of_its_input() -> None:
+    from tests.core.toy import Builder
+
+    b = Builder()
+    x = b.input("x", -1, 4, 8, dtype="float32")
+    y = b.linear(x, b.parameter("w", 8, 8), None, 8)
+    z = b.linear(y, b.parameter("v", 8, 8), None, 8)
+    graph = b.build(z)
+    unit = fold(graph).units[0]
+    first, second = WorkCounter(graph).count(unit, 2).products
+    assert (first.backward_input, first.backward_weight) == (0.0, 1.0)
+    assert (second.backward_input, second.backward_weight) == (1.0, 1.0)
