@@ -3,19 +3,20 @@
 import math
 from collections.abc import Iterable, Sequence
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.core.compare import FRAMEWORK_DIFFERENCES, Comparison
-from shardwright.core.layout import Layout, Placement, Split
+from shardwright.core.compare import Comparison
+from shardwright.core.layout import Layout, Split
 from shardwright.core.plan import Plan
 from shardwright.core.timeline import Timeline
 
 
 def plan_view(plan: Plan) -> RenderableType:
     """What was decided, what each stage and rank holds, what it will cost, and what was not chosen."""
-    parts: list[RenderableType] = [_heading(plan), "", _stages(plan), _memory(plan)]
+    parts: list[RenderableType] = [_heading(plan), _stages(plan), _memory(plan)]
     if plan.decision.layouts:
         parts.append(_layouts(plan))
     if plan.alternatives:
@@ -25,21 +26,21 @@ def plan_view(plan: Plan) -> RenderableType:
 
 def comparison_view(comparison: Comparison, first: str, second: str) -> RenderableType:
     """What differs, and whether the decision does."""
-    same = comparison.same_decision
-    frameworks = {plan.provenance.captured_from for plan in (comparison.first, comparison.second)}
-    verdict = Text("Same decision: degrees, cuts, layouts, schedule and memory policy.", style="green")
-    if not same:
-        verdict = Text("The decisions differ.", style="yellow")
     decision = Text(f"{first}: {comparison.first.summary()}\n{second}: {comparison.second.summary()}")
     if not comparison.differences:
         return Group(decision, Text("The plans are equal.", style="green"))
-    table = _table("What differs", "section", "field", Text(first), Text(second), "")
+    verdict = Text("The decisions differ.", style="yellow")
+    if comparison.same_decision:
+        verdict = Text("Same decision: degrees, cuts, layouts, schedule and memory policy.", style="green")
+    frameworks = {plan.provenance.captured_from for plan in (comparison.first, comparison.second)}
     unexpected = set(comparison.unexpected)
+    table = _table("What differs", "section", "field", Text(first), Text(second), "between frameworks")
     for each in comparison.differences:
-        note = ""
-        if len(frameworks) > 1 and each not in unexpected:
-            note = FRAMEWORK_DIFFERENCES.get(each.part) or FRAMEWORK_DIFFERENCES.get(f"{each.part}.{each.field}", "")
-        table.add_row(each.part, each.field, Text(each.first), Text(each.second), Text(note, style="dim"))
+        expected = len(frameworks) > 1 and each not in unexpected
+        note = Text("expected", style="dim") if expected else Text("")
+        table.add_row(each.part, each.field, Text(each.first), Text(each.second), note)
+    if len(frameworks) == 1:
+        table.columns.pop()
     return Group(decision, verdict, table)
 
 
@@ -64,42 +65,54 @@ def timeline_view(plan: Plan, timeline: Timeline) -> RenderableType:
 
 def _heading(plan: Plan) -> Text:
     d, p = plan.decision, plan.predicted
-    shard = f", shard {d.shard}" + (f" in groups of {d.shard_group}" if d.shard_group else "") if d.shard else ""
+    policy = [d.schedule] if d.pp > 1 else []
+    policy += [f"{d.virtual_stages} virtual stages"] if d.virtual_stages > 1 else []
+    policy += [d.precision, d.optimizer, f"recompute {d.recompute}"]
+    policy += [f"shard {d.shard}" + (f" in groups of {d.shard_group}" if d.shard_group else "")] if d.shard else []
+    terms = {
+        "pipeline": p.pipeline_s,
+        "gradient reduction": p.data_parallel_s,
+        "optimizer": p.optimizer_s,
+    }
     lines = [
-        (f"{plan.model_name} on {plan.provenance.cluster}", "bold"),
-        (f"  {count_text(plan.model.parameter_count)} parameters, captured from {plan.provenance.captured_from}, bound to "
-         f"{', '.join(name for name, _ in plan.bindings)}", ""),
-        (f"  pp {d.pp} × dp {d.dp} × tp {d.tp}, batch {d.batch} = dp {d.dp} × {plan.microbatches} microbatches of "
-         f"{d.microbatch}", ""),
-        (f"  {d.schedule}" + (f", {d.virtual_stages} virtual stages" if d.virtual_stages > 1 else "")
-         + f", {d.precision}, {d.optimizer}, recompute {d.recompute}{shard}, loss scope {d.loss_scope}", ""),
-        (f"  given: {', '.join(plan.provenance.pinned) or 'nothing, all was searched'}", ""),
-        (f"  step {seconds_text(p.step_time_s)} = pipeline {seconds_text(p.pipeline_s)} (idle {p.bubble_fraction:.1%}, "
-         f"tensor collectives {seconds_text(p.tensor_collective_s)}) + gradient reduction "
-         f"{seconds_text(p.data_parallel_s)} + optimizer {seconds_text(p.optimizer_s)}", ""),
-    ]  # fmt: skip
-    text = Text()
-    for index, (line, style) in enumerate(lines):
-        text.append(("\n" if index else "") + line, style=style)
-    return text
+        f"{count_text(plan.model.parameter_count)} parameters, captured from {plan.provenance.captured_from}, "
+        f"bound to {', '.join(name for name, _ in plan.bindings)}",
+        f"pp {d.pp} × dp {d.dp} × tp {d.tp}, "
+        f"batch {d.batch} = dp {d.dp} × {plan.microbatches} microbatches of {d.microbatch}",
+        ", ".join(policy),
+        f"given: {', '.join(plan.provenance.pinned) or 'nothing, all was searched'}",
+        f"step {seconds_text(p.step_time_s)} = "
+        + " + ".join(f"{name} {seconds_text(value)}" for name, value in terms.items() if value),
+        f"of the pipeline, idle {p.bubble_fraction:.1%}, tensor collectives {seconds_text(p.tensor_collective_s)}",
+    ]
+    return Text(f"{plan.model_name} on {plan.provenance.cluster}", style="bold").append(
+        "".join(f"\n  {line}" for line in lines), style="not bold"
+    )
 
 
 def _stages(plan: Plan) -> Table:
     costs = plan.stage_costs()
     framework, binding = plan.bindings[0]
     placement = plan.build_schedule().placement
-    table = _table(f"Stages ({framework}'s names)", "stage", "pp", "units", "modules", ">parameters", ">forward", ">backward")
+    table = _table(
+        f"Stages ({framework}'s names)", "stage", "pp", "units", "modules", ">parameters", ">forward", ">backward"
+    )
     classes = plan.model.class_slots
+    first_of_tied = {slot: tied[0] for tied in plan.model.ties for slot in tied}
     for stage, units in enumerate(plan.stage_units):
         calls = [call.path for unit in units for call in binding.units[unit].calls]
-        held = sum(math.prod(shape) for unit in units for _, shape in classes[plan.model.unit_classes[unit]])
+        held = {
+            first_of_tied.get(f"{unit}/{role}", f"{unit}/{role}"): math.prod(shape)
+            for unit in units
+            for role, shape in classes[plan.model.unit_classes[unit]]
+        }
         backward = costs.input_grad_s[stage] + costs.weight_grad_s[stage]
         table.add_row(
             str(stage),
             str(placement[stage]),
             f"{units[0]}–{units[-1]}" if len(units) > 1 else str(units[0]),
             Text(_span(calls)),
-            count_text(held),
+            count_text(sum(held.values())),
             seconds_text(costs.forward_s[stage]),
             seconds_text(backward),
         )
@@ -127,7 +140,7 @@ def _memory(plan: Plan) -> Table:
 
 def _layouts(plan: Plan) -> Table:
     framework, binding = plan.bindings[0]
-    table = _table(f"Layouts ({framework}'s names)", "parameter", ">units", ">shape (in, out)", "layout", "")
+    table = _table(f"Layouts ({framework}'s names)", "parameter", ">units", ">shape (in, out)", "layout")
     for slot, layout in plan.decision.layouts:
         structural, role = slot.split("/")
         units = [unit for unit, own in enumerate(plan.model.unit_classes) if own == int(structural)]
@@ -137,8 +150,7 @@ def _layouts(plan: Plan) -> Table:
             Text(_common_name(names)),
             str(len(units)),
             " × ".join(map(str, shape)),
-            Text(str(layout)),
-            Text(_layout_text(layout, len(shape)), style="dim"),
+            Text(_layout_text(layout, len(shape))),
         )
     return table
 
@@ -154,7 +166,16 @@ def _alternatives(plan: Plan) -> Table:
 
 def _table(title: str, *columns: str | Text) -> Table:
     """An empty table; a column whose name begins with > is aligned to the right."""
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+    table = Table(
+        title=f"\n{title}",
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     for column in columns:
         name = column if isinstance(column, Text) else Text(column.removeprefix(">"))
         right = isinstance(column, str) and column.startswith(">")
@@ -179,21 +200,19 @@ def _common_name(names: Iterable[str]) -> str:
 
 
 def _layout_text(layout: Layout, dims: int) -> str:
-    return ", ".join(f"{_placement_text(placement, dims)} over {axis}" for axis, placement in layout.placements)
-
-
-def _placement_text(placement: Placement, dims: int) -> str:
-    if not isinstance(placement, Split):
-        return str(placement)
-    side = ("in", "out")[placement.dim] if dims == 2 else "entries" if dims == 1 else f"dim {placement.dim}"
-    return f"{side} split" + (f" in each of {len(placement.blocks)} blocks" if placement.blocks else "")
+    """``tp: S1 (out)``: dims of matrices are counted as (in, out), whatever the framework keeps."""
+    said = []
+    for axis, placement in layout.placements:
+        side = f" ({('in', 'out')[placement.dim]})" if isinstance(placement, Split) and dims == 2 else ""
+        said.append(f"{axis}: {placement}{side}")
+    return ", ".join(said)
 
 
 def bytes_text(size: float) -> str:
     """``1.5 GiB``."""
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit:
-            return f"{size / unit:.4g} {name}"
+            return f"{_three_digits(size / unit)} {name}"
     return f"{size:.0f} B"
 
 
@@ -201,13 +220,17 @@ def seconds_text(seconds: float) -> str:
     """``12.3 ms``."""
     for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if seconds >= unit:
-            return f"{seconds / unit:.4g} {name}"
-    return f"{seconds * 1e9:.4g} ns" if seconds else "0"
+            return f"{_three_digits(seconds / unit)} {name}"
+    return f"{_three_digits(seconds * 1e9)} ns" if seconds else "0"
 
 
 def count_text(count: int) -> str:
-    """``1.56 B``: parameters, in thousands, millions or billions."""
+    """``1.56 B``: parameters, in thousands, millions, billions or trillions."""
     for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
         if count >= unit:
-            return f"{count / unit:.4g} {name}"
+            return f"{_three_digits(count / unit)} {name}"
     return str(count)
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

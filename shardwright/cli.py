@@ -1,0 +1,62 @@
+"""The command line: `shardwright plan | show | compare | simulate | explain | schedule | doctor`.
+
+Neither framework is imported before a model file asks for one.
+"""
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from shardwright.commands.compare import compare_command
+from shardwright.commands.doctor import doctor_command
+from shardwright.commands.explain import explain_command
+from shardwright.commands.output import USER_ERROR, print_error
+from shardwright.commands.plan import plan_command
+from shardwright.commands.show import show_command
+from shardwright.commands.simulate import simulate_command
+from shardwright.core.errors import ShardwrightError
+
+_JSON_ASKED = "shardwright.json_asked"
+
+
+class _Commands(TyperGroup):
+    """Turns errors into one message, or into JSON where JSON was asked for, and an exit code."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_JSON_ASKED] = "--json" in args
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        as_json: bool = ctx.meta[_JSON_ASKED]
+        try:
+            return super().invoke(ctx)
+        except ShardwrightError as error:
+            print_error(str(error), type(error).__name__, as_json)
+            raise typer.Exit(USER_ERROR) from error
+        except Exception as error:
+            # Wrong options: typer says it well by itself, but as text. What has no message of its own is a bug.
+            if as_json and hasattr(error, "format_message"):
+                print_error(error.format_message(), "UsageError", as_json)
+                raise typer.Exit(USER_ERROR) from error
+            raise
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Plan model-parallel training once, and run the plan in PyTorch or in JAX.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("plan")(plan_command)
+app.command("show")(show_command)
+app.command("compare")(compare_command)
+app.command("simulate")(simulate_command)
+app.command("explain")(explain_command)
+app.command("doctor")(doctor_command)
+
+
+def main() -> None:
+    """The entry point. Exit code 2: what was given is wrong; 1: the answer is no, or a bug."""
+    app(prog_name="shardwright")

@@ -1,0 +1,121 @@
+"""A model on the command line: FILE.py:FUNCTION, a function that returns (model, sample) or (model, sample, loss)."""
+
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shardwright.core.errors import CaptureError, nearest
+
+_EXPECTED = "expected (model, sample) or (model, sample, loss)"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGiven:
+    """What a model function returned."""
+
+    model: Any
+    sample: Any
+    loss: Callable[..., Any] | None
+
+
+def load_model(target: str) -> ModelGiven:
+    """Run the function that ``target``, FILE.py:FUNCTION, names. What it prints goes to stderr.
+
+    Raises CaptureError for a missing file or function (with the nearest), for a file or a function that fails (where,
+    and with what), and for another return value.
+    """
+    path, name = _parts(target)
+    with redirect_stdout(sys.stderr):  # stdout is the command's
+        function = _function(_run_file(path), path, name)
+        try:
+            returned = function()
+        except Exception as error:
+            raise CaptureError(f"{target} failed: {_said(error, path)}") from error
+    return _checked(target, returned)
+
+
+def _parts(target: str) -> tuple[Path, str]:
+    file, colon, name = target.rpartition(":")
+    if not colon or not file or not name:
+        raise CaptureError(f"a model is FILE.py:FUNCTION, a function that returns (model, sample); given {target!r}")
+    path = Path(file)
+    if not path.is_file():
+        folder = path.parent if path.parent.is_dir() else Path()
+        beside = [str(folder / each.name) for each in folder.glob("*.py")]
+        raise CaptureError(f"there is no file {file}: {nearest(file, beside)}")
+    if path.suffix != ".py":
+        raise CaptureError(f"{file} is not a Python file: a model is FILE.py:FUNCTION")
+    return path, name
+
+
+def _run_file(path: Path) -> ModuleType:
+    """The module that the file makes. As for a script, modules beside it can be imported."""
+    name = f"_shardwright_model_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise CaptureError(f"{path} cannot be loaded as a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickles look it up
+    beside = str(path.parent.resolve())
+    if beside not in sys.path:
+        sys.path.insert(0, beside)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise CaptureError(f"{path} cannot be loaded: {_said(error, path)}") from error
+    return module
+
+
+def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:
+    function = getattr(module, name, None)
+    if function is None:
+        own = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__ and not key.startswith("_")
+        ]
+        raise CaptureError(f"{path} has no function {name!r}: {nearest(name, own)}")
+    if not callable(function):
+        raise CaptureError(f"{path}:{name} is a {type(function).__name__}, not a function")
+    try:
+        needed = [
+            parameter.name
+            for parameter in inspect.signature(function).parameters.values()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
+    except (TypeError, ValueError):
+        needed = []
+    if needed:
+        raise CaptureError(f"{path}:{name} needs {', '.join(needed)}: a model function is called without arguments")
+    called: Callable[[], Any] = function
+    return called
+
+
+def _checked(target: str, returned: Any) -> ModelGiven:
+    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
+        what = type(returned).__name__ + (f" of {len(returned)}" if isinstance(returned, tuple) else "")
+        raise CaptureError(f"{target} returned a {what}: {_EXPECTED}")
+    loss = returned[2] if len(returned) == 3 else None
+    if loss is not None and not callable(loss):
+        raise CaptureError(f"{target} returned a loss that is a {type(loss).__name__}, not a function: {_EXPECTED}")
+    return ModelGiven(returned[0], returned[1], loss)
+
+
+def _said(error: Exception, path: Path) -> str:
+    """``ValueError: … (models.py, line 12)``: the last line of the user's file that the error went through."""
+    said = f"{type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):
+        return said
+    lines = [
+        f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == path.resolve()
+    ]
+    return f"{said} ({path}, line {lines[-1]})" if lines else said

@@ -1,0 +1,187 @@
+"""`shardwright plan`: capture a model and find how to split it over a cluster."""
+
+import tomllib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright.api import capture
+from shardwright.commands.model_file import load_model
+from shardwright.commands.output import JsonOption, print_json, print_view, require_folder, write_text
+from shardwright.commands.progress import DelayedProgress
+from shardwright.core.cluster import Cluster
+from shardwright.core.errors import ClusterError, ShardwrightError, nearest
+from shardwright.core.plan import LossScope, Plan
+from shardwright.core.search import Request, make_plan
+
+_SEARCHED = "searched where not given"
+_LOSS_SCOPES: dict[str, LossScope] = {"replica": "replica", "global": "global"}
+
+
+def plan_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE.py:FUNCTION",
+            help="A function that returns (model, sample) or (model, sample, loss), in either framework.",
+            show_default=False,
+        ),
+    ],
+    cluster: Annotated[
+        str,
+        typer.Option(
+            help="Hardware by name (a100-80gb, h100, tpu-v5e, cpu …), or a cluster file (TOML).", show_default=False
+        ),
+    ],
+    batch: Annotated[int, typer.Option(help="Samples per step, over all replicas.", show_default=False)],
+    nodes: Annotated[int | None, typer.Option(help="How many nodes; 1 where not given.", show_default=False)] = None,
+    devices_per_node: Annotated[
+        int | None, typer.Option(help="Devices in each; 1 where not given.", show_default=False)
+    ] = None,
+    intra_node: Annotated[
+        str | None, typer.Option(help="The link inside a node; default: the hardware's.", show_default=False)
+    ] = None,
+    inter_node: Annotated[
+        str | None, typer.Option(help="The link between nodes; default: the hardware's.", show_default=False)
+    ] = None,
+    pp: Annotated[
+        int | None,
+        typer.Option(help=f"Pipeline degree, {_SEARCHED}.", show_default=False, rich_help_panel="Decision"),
+    ] = None,
+    tp: Annotated[
+        int | None,
+        typer.Option(help=f"Tensor degree, {_SEARCHED}.", show_default=False, rich_help_panel="Decision"),
+    ] = None,
+    dp: Annotated[
+        int | None,
+        typer.Option(help=f"Data degree, {_SEARCHED}.", show_default=False, rich_help_panel="Decision"),
+    ] = None,
+    microbatch: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Samples that a replica runs at a time, {_SEARCHED}.",
+            show_default=False,
+            rich_help_panel="Decision",
+        ),
+    ] = None,
+    schedule: Annotated[str, typer.Option(help="The pipeline schedule.", rich_help_panel="Decision")] = "1f1b",
+    virtual_stages: Annotated[int, typer.Option(help="Stages per pipeline rank.", rich_help_panel="Decision")] = 1,
+    recompute: Annotated[
+        str, typer.Option(help="none, selective, full or auto (the least that fits).", rich_help_panel="Decision")
+    ] = "auto",
+    shard: Annotated[
+        int | None,
+        typer.Option(
+            help=f"0 nothing, 1 optimizer states, 2 gradients, 3 parameters over the data axis, {_SEARCHED}.",
+            show_default=False,
+            rich_help_panel="Decision",
+        ),
+    ] = None,
+    shard_group: Annotated[
+        int | None,
+        typer.Option(
+            help="Ranks that share a shard; default: the whole data axis.",
+            show_default=False,
+            rich_help_panel="Decision",
+        ),
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="fp32, bf16 or fp16; default: the device's best.", show_default=False, rich_help_panel="Decision"
+        ),
+    ] = None,
+    optimizer: Annotated[str, typer.Option(help="Whose states are counted.", rich_help_panel="Decision")] = "adamw",
+    loss_scope: Annotated[
+        str,
+        typer.Option(help="replica or global: what depends on the batch as a whole.", rich_help_panel="Decision"),
+    ] = "replica",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to save the plan file.", show_default=False)
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Capture a model and find how to split it over a cluster. What is given is pinned, the rest is searched."""
+    require_folder(output)
+    if loss_scope not in _LOSS_SCOPES:
+        raise ShardwrightError(f"--loss-scope {loss_scope!r}: {nearest(loss_scope, _LOSS_SCOPES)}")
+    request = Request(
+        batch=batch,
+        pp=pp,
+        tp=tp,
+        dp=dp,
+        microbatch=microbatch,
+        virtual_stages=virtual_stages,
+        schedule=schedule,
+        recompute=recompute,
+        shard=shard,
+        shard_group=shard_group,
+        precision=precision,
+        optimizer=optimizer,
+        loss_scope=_LOSS_SCOPES[loss_scope],
+    )
+    devices = load_cluster(cluster, nodes, devices_per_node, intra_node, inter_node)
+    with DelayedProgress() as bar:
+        plan = _make(model, devices, request, bar)
+    from shardwright.core.plan_file import to_document, to_text
+
+    if output is not None:
+        write_text(output, to_text(plan))
+    if json:
+        print_json(to_document(plan))
+        return
+    from shardwright.report.tables import plan_view
+
+    saved = f"saved to {output}" if output is not None else "not saved: give -o plan.json to keep it"
+    print_view(plan_view(plan), saved)
+
+
+def _make(model: str, cluster: Cluster, request: Request, bar: DelayedProgress) -> Plan:
+    bar.stage(f"loading {model}")
+    given = load_model(model)
+    bar.stage("capturing")
+    graph = capture(given.model, given.sample, given.loss)
+    bar.stage("searching")
+    return make_plan(graph, cluster, request, bar.update)
+
+
+def load_cluster(
+    name: str,
+    nodes: int | None = None,
+    devices_per_node: int | None = None,
+    intra_node: str | None = None,
+    inter_node: str | None = None,
+) -> Cluster:
+    """The cluster that the options name: a cluster file, or hardware (by name or profile file) in so many nodes.
+
+    Raises ClusterError for an unknown name (with the nearest), or for a cluster file beside options that it answers.
+    """
+    path = Path(name)
+    if path.suffix == ".toml" and not _is_profile(path):
+        options = {
+            "--nodes": nodes,
+            "--devices-per-node": devices_per_node,
+            "--intra-node": intra_node,
+            "--inter-node": inter_node,
+        }
+        twice = [option for option, value in options.items() if value is not None]
+        if twice:
+            raise ClusterError(f"{name} is a cluster file and says this itself: leave out {', '.join(twice)}")
+        return Cluster.load(path)
+    return Cluster(
+        name,
+        nodes=1 if nodes is None else nodes,
+        devices_per_node=1 if devices_per_node is None else devices_per_node,
+        intra_node=intra_node,
+        inter_node=inter_node,
+    )
+
+
+def _is_profile(path: Path) -> bool:
+    """Whether a TOML file describes one device rather than a cluster of them. A bad file is left to its reader."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return False
+    return "peak_flops_per_s" in document

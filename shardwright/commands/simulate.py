@@ -1,0 +1,69 @@
+"""`shardwright simulate`: when every action of a plan's pipeline would run."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright.api import simulate
+from shardwright.commands.output import (
+    JsonOption,
+    PlanArgument,
+    print_json,
+    print_view,
+    require_folder,
+    write_text,
+)
+from shardwright.core.plan import Plan
+
+
+def simulate_command(
+    plan: PlanArgument,
+    svg: Annotated[Path | None, typer.Option(help="Save a picture of the timeline there.", show_default=False)] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Save a trace there that ui.perfetto.dev opens.", show_default=False)
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Simulate the pipeline of a plan with its own costs: time, idle share and live activations of every rank."""
+    for path in (svg, trace):
+        require_folder(path)
+    loaded = Plan.load(plan)
+    timeline = simulate(loaded)
+    saved: dict[str, str] = {}
+    if svg is not None:
+        from shardwright.report.svg import timeline_svg
+
+        write_text(svg, timeline_svg(timeline, title=f"{loaded.model_name}: {loaded.summary()}"))
+        saved["svg"] = str(svg)
+    if trace is not None:
+        import json as json_format
+
+        from shardwright.report.perfetto import perfetto_trace
+
+        write_text(trace, json_format.dumps(perfetto_trace(timeline)))
+        saved["trace"] = str(trace)
+    if json:
+        print_json(
+            {
+                "plan": str(plan),
+                "schedule": loaded.decision.schedule,
+                "microbatches": loaded.microbatches,
+                "makespan_s": timeline.makespan_s,
+                "ranks": [
+                    {
+                        "rank": rank,
+                        "actions": len(timeline.actions[rank]),
+                        "bubble_fraction": timeline.bubble_fraction[rank],
+                        "peak_live_activations": timeline.peak_live_activations[rank],
+                        "peak_activation_bytes": timeline.peak_activation_bytes[rank],
+                    }
+                    for rank in range(timeline.ranks)
+                ],
+                **saved,
+            }
+        )
+        return
+    from shardwright.report.tables import timeline_view
+
+    print_view(timeline_view(loaded, timeline), *(f"{kind} saved to {path}" for kind, path in saved.items()))
