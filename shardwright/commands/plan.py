@@ -13,7 +13,8 @@ from shardwright.commands.progress import DelayedProgress
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import ClusterError, ShardwrightError, nearest
 from shardwright.core.plan import LossScope, Plan
-from shardwright.core.search import Request, make_plan
+from shardwright.core.request import Request
+from shardwright.core.search import make_plan
 
 _SEARCHED = "searched where not given"
 _LOSS_SCOPES: dict[str, LossScope] = {"replica": "replica", "global": "global"}
