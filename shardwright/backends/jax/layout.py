@@ -16,8 +16,8 @@ def lower_layout(layout: Layout, bound_mesh: jax.sharding.Mesh) -> NamedSharding
     """The sharding that splits the same dims over the same axes.
 
     A PartitionSpec splits a dim as one piece, so the parts of ``Split(dim, blocks=…)`` are not split one by one:
-    results are the same, and the compiler moves what a fused matrix's parts need. Raises LayoutError for partial values,
-    which no array can hold between two programs.
+    results are the same, and the compiler moves what a fused matrix's parts need. Raises LayoutError for partial
+    values, which no array can hold between two programs.
     """
     dims: dict[int, list[str]] = {}
     for axis, placement in layout.placements:
@@ -61,6 +61,10 @@ def _check_divides(name: str, shape: tuple[int, ...], sharding: NamedSharding) -
             )
 
 
+def _axes(sharding: NamedSharding) -> set[str]:
+    return {axis for e in sharding.spec if e is not None for axis in ((e,) if isinstance(e, str) else e)}
+
+
 def _ways(sharding: NamedSharding) -> list[int]:
     sizes = dict(sharding.mesh.shape)
     entries = (() if e is None else (e,) if isinstance(e, str) else e for e in sharding.spec)
@@ -69,11 +73,12 @@ def _ways(sharding: NamedSharding) -> list[int]:
 
 def also_over(axis: str, shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
     """``sharding`` with its largest dim that divides split over ``axis`` too (ZeRO, arXiv 1910.02054: a state that only
-    the update reads need not be held whole by every replica); as it was when no dim divides."""
+    the update reads need not be held whole by every replica); as it was when no dim divides or
+    ``axis`` splits one already."""
     size = dict(sharding.mesh.shape)[axis]
     ways = [*_ways(sharding), *([1] * (len(shape) - len(sharding.spec)))]
     fitting = [d for d in range(len(shape)) if shape[d] % (ways[d] * size) == 0]
-    if size == 1 or not fitting:
+    if size == 1 or not fitting or axis in _axes(sharding):
         return sharding
     dim = max(fitting, key=lambda d: shape[d] // ways[d])
     entries = [*sharding.spec, *([None] * (len(shape) - len(sharding.spec)))]

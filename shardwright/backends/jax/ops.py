@@ -12,12 +12,14 @@ from shardwright.core.rules.labels import Labelled
 Shape = tuple[int, ...]
 Translation = tuple[OpKind, Labelled]
 
-_ELEMENTWISE = """add add_any sub mul div rem max min pow integer_pow exp exp2 log log1p expm1 tanh logistic sin cos tan asin
-    acos atan sinh cosh asinh acosh atanh atan2 sqrt rsqrt cbrt square abs neg sign floor ceil round is_finite eq ne lt le
-    gt ge eq_to lt_to le_to and or xor not select_n clamp shift_left shift_right_logical shift_right_arithmetic
-    nextafter erf erfc erf_inv lgamma digamma igamma igammac bessel_i0e bessel_i1e population_count clz real imag
-    complex conj convert_element_type reduce_precision bitcast_convert_type random_fold_in random_wrap random_unwrap
-    gelu"""
+_ELEMENTWISE = """
+    add add_any sub mul div rem max min pow integer_pow exp exp2 log log1p expm1 tanh logistic sin cos tan asin
+    acos atan sinh cosh asinh acosh atanh atan2 sqrt rsqrt cbrt square abs neg sign floor ceil round is_finite eq
+    ne lt le gt ge eq_to lt_to le_to and or xor not select_n clamp shift_left shift_right_logical
+    shift_right_arithmetic nextafter erf erfc erf_inv lgamma digamma igamma igammac bessel_i0e bessel_i1e
+    population_count clz real imag complex conj convert_element_type reduce_precision bitcast_convert_type
+    random_fold_in random_wrap random_unwrap gelu
+"""
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 PARTIAL_REDUCTIONS = frozenset({"reduce_sum"})
 STATISTIC_REDUCTIONS = frozenset(

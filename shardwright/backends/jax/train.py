@@ -1,11 +1,13 @@
 """Training under a plan: dp × tp by NamedSharding inside one jitted step."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.capabilities import CAPABILITIES
@@ -78,32 +80,22 @@ class TrainStep:
 
         Raises PlanError when the parameters are not the plan's (naming those that differ) or are only shapes.
         """
-        init = params_or_init if callable(params_or_init) and not _is_module(params_or_init) else None
+        init = params_or_init if callable(params_or_init) and not isinstance(params_or_init, nnx.Module) else None
         given = take_apart(abstractly(init) if init is not None else params_or_init, seed, state)
         if init is None and is_abstract(given):
             raise PlanError(
                 "init was given shapes without values: give it arrays, or a function of no arguments that makes them"
             )
         shardings = self._shardings(given)
-
-        if init is not None:
-            if given.graphdef is None:
-                params = jax.jit(init, out_shardings=shardings.params)()
-                random, other = (_copied(part, place) for part, place in (
-                    (given.random, shardings.random), (given.other, shardings.other)))  # fmt: skip
-            else:
-                made = jax.jit(
-                    lambda: _arrays(take_apart(init(), seed, None)),
-                    out_shardings=(shardings.params, shardings.random, shardings.other),
-                )
-                params, random, other = made()
+        places = (shardings.params, shardings.random, shardings.other)
+        if init is None:
+            made = tuple(_copied(part, place) for part, place in zip(_arrays(given), places, strict=True))
+        elif given.graphdef is None:
+            params = self._maker(init, given)()
+            made = (params, _copied(given.random, places[1]), _copied(given.other, places[2]))
         else:
-            params, random, other = (
-                _copied(part, place)
-                for part, place in zip(
-                    _arrays(given), (shardings.params, shardings.random, shardings.other), strict=True
-                )
-            )
+            made = self._maker(init, given)()
+        params, random, other = made
         optimizer_state = jax.jit(self.optimizer.init, out_shardings=shardings.optimizer)(params)
         step = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
         return TrainState(step, params, optimizer_state, random, other, given.graphdef)
@@ -136,6 +128,10 @@ class TrainStep:
         state.require_alive()
         return put_together(Parts(state.params, state.random, state.other, state.graphdef))
 
+    def lower_init(self, init: Callable[[], Any]) -> Any:
+        """The compiled form of an init function as `jax.stages.Lowered`: what `init` runs on every device."""
+        return self._maker(init, take_apart(abstractly(init), 0, None)).lower()
+
     def lower(self, state: TrainState, batch: Any) -> Any:
         """The step as `jax.stages.Lowered`, to look at what is compiled. Arrays may be shapes."""
         dims = resolve_batch_dims(batch, self.batch_dims)
@@ -145,9 +141,18 @@ class TrainStep:
 
     # -----------------------------------------------------------------------------------------------------------
 
+    def _maker(self, init: Callable[[], Any], given: Parts) -> Any:
+        """An init function compiled so that every device makes its share."""
+        shardings = self._shardings(given)
+        if given.graphdef is None:
+            return jax.jit(init, out_shardings=shardings.params)
+        places = (shardings.params, shardings.random, shardings.other)
+        return jax.jit(lambda: _arrays(take_apart(init(), 0, None)), out_shardings=places)
+
     def _shardings(self, parts: Parts) -> TrainState:
         """A TrainState whose leaves are shardings."""
         self.plan.require_model("jax", parts.names, "the model given to init")
+        _require_sizes(self.plan, parts)
         shard = self.plan.decision.shard
         layouts = self.plan.parameter_layouts("jax")
         params = parameter_shardings(parts.names, parts.params, layouts, self.mesh)
@@ -218,10 +223,17 @@ def _require_supported(plan: Plan) -> None:
         )
 
 
-def _is_module(value: Any) -> bool:
-    from flax import nnx
-
-    return isinstance(value, nnx.Module)
+def _require_sizes(plan: Plan, parts: Parts) -> None:
+    """Raise PlanError for parameters that have not as many entries as the plan's."""
+    shapes = dict(zip(parts.names, (leaf.shape for leaf in jax.tree.leaves(parts.params)), strict=True))
+    for unit, bound in enumerate(plan.binding("jax").units):
+        slots = dict(plan.model.class_slots[plan.model.unit_classes[unit]])
+        for role, name, _ in bound.parameters:
+            if math.prod(slots[role]) != math.prod(shapes[name]):
+                raise PlanError(
+                    f"parameter {name} has shape {shapes[name]}, and the plan is for a model where it has "
+                    f"{math.prod(slots[role])} entries {slots[role]}: capture this model and plan again"
+                )
 
 
 def _arrays(parts: Parts) -> tuple[Any, Any, Any]:

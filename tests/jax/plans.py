@@ -1,0 +1,48 @@
+"""Plans for the tests of training: the planner's own, and with the tensor layouts that a large model would get."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import shardwright.jax as sw
+from examples import gpt2_flax
+from shardwright.core.graph import Graph
+from shardwright.core.layout import Layout, Split
+
+CONFIG = gpt2_flax.Config(n_layer=2, n_head=4, n_embd=32, vocab_size=64, n_positions=16)
+LENGTH = 12
+BATCH = 16
+
+
+def create() -> gpt2_flax.GPT2:
+    return gpt2_flax.create(CONFIG, seed=3)
+
+
+def gpt2_graph() -> Graph:
+    sample = {"input_ids": jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)}
+    return sw.capture(nnx.eval_shape(create), sample, gpt2_flax.next_token_loss)
+
+
+def plan_of(graph: Graph, dp: int = 1, tp: int = 1, microbatch: int = 2, batch: int = BATCH, **pins: Any) -> sw.Plan:
+    cluster = sw.Cluster("cpu", nodes=1, devices_per_node=dp * tp * pins.get("pp", 1))
+    pins = {"pp": 1, "precision": "fp32", "recompute": "none", "shard": 0} | pins
+    return sw.plan(graph, cluster, batch=batch, dp=dp, tp=tp, microbatch=microbatch, **pins)
+
+
+def megatron(plan: sw.Plan) -> sw.Plan:
+    """The plan with GPT-2 split as Megatron does (arXiv 1909.08053); tiny models gain nothing, so the planner may not."""
+    width = CONFIG.n_embd
+    block = {
+        "w0": Split(1, (width, width, width)),  # c_attn
+        "v2": Split(0, (width, width, width)),
+        "w1": Split(0),  # attn.c_proj
+        "w2": Split(1),  # c_fc
+        "v6": Split(0),
+        "w3": Split(0),  # mlp.c_proj
+    }
+    layouts = {"0/w0": Split(0), "2/w0": Split(1), **{f"1/{role}": split for role, split in block.items()}}
+    chosen = tuple((slot, Layout.of(tp=split)) for slot, split in layouts.items())
+    return replace(plan, decision=replace(plan.decision, layouts=chosen))

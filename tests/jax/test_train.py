@@ -1,0 +1,394 @@
+"""Training under a plan gives the unsplit model's losses, gradients and parameters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import shardwright.jax as sw
+from examples import gpt2_flax
+from shardwright.backends.jax.tree import dotted
+from shardwright.core.graph import Graph
+from tests.jax.plans import BATCH, CONFIG, LENGTH, create, gpt2_graph, megatron, plan_of
+
+STEPS = 20
+MICROBATCH = 2
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return gpt2_graph()
+
+
+def batches(steps: int = STEPS) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    return [{"input_ids": rng.integers(0, CONFIG.vocab_size, (BATCH, LENGTH), np.int32)} for _ in range(steps)]
+
+
+def weighted_loss(model: gpt2_flax.GPT2, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Microbatches weigh differently: only tokens below a bound count."""
+    tokens = batch["input_ids"]
+    logits = model(tokens)[:, :-1]
+    counted = (tokens[:, 1:] < CONFIG.vocab_size // 3).astype(jnp.float32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return (losses * counted).sum() / counted.sum(), counted.sum()
+
+
+def reference(loss_fn: Callable[..., Any], steps: int = STEPS) -> tuple[list[float], dict[str, np.ndarray]]:
+    """The unsplit model on one device, written with nothing of Shardwright: microbatch after microbatch, losses
+    combined by weight. Losses, and the gradients of the first step."""
+    graphdef, params = nnx.split(create(), nnx.Param, ...)[:2]
+    rest = nnx.split(create(), nnx.Param, ...)[2]
+    optimizer = optax.adamw(1e-3)
+    state = optimizer.init(params)
+
+    @jax.jit
+    def weighted(params: Any, batch: Any) -> Any:
+        def total(params: Any) -> Any:
+            found = loss_fn(nnx.merge(graphdef, params, rest), batch)
+            loss, weight = found if isinstance(found, tuple) else (found, jnp.float32(1))
+            return loss * weight, weight
+
+        return jax.value_and_grad(total, has_aux=True)(params)
+
+    losses: list[float] = []
+    first: dict[str, np.ndarray] = {}
+    for batch in batches(steps):
+        loss_sum, weight_sum = 0.0, 0.0
+        total = jax.tree.map(jnp.zeros_like, params)
+        for start in range(0, BATCH, MICROBATCH):
+            micro = {key: value[start : start + MICROBATCH] for key, value in batch.items()}
+            (loss, weight), gradients = weighted(params, micro)
+            loss_sum, weight_sum = loss_sum + float(loss), weight_sum + float(weight)
+            total = jax.tree.map(jnp.add, total, gradients)
+        mean = jax.tree.map(lambda g, w=weight_sum: g / w, total)
+        if not first:
+            first = by_name(mean)
+        updates, state = optimizer.update(mean, state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(loss_sum / weight_sum)
+    return losses, first
+
+
+def by_name(state: Any) -> dict[str, np.ndarray]:
+    return {dotted(path): np.asarray(variable.get_value()) for path, variable in nnx.to_flat_state(state)}
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, tuple[list[float], dict[str, np.ndarray]]]:
+    return {
+        "mean": reference(gpt2_flax.next_token_loss),
+        "weighted": reference(weighted_loss),
+    }
+
+
+def keep_gradients() -> optax.GradientTransformation:
+    """An "optimizer" whose state is the gradients of the last step."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda gradients, state, params=None: (jax.tree.map(jnp.zeros_like, gradients), gradients),
+    )
+
+
+DEGREES = [(2, 1), (1, 2), (2, 2), (4, 2)]
+LOSSES = {"mean": gpt2_flax.next_token_loss, "weighted": weighted_loss}
+CASES = [*((dp, tp, "mean") for dp, tp in DEGREES), (4, 2, "weighted")]
+
+
+@pytest.mark.parametrize(("dp", "tp", "kind"), CASES)
+def test_losses_of_twenty_steps(graph: Graph, references: Any, dp: int, tp: int, kind: str) -> None:
+    plan = megatron(plan_of(graph, dp, tp, MICROBATCH))
+    train = sw.train_step(LOSSES[kind], optax.adamw(1e-3), plan, devices=jax.devices()[: dp * tp])
+    state = train.init(create)
+    losses = []
+    for batch in batches():
+        state, loss = train(state, batch)
+        losses.append(float(loss))
+    np.testing.assert_allclose(losses, references[kind][0], rtol=1e-5)
+    assert max(losses) - min(losses) > 1e-3, "nothing moved, so nothing was compared"
+
+
+@pytest.mark.parametrize(("dp", "tp", "kind"), CASES)
+def test_gradients_of_the_first_step(graph: Graph, references: Any, dp: int, tp: int, kind: str) -> None:
+    """‖g − g_ref‖ ≤ 1e-4 · ‖g_ref‖ + 1e-6 · ‖all g_ref‖ for every tensor."""
+    plan = megatron(plan_of(graph, dp, tp, MICROBATCH))
+    train = sw.train_step(LOSSES[kind], keep_gradients(), plan, devices=jax.devices()[: dp * tp])
+    state, _ = train(train.init(create), batches(1)[0])
+    found, expected = by_name(state.optimizer), references[kind][1]
+    assert found.keys() == expected.keys()
+    everything = np.sqrt(sum(np.sum(g.astype(np.float64) ** 2) for g in expected.values()))
+    for name, gradient in expected.items():
+        difference = np.linalg.norm(found[name] - gradient)
+        assert difference <= 1e-4 * np.linalg.norm(gradient) + 1e-6 * everything, name
+
+
+@pytest.mark.parametrize("shard", [1, 2, 3])
+def test_sharded_states_change_nothing(graph: Graph, references: Any, shard: int) -> None:
+    plan = megatron(plan_of(graph, 4, 2, MICROBATCH, shard=shard))
+    assert plan.decision.shard == shard
+    train = sw.train_step(gpt2_flax.next_token_loss, optax.adamw(1e-3), plan)
+    state = train.init(create)
+    moments = jax.tree.leaves(state.optimizer[0].mu)
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in moments)
+    assert held <= sum(leaf.nbytes for leaf in moments) / 4 * 1.1
+    params = jax.tree.leaves(state.params)
+    parameters = sum(leaf.addressable_shards[0].data.nbytes for leaf in params)
+    assert (parameters < sum(leaf.nbytes for leaf in params) / 4 * 1.1) == (shard == 3)
+    losses = []
+    for batch in batches(5):
+        state, loss = train(state, batch)
+        losses.append(float(loss))
+    np.testing.assert_allclose(losses, references["mean"][0][:5], rtol=1e-5)
+
+
+def test_selective_recompute_changes_nothing(graph: Graph, references: Any) -> None:
+    plan = plan_of(graph, 2, 1, MICROBATCH, recompute="selective")
+    train = sw.train_step(gpt2_flax.next_token_loss, optax.adamw(1e-3), plan, devices=jax.devices()[:2])
+    state = train.init(create)
+    losses = []
+    for batch in batches(5):
+        state, loss = train(state, batch)
+        losses.append(float(loss))
+    np.testing.assert_allclose(losses, references["mean"][0][:5], rtol=1e-5)
+
+
+def test_bf16_computes_in_bf16_and_keeps_fp32_parameters(graph: Graph, references: Any) -> None:
+    train = sw.train_step(
+        gpt2_flax.next_token_loss, optax.adamw(1e-3), plan_of(graph, precision="bf16"), devices=jax.devices()[:1]
+    )
+    state, loss = train(train.init(create), batches(1)[0])
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+    exact = references["mean"][0][0]
+    assert 0 < abs(float(loss) - exact) < 2e-2 * exact
+
+
+# --- shares
+
+
+def share(tree: Any, device: jax.Device) -> int:
+    """Bytes of a pytree that a device holds."""
+    return sum(
+        piece.data.nbytes
+        for leaf in jax.tree.leaves(tree)
+        for piece in leaf.addressable_shards
+        if piece.device == device
+    )
+
+
+def test_every_device_holds_its_share(graph: Graph) -> None:
+    plan = megatron(plan_of(graph, 4, 2))
+    train = sw.train_step(gpt2_flax.next_token_loss, optax.adamw(1e-3), plan)
+    state, _ = train(train.init(create), batches(1)[0])
+    split = {name for name, layout in plan.parameter_layouts("jax").items() if not layout.is_replicated}
+    sizes = {name: leaf.nbytes for name, leaf in by_name(state.params).items()}
+    expected = sum(size // 2 if name in split else size for name, size in sizes.items())
+    assert expected < 0.6 * sum(sizes.values())
+    for device in jax.devices():
+        assert share(state.params, device) == expected
+        assert share(state.optimizer[0].mu, device) == expected
+        assert share(state.optimizer[0].nu, device) == expected
+    kernel = dict(nnx.to_flat_state(state.params))["h", 0, "mlp", "c_fc", "kernel"].get_value()
+    assert {s.data.shape for s in kernel.addressable_shards} == {(CONFIG.n_embd, 2 * CONFIG.n_embd)}
+
+
+def test_an_init_function_never_makes_the_whole_on_one_device(graph: Graph) -> None:
+    plan = megatron(plan_of(graph, 4, 2))
+    train = sw.train_step(gpt2_flax.next_token_loss, optax.adamw(1e-3), plan)
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(create(), nnx.Param)))
+    compiled = train.lower_init(create).compile()
+    assert compiled.memory_analysis().output_size_in_bytes < 0.6 * whole
+    program, width = compiled.as_text(), CONFIG.n_embd
+    for shape in ((width, 4 * width), (4 * width, width), (width, 3 * width)):  # and no device makes one to cut it
+        assert f"[{shape[0]},{shape[1]}]" not in program
+    assert f"f32[{width},{2 * width}]" in program
+    made, given = train.init(create), train.init(create())
+    for one, other in zip(jax.tree.leaves(made.params), jax.tree.leaves(given.params), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+# --- plain functions
+
+
+def mlp(params: Any, batch: Any) -> Any:
+    x = jnp.tanh(batch["x"] @ params["w0"]) @ params["w1"]
+    return ((x - batch["y"]) ** 2).mean()
+
+
+def mlp_params() -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(0))
+    return {"w0": jax.random.normal(keys[0], (8, 16)), "w1": jax.random.normal(keys[1], (16, 4))}
+
+
+def mlp_batch(size: int = BATCH) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    return {"x": rng.standard_normal((size, 8)).astype(np.float32), "y": np.ones((size, 4), np.float32)}
+
+
+@pytest.fixture(scope="module")
+def mlp_graph() -> Graph:
+    return sw.capture(mlp, (jax.eval_shape(mlp_params), mlp_batch()))
+
+
+def test_a_plain_function_and_its_params(mlp_graph: Graph) -> None:
+    train = sw.train_step(mlp, optax.sgd(0.1), plan_of(mlp_graph, 4, 2))
+    given = mlp_params()
+    state, loss = train(train.init(given), mlp_batch())
+    expected, gradients = jax.value_and_grad(mlp)(given, mlp_batch())
+    np.testing.assert_allclose(float(loss), float(expected), rtol=1e-5)
+    after = train.params(state)
+    for name, value in given.items():
+        np.testing.assert_allclose(after[name], value - 0.1 * gradients[name], rtol=1e-4, atol=1e-6)
+
+
+def test_random_keys_do_not_depend_on_the_split(mlp_graph: Graph) -> None:
+    """A mask is a function of seed, step and global microbatch: any dp gives the losses of one device."""
+
+    def noisy(params: Any, batch: Any, *, rngs: Any = None) -> Any:
+        kept = jax.random.bernoulli(rngs, 0.5, batch["x"].shape)
+        return mlp(params, batch | {"x": batch["x"] * kept})
+
+    def losses(dp: int, tp: int, seed: int = 0) -> list[float]:
+        train = sw.train_step(noisy, optax.sgd(0.0), plan_of(mlp_graph, dp, tp), devices=jax.devices()[: dp * tp])
+        state = train.init(mlp_params(), seed=seed)
+        found = []
+        for _ in range(3):
+            state, loss = train(state, mlp_batch())
+            found.append(float(loss))
+        return found
+
+    alone = losses(1, 1)
+    assert len(set(alone)) == 3, "every step draws anew"
+    assert losses(1, 1, seed=1) != alone
+    np.testing.assert_allclose(losses(4, 1), alone, rtol=1e-5)
+    np.testing.assert_allclose(losses(2, 2), alone, rtol=1e-5)
+
+
+def test_dropout_of_a_module_does_not_depend_on_the_split() -> None:
+    config = gpt2_flax.Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=16, dropout=0.3)
+    sample = {"input_ids": jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)}
+    graph = sw.capture(nnx.eval_shape(lambda: gpt2_flax.create(config)), sample, gpt2_flax.next_token_loss)
+    batch = {"input_ids": batches(1)[0]["input_ids"] % 32}
+
+    def losses(dp: int, tp: int) -> list[float]:
+        plan = plan_of(graph, dp, tp)
+        train = sw.train_step(gpt2_flax.next_token_loss, optax.sgd(0.0), plan, devices=jax.devices()[: dp * tp])
+        state = train.init(lambda: gpt2_flax.create(config))
+        found = []
+        for _ in range(2):
+            state, loss = train(state, batch)
+            found.append(float(loss))
+        return found
+
+    alone = losses(1, 1)
+    assert alone[0] != alone[1]
+    np.testing.assert_allclose(losses(4, 2), alone, rtol=1e-5)
+
+
+def test_state_beside_the_parameters(mlp_graph: Graph) -> None:
+    def counting(params: Any, batch: Any, *, state: Any = None) -> Any:
+        return mlp(params, batch), None, {"seen": state["seen"] + 1, "mean": batch["x"].mean()}
+
+    train = sw.train_step(counting, optax.sgd(0.1), plan_of(mlp_graph, 2, 1), devices=jax.devices()[:2])
+    state = train.init(mlp_params(), state={"seen": jnp.zeros((), jnp.int32), "mean": jnp.zeros(())})
+    state, _ = train(state, mlp_batch())
+    assert int(state.other["seen"]) == 4
+    last = np.concatenate([mlp_batch()["x"][6:8], mlp_batch()["x"][14:16]])
+    np.testing.assert_allclose(float(state.other["mean"]), last.mean(), rtol=1e-5)
+
+
+def test_loss_scope_global_sees_all_replicas(mlp_graph: Graph) -> None:
+    def contrast(params: Any, batch: Any) -> Any:
+        x = batch["x"] @ params["w0"] @ params["w1"]
+        return ((x[:, None] - x[None]) ** 2).mean()
+
+    def loss(dp: int, microbatch: int, scope: Any) -> float:
+        plan = plan_of(mlp_graph, dp, 1, microbatch, loss_scope=scope)
+        train = sw.train_step(contrast, optax.sgd(0.1), plan, devices=jax.devices()[:dp])
+        return float(train(train.init(mlp_params()), mlp_batch())[1])
+
+    whole = float(contrast(mlp_params(), mlp_batch()))
+    assert loss(4, 4, "global") == pytest.approx(whole, rel=1e-5)
+    assert loss(4, 4, "replica") != pytest.approx(whole, rel=1e-2)
+    assert loss(4, 4, "replica") == pytest.approx(loss(1, 4, "replica"), rel=1e-5)
+
+
+def test_batch_dims_other_than_the_first(mlp_graph: Graph) -> None:
+    def turned(params: Any, batch: Any) -> Any:
+        return mlp(params, {"x": batch["x"].T, "y": batch["y"]})
+
+    batch = mlp_batch()
+    train = sw.train_step(turned, optax.sgd(0.1), plan_of(mlp_graph, 4, 2), batch_dims={"x": 1})
+    _, loss = train(train.init(mlp_params()), batch | {"x": batch["x"].T})
+    assert float(loss) == pytest.approx(float(mlp(mlp_params(), batch)), rel=1e-5)
+
+
+def test_the_executable_of_the_backend(mlp_graph: Graph) -> None:
+    from shardwright.backends import protocol
+
+    backend = protocol.load("jax")
+    run = backend.compile(plan_of(mlp_graph, 4, 2), mlp_params, loss=mlp, optimizer=optax.sgd(0.1))
+    first = run.step(mlp_batch())
+    assert first == pytest.approx(float(mlp(mlp_params(), mlp_batch())), rel=1e-5)
+    assert run.step(mlp_batch()) < first
+    assert {name: value.shape for name, value in run.whole_parameters().items()} == {"w0": (8, 16), "w1": (16, 4)}
+
+
+# --- bad input
+
+
+def test_the_given_arrays_survive_and_a_donated_state_is_refused(mlp_graph: Graph) -> None:
+    given = mlp_params()
+    train = sw.train_step(mlp, optax.sgd(0.1), plan_of(mlp_graph), devices=jax.devices()[:1])
+    before = train.init(given)
+    train(before, mlp_batch())
+    assert np.isfinite(np.asarray(given["w0"])).all()
+    with pytest.raises(sw.ShardwrightError, match=r"already given to a step.*go on with the state that the step"):
+        train(before, mlp_batch())
+    with pytest.raises(sw.ShardwrightError, match="already given to a step"):
+        train.params(before)
+
+
+def test_wrong_number_of_devices(mlp_graph: Graph) -> None:
+    with pytest.raises(sw.ShardwrightError, match=r"for 4 devices \(pp 1 × dp 2 × tp 2\), and there are 8"):
+        sw.train_step(mlp, optax.sgd(0.1), plan_of(mlp_graph, 2, 2))
+    with pytest.raises(sw.ShardwrightError, match=r"for 4 devices .* and there are 3: plan for fewer"):
+        sw.train_step(mlp, optax.sgd(0.1), plan_of(mlp_graph, 2, 2), devices=jax.devices()[:3])
+
+
+def test_a_batch_of_another_size(mlp_graph: Graph) -> None:
+    train = sw.train_step(mlp, optax.sgd(0.1), plan_of(mlp_graph, 4, 2))
+    state = train.init(mlp_params())
+    with pytest.raises(sw.ShardwrightError, match="a batch of 14 samples was given, and the plan is for 16"):
+        train(state, mlp_batch(14))
+    train(state, mlp_batch())
+
+
+def test_parameters_of_another_model(mlp_graph: Graph) -> None:
+    train = sw.train_step(mlp, optax.sgd(0.1), plan_of(mlp_graph, 4, 2))
+    with pytest.raises(sw.ShardwrightError, match="w2") as error:
+        train.init({"w0": jnp.ones((8, 16)), "w2": jnp.ones((16, 4))})
+    assert "w1" in str(error.value)
+    with pytest.raises(sw.ShardwrightError, match=r"w1.*\(16, 5\)"):
+        train.init({"w0": jnp.ones((8, 16)), "w1": jnp.ones((16, 5))})
+    with pytest.raises(sw.ShardwrightError, match="shapes without values"):
+        train.init(jax.eval_shape(mlp_params))
+
+
+def test_what_this_runtime_does_not_do(graph: Graph, mlp_graph: Graph) -> None:
+    with pytest.raises(sw.ShardwrightError, match="pp=2"):
+        sw.train_step(gpt2_flax.next_token_loss, optax.sgd(0.1), plan_of(graph, 2, 2, pp=2))
+    with pytest.raises(sw.ShardwrightError, match="recomputes whole units"):
+        sw.train_step(mlp, optax.sgd(0.1), plan_of(mlp_graph, 4, 2, recompute="full"))
+    with pytest.raises(sw.ShardwrightError, match="precision='fp16'"):
+        sw.train_step(mlp, optax.sgd(0.1), plan_of(mlp_graph, 4, 2, precision="fp16"))
+
+
+def test_a_loss_function_that_returns_no_number(mlp_graph: Graph) -> None:
+    train = sw.train_step(lambda params, batch: batch["x"], optax.sgd(0.1), plan_of(mlp_graph, 4, 2))
+    with pytest.raises(sw.ShardwrightError, match=r"a loss of shape \(2, 8\): expected one number"):
+        train(train.init(mlp_params()), mlp_batch())
