@@ -10,15 +10,16 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from shardwright.cli import app
 from shardwright.commands import doctor
 
 RUNNER = CliRunner()
 
 
 def run(*arguments: str) -> Result:
-    app = typer.Typer()
-    app.command()(doctor.doctor_command)
-    return RUNNER.invoke(app, arguments)
+    alone = typer.Typer()
+    alone.command()(doctor.doctor_command)
+    return RUNNER.invoke(alone, arguments)
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -48,6 +49,12 @@ def test_json_names_versions_devices_and_backends() -> None:
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert found["cores"] >= 1
     assert found["memory_bytes"] > 2**28
+
+
+def test_the_command_line_has_it() -> None:
+    result = RUNNER.invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["usable"] is True
 
 
 def test_the_table_is_for_people() -> None:
