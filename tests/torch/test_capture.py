@@ -276,6 +276,42 @@ def test_labels_of_tiny_gpt2_have_one_size_each() -> None:
     assert checked > 100
 
 
+def test_products_over_flattened_dims_keep_the_dims() -> None:
+    """GPT-2's Conv1D views [batch, length, k] as a matrix: the graph has the product of the three dims."""
+    graph = BACKEND.capture(gpt2("sdpa"), tokens(4))
+    weights = [p.tensor for p in graph.parameters if ".c_" in p.name and p.name.endswith("weight")]
+    assert len(weights) == 4 * LAYERS
+    for weight in weights:
+        (product,) = [op for op in graph.ops if weight in op.inputs]
+        assert product.labels == ((0, 1, 2), (2, 3), (0, 1, 3))
+        (bias,) = [op for op in graph.ops if product.outputs[0] in op.inputs]
+        assert bias.labels == ((0, 1, 2), (2,), (0, 1, 2)) or bias.labels == ((0, 1, 3), (3,), (0, 1, 3))
+        assert graph.tensors[bias.outputs[0]].shape(7)[:2] == (7, LENGTH)
+    used = {t for op in graph.ops for t in (*op.inputs, *op.outputs)}
+    assert all(i in used for i, t in enumerate(graph.tensors) if t.role in ("activation", "constant"))
+
+
+def test_a_flattened_value_that_something_else_uses_stays() -> None:
+    class Flat(nn.Module):
+        def __init__(self, *, both: bool) -> None:
+            super().__init__()
+            self.weight, self.bias, self.both = nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.randn(8)), both
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            flat = x.view(-1, 6)
+            product = torch.addmm(self.bias, flat, self.weight)
+            loss = product.view(*x.shape[:2], 8).mean()
+            return loss + (product.sum() if self.both else flat.sum())
+
+    first = BACKEND.capture(Flat(both=True), torch.randn(4, 3, 6))
+    assert [op.labels for op in kinds(first, "contraction")] == [((0, 2), (2, 1), (0, 1))]
+    second = BACKEND.capture(Flat(both=False), torch.randn(4, 3, 6))
+    assert [op.labels for op in kinds(second, "contraction")] == [((0, 1, 2), (2, 3), (0, 1, 3))]
+    assert [op.kind for op in second.ops] == [
+        "view", "contraction", "elementwise", "reduction", "reduction", "elementwise",
+    ]  # fmt: skip
+
+
 def test_heads_can_be_followed_from_projection_to_output_projection() -> None:
     """The output dim of the query projection reaches attention's head dim, and from there the input dim of the output
     projection: what a tensor-parallel split needs."""

@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from shardwright.backends.torch.record import Recorder, dtype_name
 from shardwright.backends.torch.sample import Leaf, Sample
 from shardwright.backends.torch.stand_in import fake_like, real_like, swapped_in, tensors_of
+from shardwright.backends.torch.unflatten import unflatten_products, without_unused
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.errors import CaptureError
 from shardwright.core.graph import Graph, Op, Parameter, Tensor, TensorRole
@@ -231,25 +232,26 @@ class _Session:
         """The two runs as one graph. Raises CaptureError where they differ."""
         a, b = small.recorder, large.recorder
         self._require_same_ops(a, b)
-        tensors = tuple(
+        values = [
             Tensor.from_two(x.shape, y.shape, x.dtype, x.role, x.name) for x, y in zip(a.values, b.values, strict=True)
-        )
-        ops = []
+        ]
+        recorded = []
         for x, y in zip(a.ops, b.ops, strict=True):
             labelled = x.labelled if x.labelled is y.labelled else meet(x.labelled, y.labelled)
-            ops.append(
+            recorded.append(
                 Op(x.kind, x.name, x.inputs, x.outputs, labelled.labels, labelled.special, labelled.offsets, x.call)
             )
-        inputs = len(self.sample.leaves)
+        ops, tensors, outputs = without_unused(*unflatten_products(recorded, values, small.outputs), small.outputs)
+        inputs = len(self.sample.leaves)  # inputs, then what the model holds, keep their numbers: see `_name_all`
         return Graph(
             capabilities,
             type(self.model).__name__,
-            tensors,
+            tuple(tensors),
             tuple(ops),
             tuple(a.calls),
             self._parameters(inputs),
             tuple(range(inputs)),
-            small.outputs,
+            outputs,
             self.sample.batch,
         )
 
