@@ -1,0 +1,151 @@
+"""Gradients over the data axis and over the holders of tied parameters, and the norm of all of them."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwright.backends.torch.holding import Holding
+from shardwright.backends.torch.mesh import BoundMesh
+from shardwright.backends.torch.watch import Watch
+from shardwright.core.errors import ShardwrightError
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients are reduced in pieces of about this size, as torch's DistributedDataParallel does by default."""
+
+
+class Gradients:
+    """Takes one step's gradients from what the backward passes left to what the unsplit model would have."""
+
+    def __init__(self, holding: Holding, bound: BoundMesh, watch: Watch) -> None:
+        self.holding, self.bound, self.watch = holding, bound, watch
+        self._before: dict[str, torch.Tensor] = {}
+
+    def begin(self) -> None:
+        """Set aside what earlier steps added up: it is reduced already."""
+        self._before = {}
+        for name, parameter in self.holding.local_parameters().items():
+            if parameter.grad is not None:
+                self._before[name] = parameter.grad
+                parameter.grad = None
+
+    def finish(self, total_weight: float | None) -> None:
+        """Sum over the holders of tied parameters and over dp, divide by the total weight if there is one, and add what
+        was set aside. Every rank calls this at the same time."""
+        local = self.holding.local_parameters()
+        trainable = {name: p for name, p in local.items() if p.requires_grad}
+        self._sum_ties(trainable)
+        if self.bound.size("dp") > 1:
+            self._sum_dp(list(trainable.values()))
+        for name, parameter in local.items():
+            if parameter.grad is not None and total_weight is not None:
+                parameter.grad.div_(total_weight)
+            before = self._before.get(name)
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+        self._before = {}
+
+    def _sum_ties(self, parameters: dict[str, nn.Parameter]) -> None:
+        placement = self.holding.placement
+        if placement is None:
+            return
+        for name in sorted(parameters):
+            holders = placement.parameters[name]
+            if len(holders) == 1:
+                continue
+            self.watch.doing(f"summing the gradients of {name} over pp ranks {holders}")
+            with self.watch.waiting(f"its holders, ranks {[self.bound.peer('pp', h) for h in holders]}"):
+                self._sum_tie(parameters[name], holders)
+
+    def _sum_tie(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
+        """To the home, summed there in the order of holders, and back: the same bits on every holder."""
+        me, home = self.holding.rank, holders[0]
+        present = torch.tensor([0 if parameter.grad is None else 1], dtype=torch.int32, device=parameter.device)
+        total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+        if me != home:
+            peer = self.bound.peer("pp", home)
+            for tensor in (present, total):
+                dist.send(tensor, peer)
+            for tensor in (present, total):
+                dist.recv(tensor, peer)
+        else:
+            other, more = torch.empty_like(total), torch.empty_like(present)
+            for holder in holders[1:]:
+                peer = self.bound.peer("pp", holder)
+                dist.recv(more, peer)
+                dist.recv(other, peer)
+                present += more
+                total += other
+            for holder in holders[1:]:
+                for tensor in (present, total):
+                    dist.send(tensor, self.bound.peer("pp", holder))
+        parameter.grad = total if int(present) else None
+
+    def _sum_dp(self, parameters: Sequence[nn.Parameter]) -> None:
+        """SUM, never AVG, which Gloo takes and does not compute; the scale is in the losses already."""
+        if not parameters:
+            return
+        group, device = self.bound.handles["dp"], parameters[0].device
+        self.watch.doing("reducing gradients over dp")
+        with self.watch.waiting(f"dp peers, ranks {list(self.bound.groups['dp'])}"):
+            present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
+            dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
+            for parameter, anywhere in zip(parameters, present.tolist(), strict=True):
+                if anywhere and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
+                flat = torch.cat([g.reshape(-1) for g in bucket]) if len(bucket) > 1 else bucket[0].contiguous()
+                dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group)
+                if len(bucket) > 1:
+                    for gradient, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                        gradient.copy_(piece.view_as(gradient))
+                elif flat is not bucket[0]:
+                    bucket[0].copy_(flat)
+
+    def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+        """Scale the gradients so that their norm, over the whole model, is at most ``max_norm``; the norm before.
+
+        A tied parameter counts once, at its home. Raises ShardwrightError for a norm that is not finite, if asked to.
+        """
+        placement = self.holding.placement
+        local = self.holding.local_parameters()
+        counted = [
+            p.grad for name, p in local.items()
+            if p.grad is not None and (placement is None or placement.parameters[name][0] == self.holding.rank)
+        ]  # fmt: skip
+        device = self.bound.device
+        infinite = math.isinf(norm_type)
+        own = torch.zeros((), dtype=torch.float32, device=device)
+        if counted:
+            norms = torch.stack([torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) for g in counted])
+            own = norms.max() if infinite else norms.pow(norm_type).sum()
+        if self.bound.size("pp") > 1:
+            self.watch.doing("the norm of all gradients")
+            with self.watch.waiting(f"pp peers, ranks {list(self.bound.groups['pp'])}"):
+                op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+                dist.all_reduce(own, op=op, group=self.bound.handles["pp"])
+        norm = own if infinite else own.pow(1.0 / norm_type)
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise ShardwrightError(f"the norm of the gradients is {float(norm)}: expected a finite number")
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for parameter in local.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale.to(parameter.grad.dtype))
+        return norm
+
+
+def _buckets(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors of one dtype, together at most BUCKET_BYTES unless one alone is larger."""
+    found: list[list[torch.Tensor]] = []
+    open_of: dict[torch.dtype, tuple[list[torch.Tensor], int]] = {}
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        bucket, used = open_of.get(tensor.dtype, ([], 0))
+        if not bucket or used + size > BUCKET_BYTES:
+            bucket, used = [], 0
+            found.append(bucket)
+        bucket.append(tensor)
+        open_of[tensor.dtype] = (bucket, used + size)
+    return found

@@ -1,0 +1,203 @@
+"""Which rank holds which parameters and buffers, and the module tree that is kept whole but for its memory.
+
+Every rank keeps the whole tree of modules, under the original names. What it does not hold is replaced by parameters on
+the meta device, which have a shape and no memory.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+Slot = tuple[nn.Module, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The pp coordinates that hold each parameter and each buffer, by first name, in order; the first is its home."""
+
+    parameters: Mapping[str, tuple[int, ...]]
+    buffers: Mapping[str, tuple[int, ...]]
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        return self.parameters[name] if name in self.parameters else self.buffers[name]
+
+    def with_needs(self, needs: Mapping[int, Iterable[str]]) -> "Placement":
+        """This placement, with holders added: for every pp coordinate the names that it turned out to need."""
+        parameters, buffers = dict(self.parameters), dict(self.buffers)
+        for rank in sorted(needs):
+            for name in sorted(needs[rank]):
+                store = parameters if name in parameters else buffers
+                if rank not in store[name]:
+                    store[name] = (*store[name], rank)
+        return Placement(parameters, buffers)
+
+
+def place(
+    model: nn.Module,
+    calls: Sequence[Sequence[str]],
+    parameter_stages: Mapping[str, Sequence[int]],
+    stage_to_rank: Callable[[int], int],
+    ranks: int,
+) -> Placement:
+    """Where parameters and buffers go.
+
+    A parameter goes where the plan uses it, and where a module that has it, under any of its names, is called. One that
+    nobody uses goes to rank 0; a buffer of a module that no single stage holds goes to every rank.
+
+    Args:
+        calls: for every stage, the paths of the modules called on it.
+    """
+
+    def stages_of(names: Sequence[str]) -> set[int]:
+        return {
+            stage
+            for stage, paths in enumerate(calls)
+            for path in paths
+            if any(path == "" or name.startswith(path + ".") for name in names)
+        }
+
+    names = parameter_names(model)
+    parameters = {}
+    for first, all_names in names.items():
+        stages = stages_of(all_names)
+        for name in all_names:
+            stages |= set(parameter_stages.get(name, ()))
+        parameters[first] = tuple(dict.fromkeys(stage_to_rank(s) for s in sorted(stages))) or (0,)
+    buffers = {}
+    for first, all_names in buffer_names(model).items():
+        stages = stages_of(all_names)
+        buffers[first] = tuple(dict.fromkeys(stage_to_rank(s) for s in sorted(stages))) or tuple(range(ranks))
+    return Placement(parameters, buffers)
+
+
+def parameter_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """All names of every parameter, by its first."""
+    return _names(model.named_parameters(remove_duplicate=False))
+
+
+def buffer_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """All names of every buffer, by its first."""
+    return _names(model.named_buffers(remove_duplicate=False))
+
+
+def _names(items: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:
+    first: dict[int, str] = {}
+    found: dict[str, list[str]] = {}
+    for name, tensor in items:
+        found.setdefault(first.setdefault(id(tensor), name), []).append(name)
+    return {name: tuple(names) for name, names in found.items()}
+
+
+class Holding:
+    """The tensors of a model on one rank.
+
+    Attributes:
+        first_name: for every name of a parameter or buffer, its first.
+        placement: None until the model is split.
+    """
+
+    def __init__(self, model: nn.Module, rank: int) -> None:
+        self.model, self.rank = model, rank
+        self.placement: Placement | None = None
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        """The name of every parameter that the model has or had, by id; an id may be given again once its tensor is gone."""
+        self.modules = dict(model.named_modules())
+        self.first_name: dict[str, str] = {}
+        self._slots: dict[str, list[Slot]] = {}
+        for names in (parameter_names(model), buffer_names(model)):
+            for first, all_names in names.items():
+                for name in all_names:
+                    path, _, last = name.rpartition(".")
+                    self.first_name[name] = first
+                    self._slots.setdefault(first, []).append((self.modules[path], last))
+        self._parameters = frozenset(parameter_names(model))
+        self._buffers = frozenset(buffer_names(model))
+        for name in self._parameters:
+            self._know(self.tensor(name), name)
+
+    @property
+    def parameter_names(self) -> frozenset[str]:
+        return self._parameters
+
+    @property
+    def buffer_names(self) -> frozenset[str]:
+        return self._buffers
+
+    def tensor(self, name: str) -> torch.Tensor:
+        module, last = self._slots[name][0]
+        tensor: torch.Tensor = getattr(module, last)
+        return tensor
+
+    def parameter(self, name: str) -> nn.Parameter:
+        tensor = self.tensor(name)
+        assert isinstance(tensor, nn.Parameter)
+        return tensor
+
+    def holds(self, name: str) -> bool:
+        return self.placement is None or self.rank in self.placement.holders(name)
+
+    def local_parameters(self) -> dict[str, nn.Parameter]:
+        """What this rank holds, by first name, in the model's order."""
+        return {name: p for name, p in self.model.named_parameters() if self.holds(self.first_name[name])}
+
+    def local_buffers(self) -> dict[str, torch.Tensor]:
+        return {name: b for name, b in self.model.named_buffers() if self.holds(self.first_name[name])}
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Replace a parameter or buffer everywhere it stands. What is on the right device keeps its identity."""
+        old = self.tensor(name)
+        if isinstance(old, nn.Parameter):
+            parameter = nn.Parameter(tensor.detach(), requires_grad=old.requires_grad)
+            self._know(parameter, name)
+            new: torch.Tensor = parameter
+            store = "_parameters"
+        else:
+            new, store = tensor, "_buffers"
+        for module, last in self._slots[name]:
+            getattr(module, store)[last] = new
+
+    def drop(self, name: str) -> None:
+        """Give the memory of a parameter or buffer back."""
+        old = self.tensor(name)
+        if old.is_meta:
+            return
+        ghost: torch.Tensor = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="meta")
+        store = "_buffers"
+        if isinstance(old, nn.Parameter):
+            ghost, store = nn.Parameter(ghost, requires_grad=old.requires_grad), "_parameters"
+            self._know(ghost, name)
+        for module, last in self._slots[name]:
+            getattr(module, store)[last] = ghost
+
+    def split(self, placement: Placement) -> list[str]:
+        """Keep what this rank holds and drop the rest. Returns the names of what it holds and has no data for yet."""
+        self.placement = placement
+        wanting = []
+        for name in self._slots:
+            if not self.holds(name):
+                self.drop(name)
+            elif self.tensor(name).is_meta:
+                wanting.append(name)
+        return wanting
+
+    def to(self, device: torch.device) -> None:
+        """Move what this rank holds to its device; parameters keep their identity."""
+        for name in self._slots:
+            tensor = self.tensor(name)
+            if tensor.is_meta or tensor.device == device or not self.holds(name):
+                continue
+            if isinstance(tensor, nn.Parameter):
+                tensor.data = tensor.data.to(device)
+            else:
+                self.put(name, tensor.to(device))
+
+    def name_of(self, parameter: torch.Tensor) -> str | None:
+        """The first name of a parameter that the model has or had; None for one of another model."""
+        entry = self._known.get(id(parameter))
+        return entry[1] if entry is not None and entry[0]() is parameter else None
+
+    def _know(self, parameter: torch.Tensor, name: str) -> None:
+        self._known[id(parameter)] = (weakref.ref(parameter), name)

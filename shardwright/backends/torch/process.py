@@ -1,0 +1,129 @@
+"""Where this process stands among the others: ranks from the launcher's environment, and the process groups."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shardwright.core.errors import ClusterError
+
+DEFAULT_PORT = 29500
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a launcher says: this process's rank, how many there are, its place on its node, and where rank 0 listens.
+
+    ``master_address`` is None when the launcher does not say; a world of 1 needs none.
+    """
+
+    launcher: str
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    master_address: str | None = None
+    master_port: int = DEFAULT_PORT
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ClusterError(
+                f"{self.launcher} says that this is rank {self.rank} of {self.world_size}: expected a rank from 0 to "
+                f"{self.world_size - 1}; check the environment variables of the launcher"
+            )
+
+
+def read_launch(environment: Mapping[str, str]) -> Launch:
+    """Read torchrun's variables, or else Open MPI's, MPICH's (PMI), or Slurm's; with none of them, a world of 1.
+
+    Slurm's are taken only inside a job step (``srun``): a batch script by itself is one process, whatever the job asks.
+    Raises ClusterError for a value that is not a number, and for a rank outside its world.
+    """
+    given = environment
+
+    def number(name: str, default: int | None = None) -> int:
+        text = given.get(name)
+        if text is None and default is not None:
+            return default
+        try:
+            return int(text or "")
+        except ValueError:
+            raise ClusterError(f"the environment has {name}={text!r}: expected a whole number") from None
+
+    address = given.get("MASTER_ADDR")
+    port = number("MASTER_PORT", DEFAULT_PORT)
+    if "RANK" in given and "WORLD_SIZE" in given:
+        return Launch("torchrun", number("RANK"), number("WORLD_SIZE"), number("LOCAL_RANK", 0), address, port)
+    if "OMPI_COMM_WORLD_RANK" in given:
+        rank, size = number("OMPI_COMM_WORLD_RANK"), number("OMPI_COMM_WORLD_SIZE")
+        local = number("OMPI_COMM_WORLD_LOCAL_RANK", 0)
+        if address is None and number("OMPI_COMM_WORLD_LOCAL_SIZE", -1) == size:
+            address = "127.0.0.1"
+        return Launch("mpirun", rank, size, local, address, port)
+    if "PMI_RANK" in given and "PMI_SIZE" in given and "SLURM_PROCID" not in given:
+        rank, size = number("PMI_RANK"), number("PMI_SIZE")
+        local = number("MPI_LOCALRANKID", 0)
+        if address is None and number("MPI_LOCALNRANKS", -1) == size:
+            address = "127.0.0.1"
+        return Launch("mpirun", rank, size, local, address, port)
+    if "SLURM_PROCID" in given and "SLURM_STEP_NUM_TASKS" in given:
+        if address is None and (nodes := given.get("SLURM_STEP_NODELIST") or given.get("SLURM_JOB_NODELIST")):
+            address = first_node(nodes)
+        rank, size = number("SLURM_PROCID"), number("SLURM_STEP_NUM_TASKS")
+        return Launch("srun", rank, size, number("SLURM_LOCALID", 0), address, port)
+    return Launch("none")
+
+
+def first_node(nodelist: str) -> str:
+    """The first host of a Slurm node list: ``gpu[003-007,9],cpu1`` gives ``gpu003``."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodelist.strip())
+    if match is None:
+        raise ClusterError(f"the Slurm node list {nodelist!r} cannot be read: set MASTER_ADDR to the first host")
+    stem, first, tail = match.groups()
+    return f"{stem}{first or ''}{tail or ''}"
+
+
+def choose_device(launch: Launch) -> torch.device:
+    """A CUDA device by local rank when there are any, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", launch.local_rank % torch.cuda.device_count())
+
+
+def start(launch: Launch, device: torch.device, timeout_s: float, backend: str | None = None) -> None:
+    """Join the default process group: NCCL for CUDA devices, else Gloo. One that exists is used as it is.
+
+    Sockets are bound to the loopback interface when the master's address is a loopback address, unless
+    GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME say otherwise. Raises ClusterError when the master's address is not known,
+    or when a process group of another size exists.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        if launch.launcher != "none" and dist.get_world_size() != launch.world_size:
+            raise ClusterError(
+                f"torch.distributed has {dist.get_world_size()} ranks, {launch.launcher} started {launch.world_size}"
+            )
+        return
+    timeout = timedelta(seconds=timeout_s)
+    name = backend or ("nccl" if device.type == "cuda" else "gloo")
+    if launch.world_size == 1:
+        if name == "gloo":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    if launch.master_address is None:
+        raise ClusterError(
+            f"{launch.launcher} started {launch.world_size} processes on several nodes and does not say where rank 0 "
+            f"is: set MASTER_ADDR (with mpirun: -x MASTER_ADDR=host)"
+        )
+    if launch.master_address in LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = launch.master_address, str(launch.master_port)
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(launch.rank), str(launch.world_size)
+    dist.init_process_group(name, rank=launch.rank, world_size=launch.world_size, timeout=timeout)

@@ -1,0 +1,262 @@
+"""The body of a training step as a program: unit calls, the operations between them, and the values that flow.
+
+A program is recorded once for each signature (`step_recorder`), divided into stages (`stages`) and then run for every
+microbatch (`pipeline`). It holds shapes and names, no data.
+"""
+
+import copy
+import enum
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+Context = tuple[str, int, int]
+"""Where a random number is drawn: (module path, occurrence of its call, how many calls it has made before the draw)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRef:
+    """A tensor that a step makes, or an input."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRef:
+    """A parameter of the model, by its first name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class BufferRef:
+    """A buffer of the model, by its first name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantRef:
+    """A tensor from outside the step, used as it is."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRef:
+    """A Python object that is neither tensor nor plain value, such as a cache that units write to."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Anything else: numbers, strings, None, dtypes, functions, modules."""
+
+    value: Any
+
+
+Leaf = ValueRef | ParameterRef | BufferRef | ConstantRef | ObjectRef | Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Arguments or results: nested containers with leaves."""
+
+    leaves: tuple[Leaf, ...]
+    spec: pytree.TreeSpec
+
+    def build(self, resolve: Callable[[Leaf], Any]) -> Any:
+        return pytree.tree_unflatten([resolve(leaf) for leaf in self.leaves], self.spec)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor of the program: ``step`` made it, or it is input number ``input``."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    step: int | None
+    input: int | None = None
+    memory: int = 0
+    """Values with the same number share memory."""
+
+    @property
+    def carries_gradient(self) -> bool:
+        return self.requires_grad and (self.dtype.is_floating_point or self.dtype.is_complex)
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """An object as it was when a stage first met it; tensors inside are markers that stand for values."""
+
+    value: Any
+    markers: tuple[tuple[torch.Tensor, ValueRef | ParameterRef | BufferRef | ConstantRef | None], ...]
+
+    def build(self, resolve: Callable[[Leaf], Any]) -> Any:
+        """A fresh copy. Tensors that nobody here reads (``resolve`` gives None) stay markers, on the meta device."""
+        memo: dict[int, Any] = {}
+        for marker, ref in self.markers:
+            tensor = None if ref is None else resolve(ref)
+            memo[id(marker)] = marker if tensor is None else tensor
+        keep_modules(self.value, memo)
+        return copy.deepcopy(self.value, memo)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call of a unit (``path`` is given) or of a function.
+
+    ``outputs`` are the tensors found in the result, in `tensors_in` order, and after them those found in the objects
+    that a unit was given; None where a tensor is known already. ``renewals`` are pairs (new, old) of values that share
+    memory with what the step wrote: after it the same tensors, with new content.
+    """
+
+    index: int
+    path: str | None
+    occurrence: int
+    function: Callable[..., Any] | None
+    arguments: Tree
+    reads: frozenset[int]
+    outputs: tuple[int | None, ...]
+    object_outputs: tuple[tuple[int, tuple[int | None, ...]], ...]
+    renewals: tuple[tuple[int, int], ...]
+    written: frozenset[int]
+    memories: frozenset[int]
+    """The memory that the step writes to."""
+    parameters: frozenset[str]
+    buffers: frozenset[str]
+    grad_enabled: bool
+    autocast: torch.dtype | None
+    random: tuple[Context, ...] = ()
+    counts: tuple[tuple[str, int], ...] = ()
+    views_parameter: bool = False
+    """A function of parameters alone whose result shares their memory, such as a transposition."""
+
+    @property
+    def name(self) -> str:
+        if self.path is not None:
+            return f"{self.path or 'the model'} (call {self.occurrence})"
+        return getattr(self.function, "__name__", str(self.function))
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A value given to ``model.backward``; the weight of its microbatch is a value, a number, or 1 when None."""
+
+    value: int
+    weight: Leaf | None
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A whole step body. ``templates`` belong to (object, stage)."""
+
+    values: tuple[Value, ...]
+    steps: tuple[Step, ...]
+    losses: tuple[Loss, ...]
+    result: Tree
+    templates: dict[tuple[int, int], Template] = field(repr=False)
+    children: dict[str, tuple[str, ...]] = field(repr=False, default_factory=dict)
+    """For modules that draw random numbers after calling others: the modules that they call."""
+    call_totals: dict[str, int] = field(repr=False, default_factory=dict)
+    """How often each module that draws random numbers is called in one microbatch."""
+
+    @property
+    def draws_random_numbers(self) -> bool:
+        return any(step.random for step in self.steps)
+
+    def digest_text(self) -> str:
+        """A text that two ranks share when they recorded the same program."""
+        lines = [f"{v.shape} {v.dtype} {v.step} {v.input}" for v in self.values]
+        lines += [f"{s.name} {sorted(s.reads)} {s.outputs} {s.renewals}" for s in self.steps]
+        return "\n".join(lines)
+
+
+_PLAIN = (
+    int, float, complex, str, bytes, bool, type(None), type(Ellipsis), type, range,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.Generator,
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType,
+    enum.Enum, nn.Module,
+)  # fmt: skip
+
+
+def is_plain(item: Any) -> bool:
+    """Whether an argument can be kept by reference: it holds no tensor of the step and nobody writes to it."""
+    if isinstance(item, slice):
+        return not tensors_in(item)
+    return isinstance(item, _PLAIN) or isinstance(item, torch._ops.OpOverload)
+
+
+def tensors_in(root: Any) -> list[torch.Tensor]:
+    """Every tensor inside containers and objects, each once, in an order that equal structures share."""
+    if isinstance(root, torch.Tensor):
+        return [root]
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    keep: list[Any] = []
+    stack = [root]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, torch.Tensor):
+            if id(item) not in seen:
+                seen.add(id(item))
+                found.append(item)
+            continue
+        if isinstance(item, _PLAIN) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        keep.append(item)  # a list made on the way must not be freed, or another would get its id
+        stack.extend(reversed(list(_parts(item))))
+    return found
+
+
+def _parts(item: Any) -> Iterable[Any]:
+    if isinstance(item, slice):
+        return (item.start, item.stop, item.step)
+    parts: list[Any] = []
+    if isinstance(item, dict):
+        parts.extend(item.values())
+        if type(item) is not dict:
+            parts.extend(getattr(item, "__dict__", {}).values())
+        return parts
+    if isinstance(item, (list, tuple, set, frozenset)):
+        return item
+    parts.extend(getattr(item, "__dict__", {}).values())
+    for cls in type(item).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(item, name):
+                parts.append(getattr(item, name))
+    return parts
+
+
+def keep_modules(root: Any, memo: dict[int, Any]) -> None:
+    """Put the modules inside an object into a deepcopy memo, so that copies refer to the same ones."""
+    seen: set[int] = set()
+    stack = [root]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, nn.Module):
+            memo[id(item)] = item
+        elif not isinstance(item, (torch.Tensor, *_PLAIN)) and id(item) not in seen:
+            seen.add(id(item))
+            stack.extend(_parts(item))
+
+
+def make_template(item: Any, name: Callable[[torch.Tensor], Any]) -> Template:
+    """Copy an object, with a marker in place of each tensor; ``name`` says which value a tensor is, or None."""
+    memo: dict[int, Any] = {}
+    markers = []
+    for tensor in tensors_in(item):
+        marker = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        memo[id(tensor)] = marker
+        markers.append((marker, name(tensor)))
+    keep_modules(item, memo)
+    return Template(copy.deepcopy(item, memo), tuple(markers))

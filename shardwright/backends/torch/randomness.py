@@ -1,0 +1,118 @@
+"""Random numbers that do not depend on how the model is split.
+
+What a module draws is a function of (seed, step, global microbatch, module path, occurrence of the call, and how many
+calls the module had made before it drew). The generator is seeded at the start of each such stretch: by hooks on those
+modules alone that recording saw draw random numbers, and on the modules they call if they draw again afterwards.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.backends.torch.program import Context, Program, Step
+from shardwright.core.errors import CaptureError
+
+
+def stream_seed(seed: int, step: int, microbatch: int, context: Context) -> int:
+    """63 bits from a hash: the same on every machine."""
+    text = f"{seed}/{step}/{microbatch}/{context[0]}/{context[1]}/{context[2]}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+class Streams:
+    """Seeds the generators while one rank runs a program."""
+
+    def __init__(self, program: Program, modules: Mapping[str, nn.Module], seed: int) -> None:
+        self.seed = seed
+        self.contexts = {context for step in program.steps for context in step.random}
+        self.totals = program.call_totals
+        self.active = bool(self.contexts)
+        self.enabled = False
+        """Set while this program runs: other programs have hooks on the same modules."""
+        self._step = 0
+        self._microbatch = 0
+        self._counts: dict[str, int] = {}
+        self._frames: list[list[Any]] = []
+        self._recomputing = False
+        self._handles: list[Any] = []
+        watched = {context[0] for context in self.contexts}
+        watched |= {child for path in program.children for child in program.children[path]}
+        for path in sorted(watched):
+            if path in modules:
+                self._watch(path, modules[path])
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def begin(self, step: int, microbatch: int, *, recomputing: bool = False) -> None:
+        """Note the step and the global microbatch; ``recomputing`` in a backward pass, where checkpoints run again."""
+        self._step, self._microbatch, self._recomputing = step, microbatch, recomputing
+        self._frames.clear()
+
+    def enter(self, step: Step) -> None:
+        """Before a step of the program."""
+        if step.path is not None:
+            self._counts = dict(step.counts)
+            self._frames.clear()
+        elif step.random:
+            self._seed(step.random[0])
+
+    def _watch(self, path: str, module: nn.Module) -> None:
+        def before(_: nn.Module, __: Any) -> None:
+            if not self.enabled:
+                return
+            occurrence = self._counts.get(path, 0)
+            if self._recomputing:
+                if self.totals.get(path, 1) > 1:
+                    raise CaptureError(
+                        f"{path} draws random numbers, is called {self.totals[path]} times in one pass and is "
+                        f"recomputed by activation checkpointing: which call is recomputed cannot be told; switch "
+                        f"checkpointing off for it"
+                    )
+                occurrence = 0
+            else:
+                self._counts[path] = occurrence + 1
+            self._frames.append([path, occurrence, 0])
+            self._seed_if_random((path, occurrence, 0))
+
+        def after(_: nn.Module, __: Any, ___: Any) -> None:
+            if not self.enabled:
+                return
+            if self._frames:
+                self._frames.pop()
+            if self._frames:
+                frame = self._frames[-1]
+                frame[2] += 1
+                self._seed_if_random((frame[0], frame[1], frame[2]))
+
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(module.register_forward_hook(after))
+
+    def _seed_if_random(self, context: Context) -> None:
+        if context in self.contexts:
+            self._seed(context)
+
+    def _seed(self, context: Context) -> None:
+        torch.manual_seed(stream_seed(self.seed, self._step, self._microbatch, context))
+
+
+@contextmanager
+def kept_generators(active: bool, device: torch.device) -> Iterator[None]:
+    """Leave the default generators as they were found."""
+    if not active:
+        yield
+        return
+    host = torch.get_rng_state()
+    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(host)
+        if own is not None:
+            torch.cuda.set_rng_state(own, device)

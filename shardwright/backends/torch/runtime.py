@@ -1,0 +1,302 @@
+"""A model split over this run's ranks, and the training steps that it runs."""
+
+import hashlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwright.backends.torch import CAPABILITIES
+from shardwright.backends.torch.data_parallel import Gradients
+from shardwright.backends.torch.holding import Holding, Placement, place
+from shardwright.backends.torch.mesh import BoundMesh
+from shardwright.backends.torch.pipeline import Pipeline
+from shardwright.backends.torch.program import Tree
+from shardwright.backends.torch.randomness import Streams
+from shardwright.backends.torch.results import Returned, compare_over_pp, share, total_weight
+from shardwright.backends.torch.stages import Division, divide
+from shardwright.backends.torch.step_recorder import StepRecorder, find_model_call
+from shardwright.backends.torch.transfer import Mailroom, as_carried
+from shardwright.backends.torch.watch import Watch
+from shardwright.backends.torch.weights import Weights, materialize
+from shardwright.core.errors import CaptureError, PlanError, ShardwrightError
+from shardwright.core.plan import Plan
+from shardwright.core.schedule import Schedule
+
+StepBody = Callable[[list[torch.Tensor]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StageMap:
+    """What the runtime takes from a plan: the schedule, and which calls and parameters belong to which stage."""
+
+    schedule: Schedule
+    calls: tuple[tuple[tuple[str, int], ...], ...]
+    parameter_stages: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of_plan(cls, plan: Plan, schedule: Schedule | None = None) -> "StageMap":
+        """Raises PlanError when the plan is not bound to torch, MissingCapabilityError for an axis that is not run."""
+        CAPABILITIES.require_axes({"tp": plan.decision.tp})
+        calls = tuple(tuple((c.path, c.occurrence) for c in held) for held in plan.stage_calls("torch"))
+        return cls(schedule or plan.build_schedule(), calls, plan.parameter_stages("torch"))
+
+    @classmethod
+    def whole(cls, microbatches: int) -> "StageMap":
+        """The unsplit model: one stage, the call of the model itself."""
+        return cls(Schedule.build("gpipe", ranks=1, microbatches=microbatches), ((("", 0),),), {})
+
+    @property
+    def stage_of_call(self) -> dict[tuple[str, int], int]:
+        return {call: stage for stage, calls in enumerate(self.calls) for call in calls}
+
+
+@dataclass(slots=True)
+class _Compiled:
+    """A recorded step, ready to run."""
+
+    division: Division
+    pipeline: Pipeline
+    result: Tree
+
+
+class Runtime:
+    """One rank's part of a model and of its training.
+
+    Args:
+        model: the whole model, on any device; it is split in place.
+        bound: the mesh of this run.
+        weights: where a model on the meta device gets its data; see `weights.materialize`.
+        seed: the seed of dropout and of init functions.
+    """
+
+    def __init__(
+        self, model: nn.Module, bound: BoundMesh, watch: Watch, *, timeout_s: float, seed: int, weights: Weights | None
+    ) -> None:
+        self.model, self.bound, self.watch, self.seed = model, bound, watch, seed
+        self.weights = weights
+        self.holding = Holding(model, bound.coordinate("pp"))
+        self.gradients = Gradients(self.holding, bound, watch)
+        group = dist.group.WORLD
+        assert group is not None
+        self.mailroom = Mailroom(
+            bound.groups["pp"], bound.coordinate("pp"), bound.device, watch, timeout_s, group
+        )
+        self.stage_map: StageMap | None = None
+        self.recorder: StepRecorder | None = None
+        self.in_body = False
+        """Whether the body of a step runs now, on stand-ins."""
+        self.steps_run = 0
+        self.listeners: list[Callable[[], None]] = []
+        """Called whenever the parameters of this rank have changed identity."""
+        self._compiled: dict[Hashable, _Compiled] = {}
+        self._synchronized = False
+
+    # Splitting ---------------------------------------------------------------------------------------------------
+
+    def split(self, stage_map: StageMap) -> None:
+        """Keep this rank's parameters and drop the others; give data to those on the meta device."""
+        self.stage_map = stage_map
+        schedule = stage_map.schedule
+        calls = [[path for path, _ in held] for held in stage_map.calls]
+        placement = place(self.model, calls, stage_map.parameter_stages, schedule.stage_to_rank, schedule.ranks)
+        wanting = self.holding.split(placement)
+        materialize(self.holding, wanting, self.weights, self.bound.device, self.seed)
+        self.weights = None
+        self.holding.to(self.bound.device)
+        self._changed()
+
+    def _changed(self) -> None:
+        for listener in self.listeners:
+            listener()
+
+    def _add_holders(self, needs: Mapping[int, Sequence[str]]) -> None:
+        """Bring parameters and buffers to ranks that turned out to need them: the home sends what it has."""
+        old = self.holding.placement
+        assert old is not None
+        new = old.with_needs(needs)
+        self.holding.placement = new
+        changed = False
+        for name in sorted((*new.parameters, *new.buffers)):
+            home, *_ = old.holders(name)
+            for holder in new.holders(name):
+                if holder in old.holders(name):
+                    continue
+                self.watch.doing(f"moving {name} to pp rank {holder}")
+                if self.holding.rank == home:
+                    with self.watch.waiting(f"rank {self.bound.peer('pp', holder)}"):
+                        dist.send(as_carried(self.holding.tensor(name).detach()), self.bound.peer("pp", holder))
+                elif self.holding.rank == holder:
+                    buffer = torch.empty_like(
+                        self.holding.tensor(name), device=self.bound.device, memory_format=torch.contiguous_format
+                    )
+                    with self.watch.waiting(f"rank {self.bound.peer('pp', home)}"):
+                        dist.recv(as_carried(buffer), self.bound.peer("pp", home))
+                    self.holding.put(name, buffer)
+                    changed = True
+        if changed:
+            self._changed()
+
+    def _synchronize(self) -> None:
+        """Start all replicas, and all holders of a tied parameter, from the same numbers: those of the first."""
+        placement = self.holding.placement
+        assert placement is not None
+        self.watch.doing("bringing initial weights in line")
+        for name in sorted((*self.holding.local_parameters(), *self.holding.local_buffers())):
+            tensor = self.holding.tensor(name).detach()
+            holders = placement.holders(name)
+            me, home = self.holding.rank, holders[0]
+            carried = as_carried(tensor)
+            if len(holders) > 1 and name in placement.parameters:
+                with self.watch.waiting(f"the holders of {name}"):
+                    if me == home:
+                        for holder in holders[1:]:
+                            dist.send(carried, self.bound.peer("pp", holder))
+                    else:
+                        dist.recv(carried, self.bound.peer("pp", home))
+            if self.bound.size("dp") > 1:
+                with self.watch.waiting(f"dp peers, ranks {list(self.bound.groups['dp'])}"):
+                    dist.broadcast(carried, self.bound.groups["dp"][0], group=self.bound.handles["dp"])
+            if carried.data_ptr() != tensor.data_ptr():
+                tensor.copy_(carried.view_as(tensor))
+        self.watch.doing("between steps")
+
+    # Steps -------------------------------------------------------------------------------------------------------
+
+    def check_peers(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Raise ShardwrightError, naming the ranks, unless all pp peers were given this batch."""
+        text = hashlib.blake2b(digest_size=8)
+        for tensor in inputs:
+            text.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+            text.update(as_carried(tensor.detach().cpu()).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+        different = compare_over_pp({"batch": _signed(text)}, self.bound, self.watch).get("batch")
+        if different:
+            first = self.bound.peer("pp", 0)
+            raise ShardwrightError(
+                f"the ranks {first} and {', '.join(map(str, different))} are pipeline peers and were given different "
+                f"batches: each rank passes the batch of its dp coordinate (here {self.bound.coordinate('dp')}), the "
+                f"same on all its pp peers; sw.sampler(dataset) does that"
+            )
+
+    def step(
+        self, signature: Hashable, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]]
+    ) -> tuple[Tree, dict[int, Returned]]:
+        """Run one training step; every rank calls this at the same time.
+
+        Args:
+            signature: what a recorded program stands for; the same on all pp peers.
+            body: what the user's step does, from stand-ins for the tensors of one microbatch.
+            microbatches: the tensors of each microbatch, on this run's device.
+
+        Returns:
+            the result of the body as a tree, and its tensors by their position among the leaves.
+        """
+        stage_map = self.stage_map
+        assert stage_map is not None
+        if signature not in self._compiled:
+            self._compiled[signature] = self._compile(stage_map, body, microbatches)
+        compiled = self._compiled[signature]
+        if not self._synchronized:
+            self._synchronize()
+            self._synchronized = True
+        division, pipeline = compiled.division, compiled.pipeline
+        training = bool(division.program.losses)
+        count = len(microbatches)
+        first = self.bound.coordinate("dp") * count
+        if training:
+            self.gradients.begin()
+        pipeline.streams.seed = self.seed
+        values = pipeline.run(microbatches, self.steps_run, first, training and torch.is_grad_enabled())
+        stage_rank = [stage_map.schedule.stage_to_rank(s) for s in range(stage_map.schedule.stages)]
+        self.watch.doing("the end of the step")
+        total, weights = total_weight(division, values, stage_rank, self.bound, self.watch, count)
+        if training:
+            self.gradients.finish(total)
+            self.steps_run += 1
+        self.watch.doing("the results of the step")
+        returned = share(division, values, stage_rank, self.bound, self.watch, count, weights)
+        self.watch.doing("between steps")
+        return compiled.result, returned
+
+    def find_model_call(self, body: StepBody, inputs: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with which a step body first calls the model; see `step_recorder.find_model_call`."""
+        self.in_body = True
+        try:
+            return find_model_call(self.model, body, list(inputs), self.bound.device)
+        finally:
+            self.in_body = False
+
+    def record(self, stage_map: StageMap, body: StepBody, inputs: Sequence[torch.Tensor]) -> Division:
+        """Record a step body and divide it into stages."""
+        recorder = StepRecorder(self.model, stage_map.stage_of_call, self.bound.device)
+        self.recorder, self.in_body = recorder, True
+        try:
+            program = recorder.record(body, list(inputs))
+        finally:
+            self.recorder, self.in_body = None, False
+        missing = [call for held in stage_map.calls for call in held if call not in recorder.seen_calls]
+        if missing and program.losses:
+            path, occurrence = missing[0]
+            raise PlanError(
+                f"the plan has {len(missing)} module calls that the step does not make, {path!r} (call {occurrence}) "
+                f"first: plan from a capture with the arguments that the step passes to the model"
+            )
+        return divide(program, stage_map.stage_of_call, stage_map.parameter_stages, stage_map.schedule.stages)
+
+    def _compile(self, stage_map: StageMap, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]]) -> _Compiled:
+        self.watch.doing("recording the step")
+        division = self.record(stage_map, body, microbatches[0])
+        program = division.program
+        if len({str(loss.weight) for loss in program.losses}) > 1:
+            raise CaptureError(
+                "model.backward is called several times in one step with different weights: give all of them the same "
+                "weight, or none"
+            )
+        digest = hashlib.blake2b(program.digest_text().encode(), digest_size=8)
+        different = compare_over_pp({"program": _signed(digest)}, self.bound, self.watch).get("program")
+        if different:
+            raise ShardwrightError(
+                f"ranks {self.bound.peer('pp', 0)} and {', '.join(map(str, different))} recorded different steps: the "
+                f"step body must do the same on all pipeline peers"
+            )
+        schedule = stage_map.schedule
+        self._place_needs(division, schedule)
+        streams = Streams(program, self.holding.modules, self.seed)
+        scale = 1.0 / (len(microbatches) * self.bound.size("dp"))
+        pipeline = Pipeline(
+            division, schedule, self.holding.modules, self.bound.coordinate("pp"), self.mailroom, self.watch, streams, scale
+        )
+        self.mailroom.open(pipeline.pairs)
+        return _Compiled(division, pipeline, program.result)
+
+    def _place_needs(self, division: Division, schedule: Schedule) -> None:
+        needs: dict[int, set[str]] = {}
+        for part in division.parts:
+            needs.setdefault(schedule.stage_to_rank(part.stage), set()).update(part.parameters, part.buffers)
+        placement = self.holding.placement
+        assert placement is not None
+        lacking = {r: sorted(n for n in names if r not in placement.holders(n)) for r, names in needs.items()}
+        if not any(lacking.values()):
+            return
+        if self.steps_run:
+            rank, names = next((r, n) for r, n in lacking.items() if n)
+            raise PlanError(
+                f"this step uses {names[0]} on pp rank {rank}, which has no copy of it, and training has begun: run "
+                f"every kind of step once before the first optimizer step"
+            )
+        self._add_holders(lacking)
+
+    def is_split(self) -> bool:
+        """Whether parameters have been dropped: another rank may hold what this one does not."""
+        return self.holding.placement is not None and self.bound.size("pp") > 1
+
+    @property
+    def placement(self) -> Placement | None:
+        return self.holding.placement
+
+
+def _signed(digest: Any) -> int:
+    return int.from_bytes(digest.digest(), "big", signed=True)

@@ -1,0 +1,67 @@
+"""Training in PyTorch: `import shardwright.torch as sw`.
+
+The names are those of SageMaker's model-parallel library, so that its scripts run by changing the import.
+"""
+
+from shardwright.backends.protocol import require_framework
+
+require_framework("torch")
+
+from shardwright.torch.data import DistributedSampler, sampler  # noqa: E402
+from shardwright.torch.model import DistributedModel  # noqa: E402
+from shardwright.torch.optimizer import DistributedOptimizer  # noqa: E402
+from shardwright.torch.output import StepOutput  # noqa: E402
+from shardwright.torch.session import (  # noqa: E402
+    barrier,
+    dp_rank,
+    dp_size,
+    get_dp_process_group,
+    get_pp_process_group,
+    get_rdp_process_group,
+    get_tp_process_group,
+    get_world_process_group,
+    init,
+    is_initialized,
+    local_rank,
+    pp_rank,
+    pp_size,
+    rank,
+    rdp_rank,
+    rdp_size,
+    set_seed,
+    shutdown,
+    size,
+    tp_rank,
+    tp_size,
+)
+from shardwright.torch.step import step  # noqa: E402
+
+__all__ = [
+    "DistributedModel",
+    "DistributedOptimizer",
+    "DistributedSampler",
+    "StepOutput",
+    "barrier",
+    "dp_rank",
+    "dp_size",
+    "get_dp_process_group",
+    "get_pp_process_group",
+    "get_rdp_process_group",
+    "get_tp_process_group",
+    "get_world_process_group",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "pp_rank",
+    "pp_size",
+    "rank",
+    "rdp_rank",
+    "rdp_size",
+    "sampler",
+    "set_seed",
+    "shutdown",
+    "size",
+    "step",
+    "tp_rank",
+    "tp_size",
+]

@@ -1,0 +1,127 @@
+"""The configuration that `init` takes: SageMaker's keys, and a few of our own."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwright.core.errors import MissingCapabilityError, ShardwrightError, nearest
+from shardwright.core.mesh import Mesh
+from shardwright.core.schedule import schedule_names
+
+_ALIASES = {"partitions": "pipeline_parallel_degree"}
+_AXIS_LETTERS = {"P": "pp", "D": "dp", "T": "tp"}
+_STRATEGIES = {"cluster": "DPT", "spread": "TPD"}
+
+_LATER: dict[str, tuple[Any, str]] = {
+    "auto_partition": (True, "stages are cut by the planner"),
+    "shard_optimizer_state": (False, "optimizer states are kept whole on every replica"),
+    "sharded_data_parallel_degree": (1, "parameters are kept whole on every replica"),
+    "offload_activations": (False, "activations stay on the device"),
+    "fp16": (False, "use torch.autocast around the step"),
+    "fp16_params": (False, "use torch.autocast around the step"),
+    "bf16": (False, "use torch.autocast around the step, or a bfloat16 model"),
+    "delayed_parameter_initialization": (False, "build the model on the meta device and pass weights="),
+    "prescaled_batch": (False, "it concerns tensor parallelism alone"),
+}
+"""Keys of features that this version lacks: the value that asks for nothing, and what holds instead."""
+
+_WITHOUT_EFFECT = {
+    "optimize", "memory_weight", "default_partition", "activation_loading_horizon", "skip_tracing",
+    "deterministic_server", "static_mode", "fast_mode", "tensor_parallel_seed", "sdp_reduce_bucket_size",
+    "sdp_param_persistence_threshold", "sdp_max_live_parameters", "sdp_hierarchical_allgather",
+    "sdp_gradient_clipping",
+}  # fmt: skip
+"""Keys that tune machinery which this library does not have: accepted with a warning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What `init` was asked for.
+
+    Attributes:
+        wait_timeout_s: how long this rank waits for a peer before it stops with an error.
+        axes: the mesh axes, outermost first.
+    """
+
+    pipeline_parallel_degree: int = 1
+    tensor_parallel_degree: int = 1
+    microbatches: int = 1
+    pipeline: str = "1f1b"
+    virtual_stages: int = 1
+    active_microbatches: int | None = None
+    ddp: bool = False
+    ddp_dist_backend: str = "auto"
+    placement_strategy: str = "PDT"
+    cluster: str | None = None
+    seed: int = 0
+    wait_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline_parallel_degree", "tensor_parallel_degree", "microbatches", "virtual_stages"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ShardwrightError(f"{name}={value!r}: expected a whole number of at least 1")
+        if self.pipeline not in schedule_names():
+            raise ShardwrightError(f"pipeline={self.pipeline!r} is no schedule: {nearest(self.pipeline, schedule_names())}")
+        if self.ddp_dist_backend not in ("auto", "nccl", "gloo"):
+            raise ShardwrightError(f"ddp_dist_backend={self.ddp_dist_backend!r}: expected auto, nccl or gloo")
+        letters = _STRATEGIES.get(self.placement_strategy, self.placement_strategy)
+        if sorted(letters) != sorted(_AXIS_LETTERS):
+            raise ShardwrightError(
+                f"placement_strategy={self.placement_strategy!r}: expected cluster, spread or an order of D, P and T, "
+                f"such as PDT"
+            )
+        if not self.wait_timeout_s > 0:
+            raise ShardwrightError(f"wait_timeout_s={self.wait_timeout_s!r}: expected a number of seconds above 0")
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        letters = _STRATEGIES.get(self.placement_strategy, self.placement_strategy)
+        return tuple(_AXIS_LETTERS[letter] for letter in letters)
+
+    def mesh(self, world_size: int) -> Mesh:
+        """The mesh over all ranks. Raises ShardwrightError when the degrees do not divide their number."""
+        pp, tp = self.pipeline_parallel_degree, self.tensor_parallel_degree
+        if world_size % (pp * tp):
+            raise ShardwrightError(
+                f"pipeline_parallel_degree={pp} and tensor_parallel_degree={tp} do not divide the {world_size} ranks "
+                f"that are running: start a multiple of {pp * tp}, or choose degrees that divide {world_size}"
+            )
+        dp = world_size // (pp * tp)
+        if dp > 1 and not self.ddp:
+            raise ShardwrightError(
+                f"{world_size} ranks with pipeline_parallel_degree={pp} make {dp} data-parallel replicas, and ddp is "
+                f"False: set 'ddp': True, or start {pp * tp} ranks"
+            )
+        sizes = {"pp": pp, "dp": dp, "tp": tp}
+        return Mesh(self.axes, tuple(sizes[axis] for axis in self.axes))
+
+
+def read_config(given: Mapping[str, Any] | None) -> Config:
+    """Check a configuration.
+
+    Raises:
+        ShardwrightError: an unknown key (the nearest is named), or a value that is not possible.
+        MissingCapabilityError: a feature that this version does not have.
+    """
+    own = set(Config.__dataclass_fields__)
+    known = own | set(_ALIASES) | set(_LATER) | _WITHOUT_EFFECT
+    taken: dict[str, Any] = {}
+    for key, value in (given or {}).items():
+        if key not in known:
+            raise ShardwrightError(f"init knows no key {key!r}: {nearest(key, known)}")
+        name = _ALIASES.get(key, key)
+        if name in _LATER:
+            neutral, instead = _LATER[name]
+            if value != neutral:
+                raise MissingCapabilityError(
+                    f"{key}={value!r} is not possible in this version of the torch runtime ({instead}): leave it at {neutral!r}"
+                )
+        elif name in _WITHOUT_EFFECT:
+            warnings.warn(f"{key} has no effect here: it tunes machinery that this library does not have", stacklevel=3)
+        elif name in taken:
+            raise ShardwrightError(f"{key} and its other name are both given: keep one")
+        else:
+            taken[name] = value
+    return Config(**taken)

@@ -1,0 +1,176 @@
+"""The model as the user holds it: whole in name, split in memory."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad
+
+from shardwright.backends.torch import checkpoint
+from shardwright.backends.torch.runtime import Runtime, StageMap
+from shardwright.backends.torch.weights import Weights
+from shardwright.core.errors import ShardwrightError
+from shardwright.torch import session as sessions
+
+
+class DistributedModel(nn.Module):
+    """A model split over the ranks of this run.
+
+    The tree of modules stays whole, under the names of the unsplit model; what this rank does not hold is on the meta
+    device. With a plan it is split here, else at the first step. Names never get a prefix.
+
+    Args:
+        module: the model; split in place. It may be on the meta device.
+        weights: data for a model on the meta device: a ``.safetensors`` file, a file of ``torch.save(state_dict)``, a
+            state dict, or a function called with every module that owns parameters, as by ``nn.Module.apply``. Each rank
+            makes only what it holds.
+
+    Raises:
+        PlanError: the plan is for another model; names the parameters that differ.
+    """
+
+    def __init__(self, module: nn.Module, weights: Weights | None = None) -> None:
+        super().__init__()
+        session = sessions.current()
+        if session.model is not None:
+            raise ShardwrightError("this version runs one DistributedModel per process: put both models into one module")
+        self.module = module
+        self.session = session
+        self.runtime = Runtime(
+            module,
+            session.bound,
+            session.watch,
+            timeout_s=session.config.wait_timeout_s,
+            seed=session.seed,
+            weights=weights,
+        )
+        self.runtime.listeners.append(self._watch_clipping)
+        session.model = self
+        if session.plan is not None:
+            names = tuple(name for name, _ in module.named_parameters())
+            session.plan.require_model("torch", names, type(module).__name__)
+            self.runtime.split(StageMap.of_plan(session.plan))
+        elif session.bound.size("pp") == 1:
+            self.runtime.split(StageMap.whole(session.microbatches))
+
+    # Inside a step -----------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Inside ``@sw.step``: the model. Outside, only where one rank holds all of it."""
+        if not self.runtime.in_body and self.session.bound.size("pp") > 1:
+            raise ShardwrightError(
+                "a model that is split over pipeline stages runs inside a function decorated with @sw.step; for "
+                "evaluation call such a function, without model.backward, under torch.no_grad()"
+            )
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
+        """Inside ``@sw.step``: the loss of a microbatch, whose gradient is wanted.
+
+        Args:
+            loss: a scalar.
+            weight: of this microbatch (its number of tokens, say); gradients are those of the weighted mean over all
+                microbatches of all replicas. Default: all the same.
+        """
+        if self.runtime.recorder is None:
+            raise ShardwrightError("model.backward(loss) belongs inside a function decorated with @sw.step")
+        self.runtime.recorder.backward(loss, weight)
+
+    # Parameters --------------------------------------------------------------------------------------------------
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """All of them, by original names; what other ranks hold is on the meta device and never gets a gradient."""
+        yield from self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """All of them, by original names; what other ranks hold is on the meta device."""
+        yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that this rank holds, by original names."""
+        yield from self.runtime.holding.local_parameters().items()
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that this rank holds."""
+        yield from self.runtime.holding.local_parameters().values()
+
+    def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers that this rank holds, by original names."""
+        yield from self.runtime.holding.local_buffers().items()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the gradients by the norm that the unsplit model's have; every rank calls this. Returns that norm."""
+        return self.runtime.gradients.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite)
+
+    # Saving ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> Any:
+        """The whole state dict, by original names, on every rank or on rank 0 only. Every rank calls this."""
+        if args or kwargs.get("prefix") or kwargs.get("destination") is not None:
+            raise ShardwrightError("state_dict of a distributed model takes rank0_only alone: it gives original names")
+        return checkpoint.gather(self.runtime.holding, self.session.bound, self.session.watch, rank0_only=rank0_only)
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """The part of the state dict that this rank holds."""
+        holding = self.runtime.holding
+        return {
+            key: entry
+            for key, entry in self.module.state_dict().items()
+            if key not in holding.first_name or holding.holds(holding.first_name[key])
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load this rank's share of a whole state dict. Raises PlanError for names and shapes that do not fit."""
+        if assign:
+            raise ShardwrightError("assign=True would replace the parameters that optimizers know: leave it False")
+        missing, unexpected = checkpoint.load(self.runtime.holding, state_dict, strict=strict)
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def _watch_clipping(self) -> None:
+        if self.session.bound.size("pp") > 1:
+            warn_of_plain_clipping(self.local_parameters())
+
+
+_plain_clip: Callable[..., Any] | None = None
+
+
+def warn_of_plain_clipping(parameters: Iterator[nn.Parameter]) -> None:
+    """From now on torch's clip_grad_norm_ warns when it is given one of these parameters.
+
+    Its inner function is replaced, since user code may have imported the outer one already.
+    """
+    global _plain_clip
+    _marked.update(id(p) for p in parameters)
+    if _plain_clip is not None:
+        return
+    _plain_clip = clip_grad._clip_grads_with_norm_
+
+    def clip(given: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [given] if isinstance(given, torch.Tensor) else list(given)
+        if any(id(p) in _marked for p in tensors):
+            warnings.warn(
+                "torch.nn.utils.clip_grad_norm_ sees only the parameters of this rank, and clips by their norm alone: "
+                "call model.clip_grad_norm_(max_norm), which takes the norm of the whole model",
+                stacklevel=4,
+            )
+        assert _plain_clip is not None
+        return _plain_clip(tensors, *args, **kwargs)
+
+    clip_grad._clip_grads_with_norm_ = clip
+
+
+_marked: set[int] = set()

@@ -1,0 +1,82 @@
+"""Planning at the first step, when `init` was given degrees and no plan: capture, then cut with the degrees pinned."""
+
+import hashlib
+import inspect
+from typing import Any
+
+import torch
+
+from shardwright.backends.torch.results import compare_over_pp
+from shardwright.backends.torch.runtime import StageMap, StepBody
+from shardwright.core.cluster import Cluster
+from shardwright.core.errors import PlanError
+from shardwright.core.plan import Plan
+from shardwright.core.schedule import Schedule
+from shardwright.torch.model import DistributedModel
+from shardwright.torch.session import Session
+
+
+def plan_at_first_step(
+    session: Session, model: DistributedModel, body: StepBody, microbatch: list[torch.Tensor]
+) -> StageMap:
+    """Capture the model as the step calls it and plan it with the configuration's degrees. Every rank calls this and
+    comes to the same plan, which is compared. Raises PlanError when no plan satisfies the degrees."""
+    from shardwright.api import plan as search
+    from shardwright.backends.torch import BACKEND
+
+    config, bound = session.config, session.bound
+    args, kwargs = model.runtime.find_model_call(body, microbatch)
+    sample = _sample(model.module, args, kwargs)
+    graph = BACKEND.capture(model.module, sample, require_loss=False)
+    samples = _batch_size(sample)
+    dp, pp = bound.size("dp"), bound.size("pp")
+    plan: Plan = search(
+        graph,
+        Cluster(config.cluster or _hardware(bound.device), nodes=1, devices_per_node=bound.mesh.size),
+        batch=samples * config.microbatches * dp,
+        pp=pp, tp=1, dp=dp, microbatch=samples, schedule="1f1b" if config.virtual_stages == 1 else config.pipeline,
+        virtual_stages=config.virtual_stages, recompute="none", shard=0,
+    )  # fmt: skip
+    session.plan = plan
+    digest = hashlib.blake2b(repr(plan.stage_calls("torch")).encode(), digest_size=8)
+    number = int.from_bytes(digest.digest(), "big", signed=True)
+    different = compare_over_pp({"plan": number}, bound, session.watch).get("plan")
+    if different:
+        raise PlanError(f"ranks {bound.peer('pp', 0)} and {different} planned different stages: make a plan file and pass it")
+    schedule = Schedule.build(
+        config.pipeline, ranks=pp, microbatches=config.microbatches, virtual_stages=config.virtual_stages,
+        costs=plan.stage_costs(), active_microbatches=config.active_microbatches,
+    )  # fmt: skip
+    return StageMap.of_plan(plan, schedule)
+
+
+def _sample(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments as capture takes them: all by position, or all by keyword."""
+    if not args:
+        return kwargs
+    if not kwargs:
+        return tuple(args)
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    return dict(bound.arguments)
+
+
+def _batch_size(sample: Any) -> int:
+    items = sample.values() if isinstance(sample, dict) else sample
+    sizes = [t.shape[0] for t in items if isinstance(t, torch.Tensor) and t.dim() > 0]
+    if not sizes:
+        raise PlanError("the model is called without any tensor that has a batch dim: nothing to plan by")
+    return int(sizes[0])
+
+
+def _hardware(device: torch.device) -> str:
+    """The profile of this device; the CPU's when the device is not among them, since stages are cut by ratios alone."""
+    if device.type != "cuda":
+        return "cpu"
+    name = torch.cuda.get_device_name(device).lower()
+    large = torch.cuda.get_device_properties(device).total_memory > 60e9
+    for key, profile in (("h200", "h200"), ("h100", "h100"), ("b200", "b200"), ("v100", "v100"), ("t4", "t4")):
+        if key in name:
+            return profile
+    if "a100" in name:
+        return "a100-80gb" if large else "a100-40gb"
+    return "h100"

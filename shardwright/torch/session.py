@@ -1,0 +1,229 @@
+"""What `init` sets up for this process: its place among the ranks, the plan or the configuration, and the model."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shardwright.backends.torch import CAPABILITIES
+from shardwright.backends.torch.mesh import BoundMesh, bind
+from shardwright.backends.torch.process import choose_device, read_launch, start
+from shardwright.backends.torch.watch import StopReporter, Watch
+from shardwright.core.errors import ShardwrightError
+from shardwright.core.mesh import Mesh
+from shardwright.core.plan import Plan
+from shardwright.torch.config import Config, read_config
+
+if TYPE_CHECKING:
+    from shardwright.torch.model import DistributedModel
+
+
+class Session:
+    """One process's run. There is one per process, as there is one default process group."""
+
+    def __init__(self, config: Config, plan: Plan | None, bound: BoundMesh, watch: Watch) -> None:
+        self.config, self.plan, self.bound, self.watch = config, plan, bound, watch
+        self.seed = config.seed
+        self.model: DistributedModel | None = None
+
+    @property
+    def microbatches(self) -> int:
+        return self.config.microbatches if self.plan is None else self.plan.microbatches
+
+
+_session: Session | None = None
+
+
+def current() -> Session:
+    """The session of this process. Raises ShardwrightError before `init`."""
+    if _session is None:
+        raise ShardwrightError("shardwright.torch is not initialised: call sw.init({...}) or sw.init(plan=...) first")
+    return _session
+
+
+def is_initialized() -> bool:
+    """Whether `init` was called."""
+    return _session is not None
+
+
+def init(
+    config: Mapping[str, Any] | None = None, *, plan: "Plan | str | Path | None" = None, device: Any = None, **keys: Any
+) -> None:
+    """Join the other processes of this run, and take the plan or the configuration.
+
+    Ranks come from the environment of torchrun, mpirun or Slurm; without one this is a world of one process. With CUDA
+    devices NCCL carries the messages, else Gloo.
+
+    Args:
+        config: SageMaker's keys (`pipeline_parallel_degree`, `microbatches`, `pipeline`, `ddp` …); `pipeline` takes any
+            schedule's name. The degrees are pinned and the rest is planned at the first step.
+        plan: a plan, or the path of its file; then `config` may hold `seed`, `wait_timeout_s` and the like.
+        device: this rank's device; by default a CUDA device by local rank, else the CPU.
+        keys: more keys of the configuration.
+
+    Raises:
+        ShardwrightError: an unknown key, a degree that does not divide the number of ranks.
+        PlanError: the plan is for another number of ranks.
+        MissingCapabilityError: the plan or a key asks for what this version's runtime does not do.
+    """
+    global _session
+    if _session is not None:
+        raise ShardwrightError("init was called twice: call sw.shutdown() in between")
+    given = {**(config or {}), **keys}
+    if plan is not None:
+        _refuse_degrees(given)
+    settings = read_config(given)
+    chosen = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    launch = read_launch(_environment())
+    world_size = dist.get_world_size() if dist.is_initialized() else launch.world_size
+    if chosen is not None:
+        chosen.require_world(world_size)
+        mesh = chosen.mesh
+        CAPABILITIES.require_axes({"tp": chosen.decision.tp})
+    else:
+        mesh = settings.mesh(world_size)
+        CAPABILITIES.require_axes({"tp": settings.tensor_parallel_degree})
+    place = torch.device(device) if device is not None else choose_device(launch)
+    backend = None if settings.ddp_dist_backend == "auto" else settings.ddp_dist_backend
+    start(launch, place, settings.wait_timeout_s, backend)
+    bound = bind(mesh, place)
+    watch = Watch(bound.describe())
+    if bound.mesh.size > 1:
+        StopReporter(watch).start()
+    _session = Session(settings, chosen, bound, watch)
+
+
+def shutdown() -> None:
+    """Leave the process group and forget the session; the counterpart of `init`."""
+    global _session
+    _session = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _environment() -> Mapping[str, str]:
+    import os
+
+    return os.environ
+
+
+def _refuse_degrees(given: Mapping[str, Any]) -> None:
+    for key in ("pipeline_parallel_degree", "partitions", "tensor_parallel_degree", "microbatches", "pipeline"):
+        if key in given:
+            raise ShardwrightError(f"init was given a plan and {key}: the plan decides that; leave {key} out")
+
+
+def set_seed(seed: int) -> None:
+    """Set the seed of dropout. What is drawn depends on (seed, step, global microbatch, module call) and on nothing else:
+    not on how the model is split, nor on torch's own generators."""
+    session = current()
+    session.seed = int(seed)
+    if session.model is not None:
+        session.model.runtime.seed = session.seed
+
+
+def rank() -> int:
+    """This process's rank among all."""
+    return current().bound.rank
+
+
+def size() -> int:
+    """How many processes there are."""
+    return current().bound.mesh.size
+
+
+def local_rank() -> int:
+    """This process's place on its node."""
+    return read_launch(_environment()).local_rank
+
+
+def pp_rank() -> int:
+    """The coordinate on the pipeline axis."""
+    return current().bound.coordinate("pp")
+
+
+def pp_size() -> int:
+    """The pipeline-parallel degree."""
+    return current().bound.size("pp")
+
+
+def tp_rank() -> int:
+    """The coordinate on the tensor axis."""
+    return current().bound.coordinate("tp")
+
+
+def tp_size() -> int:
+    """The tensor-parallel degree."""
+    return current().bound.size("tp")
+
+
+def rdp_rank() -> int:
+    """The coordinate among replicas (the plan's dp axis)."""
+    return current().bound.coordinate("dp")
+
+
+def rdp_size() -> int:
+    """The number of replicas (the plan's dp axis)."""
+    return current().bound.size("dp")
+
+
+def dp_rank() -> int:
+    """The place among the ranks that take different batches: rdp_rank · tp_size + tp_rank, in SageMaker's words."""
+    return rdp_rank() * tp_size() + tp_rank()
+
+
+def dp_size() -> int:
+    """rdp_size · tp_size, in SageMaker's words."""
+    return rdp_size() * tp_size()
+
+
+def get_world_process_group() -> ProcessGroup:
+    """The group of all ranks."""
+    current()
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def get_pp_process_group() -> ProcessGroup:
+    """The ranks of this rank's pipeline."""
+    return current().bound.handles["pp"]
+
+
+def get_rdp_process_group() -> ProcessGroup:
+    """The ranks that hold the same parameters as this one."""
+    return current().bound.handles["dp"]
+
+
+def get_dp_process_group() -> ProcessGroup:
+    """The same as `get_rdp_process_group` while tensor parallelism is 1."""
+    return get_rdp_process_group()
+
+
+def get_tp_process_group() -> ProcessGroup:
+    """The ranks of this rank's tensor-parallel group."""
+    return current().bound.handles["tp"]
+
+
+def barrier(group: ProcessGroup | None = None) -> None:
+    """Wait until every rank of the group, by default of the world, has come here."""
+    session = current()
+    session.watch.doing("barrier")
+    with session.watch.waiting("the other ranks"):
+        dist.barrier(group)
+    session.watch.doing("between steps")
+
+
+def default_mesh() -> Mesh:
+    """The mesh of this run."""
+    return current().bound.mesh
+
+
+def warn(text: str) -> None:
+    """Warn once per place, from rank 0 only, so that a run prints one line and not one per rank."""
+    if _session is None or _session.bound.rank == 0:
+        warnings.warn(text, stacklevel=4)
