@@ -558,6 +558,23 @@ def test_one_module_called_twice() -> None:
     assert [op.call for op in kinds(graph, "contraction")] == [2, 4]
 
 
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_compiled_modules_are_captured_as_they_are_written() -> None:
+    model = nn.Sequential(torch.compile(nn.Linear(6, 7)), nn.ReLU())
+    graph = BACKEND.capture(model, torch.randn(4, 6), mean_of)
+    assert [op.name for op in graph.ops] == ["aten.linear", "aten.linear/bias", "aten.relu", "aten.mean"]
+    assert [p.name for p in graph.parameters] == ["0._orig_mod.weight", "0._orig_mod.bias"]
+
+
+def test_a_cache_among_the_inputs_starts_every_run_anew() -> None:
+    """What the forward pass writes into its arguments is gone before the next run, and never reaches the caller."""
+    cache = transformers.DynamicCache()
+    graph = BACKEND.capture(gpt2("sdpa"), {**tokens(4), "past_key_values": cache})
+    assert len(graph.inputs) == 2
+    assert len(kinds(graph, "attention")) == LAYERS
+    assert cache.get_seq_length() == 0
+
+
 def test_autocast_casts_are_in_every_run() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         graph = BACKEND.capture(nn.Linear(6, 5), torch.randn(4, 6), mean_of)

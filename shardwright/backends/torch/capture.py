@@ -7,7 +7,7 @@ values (`.item()`, `nonzero`), both runs are repeated on real tensors, on a copy
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -152,8 +152,8 @@ class _Session:
     ) -> _Run:
         recorder = Recorder(self.templates)
         with swapped_in(self.model, stand_ins), mode, _plain_torch():
-            args, kwargs = self.sample.arguments(make)
-            self._name_all(recorder, stand_ins, args, kwargs)
+            args, kwargs, made = self.sample.arguments(make)
+            self._name_all(recorder, stand_ins, made)
             try:
                 # Below autograd, composite ops reach the recorder whole, and no graph is kept for a backward pass.
                 with self._calls(recorder), recorder, torch._C._AutoDispatchBelowAutograd():
@@ -174,11 +174,10 @@ class _Session:
             return _Run(recorder, tuple(recorder.read(t) for t in result))
 
     def _name_all(
-        self, recorder: Recorder, stand_ins: Mapping[int, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, recorder: Recorder, stand_ins: Mapping[int, torch.Tensor], made: Sequence[torch.Tensor]
     ) -> None:
         """Inputs first, then what the model holds, in the same order in every run."""
-        given = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        for leaf, tensor in zip(self.sample.leaves, given, strict=True):
+        for leaf, tensor in zip(self.sample.leaves, made, strict=True):
             recorder.name(tensor, "input", leaf.name)
         for key, (name, tensor) in self.tensors.items():
             role: TensorRole = (
@@ -304,11 +303,12 @@ def _plain_torch() -> Iterator[None]:
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     device = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     torch._C._set_mkldnn_enabled(False)  # oneDNN hides recurrent layers in one op, and is not what a GPU runs
     torch.clear_autocast_cache()  # casts of the run before would be missing from this one
     logger.setLevel(logging.CRITICAL)  # what it logs is raised too
     try:
-        with device, torch.enable_grad():
+        with device, torch.enable_grad(), eager:
             yield
     finally:
         torch._C._set_mkldnn_enabled(mkldnn)

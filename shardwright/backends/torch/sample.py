@@ -1,10 +1,12 @@
 """The sample that a model is captured with: which dim of which tensor is the batch, and other sizes of it.
 
 A sample is a tensor, a tuple or list (positional arguments) or a mapping (keyword arguments), nested as deep as the
-model's forward takes it. What is not a tensor is handed on as it is.
+model's forward takes it. What is not a tensor is handed on as it is, or as a copy
+where it can change.
 """
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,15 +50,17 @@ class Sample:
                     f"batch_dims={{{name!r}: None}} (a dim or None per tensor; dim 0 where nothing is said)"
                 )
 
-    def arguments(self, make: Callable[[Leaf], torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments with every tensor replaced by ``make(leaf)``."""
-        made = iter([make(leaf) for leaf in self.leaves])
-        replaced = _replace(self._sample, made)
+    def arguments(
+        self, make: Callable[[Leaf], torch.Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
+        """Positional and keyword arguments with every tensor replaced by ``make(leaf)``; and what was made."""
+        made = [make(leaf) for leaf in self.leaves]
+        replaced = _replace(self._sample, iter(made))
         if isinstance(self._sample, Mapping):
-            return (), dict(replaced)
+            return (), dict(replaced), made
         if isinstance(self._sample, (tuple, list)):
-            return tuple(replaced), {}
-        return (replaced,), {}
+            return tuple(replaced), {}, made
+        return (replaced,), {}, made
 
     def _collect(self, value: Any, dims: Any, name: str) -> None:
         if isinstance(value, torch.Tensor):
@@ -77,7 +81,7 @@ class Sample:
                 self._collect(item, dim, _join(name, i))
 
 
-def _replace(value: Any, made: Any) -> Any:
+def _replace(value: Any, made: Iterator[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return next(made)
     if isinstance(value, Mapping):
@@ -87,7 +91,12 @@ def _replace(value: Any, made: Any) -> Any:
         if isinstance(value, list):
             return items
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    return value
+    if isinstance(value, (str, bytes, int, float, complex, type(None), torch.nn.Module)) or callable(value):
+        return value
+    try:
+        return copy.deepcopy(value)  # caches and the like are written by the forward pass
+    except Exception:
+        return value
 
 
 def _dim_of(tensor: torch.Tensor, dim: Any, name: str) -> int | None:

@@ -13,8 +13,8 @@ def _view(call: OpCall, labelled: Labelled) -> None:
     call.add(kind, call.inputs[:1], [call.out], labelled)
 
 
-@rule("view", "view", "reshape", "_unsafe_view", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "view_as",
-      "reshape_as", "_reshape_alias")  # fmt: skip
+@rule("view", "view", "reshape", "_unsafe_view", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze",
+      "_reshape_alias")  # fmt: skip
 def reshape(call: OpCall) -> None:
     source = call.inputs[0]
     if source.dtype != call.out.dtype:  # a view of the bits as another dtype
@@ -42,7 +42,7 @@ def permute(call: OpCall) -> None:
     _view(call, labels.transpose([d % rank for d in call["dims"]]))
 
 
-@rule("view", "expand", "expand_as", "broadcast_to")
+@rule("view", "expand", "broadcast_to")
 def expand(call: OpCall) -> None:
     before, after = call.inputs[0].shape, call.out.shape
     first = len(after) - len(before)
