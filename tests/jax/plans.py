@@ -33,7 +33,7 @@ def plan_of(graph: Graph, dp: int = 1, tp: int = 1, microbatch: int = 2, batch: 
 
 
 def megatron(plan: sw.Plan) -> sw.Plan:
-    """The plan with GPT-2 split as Megatron does (arXiv 1909.08053); tiny models gain nothing, so the planner may not."""
+    """The plan with GPT-2 split as Megatron does (arXiv 1909.08053); on CPUs tiny models gain nothing."""
     width = CONFIG.n_embd
     block = {
         "w0": Split(1, (width, width, width)),  # c_attn

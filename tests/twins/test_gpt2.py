@@ -50,7 +50,7 @@ def jax_model(torch_model: Any) -> gpt2_flax.GPT2:
 
 def test_first_losses_agree(torch_model: Any, jax_model: gpt2_flax.GPT2, ids: np.ndarray) -> None:
     tokens = torch.from_numpy(ids)
-    expected = float(torch_model(input_ids=tokens, labels=tokens).loss)
+    expected = float(torch_model(input_ids=tokens, labels=tokens).loss.detach())
     found = float(gpt2_flax.next_token_loss(jax_model, {"input_ids": jnp.asarray(ids)}))
     assert found == pytest.approx(expected, abs=1e-4)
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 from flax import linen, nnx
 
 CALL_MARK = "shardwright:call:"
@@ -198,10 +200,24 @@ def boxed(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+CROSS_ENTROPY: Callable[..., Any] = optax.softmax_cross_entropy_with_integer_labels
+
+
+@functools.wraps(CROSS_ENTROPY)
+def _cross_entropy(logits: Any, labels: Any, axis: Any = -1, where: Any = None) -> Any:
+    """Optax spells the log-softmax out around the look-up; written as these two, one reduction serves both, as it does
+    once the compiler has merged equal expressions."""
+    if axis not in (-1, jnp.ndim(logits) - 1) or where is not None:
+        return CROSS_ENTROPY(logits, labels, axis, where)
+    scores = boxed("log_softmax", jax.nn.log_softmax)(logits)
+    return -jnp.take_along_axis(scores, labels[..., None], axis=-1).squeeze(-1)
+
+
 @contextmanager
 def boxed_functions() -> Iterator[None]:
     """Box the functions of `BOXED` wherever a loaded module holds them under a name of its own."""
     replacements = {id(function): boxed(name, function) for name, function in BOXED}
+    replacements[id(CROSS_ENTROPY)] = _cross_entropy
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
