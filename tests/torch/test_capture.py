@@ -720,6 +720,22 @@ def test_a_model_that_branches_on_the_batch() -> None:
         BACKEND.capture(nn.Sequential(nn.ReLU(), Branches()), torch.randn(4, 6))
 
 
+def test_a_dim_that_grows_with_the_square_of_the_batch() -> None:
+    class Pairs(nn.Module):
+        def __init__(self, *, flat: bool) -> None:
+            super().__init__()
+            self.flat = flat
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            pairs = x @ x.t()
+            return (pairs.flatten() if self.flat else pairs).exp().mean()
+
+    with pytest.raises(CaptureError, match=r"aten.flatten in 'the model itself'.*\(4,\) at batch 2 and \(9,\)"):
+        BACKEND.capture(Pairs(flat=True), torch.randn(4, 6))
+    graph = BACKEND.capture(Pairs(flat=False), torch.randn(4, 6))
+    assert matmul_flops(graph, 5) == 2 * 5 * 5 * 6
+
+
 def test_samples_that_disagree() -> None:
     model = llama("sdpa")
     sample = {**tokens(4), "position_ids": torch.arange(LENGTH)[None]}

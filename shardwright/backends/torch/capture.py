@@ -234,6 +234,7 @@ class _Session:
         values = [
             Tensor.from_two(x.shape, y.shape, x.dtype, x.role, x.name) for x, y in zip(a.values, b.values, strict=True)
         ]
+        self._require_linear(a, b, values)
         recorded = []
         for x, y in zip(a.ops, b.ops, strict=True):
             labelled = x.labelled if x.labelled is y.labelled else meet(x.labelled, y.labelled)
@@ -264,6 +265,18 @@ class _Session:
             Parameter(name, number[id(p)], tuple(n for n in names[id(p)] if n != name), p.requires_grad)
             for name, p in self.model.named_parameters()
         )
+
+    def _require_linear(self, a: Recorder, b: Recorder, values: Sequence[Tensor]) -> None:
+        """What grows faster than the batch would have less than no entries at batch 1."""
+        for n, value in enumerate(values):
+            if any(fixed + slope < 0 for fixed, slope in zip(value.fixed, value.per_sample, strict=True)):
+                op = next(op for op in a.ops if n in op.outputs)
+                raise CaptureError(
+                    f"{op.name} in {a.calls[op.call].path or 'the model itself'!r} makes a tensor of shape "
+                    f"{a.values[n].shape} at batch {SIZES[0]} and {b.values[n].shape} at batch {SIZES[1]}: a dim that "
+                    "does not grow linearly with the batch. Keep pairs of samples in two dims ([batch, batch]), not "
+                    "flattened into one"
+                )
 
     def _require_same_ops(self, a: Recorder, b: Recorder) -> None:
         fix = (
