@@ -70,7 +70,7 @@ def contraction_flops(graph: Graph, op: Op, batch: int) -> int:
         query, _key, value = (graph.tensors[t].shape(batch) for t in op.inputs[:3])
         labels = op.input_labels
         sizes = graph.label_sizes(op, batch)
-        keys = math.prod(sizes[x] for x in set(labels[1]) - set(labels[0]))
+        keys = math.prod(sizes[x] for x in set(labels[1]) - set(labels[0]) - {-1})  # -1: one head for all queries
         return 2 * keys * (math.prod(query) + math.prod(query[:-1]) * value[-1])
     return 0
 
