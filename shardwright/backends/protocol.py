@@ -32,9 +32,16 @@ class Backend(Protocol):
     capabilities: Capabilities
 
     def capture(
-        self, model: Any, sample: Any, loss: Callable[..., Any] | None = None, *, batch_dims: Any = None
+        self,
+        model: Any,
+        sample: Any,
+        loss: Callable[..., Any] | None = None,
+        *,
+        batch_dims: Any = None,
+        require_loss: bool = True,
     ) -> Graph:
-        """Read the model without running it on real data. Raises CaptureError."""
+        """Read the model without running it on real data. Raises CaptureError; also when no loss is found and one is
+        required (a runtime that sees the loss elsewhere does not require it here)."""
         ...
 
     def bind(self, mesh: Mesh) -> Any:
