@@ -68,8 +68,9 @@ def _gpt2(**sizes: int) -> tuple[Any, Any]:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
+    config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # as its twin, whose default is none
     with torch.device("meta"):
-        return GPT2LMHeadModel(GPT2Config(**sizes)), _tokens(1024)
+        return GPT2LMHeadModel(config), _tokens(1024)
 
 
 def _tokens(length: int) -> dict[str, Any]:
