@@ -3,7 +3,8 @@
 Neither framework is imported before a model file asks for one.
 """
 
-from typing import Any
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -44,11 +45,30 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     cls=_Commands,
-    help="Plan model-parallel training once, and run the plan in PyTorch or in JAX.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        try:
+            typer.echo(f"shardwright {version('shardwright')}")
+        except PackageNotFoundError:
+            typer.echo("shardwright, run from its source tree")
+        raise typer.Exit
+
+
+@app.callback()
+def _shardwright(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Plan model-parallel training once, and run the plan in PyTorch or in JAX."""
+
+
 app.command("plan")(plan_command)
 app.command("show")(show_command)
 app.command("compare")(compare_command)

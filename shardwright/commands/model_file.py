@@ -13,6 +13,7 @@ from typing import Any
 
 from shardwright.core.errors import CaptureError, nearest
 
+_EXTRAS = {"torch": "torch", "jax": "jax", "flax": "jax", "optax": "jax"}
 _EXPECTED = "expected (model, sample) or (model, sample, loss)"
 
 
@@ -36,7 +37,7 @@ def load_model(target: str) -> ModelGiven:
         function = _function(_run_file(path), path, name)
         try:
             returned = function()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise CaptureError(f"{target} failed: {_said(error, path)}") from error
     return _checked(target, returned)
 
@@ -68,7 +69,7 @@ def _run_file(path: Path) -> ModuleType:
         sys.path.insert(0, beside)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise CaptureError(f"{path} cannot be loaded: {_said(error, path)}") from error
     return module
@@ -110,12 +111,15 @@ def _checked(target: str, returned: Any) -> ModelGiven:
     return ModelGiven(returned[0], returned[1], loss)
 
 
-def _said(error: Exception, path: Path) -> str:
+def _said(error: BaseException, path: Path) -> str:
     """``ValueError: … (models.py, line 12)``: the last line of the user's file that the error went through."""
     said = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
         return said
-    lines = [
-        f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == path.resolve()
-    ]
-    return f"{said} ({path}, line {lines[-1]})" if lines else said
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
+    if lines:
+        said = f"{said} ({path}, line {lines[-1]})"
+    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
+        said = f"{said}; to get it: pip install 'shardwright[{_EXTRAS[error.name]}]'"
+    return said

@@ -123,6 +123,7 @@ def test_bad_options_are_one_clear_message(models: Path, options: list[object], 
         ("torch_models.py:loss_is_no_function", "a loss that is a float, not a function"),
         ("torch_models.py:no_model", "a str is not a model"),
         ("torch_models.py:broken", "RuntimeError: no weights here"),
+        ("torch_models.py:leaves", "SystemExit: usage: train.py --data DIR"),
         ("torch_models.py:needs_size", "needs size: a model function is called without arguments"),
         ("does_not_parse.py:model", "SyntaxError"),
         ("does_not_import.py:model", "No module named 'a_module_that_is_not_there'"),
@@ -140,6 +141,16 @@ def test_a_failing_model_says_where(models: Path) -> None:
     line = next(i for i, text in enumerate((models / "torch_models.py").read_text().splitlines(), 1) if "raise" in text)
     assert f"line {line})" in run("plan", f"{models}/torch_models.py:broken", *FOUR).flat_err
     assert "line 2)" in run("plan", f"{models}/does_not_import.py:model", *FOUR).flat_err
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_missing_framework_is_named_with_its_extra(
+    models: Path, monkeypatch: pytest.MonkeyPatch, framework: str
+) -> None:
+    monkeypatch.setitem(sys.modules, framework, None)  # how Python marks a module that is not to be imported
+    ran = run("plan", f"{models}/{framework}_models.py:with_loss", *FOUR)
+    assert ran.code == 2
+    assert f"pip install 'shardwright[{framework}]'" in ran.flat_err
 
 
 def test_a_model_that_does_not_fit_says_by_how_much(models: Path, tmp_path: Path) -> None:

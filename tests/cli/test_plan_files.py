@@ -144,6 +144,12 @@ def test_a_picture_that_cannot_be_written(plans: dict[str, Path], tmp_path: Path
     assert "there is no folder" in ran.flat_err
 
 
+def test_version() -> None:
+    ran = run("--version")
+    assert ran.code == 0
+    assert ran.out.startswith("shardwright")
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["show", "PLAN"], ["simulate", "PLAN"]])
 def test_no_framework_is_imported_without_need(plans: dict[str, Path], arguments: list[str]) -> None:
     arguments = [str(plans["tensor"]) if each == "PLAN" else each for each in arguments]

@@ -123,10 +123,10 @@ def test_the_twins_read_the_same_text_as_bytes(demo: ModuleType) -> None:
     assert [len(piece) for piece in twins.microbatches(batches[0])] == [twins.MICROBATCH] * 8
 
 
-def plan_from_the_shell(model: str, output: Path, *options: object) -> sw.Plan:
+def plan_from_the_shell(model: str, output: Path) -> sw.Plan:
     ran = python(
         "-c", "from shardwright.cli import main; main()", "plan", f"examples/cli_models.py:{model}",
-        "--cluster", "h100", "--nodes", 64, "--devices-per-node", 8, "--batch", 512, *options, "-o", output, timeout_s=200,
+        "--cluster", "h100", "--nodes", 64, "--devices-per-node", 8, "--batch", 512, "-o", output, timeout_s=200,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     return sw.Plan.load(output)
