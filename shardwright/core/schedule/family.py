@@ -46,7 +46,7 @@ class Generate(Protocol):
 @dataclass(frozen=True, slots=True)
 class Family:
     """One named schedule. `refusal` gives the reason why sizes are not admitted, with sizes that are, or None;
-    `bounds_active` says whether `active_microbatches` is an argument of it.
+    `bounds_active` says whether `active_microbatches` is an argument of it, `trains` whether it has backwards.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Family:
     generate: Generate
     refusal: Callable[[Sizes], str | None]
     bounds_active: bool = False
+    trains: bool = True
 
 
 def positive_integer(name: str, value: object) -> None:

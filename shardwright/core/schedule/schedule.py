@@ -5,11 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwright.core.errors import ScheduleError, nearest
+from shardwright.core.schedule.auto import shortest
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.costs import StageCosts, per_rank_limit
 from shardwright.core.schedule.family import Sizes, Table
 from shardwright.core.schedule.live import peak_live
 
+AUTO = "auto"
+"""The schedule that is searched for the costs and the memory given, instead of following a pattern."""
 Argument = int | float | str | None
 
 
@@ -78,16 +81,16 @@ class Schedule:
                 a memory limit that it does not keep.
         """
         family = FAMILIES.get(name)
-        if family is None:
-            raise ScheduleError(f"no schedule is named {name!r}: {nearest(name, FAMILIES)}")
+        if family is None and name != AUTO:
+            raise ScheduleError(f"no schedule is named {name!r}: {nearest(name, schedule_names())}")
         sizes = Sizes(ranks, microbatches, virtual_stages, costs, None, active_microbatches)
-        if active_microbatches is not None and not family.bounds_active:
+        if active_microbatches is not None and (family is None or not family.bounds_active):
             takers = ", ".join(other.name for other in FAMILIES.values() if other.bounds_active)
             raise ScheduleError(f"{name} has no active_microbatches: leave it out, or take one that has: {takers}")
         sizes = replace(sizes, memory_limit_bytes=per_rank_limit(memory_limit_bytes, ranks))
         if costs is not None:
             costs.require_stages(sizes.stages)
-        if reason := family.refusal(sizes):
+        if family is not None and (reason := family.refusal(sizes)):
             raise ScheduleError(f"{name} does not admit these sizes: {reason}")
         arguments: list[tuple[str, Argument]] = [
             ("ranks", ranks),
@@ -96,7 +99,10 @@ class Schedule:
         ]
         if active_microbatches is not None:
             arguments.append(("active_microbatches", active_microbatches))
-        placement, table = family.placement(ranks, virtual_stages), family.generate(sizes)
+        if family is None:
+            placement, table = shortest(sizes)
+        else:
+            placement, table = family.placement(ranks, virtual_stages), family.generate(sizes)
         schedule = cls(name, tuple(arguments), ranks, sizes.stages, microbatches, placement, table)
         if sizes.memory_limit_bytes is not None:
             _require_memory(schedule, sizes.memory_limit_bytes, costs)
@@ -148,4 +154,4 @@ def _require_memory(schedule: Schedule, limits: tuple[int, ...], costs: StageCos
 
 def schedule_names() -> tuple[str, ...]:
     """The names that `Schedule.build` takes."""
-    return tuple(FAMILIES)
+    return (*FAMILIES, AUTO)

@@ -9,4 +9,6 @@ def generate(sizes: Sizes) -> Table:
     return tuple(tuple(Action(rank, F, mb) for mb in range(sizes.microbatches)) for rank in range(sizes.ranks))
 
 
-FORWARD_ONLY = Family("forward-only", "the forward half of arXiv 1811.06965", looped, generate, one_stage_per_rank)
+FORWARD_ONLY = Family(
+    "forward-only", "the forward half of arXiv 1811.06965", looped, generate, one_stage_per_rank, trains=False
+)
