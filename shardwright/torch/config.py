@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError, nearest
 from shardwright.core.mesh import Mesh
-from shardwright.core.schedule import schedule_names
+from shardwright.core.schedule import Schedule, StageCosts, schedule_names
 
 _ALIASES = {"partitions": "pipeline_parallel_degree"}
 _AXIS_LETTERS = {"P": "pp", "D": "dp", "T": "tp"}
@@ -63,7 +63,8 @@ class Config:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ShardwrightError(f"{name}={value!r}: expected a whole number of at least 1")
         if self.pipeline not in schedule_names():
-            raise ShardwrightError(f"pipeline={self.pipeline!r} is no schedule: {nearest(self.pipeline, schedule_names())}")
+            hint = nearest(self.pipeline, schedule_names())
+            raise ShardwrightError(f"pipeline={self.pipeline!r} is no schedule: {hint}")
         if self.ddp_dist_backend not in ("auto", "nccl", "gloo"):
             raise ShardwrightError(f"ddp_dist_backend={self.ddp_dist_backend!r}: expected auto, nccl or gloo")
         letters = _STRATEGIES.get(self.placement_strategy, self.placement_strategy)
@@ -79,6 +80,13 @@ class Config:
     def axes(self) -> tuple[str, ...]:
         letters = _STRATEGIES.get(self.placement_strategy, self.placement_strategy)
         return tuple(_AXIS_LETTERS[letter] for letter in letters)
+
+    def schedule(self, costs: StageCosts | None) -> Schedule:
+        """The schedule asked for. Raises ScheduleError when it does not admit the sizes."""
+        return Schedule.build(
+            self.pipeline, ranks=self.pipeline_parallel_degree, microbatches=self.microbatches,
+            virtual_stages=self.virtual_stages, costs=costs, active_microbatches=self.active_microbatches,
+        )  # fmt: skip
 
     def mesh(self, world_size: int) -> Mesh:
         """The mesh over all ranks. Raises ShardwrightError when the degrees do not divide their number."""
@@ -116,7 +124,8 @@ def read_config(given: Mapping[str, Any] | None) -> Config:
             neutral, instead = _LATER[name]
             if value != neutral:
                 raise MissingCapabilityError(
-                    f"{key}={value!r} is not possible in this version of the torch runtime ({instead}): leave it at {neutral!r}"
+                    f"{key}={value!r} is not possible in this version of the torch runtime ({instead}): leave it at "
+                    f"{neutral!r}"
                 )
         elif name in _WITHOUT_EFFECT:
             warnings.warn(f"{key} has no effect here: it tunes machinery that this library does not have", stacklevel=3)

@@ -24,8 +24,8 @@ class DistributedModel(nn.Module):
     Args:
         module: the model; split in place. It may be on the meta device.
         weights: data for a model on the meta device: a ``.safetensors`` file, a file of ``torch.save(state_dict)``, a
-            state dict, or a function called with every module that owns parameters, as by ``nn.Module.apply``. Each rank
-            makes only what it holds.
+            state dict, or a function called with every module that owns parameters, as by ``nn.Module.apply``. Each
+            rank makes only what it holds.
 
     Raises:
         PlanError: the plan is for another model; names the parameters that differ.
@@ -35,7 +35,7 @@ class DistributedModel(nn.Module):
         super().__init__()
         session = sessions.current()
         if session.model is not None:
-            raise ShardwrightError("this version runs one DistributedModel per process: put both models into one module")
+            raise ShardwrightError("this version runs one DistributedModel per process: put both into one module")
         self.module = module
         self.session = session
         self.runtime = Runtime(
@@ -170,7 +170,7 @@ def warn_of_plain_clipping(parameters: Iterator[nn.Parameter]) -> None:
         assert _plain_clip is not None
         return _plain_clip(tensors, *args, **kwargs)
 
-    clip_grad._clip_grads_with_norm_ = clip
+    clip_grad._clip_grads_with_norm_ = clip  # type: ignore[assignment]
 
 
 _marked: set[int] = set()

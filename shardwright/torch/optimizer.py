@@ -20,7 +20,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Deliberately not torch's own __init__: the groups and the state are those of the wrapped optimizer.
         session = sessions.current()
         if session.model is None:
-            raise ShardwrightError("make the model first: sw.DistributedModel(model), then sw.DistributedOptimizer(optimizer)")
+            raise ShardwrightError("wrap the model first: sw.DistributedModel(model), then the optimizer")
         self.optimizer = optimizer
         self._holding = session.model.runtime.holding
         self._names: list[list[str | torch.Tensor]] = []
@@ -40,7 +40,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         return self.optimizer.defaults
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters of this rank from their gradients, which the step has reduced already."""
         if closure is not None:
             raise ShardwrightError("a closure would run part of a model only: call the step function, then step()")

@@ -6,8 +6,8 @@ import torch
 class StepOutput:
     """A tensor that the step returned, once for every microbatch of this rank's replica.
 
-    Scalars (losses, metrics) are reduced over every microbatch of every data-parallel replica, so that all ranks see the
-    same number; other tensors over the microbatches of this replica. A loss that was given weights by
+    Scalars (losses, metrics) are reduced over every microbatch of every data-parallel replica, so that all ranks see
+    the same number; other tensors over the microbatches of this replica. A loss that was given weights by
     ``model.backward(loss, weight)`` is averaged by them.
 
     Attributes:

@@ -11,7 +11,6 @@ from shardwright.backends.torch.runtime import StageMap, StepBody
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import PlanError
 from shardwright.core.plan import Plan
-from shardwright.core.schedule import Schedule
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.session import Session
 
@@ -22,12 +21,12 @@ def plan_at_first_step(
     """Capture the model as the step calls it and plan it with the configuration's degrees. Every rank calls this and
     comes to the same plan, which is compared. Raises PlanError when no plan satisfies the degrees."""
     from shardwright.api import plan as search
-    from shardwright.backends.torch import BACKEND
+    from shardwright.backends.torch import TorchBackend
 
     config, bound = session.config, session.bound
     args, kwargs = model.runtime.find_model_call(body, microbatch)
     sample = _sample(model.module, args, kwargs)
-    graph = BACKEND.capture(model.module, sample, require_loss=False)
+    graph = TorchBackend().capture(model.module, sample, require_loss=False)
     samples = _batch_size(sample)
     dp, pp = bound.size("dp"), bound.size("pp")
     plan: Plan = search(
@@ -42,12 +41,9 @@ def plan_at_first_step(
     number = int.from_bytes(digest.digest(), "big", signed=True)
     different = compare_over_pp({"plan": number}, bound, session.watch).get("plan")
     if different:
-        raise PlanError(f"ranks {bound.peer('pp', 0)} and {different} planned different stages: make a plan file and pass it")
-    schedule = Schedule.build(
-        config.pipeline, ranks=pp, microbatches=config.microbatches, virtual_stages=config.virtual_stages,
-        costs=plan.stage_costs(), active_microbatches=config.active_microbatches,
-    )  # fmt: skip
-    return StageMap.of_plan(plan, schedule)
+        first = bound.peer("pp", 0)
+        raise PlanError(f"ranks {first} and {different} planned different stages: make a plan file and pass it")
+    return StageMap.of_plan(plan, config.schedule(plan.stage_costs()))
 
 
 def _sample(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,6 +1,5 @@
 """What `init` sets up for this process: its place among the ranks, the plan or the configuration, and the model."""
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +10,10 @@ from torch.distributed import ProcessGroup
 
 from shardwright.backends.torch import CAPABILITIES
 from shardwright.backends.torch.mesh import BoundMesh, bind
-from shardwright.backends.torch.process import choose_device, read_launch, start
-from shardwright.backends.torch.watch import StopReporter, Watch
+from shardwright.backends.torch.process import choose_device, start, this_launch
+from shardwright.backends.torch.runtime import require_whole_backward
+from shardwright.backends.torch.watch import Watch, watch_for_stop
 from shardwright.core.errors import ShardwrightError
-from shardwright.core.mesh import Mesh
 from shardwright.core.plan import Plan
 from shardwright.torch.config import Config, read_config
 
@@ -25,8 +24,9 @@ if TYPE_CHECKING:
 class Session:
     """One process's run. There is one per process, as there is one default process group."""
 
-    def __init__(self, config: Config, plan: Plan | None, bound: BoundMesh, watch: Watch) -> None:
+    def __init__(self, config: Config, plan: Plan | None, bound: BoundMesh, watch: Watch, owns_group: bool) -> None:
         self.config, self.plan, self.bound, self.watch = config, plan, bound, watch
+        self.owns_group = owns_group
         self.seed = config.seed
         self.model: DistributedModel | None = None
 
@@ -78,7 +78,7 @@ def init(
         _refuse_degrees(given)
     settings = read_config(given)
     chosen = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    launch = read_launch(_environment())
+    launch = this_launch()
     world_size = dist.get_world_size() if dist.is_initialized() else launch.world_size
     if chosen is not None:
         chosen.require_world(world_size)
@@ -87,28 +87,25 @@ def init(
     else:
         mesh = settings.mesh(world_size)
         CAPABILITIES.require_axes({"tp": settings.tensor_parallel_degree})
+        if settings.pipeline != "auto":  # which is built from costs, at the first step
+            require_whole_backward(settings.schedule(None))
     place = torch.device(device) if device is not None else choose_device(launch)
     backend = None if settings.ddp_dist_backend == "auto" else settings.ddp_dist_backend
+    owns_group = not dist.is_initialized()
     start(launch, place, settings.wait_timeout_s, backend)
     bound = bind(mesh, place)
     watch = Watch(bound.describe())
     if bound.mesh.size > 1:
-        StopReporter(watch).start()
-    _session = Session(settings, chosen, bound, watch)
+        watch_for_stop(watch)
+    _session = Session(settings, chosen, bound, watch, owns_group)
 
 
 def shutdown() -> None:
-    """Leave the process group and forget the session; the counterpart of `init`."""
+    """Forget the session, and leave the process group if `init` joined it; the counterpart of `init`."""
     global _session
-    _session = None
-    if dist.is_initialized():
+    session, _session = _session, None
+    if session is not None and session.owns_group and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _environment() -> Mapping[str, str]:
-    import os
-
-    return os.environ
 
 
 def _refuse_degrees(given: Mapping[str, Any]) -> None:
@@ -118,8 +115,8 @@ def _refuse_degrees(given: Mapping[str, Any]) -> None:
 
 
 def set_seed(seed: int) -> None:
-    """Set the seed of dropout. What is drawn depends on (seed, step, global microbatch, module call) and on nothing else:
-    not on how the model is split, nor on torch's own generators."""
+    """Set the seed of dropout. What is drawn depends on (seed, step, global microbatch, module call) and on nothing
+    else: not on how the model is split, nor on torch's own generators."""
     session = current()
     session.seed = int(seed)
     if session.model is not None:
@@ -138,7 +135,7 @@ def size() -> int:
 
 def local_rank() -> int:
     """This process's place on its node."""
-    return read_launch(_environment()).local_rank
+    return this_launch().local_rank
 
 
 def pp_rank() -> int:
@@ -216,14 +213,3 @@ def barrier(group: ProcessGroup | None = None) -> None:
     with session.watch.waiting("the other ranks"):
         dist.barrier(group)
     session.watch.doing("between steps")
-
-
-def default_mesh() -> Mesh:
-    """The mesh of this run."""
-    return current().bound.mesh
-
-
-def warn(text: str) -> None:
-    """Warn once per place, from rank 0 only, so that a run prints one line and not one per rank."""
-    if _session is None or _session.bound.rank == 0:
-        warnings.warn(text, stacklevel=4)

@@ -92,8 +92,10 @@ class _Step:
             for position, tensor in zip(positions, stand_ins, strict=True):
                 given[position] = tensor
             call = copy.copy(bound)
-            call.arguments = {name: _restored(bound.arguments[name], value) for name, value in
-                              pytree.tree_unflatten(given, spec).items()}
+            call.arguments = {
+                name: _restored(bound.arguments[name], value)
+                for name, value in pytree.tree_unflatten(given, spec).items()
+            }
             return self.function(*call.args, **call.kwargs)
 
         runtime = model.runtime
@@ -116,8 +118,8 @@ class _Step:
         if size % count:
             raise ShardwrightError(
                 f"argument {name!r} has {size} samples, which {count} microbatches do not divide: give a batch of "
-                f"{max(1, round(size / count)) * count}, or choose microbatches that divide {size}; what is no batch goes "
-                f"into non_split_inputs"
+                f"{max(1, round(size / count)) * count}, or choose microbatches that divide {size}; what is no batch "
+                f"goes into non_split_inputs"
             )
         return list(tensor.chunk(count, dim=axis))
 
@@ -157,10 +159,11 @@ def _plain(value: Any) -> Any:
     """Mappings such as tokenizers return, as dicts, so that their tensors are found."""
     if isinstance(value, UserDict):
         return dict(value.data)
-    if not isinstance(value, (torch.Tensor, torch.nn.Module)) and pytree.tree_structure(value).is_leaf() and tensors_in(value):
+    is_leaf = not isinstance(value, (torch.Tensor, torch.nn.Module)) and pytree.tree_structure(value).is_leaf()
+    if is_leaf and tensors_in(value):
         raise ShardwrightError(
-            f"a {type(value).__name__} among the arguments of the step holds tensors: pass tensors, or lists, tuples and "
-            f"dicts of them"
+            f"a {type(value).__name__} among the arguments of the step holds tensors: pass tensors, or lists, tuples "
+            f"and dicts of them"
         )
     return value
 

@@ -20,7 +20,7 @@ def gather(holding: Holding, bound: BoundMesh, watch: Watch, *, rank0_only: bool
     Tensors are copies on the CPU when the model is split over pp, else the model's own. Every rank calls this at the
     same time. With ``rank0_only`` rank 0 alone gets it and the others an empty one.
     """
-    own = holding.model.state_dict()
+    own: OrderedDict[str, Any] = OrderedDict(holding.model.state_dict())
     placement = holding.placement
     first = bound.rank == 0
     if placement is None or bound.size("pp") == 1:
@@ -39,7 +39,9 @@ def gather(holding: Holding, bound: BoundMesh, watch: Watch, *, rank0_only: bool
         if name not in gathered:
             home = placement.holders(name)[0]
             held = me == home
-            tensor = entry.detach().contiguous() if held else torch.empty(entry.shape, dtype=entry.dtype, device=bound.device)
+            tensor = torch.empty(entry.shape, dtype=entry.dtype, device=bound.device)
+            if held:
+                tensor = entry.detach().contiguous()
             source = bound.peer("pp", home)
             with watch.waiting(f"{name} from rank {source}"):
                 if not rank0_only:
@@ -98,4 +100,5 @@ def _listed(names: list[str]) -> str:
 
 
 def _hint(name: str, known: Mapping[str, Any]) -> str:
-    return nearest(name, known).split(" known:")[0].strip() if "did you mean" in nearest(name, known) else "no near name"
+    near, _, _ = nearest(name, known).partition("known:")
+    return near.strip() or "no near name"

@@ -103,7 +103,7 @@ class Holding:
         self.model, self.rank = model, rank
         self.placement: Placement | None = None
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
-        """The name of every parameter that the model has or had, by id; an id may be given again once its tensor is gone."""
+        """The name of every parameter that the model has or had, by id; ids are given again once a tensor is gone."""
         self.modules = dict(model.named_modules())
         self.first_name: dict[str, str] = {}
         self._slots: dict[str, list[Slot]] = {}

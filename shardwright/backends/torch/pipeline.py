@@ -1,9 +1,9 @@
-"""Runs a divided program under a core schedule: forward and backward of this rank's stages, microbatch by microbatch."""
+"""Runs a divided program under a core schedule: the forwards and backwards of this rank's stages, in its order."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,9 +22,13 @@ from shardwright.backends.torch.randomness import Streams, kept_generators
 from shardwright.backends.torch.stages import Division, Edge
 from shardwright.backends.torch.transfer import Mailroom, Message, Shape
 from shardwright.backends.torch.watch import Watch
-from shardwright.core.errors import CaptureError, MissingCapabilityError
+from shardwright.core.errors import CaptureError
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action, Kind
+
+if TYPE_CHECKING:
+    from shardwright.backends.protocol import Executable
+    from shardwright.core.plan import Plan
 
 
 @dataclass(slots=True)
@@ -44,6 +48,13 @@ class StepValues:
 
     results: dict[int, list[torch.Tensor]]
     loss_weights: dict[int, list[torch.Tensor | float | None]]
+
+
+def compile(plan: "Plan", model: nn.Module, **options: Any) -> "Executable":
+    """The plan bound to the model, ready to train; see `executable.compile`."""
+    from shardwright.backends.torch import executable
+
+    return executable.compile(plan, model, **options)
 
 
 class Pipeline:
@@ -67,11 +78,6 @@ class Pipeline:
         streams: Streams,
         loss_scale: float,
     ) -> None:
-        if schedule.splits_backward:
-            raise MissingCapabilityError(
-                f"the schedule {schedule.name!r} runs input and weight gradients apart (split_backward), which the torch "
-                f"runtime of this version does not: choose a schedule with whole backward passes, such as 1f1b"
-            )
         self.division, self.schedule, self.modules = division, schedule, modules
         self.program = division.program
         self.rank, self.mailroom, self.watch, self.streams = rank, mailroom, watch, streams
@@ -174,9 +180,7 @@ class Pipeline:
             self.watch.doing("between steps")
         return out
 
-    def _run_forward(
-        self, stage: int, mb: int, inputs: Sequence[torch.Tensor], grad: bool, out: StepValues
-    ) -> None:
+    def _run_forward(self, stage: int, mb: int, inputs: Sequence[torch.Tensor], grad: bool, out: StepValues) -> None:
         part = self.division.parts[stage]
         values = self.program.values
         env: dict[int, torch.Tensor] = {}
@@ -189,9 +193,9 @@ class Pipeline:
                         tensor.requires_grad_()
                         run.received[edge.index, value] = tensor
                     env[value] = tensor.clone() if value in part.copied else tensor
-            for index, value in enumerate(values):
-                if value.input is not None:
-                    tensor = inputs[value.input]
+            for index, made in enumerate(values):
+                if made.input is not None:
+                    tensor = inputs[made.input]
                     env[index] = tensor.clone() if index in part.copied else tensor
             sent = {v for edge in part.sends for v in edge.values}
             copies: dict[int, torch.Tensor] = {}
@@ -327,8 +331,8 @@ def _store(step: Step, outputs: Sequence[int | None], result: Any, env: dict[int
     found = tensors_in(result)
     if len(found) != len(outputs):
         raise CaptureError(
-            f"{step.name} returned {len(found)} tensors, and {len(outputs)} when the step was recorded: its control flow "
-            f"depends on values or on state outside the step"
+            f"{step.name} returned {len(found)} tensors, and {len(outputs)} when the step was recorded: its control "
+            f"flow depends on values or on state outside the step"
         )
     for value, tensor in zip(outputs, found, strict=True):
         if value is not None:

@@ -78,6 +78,11 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     return Launch("none")
 
 
+def this_launch() -> Launch:
+    """What this process's environment says."""
+    return read_launch(os.environ)
+
+
 def first_node(nodelist: str) -> str:
     """The first host of a Slurm node list: ``gpu[003-007,9],cpu1`` gives ``gpu003``."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodelist.strip())
@@ -114,7 +119,8 @@ def start(launch: Launch, device: torch.device, timeout_s: float, backend: str |
     if launch.world_size == 1:
         if name == "gloo":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store = torch._C._distributed_c10d.HashStore()
+        dist.init_process_group(name, store=store, rank=0, world_size=1, timeout=timeout)
         return
     if launch.master_address is None:
         raise ClusterError(

@@ -191,7 +191,7 @@ def is_plain(item: Any) -> bool:
     """Whether an argument can be kept by reference: it holds no tensor of the step and nobody writes to it."""
     if isinstance(item, slice):
         return not tensors_in(item)
-    return isinstance(item, _PLAIN) or isinstance(item, torch._ops.OpOverload)
+    return isinstance(item, (*_PLAIN, torch._ops.OpOverload))
 
 
 def tensors_in(root: Any) -> list[torch.Tensor]:

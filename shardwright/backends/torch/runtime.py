@@ -22,7 +22,7 @@ from shardwright.backends.torch.step_recorder import StepRecorder, find_model_ca
 from shardwright.backends.torch.transfer import Mailroom, as_carried
 from shardwright.backends.torch.watch import Watch
 from shardwright.backends.torch.weights import Weights, materialize
-from shardwright.core.errors import CaptureError, PlanError, ShardwrightError
+from shardwright.core.errors import CaptureError, MissingCapabilityError, PlanError, ShardwrightError
 from shardwright.core.plan import Plan
 from shardwright.core.schedule import Schedule
 
@@ -41,8 +41,10 @@ class StageMap:
     def of_plan(cls, plan: Plan, schedule: Schedule | None = None) -> "StageMap":
         """Raises PlanError when the plan is not bound to torch, MissingCapabilityError for an axis that is not run."""
         CAPABILITIES.require_axes({"tp": plan.decision.tp})
+        schedule = schedule or plan.build_schedule()
+        require_whole_backward(schedule)
         calls = tuple(tuple((c.path, c.occurrence) for c in held) for held in plan.stage_calls("torch"))
-        return cls(schedule or plan.build_schedule(), calls, plan.parameter_stages("torch"))
+        return cls(schedule, calls, plan.parameter_stages("torch"))
 
     @classmethod
     def whole(cls, microbatches: int) -> "StageMap":
@@ -52,6 +54,15 @@ class StageMap:
     @property
     def stage_of_call(self) -> dict[tuple[str, int], int]:
         return {call: stage for stage, calls in enumerate(self.calls) for call in calls}
+
+
+def require_whole_backward(schedule: Schedule) -> None:
+    """Raise MissingCapabilityError for a schedule that runs input and weight gradients apart."""
+    if schedule.splits_backward and not CAPABILITIES.split_backward:
+        raise MissingCapabilityError(
+            f"the schedule {schedule.name!r} runs input and weight gradients apart (split_backward), which the torch "
+            f"runtime of this version does not: choose a schedule with whole backward passes, such as 1f1b"
+        )
 
 
 @dataclass(slots=True)
@@ -82,9 +93,7 @@ class Runtime:
         self.gradients = Gradients(self.holding, bound, watch)
         group = dist.group.WORLD
         assert group is not None
-        self.mailroom = Mailroom(
-            bound.groups["pp"], bound.coordinate("pp"), bound.device, watch, timeout_s, group
-        )
+        self.mailroom = Mailroom(bound.groups["pp"], bound.coordinate("pp"), bound.device, watch, timeout_s, group)
         self.stage_map: StageMap | None = None
         self.recorder: StepRecorder | None = None
         self.in_body = False
@@ -171,7 +180,8 @@ class Runtime:
         text = hashlib.blake2b(digest_size=8)
         for tensor in inputs:
             text.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
-            text.update(as_carried(tensor.detach().cpu()).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+            if tensor.numel():
+                text.update(as_carried(tensor.detach().cpu()).reshape(-1).view(torch.uint8).numpy().tobytes())
         different = compare_over_pp({"batch": _signed(text)}, self.bound, self.watch).get("batch")
         if different:
             first = self.bound.peer("pp", 0)
@@ -246,7 +256,9 @@ class Runtime:
             )
         return divide(program, stage_map.stage_of_call, stage_map.parameter_stages, stage_map.schedule.stages)
 
-    def _compile(self, stage_map: StageMap, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]]) -> _Compiled:
+    def _compile(
+        self, stage_map: StageMap, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]]
+    ) -> _Compiled:
         self.watch.doing("recording the step")
         division = self.record(stage_map, body, microbatches[0])
         program = division.program
@@ -267,8 +279,9 @@ class Runtime:
         streams = Streams(program, self.holding.modules, self.seed)
         scale = 1.0 / (len(microbatches) * self.bound.size("dp"))
         pipeline = Pipeline(
-            division, schedule, self.holding.modules, self.bound.coordinate("pp"), self.mailroom, self.watch, streams, scale
-        )
+            division, schedule, self.holding.modules, self.bound.coordinate("pp"), self.mailroom, self.watch, streams,
+            scale,
+        )  # fmt: skip
         self.mailroom.open(pipeline.pairs)
         return _Compiled(division, pipeline, program.result)
 

@@ -218,7 +218,9 @@ def _edges(
             if source is None or source == target:
                 continue
             if source > target:
-                raise PlanError(f"stage {target} needs what stage {source} computes: plan anew from a capture of this model")
+                raise PlanError(
+                    f"stage {target} needs what stage {source} computes: plan anew from a capture of this model"
+                )
             carried.setdefault((source, target), []).append(value)
     return tuple(
         Edge(index, source, target, tuple(values), tuple(v for v in values if v in uphill))

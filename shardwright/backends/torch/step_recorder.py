@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ class StepRecorder:
 
     # What the user's code meets ------------------------------------------------------------------------------------
 
-    def record(self, body: Callable[[Callable[[Any], Any]], Any], inputs: list[torch.Tensor]) -> Program:
+    def record(self, body: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor]) -> Program:
         """Run ``body(stand_ins)`` on fakes of ``inputs``, which have the shapes of one microbatch.
 
         Raises CaptureError when what the body does depends on the values of tensors, or cannot be replayed.
@@ -129,7 +130,7 @@ class StepRecorder:
                 self._know(parameter, ParameterRef(name))
             for name, buffer in buffers.items():
                 self._know(buffer, BufferRef(name))
-            fakes = []
+            fakes: list[torch.Tensor] = []
             for position, tensor in enumerate(inputs):
                 fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
                 if tensor.requires_grad:
@@ -184,8 +185,9 @@ class StepRecorder:
                 self.frames[-1].segment += 1
 
     def _unit(
-        self, original: Callable[..., Any], module: nn.Module, path: str, occurrence: int, stage: int, args: Any, kwargs: Any
-    ) -> Any:
+        self, original: Callable[..., Any], module: nn.Module, path: str, occurrence: int, stage: int, args: Any,
+        kwargs: Any,
+    ) -> Any:  # fmt: skip
         self.seen_calls.add((path, occurrence))
         draft = self._draft(path, occurrence, None, (args, kwargs), stage)
         draft.counts = dict(self.counts)
@@ -210,9 +212,7 @@ class StepRecorder:
                 draft.parameters.add(ref.name)
         self._note_writes(draft, given, versions)
         draft.outputs = self._outputs(draft, result)
-        draft.object_outputs = [
-            (index, tuple(self._outputs(draft, item))) for index, item in objects.items()
-        ]
+        draft.object_outputs = [(index, tuple(self._outputs(draft, item))) for index, item in objects.items()]
         return result
 
     # Functions -----------------------------------------------------------------------------------------------------
@@ -379,7 +379,9 @@ class StepRecorder:
                 continue
             ref = self._known.get(id(tensor))
             if isinstance(ref, ParameterRef):
-                raise CaptureError(f"parameter {ref.name} is changed in place inside the step ({_where()}): do it outside")
+                raise CaptureError(
+                    f"parameter {ref.name} is changed in place inside the step ({_where()}): do it outside"
+                )
             if isinstance(ref, ValueRef):
                 # Read as it was before this write: the step itself is the next writer.
                 draft.reads.add(self._use_value(tensor))
@@ -418,8 +420,8 @@ class StepRecorder:
         steps = tuple(
             Step(
                 d.index, d.path, d.occurrence, d.function, d.arguments, frozenset(d.reads), tuple(d.outputs),
-                tuple(d.object_outputs), tuple(d.renewals), frozenset(d.written), frozenset(d.memories), frozenset(d.parameters),
-                frozenset(d.buffers), d.grad_enabled, d.autocast, tuple(d.random),
+                tuple(d.object_outputs), tuple(d.renewals), frozenset(d.written), frozenset(d.memories),
+                frozenset(d.parameters), frozenset(d.buffers), d.grad_enabled, d.autocast, tuple(d.random),
                 tuple((path, n) for path, n in d.counts.items() if path in random_paths), d.views_parameter,
             )
             for d in self.drafts
@@ -443,6 +445,8 @@ class StepRecorder:
         )
 
 
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parents[2])
 _EMPTY = Tree((), pytree.tree_flatten(())[1])
 
 
@@ -457,7 +461,7 @@ class _Functions(TorchFunctionMode):
 
 class _Watcher(TorchDispatchMode):
     def __init__(self, recorder: StepRecorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -529,8 +533,7 @@ def _where(error: BaseException | None = None) -> str:
     """The innermost line of code that is neither torch's nor this package's."""
     frames = traceback.extract_tb(error.__traceback__) if error is not None else traceback.extract_stack()
     for frame in reversed(frames):
-        name = frame.filename.replace("\\", "/")
-        if "/torch/" not in name and "<" not in name:
+        if not frame.filename.startswith((_TORCH, _HERE, "<")):
             return f"{frame.filename}:{frame.lineno}"
     return "an unknown line"
 

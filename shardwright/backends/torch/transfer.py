@@ -1,4 +1,4 @@
-"""Messages between pipeline ranks: asynchronous sends, receives posted ahead, and no order in which they could deadlock.
+"""Messages between pipeline ranks: asynchronous sends, receives posted ahead, no order in which they could deadlock.
 
 Between two ranks each direction is a channel of its own. Messages leave a channel in the order in which the sender's
 schedule makes them, and the receiver posts its receives in that same order, which it knows because every rank has the
@@ -164,7 +164,7 @@ class Mailroom:
 
 
 def as_carried(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory (for contiguous tensors) as one that every backend can carry: bool and complex have no kernels."""
+    """The memory of a contiguous tensor as every backend can carry it: bool and complex have no kernels."""
     whole = tensor.contiguous()
     if whole.dtype is torch.bool:
         return whole.view(torch.uint8)

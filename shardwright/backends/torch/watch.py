@@ -73,17 +73,34 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-class StopReporter:
-    """Prints what a watch says when SIGTERM arrives, even while the main thread is blocked in C++."""
+_reporter: "_StopReporter | None" = None
 
+
+def watch_for_stop(watch: Watch) -> bool:
+    """Print what the watch says when SIGTERM arrives, even while the main thread is blocked in C++.
+
+    There is one SIGTERM per process, so the latest watch is the one that speaks. Returns False outside the main thread,
+    where Python allows no handler.
+    """
+    global _reporter
+    if _reporter is not None:
+        _reporter.watch = watch
+        return True
+    reporter = _StopReporter(watch)
+    if not reporter.start():
+        return False
+    _reporter = reporter
+    return True
+
+
+class _StopReporter:
     def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+        self.watch = watch
         self._handled = threading.Event()
         self._previous: signal.Handlers | object = None
         self._reader, self._writer = socket.socketpair()
 
     def start(self) -> bool:
-        """Install the handler. Returns False outside the main thread, where Python allows none."""
         if threading.current_thread() is not threading.main_thread():
             return False
         self._writer.setblocking(False)
@@ -105,7 +122,7 @@ class StopReporter:
     def _read(self) -> None:
         while data := self._reader.recv(64):
             if signal.SIGTERM in data:
-                report(f"{self._watch.describe()} when it was told to stop")
+                report(f"{self.watch.describe()} when it was told to stop")
                 if not self._handled.wait(GRACE_S):
                     sys.stderr.flush()
                     os._exit(128 + signal.SIGTERM)

@@ -41,10 +41,10 @@ class _FromSafetensors:
         self._file = safe_open(str(path), framework="pt")
 
     def names(self) -> Sequence[str]:
-        return list(self._file.keys())
+        return list(self._file.keys())  # type: ignore[no-untyped-call]
 
     def read(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._file.get_tensor(name)
+        tensor: torch.Tensor = self._file.get_tensor(name)  # type: ignore[no-untyped-call]
         return tensor
 
 

@@ -1,0 +1,114 @@
+"""A plan bound to a model and an optimizer, for callers that know no framework: what `Backend.compile` returns."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from shardwright.backends.torch import checkpoint
+from shardwright.backends.torch.mesh import bind
+from shardwright.backends.torch.process import choose_device, start, this_launch
+from shardwright.backends.torch.runtime import Runtime, StageMap
+from shardwright.backends.torch.watch import Watch
+from shardwright.backends.torch.weights import Weights
+from shardwright.core.errors import ShardwrightError
+from shardwright.core.plan import Plan
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class TorchExecutable:
+    """Trains on a batch at a time."""
+
+    def __init__(self, runtime: Runtime, loss: Callable[[Any], torch.Tensor], make_optimizer: MakeOptimizer) -> None:
+        self._runtime = runtime
+        self._loss = loss
+        self._make_optimizer = make_optimizer
+        self._optimizer: torch.optim.Optimizer | None = None
+        """Made after the first step's gradients: only then it is certain which tied parameters this rank holds."""
+
+    def step(self, batch: Any) -> float:
+        """One training step on this replica's batch: a tensor, or a tuple or dict of them, batch first; the mean loss
+        over all microbatches of all replicas. Raises ShardwrightError when the batch does not divide."""
+        runtime = self._runtime
+        assert runtime.stage_map is not None
+        count = runtime.stage_map.schedule.microbatches
+        leaves, spec = pytree.tree_flatten(batch)
+        for leaf in leaves:
+            if leaf.shape[0] % count:
+                raise ShardwrightError(f"a batch of {leaf.shape[0]} does not divide into {count} microbatches")
+        pieces = [leaf.to(runtime.bound.device).chunk(count) for leaf in leaves]
+        microbatches = [[piece[m] for piece in pieces] for m in range(count)]
+
+        def body(stand_ins: list[torch.Tensor]) -> torch.Tensor:
+            given = pytree.tree_unflatten(stand_ins, spec)
+            if isinstance(given, Mapping):
+                output = runtime.model(**given)
+            else:
+                output = runtime.model(*given) if isinstance(given, (tuple, list)) else runtime.model(given)
+            loss = self._loss(output)
+            assert runtime.recorder is not None
+            runtime.recorder.backward(loss, None)
+            return loss
+
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+        shapes = tuple((tuple(t.shape), t.dtype) for t in microbatches[0])
+        _, returned = runtime.step((str(spec), shapes), body, microbatches)
+        if self._optimizer is None:
+            self._optimizer = self._make_optimizer(list(runtime.holding.local_parameters().values()))
+        self._optimizer.step()
+        every = returned[0].everywhere
+        assert every is not None
+        return float(every.mean())
+
+    def whole_parameters(self) -> Mapping[str, torch.Tensor]:
+        """Every parameter, whole, by its first name, on every rank."""
+        state = checkpoint.gather(self._runtime.holding, self._runtime.bound, self._runtime.watch)
+        return {name: state[name] for name in sorted(self._runtime.holding.parameter_names)}
+
+
+def compile(
+    plan: Plan,
+    model: nn.Module,
+    *,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    optimizer: MakeOptimizer | None = None,
+    weights: Weights | None = None,
+    seed: int = 0,
+    wait_timeout_s: float = 600.0,
+) -> TorchExecutable:
+    """Bind a plan to a model on this run's ranks.
+
+    Args:
+        loss: called on the model's output; by default its ``.loss``, or the output itself.
+        optimizer: makes the optimizer of this rank's parameters; by default AdamW at 1e-3.
+        weights: data for a model on the meta device.
+
+    Raises:
+        PlanError: the plan is for another model or number of ranks.
+        MissingCapabilityError: the plan asks for what this runtime does not do.
+    """
+    stage_map = StageMap.of_plan(plan)
+    launch = this_launch()
+    device = choose_device(launch)
+    plan.require_world(dist.get_world_size() if dist.is_initialized() else launch.world_size)
+    plan.require_model("torch", tuple(name for name, _ in model.named_parameters()), type(model).__name__)
+    start(launch, device, wait_timeout_s)
+    bound = bind(plan.mesh, device)
+    runtime = Runtime(model, bound, Watch(bound.describe()), timeout_s=wait_timeout_s, seed=seed, weights=weights)
+    runtime.split(stage_map)
+    make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
+    return TorchExecutable(runtime, loss or _own_loss, make)
+
+
+def _own_loss(output: Any) -> torch.Tensor:
+    found = getattr(output, "loss", output)
+    if not isinstance(found, torch.Tensor):
+        raise ShardwrightError(
+            f"the model returns a {type(output).__name__} without .loss: pass loss=, a function of it"
+        )
+    return found

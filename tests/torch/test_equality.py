@@ -1,0 +1,46 @@
+"""Loss, every gradient, the norm and the final weights equal those of the unsplit model, over 20 steps of AdamW."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.torch.launch import torchrun
+
+PROCESSES = {
+    2: (
+        "gpt2:2:1:1f1b", "gpt2:1:2:1f1b", "gpt2:2:1:interleaved", "gpt2:2:1:interleaved-1f1b:2",
+        "bert:2:1:1f1b", "t5:2:1:1f1b", "llama:2:1:gpipe",
+    ),
+    4: ("gpt2:4:1:1f1b", "gpt2:2:2:1f1b"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    folder: Path = tmp_path_factory.mktemp("equality")
+    found = {}
+    for processes, cases in PROCESSES.items():
+        out = folder / f"{processes}.json"
+        outcome = torchrun("equality.py", processes, str(out), *cases, timeout_s=200)
+        assert outcome.code == 0, outcome.text[-4000:]
+        found |= {result["case"]: result for result in json.loads(out.read_text())}
+    return found
+
+
+@pytest.mark.parametrize("case", [case for cases in PROCESSES.values() for case in cases])
+def test_a_split_run_is_the_unsplit_run(results: dict[str, dict], case: str) -> None:
+    result = results[case]
+    assert result["missing"] == [], "gradients on one side only"
+    assert result["loss"] <= 1e-5  # relative, the worst of 20 steps
+    assert result["gradient"] <= 1.0  # in units of what is allowed: 1e-4 ‖g_ref‖ + 1e-6 ‖all g_ref‖
+    assert result["norm"] <= 1e-5
+    assert result["same_names"]
+    assert result["state_error"] <= 1e-4
+
+
+@pytest.mark.parametrize("case", ["gpt2:2:1:1f1b", "gpt2:4:1:1f1b", "gpt2:2:2:1f1b", "bert:2:1:1f1b", "llama:2:1:gpipe"])
+def test_no_rank_holds_more_than_its_share(results: dict[str, dict], case: str) -> None:
+    result = results[case]
+    stages = int(case.split(":")[1])
+    assert max(result["held"]) <= 1.15 * result["whole"] / stages + result["largest"]
+    assert sum(result["held"]) >= result["whole"]

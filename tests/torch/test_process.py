@@ -1,0 +1,148 @@
+"""Ranks from the environments of launchers, and the checks of `init` that need no process group."""
+
+import pytest
+import torch
+
+from shardwright.backends.torch.process import Launch, first_node, read_launch
+from shardwright.core.errors import ClusterError, MissingCapabilityError, ShardwrightError
+from shardwright.torch.config import read_config
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "host0", "MASTER_PORT": "1234"}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "16",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "gpu[003-007,9],cpu1",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+
+
+def test_torchrun() -> None:
+    assert read_launch(TORCHRUN) == Launch("torchrun", 3, 8, 1, "host0", 1234)
+
+
+def test_slurm_takes_the_first_host_of_the_step() -> None:
+    assert read_launch(SLURM) == Launch("srun", 5, 16, 1, "gpu003", 29500)
+
+
+def test_a_slurm_batch_script_is_one_process() -> None:
+    assert read_launch({"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}).world_size == 1
+
+
+def test_open_mpi_knows_its_own_host_only_on_one_node() -> None:
+    assert read_launch(OPEN_MPI) == Launch("mpirun", 2, 4, 0, None)
+    assert read_launch(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}).master_address == "127.0.0.1"
+    assert read_launch(OPEN_MPI | {"MASTER_ADDR": "head"}).master_address == "head"
+
+
+def test_mpich() -> None:
+    assert read_launch(PMI) == Launch("mpirun", 1, 4, 1, "127.0.0.1")
+
+
+def test_torchrun_comes_before_the_scheduler_that_started_it() -> None:
+    assert read_launch(SLURM | TORCHRUN).launcher == "torchrun"
+    assert read_launch(SLURM | OPEN_MPI).launcher == "mpirun"
+
+
+def test_without_a_launcher_the_world_is_one_process() -> None:
+    assert read_launch({}) == Launch("none", 0, 1, 0, None)
+
+
+def test_a_value_that_is_no_number_is_named() -> None:
+    with pytest.raises(ClusterError, match="WORLD_SIZE='many'"):
+        read_launch(TORCHRUN | {"WORLD_SIZE": "many"})
+
+
+def test_a_rank_outside_its_world_is_refused() -> None:
+    with pytest.raises(ClusterError, match="rank 8 of 8"):
+        read_launch(TORCHRUN | {"RANK": "8"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("gpu7", "gpu7"), ("n[01-04]", "n01"), ("a1,b2", "a1"), ("r[2,5]x,q", "r2x")]
+)
+def test_first_node(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first
+
+
+def test_an_unknown_key_names_the_nearest() -> None:
+    with pytest.raises(ShardwrightError, match="did you mean 'pipeline_parallel_degree'"):
+        read_config({"pipeline_paralel_degree": 2})
+
+
+def test_an_unknown_schedule_names_the_nearest() -> None:
+    with pytest.raises(ShardwrightError, match="did you mean '1f1b'"):
+        read_config({"pipeline": "1f1"})
+
+
+def test_partitions_is_another_name_of_the_degree() -> None:
+    assert read_config({"partitions": 2}).pipeline_parallel_degree == 2
+    with pytest.raises(ShardwrightError, match="both given"):
+        read_config({"partitions": 2, "pipeline_parallel_degree": 2})
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
+def test_degrees_are_whole_numbers(value: object) -> None:
+    with pytest.raises(ShardwrightError, match="expected a whole number"):
+        read_config({"pipeline_parallel_degree": value})
+
+
+def test_a_degree_that_does_not_divide_gives_both_numbers() -> None:
+    with pytest.raises(ShardwrightError, match=r"pipeline_parallel_degree=3 .* do not divide the 4 ranks"):
+        read_config({"pipeline_parallel_degree": 3}).mesh(4)
+
+
+def test_replicas_are_asked_for() -> None:
+    with pytest.raises(ShardwrightError, match="set 'ddp': True"):
+        read_config({"pipeline_parallel_degree": 2}).mesh(4)
+    assert read_config({"pipeline_parallel_degree": 2, "ddp": True}).mesh(4).sizes == (2, 2, 1)
+
+
+def test_placement_strategies_order_the_axes() -> None:
+    assert read_config({"placement_strategy": "cluster"}).axes == ("dp", "pp", "tp")
+    assert read_config({"placement_strategy": "spread"}).axes == ("tp", "pp", "dp")
+    with pytest.raises(ShardwrightError, match="expected cluster, spread"):
+        read_config({"placement_strategy": "DPX"})
+
+
+def test_what_this_version_lacks_is_refused_by_name_and_its_neutral_value_taken() -> None:
+    read_config({"shard_optimizer_state": False, "auto_partition": True})
+    with pytest.raises(MissingCapabilityError, match="shard_optimizer_state=True"):
+        read_config({"shard_optimizer_state": True})
+
+
+def test_what_has_no_effect_is_said() -> None:
+    with pytest.warns(UserWarning, match="memory_weight has no effect"):
+        read_config({"memory_weight": 0.5})
+
+
+def test_a_schedule_that_splits_the_backward_pass_is_refused_at_init() -> None:
+    import shardwright.torch as sw
+
+    with pytest.raises(MissingCapabilityError, match="split_backward"):
+        sw.init({"pipeline": "zb-h1", "microbatches": 4})
+
+
+def test_tensor_parallelism_is_refused_at_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    import shardwright.torch as sw
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(MissingCapabilityError, match="tp=2"):
+        sw.init({"tensor_parallel_degree": 2, "ddp": True})
+    assert not torch.distributed.is_initialized()
+
+
+def test_names_before_init_are_refused() -> None:
+    import shardwright.torch as sw
+
+    with pytest.raises(ShardwrightError, match=r"call sw.init"):
+        sw.rank()
+    with pytest.raises(ShardwrightError, match=r"call sw.init"):
+        sw.DistributedModel(torch.nn.Linear(2, 2))
