@@ -47,7 +47,7 @@ def python(*arguments: object, timeout_s: float) -> subprocess.CompletedProcess[
 def test_the_demo(tmp_path: Path) -> None:
     ran = python(EXAMPLES / "demo.py", "--steps", 3, "--output", tmp_path, timeout_s=280)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.count("same losses") == 2
+    assert ran.stdout.count("the unsplit model's losses") == 2
     assert ran.stdout.count("Same decision") == 2
     torch_plan, jax_plan = (sw.Plan.load(tmp_path / f"{name}.json") for name in ("torch_pp2_dp2", "jax_dp4_tp2"))
     assert (torch_plan.decision.pp, torch_plan.decision.dp) == (2, 2)
@@ -60,7 +60,10 @@ def test_the_demo(tmp_path: Path) -> None:
 
 def test_the_demo_measures_the_largest_difference(demo: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [(2.0, 2.0), (4.0, 4.004), (1.0, 1.0001)]
-    assert demo.print_losses(iter(rows), "pp 2", 3) == pytest.approx(1e-3)
+    run = demo.print_losses(iter(rows), "pp 2", 3)
+    assert run.losses == (2.0, 4.004, 1.0001)
+    assert run.largest_difference == pytest.approx(1e-3)
+    assert demo.print_losses(iter([(1.0, float("nan")), (1.0, 1.0)]), "pp 2", 2).largest_difference == float("inf")
     with pytest.raises(SystemExit, match="2 steps came back, 3 were asked for"):
         demo.print_losses(iter(rows[:2]), "pp 2", 3)
     capsys.readouterr()
@@ -72,14 +75,14 @@ def test_the_demo_fails_where_losses_differ(
     for name in ("capture_both", "plan_both", "draw", "stay_on_the_cpu"):
         monkeypatch.setattr(demo, name, lambda *given: {("torch", "pipeline"): None})
     monkeypatch.setattr(demo, "compare_both", lambda plans: True)
-    monkeypatch.setattr(demo, "train_torch", lambda *given: 2e-6)
+    monkeypatch.setattr(demo, "train_torch", lambda *given: demo.Run((3.0,), 2e-6))
     monkeypatch.setattr(sys, "argv", ["demo.py", "--output", str(tmp_path)])
-    monkeypatch.setattr(demo, "train_jax", lambda *given: 9e-6)
+    monkeypatch.setattr(demo, "train_jax", lambda *given: demo.Run((3.0,), 9e-6))
     assert demo.main() == 0
-    monkeypatch.setattr(demo, "train_jax", lambda *given: 1.1e-5)
+    monkeypatch.setattr(demo, "train_jax", lambda *given: demo.Run((3.0,), 1.1e-5))
     assert demo.main() == 1
-    assert "more than 1e-05 apart" in capsys.readouterr().out
-    monkeypatch.setattr(demo, "train_jax", lambda *given: 9e-6)
+    assert "over 1e-05 apart" in capsys.readouterr().out
+    monkeypatch.setattr(demo, "train_jax", lambda *given: demo.Run((3.0,), 9e-6))
     monkeypatch.setattr(demo, "compare_both", lambda plans: False)
     assert demo.main() == 1
 
