@@ -44,6 +44,7 @@ def main() -> int:
     given = parser.parse_args()
     given.output.mkdir(parents=True, exist_ok=True)
     stay_on_the_cpu()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended too
     began = time.monotonic()
 
     graphs = capture_both()
