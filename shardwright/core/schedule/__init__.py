@@ -2,6 +2,6 @@
 
 from shardwright.core.schedule.actions import Action, Kind
 from shardwright.core.schedule.costs import StageCosts
-from shardwright.core.schedule.schedule import Schedule, schedule_names
+from shardwright.core.schedule.schedule import AUTO, Schedule, schedule_names
 
-__all__ = ["Action", "Kind", "Schedule", "StageCosts", "schedule_names"]
+__all__ = ["AUTO", "Action", "Kind", "Schedule", "StageCosts", "schedule_names"]

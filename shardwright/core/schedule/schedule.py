@@ -69,7 +69,7 @@ class Schedule:
         """Build a named schedule.
 
         Args:
-            name: `gpipe`, `1f1b`, ... (`schedule_names()` lists them).
+            name: `gpipe`, `1f1b`, ... (`schedule_names()` lists them), or `auto`.
             ranks, microbatches: how many of each.
             virtual_stages: stages on each rank.
             costs: what each stage costs; used by `auto`, and to judge `memory_limit_bytes`. Default: all the same.
@@ -82,7 +82,7 @@ class Schedule:
         """
         family = FAMILIES.get(name)
         if family is None and name != AUTO:
-            raise ScheduleError(f"no schedule is named {name!r}: {nearest(name, schedule_names())}")
+            raise ScheduleError(f"no schedule is named {name!r}: {nearest(name, (*FAMILIES, AUTO))}")
         sizes = Sizes(ranks, microbatches, virtual_stages, costs, None, active_microbatches)
         if active_microbatches is not None and (family is None or not family.bounds_active):
             takers = ", ".join(other.name for other in FAMILIES.values() if other.bounds_active)
@@ -153,5 +153,7 @@ def _require_memory(schedule: Schedule, limits: tuple[int, ...], costs: StageCos
 
 
 def schedule_names() -> tuple[str, ...]:
-    """The names that `Schedule.build` takes."""
-    return (*FAMILIES, AUTO)
+    """The names of the schedules that follow from sizes alone. `Schedule.build` takes `auto` besides, which depends on
+    costs and memory as well: who stores such a schedule must store its table.
+    """
+    return tuple(FAMILIES)

@@ -7,6 +7,7 @@ import pytest
 
 from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule import Schedule, StageCosts, schedule_names
+from shardwright.core.schedule.auto import search
 from shardwright.core.schedule.auto.construct import construct, habits
 from shardwright.core.schedule.auto.evaluate import Evaluator
 from shardwright.core.schedule.auto.problem import Problem
@@ -28,6 +29,14 @@ def limits_of(kind: str, p: int, m: int) -> list[int]:
     return {"1f1b": [min(m, p - i) for i in range(p)], "equal": [p] * p, "tight": [min(2, p)] * p}[kind]
 
 
+@pytest.fixture
+def brief_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little improvement: for what holds however long the search is."""
+    monkeypatch.setattr(search, "_MOST_RUNS", 200)
+    monkeypatch.setattr(search, "_CONSTRUCT_ACTIONS", 5_000)
+
+
+@pytest.mark.usefixtures("brief_search")
 @pytest.mark.parametrize("kind", ["1f1b", "equal", "tight"])
 @pytest.mark.parametrize(("p", "m", "v"), [(1, 3, 1), (2, 5, 1), (4, 7, 1), (3, 4, 2), (2, 3, 3)])
 def test_never_longer_than_a_named_schedule_that_fits(p: int, m: int, v: int, kind: str) -> None:

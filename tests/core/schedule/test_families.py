@@ -15,7 +15,7 @@ from shardwright.core.simulate import simulate
 
 GOLDENS = Path(__file__).parent / "goldens"
 FIXED_TWO = ("zbv", "v-half", "v-min", "dualpipev")
-NAMES = [name for name in schedule_names() if name != "auto"]
+NAMES = schedule_names()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,7 +10,7 @@ from shardwright.core.schedule.files import from_csv, load_csv, save_csv, to_csv
 from shardwright.core.schedule.passes import insert_sharding, insert_transfers
 
 
-@pytest.mark.parametrize("name", schedule_names())
+@pytest.mark.parametrize("name", [*schedule_names(), "auto"])
 def test_every_schedule_round_trips(name: str, tmp_path: Path) -> None:
     v = 2 if name in ("zbv", "v-half", "v-min", "dualpipev", "interleaved-1f1b") else 1
     schedule = Schedule.build(name, ranks=3, microbatches=6, virtual_stages=v)

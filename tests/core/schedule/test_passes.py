@@ -18,7 +18,7 @@ from shardwright.core.schedule.passes import (
 )
 from shardwright.core.simulate import simulate
 
-NAMES = schedule_names()
+NAMES = (*schedule_names(), "auto")
 
 
 def build(name: str, ranks: int = 3, m: int = 6) -> Schedule:

@@ -29,7 +29,7 @@ TALLY: Counter[str] = Counter()
 
 @st.composite
 def requests(draw: st.DrawFn) -> dict[str, object]:
-    name = draw(st.sampled_from(schedule_names()))
+    name = draw(st.sampled_from((*schedule_names(), "auto")))
     p = draw(st.integers(1, 4 if name == "auto" else 6))
     m = draw(st.integers(1, 5 if name == "auto" else 10))
     # Mostly what the family admits, so that most cases are not refused for their sizes.
