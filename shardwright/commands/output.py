@@ -29,6 +29,11 @@ def print_view(*views: RenderableType) -> None:
         console.print(Text(view) if isinstance(view, str) else view)
 
 
+def view_width() -> int:
+    """How many letters a line of a drawing may have."""
+    return min(Console().width, 120)
+
+
 def print_error(message: str, kind: str, as_json: bool) -> None:
     """One message on stderr, or ``{"error": …}`` on stdout, where whoever asked for JSON reads."""
     if as_json:

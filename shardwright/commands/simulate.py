@@ -12,6 +12,7 @@ from shardwright.commands.output import (
     print_json,
     print_view,
     require_folder,
+    view_width,
     write_text,
 )
 from shardwright.core.plan import Plan
@@ -65,5 +66,9 @@ def simulate_command(
         )
         return
     from shardwright.report.tables import timeline_view
+    from shardwright.report.terminal import timeline_text
 
-    print_view(timeline_view(loaded, timeline), *(f"{kind} saved to {path}" for kind, path in saved.items()))
+    drawing = timeline_text(timeline, view_width() - len("rank 000  "))
+    print_view(
+        timeline_view(loaded, timeline), "", drawing, *(f"{kind} saved to {path}" for kind, path in saved.items())
+    )
