@@ -9,6 +9,7 @@ when what it waits for has a time. Each action is looked at once or twice, whate
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule.actions import TRANSFER, Action, B, F, I, Kind, W
 from shardwright.core.schedule.costs import StageCosts
 from shardwright.core.schedule.schedule import Schedule
-from shardwright.core.timeline import Timeline, Transfer
+from shardwright.core.timeline import Timeline, TransferLog, TransferRow
 
 Mode = Literal["asynchronous", "blocking"]
 
@@ -73,7 +74,7 @@ class Engine:
         self.explicit = any(action.kind in TRANSFER for order in schedule.table for action in order)
         self.blocking = transfers == "blocking"
         if self.blocking and not self.explicit and schedule.ranks > 1:
-            raise ScheduleError("blocking transfers need sends and receives in the schedule: call insert_transfers")
+            raise ScheduleError("blocking transfers need sends and receives in the schedule: use insert_transfers")
         stages, m, ranks = schedule.stages, schedule.microbatches, schedule.ranks
         self.offset = [0]
         for order in schedule.table:
@@ -83,18 +84,20 @@ class Engine:
         self.cause = [-1] * self.offset[-1]
         self.clock = [0.0] * ranks
         self.position = [0] * ranks
-        # When the input of a forward or of a backward is on its stage, and what brought it; -1.0: not yet known.
-        self.input_s = {F: [-1.0] * (stages * m), B: [-1.0] * (stages * m)}
-        self.input_from = {F: [-1] * (stages * m), B: [-1] * (stages * m)}
-        self.input_s[F][:m] = [0.0] * m
-        self.done: set[tuple[int, str, int]] = set()
+        self.seconds = {F: costs.forward_s, I: costs.input_grad_s, W: costs.weight_grad_s, B: costs.backward_s}
+        # For each stage * m + microbatch: when the input of its forward or backward is there (-1.0: not yet known),
+        # what brought it, and whether its forward and its input gradient have run.
+        self.forward_in, self.backward_in = [-1.0] * (stages * m), [-1.0] * (stages * m)
+        self.forward_by, self.backward_by = [-1] * (stages * m), [-1] * (stages * m)
+        self.forward_in[:m] = [0.0] * m
+        self.forward_done, self.input_done = bytearray(stages * m), bytearray(stages * m)
         self.links: dict[tuple[int, int], _Link] = {}
-        self.transfers: list[Transfer] = []
+        self.transfers: list[TransferRow] = []
         self.transfer_cause: list[int] = []
         self.waiting: dict[object, list[int]] = {}
         self.ready: deque[int] = deque(range(ranks))
-        self.used: dict[tuple[Kind, int], list[tuple[float, int]]] = {}
-        self.made: dict[tuple[Kind, int], int] = {}
+        self.used: dict[tuple[bool, int], list[tuple[float, int]]] = {}
+        self.made: dict[tuple[bool, int], int] = {}
 
     def run(self) -> list[tuple[int, int]]:
         """Advance every rank as far as it gets; returns (rank, position) of each that did not reach its end."""
@@ -104,145 +107,138 @@ class Engine:
         return [(rank, at) for rank, at in enumerate(self.position) if at < len(table[rank])]
 
     def timeline(self) -> Timeline:
-        rows = [slice(a, b) for a, b in zip(self.offset, self.offset[1:], strict=False)]
+        rows = [slice(a, b) for a, b in pairwise(self.offset)]
         return Timeline(
             self.schedule.table,
             tuple(np.array(self.start[row], dtype=np.float64) for row in rows),
             tuple(np.array(self.end[row], dtype=np.float64) for row in rows),
-            tuple(self.transfers),
+            TransferLog(self.transfers),
             self.costs.activation_bytes,
             tuple(np.array(self.cause[row], dtype=np.int64) for row in rows),
             np.array(self.transfer_cause, dtype=np.int64),
         )
 
     def _advance(self, rank: int) -> None:
-        order = self.schedule.table[rank]
+        order, offset, last_stage = self.schedule.table[rank], self.offset[rank], self.schedule.stages - 1
+        m, credits = self.schedule.microbatches, self.schedule.credits
+        forward_in, backward_in, seconds_of = self.forward_in, self.backward_in, self.seconds
         while self.position[rank] < len(order):
+            node = offset + self.position[rank]
             action = order[self.position[rank]]
-            node = self.offset[rank] + self.position[rank]
             if action.kind in TRANSFER:
                 if not self._post(rank, action, node):
                     return
-            elif action.kind in (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD):
-                self._place(rank, node, self.clock[rank], 0.0, -1)
-            else:
-                wait = self._compute(rank, action, node)
-                if wait is not None:
-                    self.waiting.setdefault(wait, []).append(rank)
+                self.position[rank] += 1
+                continue
+            clock = start = self.clock[rank]
+            by = node - 1 if self.position[rank] else -1
+            seconds, shorter = 0.0, float("inf")
+            parts = action.parts or (action,)
+            for part in parts:
+                stage, kind = part.stage, part.kind
+                if kind not in seconds_of:
+                    continue  # Gathering and freeing parameters takes no time here.
+                at = stage * m + (part.microbatch or 0)
+                length = seconds_of[kind][stage]
+                seconds, shorter = seconds + length, min(shorter, length)
+                if kind is F:
+                    arrival, bringer = forward_in[at], self.forward_by[at]
+                elif kind is W:
+                    if not self.input_done[at]:
+                        return  # Out of order: it never runs.
+                    continue
+                elif not self.forward_done[at]:
                     return
+                elif stage == last_stage:
+                    arrival, bringer = clock, by
+                else:
+                    arrival, bringer = backward_in[at], self.backward_by[at]
+                if arrival < 0:
+                    self.waiting.setdefault((kind is F, at), []).append(rank)
+                    return
+                if arrival > start:
+                    start, by = arrival, bringer
+                if credits is not None:
+                    freed = self._credit(rank, part, credits)
+                    if freed is None:
+                        return
+                    if freed[0] > start:
+                        start, by = freed
+            if len(parts) > 1:
+                seconds -= self.costs.overlap * shorter
+            self.start[node], self.cause[node] = start, by
+            self.end[node] = self.clock[rank] = start + seconds
+            for part in parts:
+                self._hand_on(rank, part, node)
             self.position[rank] += 1
 
-    def _place(self, rank: int, node: int, start: float, seconds: float, cause: int) -> None:
-        """Put an action on the timeline; with no other cause, it waited for the one before it on its rank."""
-        self.start[node], self.end[node] = start, start + seconds
-        self.cause[node] = cause if cause != -1 else (node - 1 if self.position[rank] else -1)
-        self.clock[rank] = start + seconds
-
-    def _compute(self, rank: int, action: Action, node: int) -> object | None:
-        """Run one compute action; returns what it must wait for, or None when it ran."""
-        m, stages = self.schedule.microbatches, self.schedule.stages
-        start, cause = self.clock[rank], -1
-        parts = action.parts or (action,)
-        for part in parts:
-            stage, kind, mb = part.stage, part.kind, part.microbatch or 0
-            if kind is W:
-                if (stage, "I", mb) not in self.done:
-                    return ("never", node)
-                continue
-            if kind is not F:
-                if (stage, "F", mb) not in self.done:
-                    return ("never", node)
-                if stage == stages - 1:
-                    continue
-            need = F if kind is F else B
-            arrival = self.input_s[need][stage * m + mb]
-            if arrival < 0:
-                return (need, stage, mb)
-            if arrival > start:
-                start, cause = arrival, self.input_from[need][stage * m + mb]
-            if self.schedule.credits is not None:
-                edge = self._edge(part)
-                if edge is not None:
-                    owed = self.made.get(edge, 0) - self.schedule.credits
-                    if owed >= 0:
-                        used = self.used.get(edge, [])
-                        if owed >= len(used):
-                            return ("credit", edge)
-                        if used[owed][0] > start:
-                            start, cause = used[owed]
-        self._place(rank, node, start, self._seconds(parts), cause)
-        for part in parts:
-            self._finish(rank, part, node)
-        return None
-
-    def _seconds(self, parts: tuple[Action, ...]) -> float:
-        costs = self.costs
-        seconds = []
-        for part in parts:
-            stage = part.stage
-            if part.kind is F:
-                seconds.append(costs.forward_s[stage])
-            elif part.kind is I:
-                seconds.append(costs.input_grad_s[stage])
-            elif part.kind is W:
-                seconds.append(costs.weight_grad_s[stage])
-            else:
-                seconds.append(costs.input_grad_s[stage] + costs.weight_grad_s[stage])
-        return sum(seconds) - (costs.overlap * min(seconds) if len(seconds) > 1 else 0.0)
-
-    def _edge(self, part: Action) -> tuple[Kind, int] | None:
-        """The boundary between ranks that takes what this action makes: its direction and the stage it leaves."""
+    def _edge(self, part: Action) -> tuple[bool, int] | None:
+        """The boundary between ranks that takes what this action makes: whether forward, and the stage it leaves."""
         to = part.stage + 1 if part.kind is F else part.stage - 1
         if part.kind is W or not 0 <= to < self.schedule.stages:
             return None
         placement = self.schedule.placement
-        return (F if part.kind is F else B, part.stage) if placement[to] != placement[part.stage] else None
+        return (part.kind is F, part.stage) if placement[to] != placement[part.stage] else None
 
-    def _finish(self, rank: int, part: Action, node: int) -> None:
+    def _credit(self, rank: int, part: Action, credits: int) -> tuple[float, int] | None:
+        """When there is a buffer for what an action makes, and what freed it; None when that is not yet known."""
+        edge = self._edge(part)
+        owed = -1 if edge is None else self.made.get(edge, 0) - credits
+        if edge is None or owed < 0:
+            return 0.0, -1
+        used = self.used.get(edge, [])
+        if owed < len(used):
+            return used[owed]
+        self.waiting.setdefault(("credit", edge), []).append(rank)
+        return None
+
+    def _hand_on(self, rank: int, part: Action, node: int) -> None:
         """Record what an action has made: hand it to the next stage, and give back the credit of what it used."""
-        stage, kind, mb = part.stage, part.kind, part.microbatch or 0
-        self.done.add((stage, "I" if kind is B else kind.value, mb))
-        if kind is W:
+        stage, kind, m = part.stage, part.kind, self.schedule.microbatches
+        if kind is W or kind not in self.seconds:
             return
-        direction = F if kind is F else B
-        end = self.end[node]
+        forward = kind is F
+        mb = part.microbatch or 0
+        (self.forward_done if forward else self.input_done)[stage * m + mb] = 1
         if self.schedule.credits is not None:
-            source = (direction, stage - 1 if kind is F else stage + 1)
-            self.used.setdefault(source, []).append((end, node))
+            source = (forward, stage - 1 if forward else stage + 1)
+            self.used.setdefault(source, []).append((self.end[node], node))
             self._wake(("credit", source))
             edge = self._edge(part)
             if edge is not None:
                 self.made[edge] = self.made.get(edge, 0) + 1
-        to = stage + 1 if kind is F else stage - 1
+        to = stage + 1 if forward else stage - 1
         if not 0 <= to < self.schedule.stages:
             return
         target = self.schedule.placement[to]
         if target == rank:
-            self._arrive(direction, to, mb, end, node)
+            self._arrive(forward, to * m + mb, self.end[node], node)
         elif not self.explicit:
-            self._carry(rank, target, direction, stage, mb, end, node)
+            self._carry(rank, target, forward, stage, mb, self.end[node], node)
 
-    def _arrive(self, direction: Kind, stage: int, mb: int, time: float, cause: int) -> None:
-        at = stage * self.schedule.microbatches + mb
-        self.input_s[direction][at], self.input_from[direction][at] = time, cause
-        self._wake((direction, stage, mb))
+    def _arrive(self, forward: bool, at: int, time: float, by: int) -> None:
+        if forward:
+            self.forward_in[at], self.forward_by[at] = time, by
+        else:
+            self.backward_in[at], self.backward_by[at] = time, by
+        self._wake((forward, at))
 
     def _wake(self, event: object) -> None:
         waiting = self.waiting.pop(event, None)
         if waiting:
             self.ready.extend(waiting)
 
-    def _carry(self, source: int, target: int, direction: Kind, stage: int, mb: int, ready: float, node: int) -> float:
+    def _carry(self, source: int, target: int, forward: bool, stage: int, mb: int, ready: float, node: int) -> float:
         """Put a tensor on its link, ready at a time; returns when it is across."""
-        link = self.links.setdefault((source, target), _Link())
-        forward = direction is F
+        link = self.links.get((source, target))
+        if link is None:
+            link = self.links[(source, target)] = _Link()
         start, cause = (ready, node) if ready >= link.free_s else (link.free_s, link.last)
         end = start + self.costs.transfer_s[stage if forward else stage - 1]
         link.free_s, link.last = end, -2 - len(self.transfers)
-        send = Action(stage, Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD, mb)
-        self.transfers.append(Transfer(send, source, target, start, end))
+        self.transfers.append((forward, stage, mb, source, target, start, end))
         self.transfer_cause.append(cause)
-        self._arrive(direction, stage + 1 if forward else stage - 1, mb, end, link.last)
+        self._arrive(forward, (stage + 1 if forward else stage - 1) * self.schedule.microbatches + mb, end, link.last)
         return end
 
     def _post(self, rank: int, action: Action, node: int) -> bool:
@@ -250,13 +246,10 @@ class Engine:
         sends = action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
         forward = action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
         peer_stage = action.stage + (1 if forward == sends else -1)
-        mb = action.microbatch or 0
         if not 0 <= peer_stage < self.schedule.stages:
-            self.waiting.setdefault(("never", node), []).append(rank)
             return False
-        made = (action.stage if sends else peer_stage, "F" if forward else "I", mb)
-        if sends and made not in self.done:
-            self.waiting.setdefault(("never", node), []).append(rank)
+        made = self.forward_done if forward else self.input_done
+        if sends and not made[action.stage * self.schedule.microbatches + (action.microbatch or 0)]:
             return False
         peer = self.schedule.placement[peer_stage]
         source, target = (rank, peer) if sends else (peer, rank)
@@ -265,7 +258,8 @@ class Engine:
         # A blocking transfer holds both ranks, so it waits for what each of them did before.
         (link.sends if sends else link.recvs).append((self.clock[rank], action, cause if self.blocking else node))
         if not self.blocking:
-            self._place(rank, node, self.clock[rank], 0.0, cause)
+            self.start[node] = self.end[node] = self.clock[rank]
+            self.cause[node] = cause
         moved = False
         while link.sends and link.recvs:
             (sent_s, send, send_by), (posted_s, recv, recv_by) = link.sends[0], link.recvs[0]
@@ -276,8 +270,8 @@ class Engine:
             link.sends.popleft()
             link.recvs.popleft()
             ready, by = (sent_s, send_by) if sent_s >= posted_s else (posted_s, recv_by)
-            direction = F if send.kind is Kind.SEND_FORWARD else B
-            end = self._carry(source, target, direction, send.stage, send.microbatch or 0, ready, by)
+            carried = send.kind is Kind.SEND_FORWARD
+            end = self._carry(source, target, carried, send.stage, send.microbatch or 0, ready, by)
             moved = True
             if self.blocking:
                 self._hold((rank, peer), ready, end)

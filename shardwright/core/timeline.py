@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.errors import ScheduleError
-from shardwright.core.schedule.actions import Action, B, F, W
+from shardwright.core.schedule.actions import Action, B, F, Kind, W
 from shardwright.core.schedule.live import peak_live
 
 Seconds = NDArray[np.float64]
@@ -34,6 +35,33 @@ class Transfer:
     target: int
     start_s: float
     end_s: float
+
+
+TransferRow = tuple[bool, int, int, int, int, float, float]
+"""Whether forward, the stage that sends, the microbatch, the source rank, the target rank, start and end in seconds."""
+
+
+class TransferLog(Sequence[Transfer]):
+    """Transfers that become values only when looked at: a long simulation has hundreds of thousands."""
+
+    __slots__ = ("_rows",)
+
+    def __init__(self, rows: Sequence[TransferRow]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Transfer: ...
+    @overload
+    def __getitem__(self, index: slice) -> "TransferLog": ...
+    def __getitem__(self, index: int | slice) -> "Transfer | TransferLog":
+        if isinstance(index, slice):
+            return TransferLog(self._rows[index])
+        forward, stage, mb, source, target, start, end = self._rows[index]
+        send = Action(stage, Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD, mb)
+        return Transfer(send, source, target, start, end)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +91,7 @@ class Timeline:
     actions: tuple[tuple[Action, ...], ...]
     start_s: tuple[Seconds, ...]
     end_s: tuple[Seconds, ...]
-    transfers: tuple[Transfer, ...] = ()
+    transfers: Sequence[Transfer] = ()
     activation_bytes: tuple[int, ...] | None = None
     cause: tuple[NDArray[np.int64], ...] | None = None
     transfer_cause: NDArray[np.int64] | None = None
