@@ -8,7 +8,7 @@ from shardwright.backends.protocol import require_framework
 require_framework("torch")
 
 from shardwright.torch.data import DistributedSampler, sampler  # noqa: E402
-from shardwright.torch.model import DistributedModel  # noqa: E402
+from shardwright.torch.model import DistributedModel, delay_param_initialization  # noqa: E402
 from shardwright.torch.optimizer import DistributedOptimizer  # noqa: E402
 from shardwright.torch.output import StepOutput  # noqa: E402
 from shardwright.torch.session import (  # noqa: E402
@@ -42,6 +42,7 @@ __all__ = [
     "DistributedSampler",
     "StepOutput",
     "barrier",
+    "delay_param_initialization",
     "dp_rank",
     "dp_size",
     "get_dp_process_group",

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -143,6 +144,27 @@ class DistributedModel(nn.Module):
     def _watch_clipping(self) -> None:
         if self.session.bound.size("pp") > 1:
             warn_of_plain_clipping(self.local_parameters())
+
+
+@contextmanager
+def delay_param_initialization() -> Iterator[None]:
+    """Build a model without memory for its parameters: they go to the meta device as soon as a module has them.
+
+    Buffers (masks, rotary frequencies) are made as usual, since checkpoints often do not hold them. Wrap such a model by
+    ``DistributedModel(model, weights=...)``.
+    """
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        original(module, name, param)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 _plain_clip: Callable[..., Any] | None = None

@@ -58,7 +58,6 @@ class _Step:
         self.function = function
         self.whole, self.axes = whole, axes
         self._signature = inspect.signature(function)
-        self._checked = False
         named = set(self._signature.parameters)
         takes_any = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
         for name in (*whole, *axes):
@@ -99,9 +98,9 @@ class _Step:
             return self.function(*call.args, **call.kwargs)
 
         runtime = model.runtime
-        if not self._checked:
+        if id(self) not in runtime.checked_steps:
             runtime.check_peers([leaves[p] for p in positions])
-            self._checked = True
+            runtime.checked_steps.add(id(self))
         if runtime.stage_map is None:
             runtime.split(plan_at_first_step(session, model, body, microbatches[0]))
         key = self._key(model, spec, literals, microbatches[0])

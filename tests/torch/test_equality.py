@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from tests.torch.launch import torchrun
 
 PROCESSES = {
@@ -38,7 +39,9 @@ def test_a_split_run_is_the_unsplit_run(results: dict[str, dict], case: str) -> 
     assert result["state_error"] <= 1e-4
 
 
-@pytest.mark.parametrize("case", ["gpt2:2:1:1f1b", "gpt2:4:1:1f1b", "gpt2:2:2:1f1b", "bert:2:1:1f1b", "llama:2:1:gpipe"])
+@pytest.mark.parametrize(
+    "case", ["gpt2:2:1:1f1b", "gpt2:4:1:1f1b", "gpt2:2:2:1f1b", "bert:2:1:1f1b", "llama:2:1:gpipe"]
+)
 def test_no_rank_holds_more_than_its_share(results: dict[str, dict], case: str) -> None:
     result = results[case]
     stages = int(case.split(":")[1])

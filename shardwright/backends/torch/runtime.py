@@ -99,6 +99,8 @@ class Runtime:
         self.in_body = False
         """Whether the body of a step runs now, on stand-ins."""
         self.steps_run = 0
+        self.checked_steps: set[int] = set()
+        """The step functions whose first batch was compared among pipeline peers."""
         self.listeners: list[Callable[[], None]] = []
         """Called whenever the parameters of this rank have changed identity."""
         self._compiled: dict[Hashable, _Compiled] = {}

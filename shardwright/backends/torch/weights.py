@@ -136,15 +136,18 @@ def _rebuild_buffers(holding: Holding, names: Sequence[str], device: torch.devic
         return
     init = getattr(holding.model, "_init_weights", None)
     modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    made = {}
     for name in names:
-        old = holding.tensor(name)
-        fill = float("nan") if old.is_floating_point() else 0
-        holding.put(name, torch.full_like(old, fill, device=device))
+        holding.put(name, torch.zeros_like(holding.tensor(name), device=device))
+        made[name] = (holding.tensor(name), holding.tensor(name)._version)
     if callable(init):
         for path in modules:
             if next(holding.modules[path].parameters(recurse=False), None) is None:
                 init(holding.modules[path])
-    missing = [n for n in names if not holding.tensor(n).is_floating_point() or holding.tensor(n).isnan().any()]
+    missing = [
+        name for name, (tensor, version) in made.items()
+        if holding.tensor(name) is tensor and tensor._version == version
+    ]  # fmt: skip
     if missing:
         raise ShardwrightError(
             f"buffers that checkpoints do not hold have no data: {', '.join(missing[:5])}. Build the model with its "

@@ -35,9 +35,7 @@ class Reference:
                 (loss / GLOBAL_MICROBATCHES).backward()
                 total += loss.item() / GLOBAL_MICROBATCHES
             self.losses.append(total)
-            self.gradients.append(
-                {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
-            )
+            self.gradients.append({n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None})
             # A bound that no gradient of these models reaches: the norm is compared, nothing is clipped.
             self.norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1e6)))
             self.optimizer.step()
