@@ -96,15 +96,19 @@ def spread_over(axis: str, tree: Any, shardings: Any) -> Any:
 def optimizer_shardings(
     optimizer: optax.GradientTransformation, params: Any, shardings: Any, bound_mesh: jax.sharding.Mesh
 ) -> tuple[Any, Any]:
-    """The shapes and the shardings of the optimizer's state: what belongs to a parameter and has its shape lies as the
-    parameter does; counters and the rest are replicated."""
+    """The shapes and the shardings of the optimizer's state. A leaf whose path ends in a parameter's path, and which
+    has its shape, lies as the parameter does; counters, factored statistics and the rest are replicated."""
     state = jax.eval_shape(optimizer.init, params)
     whole = replicated(bound_mesh)
+    parameters = jax.tree_util.tree_flatten_with_path(params)[0]
+    known = {
+        path: (leaf.shape, sharding)
+        for (path, leaf), sharding in zip(parameters, jax.tree.leaves(shardings), strict=True)
+    }
 
-    def follow(leaf: Any, parameter: Any, sharding: NamedSharding) -> NamedSharding:
-        return sharding if leaf.shape == parameter.shape else whole
+    def follow(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        ends = (path[start:] for start in range(len(path)))
+        shape, sharding = next((known[end] for end in ends if end in known), (None, whole))
+        return sharding if leaf.shape == shape else whole
 
-    followed = optax.tree_utils.tree_map_params(
-        optimizer, follow, state, params, shardings, transform_non_params=lambda _: whole
-    )
-    return state, followed
+    return state, jax.tree_util.tree_map_with_path(follow, state)

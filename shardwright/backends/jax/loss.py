@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.state import Parts, TrainState, fold_random, put_together, take_apart
+from shardwright.backends.jax.trace import recomputed
 from shardwright.core.errors import PlanError
+from shardwright.core.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +24,21 @@ class LossFunction:
     """Which of ``rngs`` and ``state`` it takes."""
     precision: str
     recompute: str
+    blocks: frozenset[str]
+    """The modules whose calls are recomputed whole in the backward pass: those of the plan's units."""
 
     @classmethod
-    def of(cls, function: Callable[..., Any], precision: str, recompute: str) -> "LossFunction":
+    def of(cls, function: Callable[..., Any], plan: Plan) -> "LossFunction":
+        """Under a plan that is bound to JAX."""
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError):
             parameters = {}.values()
         open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
         names = {p.name for p in parameters}
-        return cls(
-            function, frozenset({"rngs", "state"} if open_ended else names & {"rngs", "state"}), precision, recompute
-        )
+        keywords = frozenset({"rngs", "state"} if open_ended else names & {"rngs", "state"})
+        blocks = frozenset(call.path for unit in plan.binding("jax").units for call in unit.calls)
+        return cls(function, keywords, plan.decision.precision, plan.decision.recompute, blocks)
 
     def __call__(
         self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any
@@ -52,7 +57,8 @@ class LossFunction:
             params = jax.tree.map(lambda p: p.astype(jnp.bfloat16) if p.dtype == jnp.float32 else p, params)
         if graphdef is not None:
             model = put_together(Parts(params, random, other, graphdef))
-            loss, weight, _ = _three(self.function(model, batch))
+            with recomputed(model, self.blocks if self.recompute == "full" else ()):
+                loss, weight, _ = _three(self.function(model, batch))
             return loss, weight, take_apart(model, 0, None).other
         extra = {name: value for name, value in (("rngs", random), ("state", other)) if name in self.keywords}
         loss, weight, changed = _three(self.function(params, batch, **extra))

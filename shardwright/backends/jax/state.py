@@ -76,7 +76,9 @@ def put_together(parts: Parts) -> Any:
     """The model that was taken apart: an NNX module, or the pytree."""
     if parts.graphdef is None:
         return parts.params
-    return nnx.merge(parts.graphdef, parts.params, parts.random, parts.other)
+    # NNX refuses to change variables that were made outside a transformation: make them anew here.
+    here = jax.tree.map(lambda leaf: leaf, (parts.params, parts.random, parts.other))
+    return nnx.merge(parts.graphdef, *here)
 
 
 def fold_random(random: Any, step: jax.Array, microbatch: jax.Array) -> Any:

@@ -9,7 +9,7 @@ number stands for. The scope's text survives `vmap`, `jit`, `remat` and `scan`.
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,6 +117,34 @@ def _marking(original: Callable[..., Any], recorder: Recorder) -> Callable[..., 
             return original(self, *args, **kwargs)
 
     return marked
+
+
+@contextmanager
+def recomputed(model: nnx.Module, paths: Collection[str]) -> Iterator[None]:
+    """Calls of the modules at ``paths`` keep only their inputs, and run again in the backward pass. ``model`` must be a
+    private copy: it is written to."""
+    chosen = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model) if path}
+    classes = set()
+    for path in chosen.keys() & set(paths):
+        setattr(chosen[path], PATH_ATTRIBUTE, path)
+        classes.add(type(chosen[path]))
+    with ExitStack() as undo:
+        for cls in classes:
+            undo.enter_context(_attribute(cls, "__call__", _recomputing(cls.__call__, frozenset(paths))))
+        yield
+        for path in chosen.keys() & set(paths):
+            delattr(chosen[path], PATH_ATTRIBUTE)
+
+
+def _recomputing(original: Callable[..., Any], paths: frozenset[str]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, PATH_ATTRIBUTE, "") not in paths:
+            return original(self, *args, **kwargs)
+        run: Any = nnx.remat(lambda module, *given: original(module, *given, **kwargs))
+        return run(self, *args)
+
+    return call
 
 
 @contextmanager

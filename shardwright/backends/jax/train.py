@@ -66,7 +66,7 @@ class TrainStep:
         self.optimizer = optimizer
         self.mesh = bind(plan.mesh, devices)
         self.batch_dims = batch_dims
-        self._loss = LossFunction.of(loss_fn, plan.decision.precision, plan.decision.recompute)
+        self._loss = LossFunction.of(loss_fn, plan)
         self._compiled: dict[Any, Callable[..., tuple[TrainState, Loss]]] = {}
 
     def init(self, params_or_init: Any, *, state: Any = None, seed: int = 0) -> TrainState:
@@ -153,6 +153,11 @@ class TrainStep:
         """A TrainState whose leaves are shardings."""
         self.plan.require_model("jax", parts.names, "the model given to init")
         _require_sizes(self.plan, parts)
+        if parts.graphdef is None and self.plan.decision.recompute == "full":
+            raise MissingCapabilityError(
+                "the plan recomputes whole units, which the JAX runtime of this version does for NNX modules alone: "
+                'plan with recompute="selective" or "none", or put jax.checkpoint into the function'
+            )
         shard = self.plan.decision.shard
         layouts = self.plan.parameter_layouts("jax")
         params = parameter_shardings(parts.names, parts.params, layouts, self.mesh)
@@ -206,11 +211,6 @@ class TrainStep:
 def _require_supported(plan: Plan) -> None:
     decision = plan.decision
     CAPABILITIES.require_axes({"pp": decision.pp})
-    if decision.recompute == "full":
-        raise MissingCapabilityError(
-            "the plan recomputes whole units, which the JAX runtime of this version does not: plan with "
-            'recompute="selective" or "none", or put jax.checkpoint into the model'
-        )
     if decision.precision not in ("fp32", "bf16"):
         raise MissingCapabilityError(
             f"the plan has precision={decision.precision!r}, but the JAX runtime of this version trains in fp32 and "
