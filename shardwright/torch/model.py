@@ -150,8 +150,8 @@ class DistributedModel(nn.Module):
 def delay_param_initialization() -> Iterator[None]:
     """Build a model without memory for its parameters: they go to the meta device as soon as a module has them.
 
-    Buffers (masks, rotary frequencies) are made as usual, since checkpoints often do not hold them. Wrap such a model by
-    ``DistributedModel(model, weights=...)``.
+    Buffers (masks, rotary frequencies) are made as usual, since checkpoints often do not hold them. Wrap such a model
+    by ``DistributedModel(model, weights=...)``.
     """
     original = nn.Module.register_parameter
 
@@ -160,7 +160,7 @@ def delay_param_initialization() -> Iterator[None]:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         original(module, name, param)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ CHECKS = (
     "a_state_dict_goes_around",
     "from_the_meta_device",
     "from_an_init_function",
+    "a_backend_compiles_a_plan",
     "wrong_inputs",
     "data_is_shared_out",
 )

@@ -42,7 +42,7 @@ class Reference:
 
 
 def run(case: str, reference: Reference) -> dict[str, object]:
-    name, pp, dp, pipeline, virtual = (case.split(":") + ["1"])[:5]
+    name, pp, dp, pipeline, virtual = [*case.split(":"), "1"][:5]
     microbatches = GLOBAL_MICROBATCHES // int(dp)
     sw.init(
         {

@@ -1,0 +1,321 @@
+"""Checks of the torch runtime on two ranks, in one launch. Prints `ok NAME` for each; any failure ends the launch.
+
+Usage: semantics.py FOLDER; FOLDER holds what `reference.py` left.
+"""
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import batch, build
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardwright.torch as sw
+from shardwright.backends.protocol import load
+from shardwright.core.errors import PlanError, ShardwrightError
+from shardwright.core.plan import Plan
+
+FOLDER = Path(sys.argv[1])
+CONFIG = {"pipeline_parallel_degree": 2, "microbatches": 4, "wait_timeout_s": 60.0}
+
+
+@sw.step
+def train_step(model, batch):
+    loss = model(**batch).loss
+    model.backward(loss)
+    return loss
+
+
+@sw.step
+def weighted_step(model, batch):
+    loss = model(**batch).loss
+    weight = (batch["labels"][:, 1:] != -100).sum()
+    model.backward(loss, weight)
+    return {"loss": loss, "tokens": weight.float(), "text": "kept"}
+
+
+@sw.step
+def predict(model, batch):
+    return model(**batch).logits
+
+
+def expect(kind: type[Exception], match: str, run: Callable[[], Any]) -> None:
+    with pytest.raises(kind) as caught:
+        run()
+    assert match in str(caught.value), str(caught.value)
+
+
+def losses(model: Any, name: str, steps: int, rate: float = 1e-3) -> list[float]:
+    optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=rate))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        whole = batch(name, step)
+        size = sw.dp_size()
+        found.append(float(train_step(model, {k: t.chunk(size)[sw.dp_rank()] for k, t in whole.items()}).reduce_mean()))
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def close(found: list[float], name: str) -> None:
+    expected = json.loads((FOLDER / "losses.json").read_text())[name]
+    for got, want in zip(found, expected, strict=True):
+        assert abs(got - want) <= 1e-5 * abs(want), (found, expected)
+
+
+def dropout_does_not_depend_on_the_split() -> None:
+    for name in ("gpt2", "bert", "t5"):
+        sw.init(CONFIG)
+        sw.set_seed(5)
+        model = sw.DistributedModel(build(name, dropout=0.2))
+        state = torch.get_rng_state()
+        close(losses(model, name, 4), f"{name} dropout")
+        assert torch.equal(state, torch.get_rng_state()), "the user's generator was left changed"
+        sw.shutdown()
+    sw.init({"microbatches": 2, "ddp": True})
+    sw.set_seed(5)
+    close(losses(sw.DistributedModel(build("gpt2", dropout=0.2)), "gpt2", 4), "gpt2 dropout")
+    sw.shutdown()
+
+
+def a_weighted_mean_over_unequal_microbatches() -> None:
+    whole = batch("gpt2", 0)
+    for row in range(8):
+        whole["labels"][row, row + 2 :] = -100
+    plain = build("gpt2")
+    parts = [{k: t.chunk(4)[m] for k, t in whole.items()} for m in range(4)]
+    weights = torch.tensor([float((p["labels"][:, 1:] != -100).sum()) for p in parts])
+    each = torch.stack([plain(**p).loss for p in parts])
+    expected = (each * weights).sum() / weights.sum()
+    expected.backward()
+    for config in (CONFIG, {"microbatches": 2, "ddp": True}):
+        sw.init(config)
+        model = sw.DistributedModel(build("gpt2"))
+        own = {k: t.chunk(sw.dp_size())[sw.dp_rank()] for k, t in whole.items()}
+        out = weighted_step(model, own)
+        torch.testing.assert_close(out["loss"].reduce_mean(), expected.detach(), rtol=1e-5, atol=0)
+        assert float(out["tokens"].reduce_sum()) == float(weights.sum())
+        assert out["text"] == "kept"
+        assert len(out["loss"].outputs) == config["microbatches"]
+        wanted = dict(plain.named_parameters())
+        for name, parameter in model.local_named_parameters():
+            torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=1e-4, atol=1e-6, msg=name)
+        sw.shutdown()
+
+
+def gradients_add_up_over_steps() -> None:
+    sw.init(CONFIG)
+    model = sw.DistributedModel(build("gpt2"))
+    train_step(model, batch("gpt2", 0))
+    once = {n: p.grad.clone() for n, p in model.local_named_parameters()}
+    train_step(model, batch("gpt2", 0))
+    for name, parameter in model.local_named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * once[name], rtol=1e-4, atol=1e-6, msg=name)
+    sw.shutdown()
+
+
+def evaluation_and_changing_shapes() -> None:
+    sw.init(CONFIG)
+    plain = build("llama").eval()
+    model = sw.DistributedModel(build("llama"))
+    train_step(model, batch("llama", 0))
+    model.eval()
+    for length in (7, 12):
+        given = batch("llama", 0, length=length)
+        with torch.no_grad():
+            logits = predict(model, {"input_ids": given["input_ids"]})
+            wanted = plain(given["input_ids"]).logits
+        torch.testing.assert_close(logits.concat(), wanted, rtol=1e-4, atol=1e-5)
+        assert logits.stack().shape == (4, 2, length, 64)
+    expect(ShardwrightError, "@sw.step", lambda: model(given["input_ids"]))
+    sw.shutdown()
+
+
+def a_state_dict_goes_around() -> None:
+    sw.init(CONFIG)
+    plain = build("gpt2")
+    expected = {k: t.clone() for k, t in plain.state_dict().items()}
+    model = sw.DistributedModel(plain)
+    losses(model, "gpt2", 1, rate=0.0)
+    state = model.state_dict()
+    assert list(state) == list(expected)
+    assert all(torch.equal(state[k], expected[k]) for k in expected)
+    assert state["lm_head.weight"].data_ptr() == state["transformer.wte.weight"].data_ptr()
+    only = model.state_dict(rank0_only=True)
+    assert list(only) == (list(expected) if sw.rank() == 0 else [])
+    assert all(torch.equal(only[k], expected[k]) for k in only)
+    changed = {k: t + 1 for k, t in expected.items()}
+    model.load_state_dict(changed)
+    again = model.state_dict()
+    assert all(torch.equal(again[k], changed[k]) for k in expected)
+    wrong = {k.replace("ln_f", "lnf"): t for k, t in expected.items()}
+    expect(PlanError, "did you mean 'transformer.lnf.weight'", lambda: model.load_state_dict(wrong))
+    assert model.load_state_dict(wrong, strict=False).missing_keys == [
+        "transformer.ln_f.weight",
+        "transformer.ln_f.bias",
+    ]
+    short = expected | {"transformer.ln_f.bias": torch.zeros(3)}
+    expect(PlanError, "(3,)", lambda: model.load_state_dict(short))
+    sw.shutdown()
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the elements of new memory on real devices: each result whose memory no argument had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {_memory(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in pytree.tree_leaves(out):
+            real = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type != "meta"
+            if real and _memory(tensor) not in given:
+                self.total += tensor.numel()
+        return out
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def from_the_meta_device() -> None:
+    files = {"gpt2": FOLDER / "gpt2.pt", "llama": FOLDER / "llama.safetensors", "bert": FOLDER / "bert.pt"}
+    for name, weights in files.items():
+        with sw.delay_param_initialization() if name == "bert" else torch.device("meta"):
+            empty = build(name)
+        sw.init(plan=FOLDER / f"{name}.plan.json", wait_timeout_s=60.0)
+        whole = sum(p.numel() for p in empty.parameters())
+        largest = max(p.numel() for p in empty.parameters())
+        with Allocated() as allocated:
+            model = sw.DistributedModel(empty, weights=str(weights))
+        held = sum(p.numel() for p in model.local_parameters())
+        assert held <= 1.15 * whole / 2 + largest, (name, held, whole)
+        # Two copies at most of what this rank holds: what the file gives, and the parameter.
+        assert allocated.total <= 2 * held + 10_000, (name, allocated.total, held)
+        assert held < whole
+        close(losses(model, name, 3), name)
+        sw.shutdown()
+
+
+def from_an_init_function() -> None:
+    def init(module: torch.nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            torch.nn.init.normal_(parameter, std=0.05)
+
+    sums = []
+    for config in (CONFIG, {"microbatches": 4, "ddp": True}):
+        with torch.device("meta"):
+            empty = build("gpt2")
+        optimizer = torch.optim.AdamW(empty.parameters(), lr=1e-3)
+        sw.init(config)
+        model = sw.DistributedModel(empty, weights=init)
+        distributed = sw.DistributedOptimizer(optimizer)
+        train_step(model, batch("gpt2", 0))
+        before = [p.clone() for p in model.local_parameters()]
+        distributed.step()
+        assert all(not torch.equal(a, b) for a, b in zip(before, model.local_parameters(), strict=True))
+        sums.append({k: float(t.sum()) for k, t in model.state_dict().items()})
+        sw.shutdown()
+    assert sums[0].keys() == sums[1].keys()
+    assert all(abs(sums[0][k] - sums[1][k]) < 2e-2 for k in sums[0]), "weights depend on the split"
+    with torch.device("meta"):
+        empty = build("gpt2")
+    sw.init(plan=FOLDER / "gpt2.plan.json")
+    expect(ShardwrightError, "on the meta device", lambda: sw.DistributedModel(empty))
+    sw.shutdown()
+
+
+def a_backend_compiles_a_plan() -> None:
+    plan = Plan.load(FOLDER / "gpt2.plan.json")
+    model = build("gpt2")
+    executable = load("torch").compile(plan, model)
+    close([executable.step(batch("gpt2", step)) for step in range(3)], "gpt2")
+    whole = executable.whole_parameters()
+    assert {k: tuple(t.shape) for k, t in whole.items()} == {n: tuple(p.shape) for n, p in model.named_parameters()}
+
+
+def wrong_inputs() -> None:
+    sw.init(CONFIG)
+    expect(ShardwrightError, "init was called twice", lambda: sw.init(CONFIG))
+    model = sw.DistributedModel(build("gpt2"))
+    expect(ShardwrightError, "one DistributedModel", lambda: sw.DistributedModel(build("gpt2")))
+    seven = {k: t[:7] for k, t in batch("gpt2", 0).items()}
+    expect(ShardwrightError, "7 samples, which 4 microbatches do not divide", lambda: train_step(model, seven))
+    expect(ShardwrightError, "ranks 0 and 1 are pipeline peers", lambda: train_step(model, batch("gpt2", sw.rank())))
+    expect(ShardwrightError, "inside a function decorated", lambda: model.backward(torch.ones(())))
+    train_step(model, batch("gpt2", 0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert any("model.clip_grad_norm_" in str(w.message) for w in caught)
+    sw.shutdown()
+    expect(ShardwrightError, "do not divide the 2 ranks", lambda: sw.init({"pipeline_parallel_degree": 3}))
+    expect(PlanError, "for 4 ranks", lambda: sw.init(plan=FOLDER / "four.plan.json"))
+    expect(
+        ShardwrightError, "the plan decides that", lambda: sw.init({"microbatches": 2}, plan=FOLDER / "four.plan.json")
+    )
+    sw.init(plan=FOLDER / "gpt2.plan.json")
+    expect(PlanError, "for another model", lambda: sw.DistributedModel(build("llama")))
+    sw.shutdown()
+
+
+def data_is_shared_out() -> None:
+    sw.init({"microbatches": 1, "ddp": True})
+    mine = torch.tensor(list(sw.sampler(range(10), shuffle=False)))
+    every = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(every, mine)
+    assert sorted(torch.cat(every).tolist()) == list(range(10))
+    shuffled = sw.sampler(range(13), batch_size=2, seed=3, drop_last=True)
+    first = list(shuffled)
+    shuffled.set_epoch(1)
+    assert len(first) == len(shuffled) == 6
+    assert list(shuffled) != first
+    mine = torch.tensor(first).view(-1, 2)
+    every = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(every, mine)
+    order = torch.randperm(13, generator=torch.Generator().manual_seed(3))[:12]
+    assert torch.cat(every, dim=1).flatten().tolist() == order.tolist(), "batches laid end to end are the unsplit run's"
+    sw.shutdown()
+    sw.init(CONFIG)
+    assert list(sw.sampler(range(10), shuffle=False)) == list(range(10))
+    assert (sw.pp_rank(), sw.pp_size(), sw.dp_size(), sw.tp_size()) == (sw.rank(), 2, 1, 1)
+    assert sw.get_pp_process_group().size() == 2
+    assert sw.get_dp_process_group().size() == 1
+    sw.barrier()
+    sw.shutdown()
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    for check in (
+        dropout_does_not_depend_on_the_split,
+        a_weighted_mean_over_unequal_microbatches,
+        gradients_add_up_over_steps,
+        evaluation_and_changing_shapes,
+        a_state_dict_goes_around,
+        from_the_meta_device,
+        from_an_init_function,
+        a_backend_compiles_a_plan,
+        wrong_inputs,
+        data_is_shared_out,
+    ):
+        check()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print(f"ok {check.__name__}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
