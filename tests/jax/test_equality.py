@@ -12,7 +12,6 @@ import shardwright.jax as sw
 from examples import gpt2_flax
 from shardwright.core.graph import Graph
 from tests.jax.plans import (
-    BATCH,
     CONFIG,
     MICROBATCH,
     batches,
