@@ -167,7 +167,11 @@ class Engine:
             if len(parts) > 1:
                 seconds -= self.costs.overlap * shorter
             self.start[node], self.cause[node] = start, by
-            self.end[node] = self.clock[rank] = start + seconds
+            end = start + seconds
+            if action.kind is B:
+                # In the order of its halves, so that a whole backward ends to the last bit when a split one would.
+                end = start + self.costs.input_grad_s[action.stage] + self.costs.weight_grad_s[action.stage]
+            self.end[node] = self.clock[rank] = end
             for part in parts:
                 self._hand_on(rank, part, node)
             self.position[rank] += 1

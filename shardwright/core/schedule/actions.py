@@ -50,8 +50,7 @@ class Action:
     `F` is a forward pass, `B` a full backward pass, `I` the gradient of the input alone, `W` that of the weights.
     A send names the stage that holds the tensor, a receive the stage that wants it. UNSHARD, RESHARD and REDUCE_GRAD
     concern a stage's parameters, and carry no microbatch. A composite holds a forward and a backward action that run
-    overlapped; its own stage is -1. A token slice would be one more index beside `microbatch`; what depends on what is
-    written in one place, `dependencies.py`.
+    overlapped; its own stage is -1. A token slice would be one more index beside `microbatch`.
 
     Raises:
         ScheduleError: an index is negative or missing, or a composite is not one forward and one backward.

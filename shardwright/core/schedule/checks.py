@@ -17,12 +17,14 @@ from shardwright.core.simulate import Engine, simulate_schedule
 def check(
     schedule: Schedule, memory_limit_bytes: int | Sequence[int] | None = None, costs: StageCosts | None = None
 ) -> None:
-    """Every check: complete, ends under asynchronous and under blocking transfers, and within its memory.
+    """Every check: complete, parameters gathered when used, ends under asynchronous and under blocking transfers, and
+    within its memory.
 
     Raises:
         ScheduleError: the first check that fails.
     """
     check_complete(schedule)
+    check_sharding(schedule)
     check_ends(schedule)
     check_ends(schedule, blocking=True)
     if memory_limit_bytes is not None:
@@ -84,6 +86,48 @@ def _missing(seen: dict[tuple[int, Kind, int], int], stage: int, mb: int, has_ba
     if (stage, I, mb) not in seen:
         return f"{stage}B{mb}, nor {stage}I{mb} and {stage}W{mb}"
     return None if (stage, W, mb) in seen else f"{stage}W{mb}"
+
+
+def check_sharding(schedule: Schedule) -> None:
+    """Where a rank gathers and frees parameters: that a stage is gathered when it runs and freed at the end, not twice,
+    and that no gradient is added to after it was reduced.
+
+    Raises:
+        ScheduleError: an action finds its stage's parameters or gradients in the wrong state.
+    """
+    for rank, order in enumerate(schedule.table):
+        if not any(action.kind in (Kind.UNSHARD, Kind.RESHARD) for action in order):
+            continue
+        gathered: set[int] = set()
+        reduced: set[int] = set()
+        for position, action in enumerate(order):
+            if problem := _sharding_problem(action, gathered, reduced):
+                raise ScheduleError(_report(schedule, problem, rank, position))
+        if gathered:
+            left = ", ".join(map(str, sorted(gathered)))
+            raise ScheduleError(_report(schedule, f"rank {rank} never frees stage {left}", rank, len(order)))
+
+
+def _sharding_problem(action: Action, gathered: set[int], reduced: set[int]) -> str | None:
+    """What is wrong with an action, given what is gathered and reduced; notes what the action does to them."""
+    stage = action.stage
+    if action.kind is Kind.UNSHARD:
+        if stage in gathered:
+            return f"{action} gathers stage {stage}, which is gathered already"
+        gathered.add(stage)
+    elif action.kind is Kind.RESHARD:
+        if stage not in gathered:
+            return f"{action} frees stage {stage}, which is not gathered"
+        gathered.remove(stage)
+    elif action.kind is Kind.REDUCE_GRAD:
+        reduced.add(stage)
+    elif action.kind.is_compute:
+        for part in action.flat:
+            if part.stage not in gathered:
+                return f"{part} runs while the parameters of stage {part.stage} are not gathered"
+            if part.kind in (B, W) and part.stage in reduced:
+                return f"{part} adds to the gradients of stage {part.stage}, which are reduced already"
+    return None
 
 
 def check_ends(schedule: Schedule, *, blocking: bool = False) -> None:

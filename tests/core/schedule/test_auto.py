@@ -1,17 +1,19 @@
 """`auto`: never longer than what is named, close to proven optima, within its memory, and refused only with proof."""
 
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from shardwright.core.errors import ScheduleError
-from shardwright.core.schedule import Schedule, StageCosts, schedule_names
+from shardwright.core.schedule import Kind, Schedule, StageCosts, schedule_names
 from shardwright.core.schedule.auto import search
 from shardwright.core.schedule.auto.construct import construct, habits
 from shardwright.core.schedule.auto.evaluate import Evaluator
 from shardwright.core.schedule.auto.problem import Problem
 from shardwright.core.schedule.checks import check
+from shardwright.core.schedule.passes import split_backward
 from shardwright.core.schedule.placement import looped, vee
 from shardwright.core.simulate import simulate
 
@@ -164,6 +166,20 @@ def test_the_same_request_gives_the_same_schedule() -> None:
     assert Schedule.build("auto", **request).digest == Schedule.build("auto", **request).digest
 
 
+def test_backwards_are_whole_where_that_takes_nothing_longer() -> None:
+    # One rank waits for nobody: all its backwards can be whole. Of several, those of the first stage can.
+    alone = Schedule.build("auto", ranks=1, microbatches=4, costs=costs_of(1, 0), memory_limit_bytes=1)
+    assert [action.kind.value for action in alone.table[0]] == ["F", "B"] * 4
+    costs = costs_of(4, 2)
+    auto = Schedule.build("auto", ranks=4, microbatches=8, costs=costs, memory_limit_bytes=[4, 3, 2, 1])
+    split = Schedule("split", (), 4, 4, 8, auto.placement, split_backward(auto).table)
+    assert auto.table != split.table
+    assert simulate(auto, costs).makespan_s <= simulate(split, costs).makespan_s + 1e-12
+    neighbours = [(a, b) for a, b in pairwise(auto.table[0]) if (a.kind, b.kind) == (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)]
+    assert not [pair for pair in neighbours if pair[0].microbatch == pair[1].microbatch]
+
+
+@pytest.mark.slow
 def test_built_within_a_second_for_eight_ranks_and_32_microbatches() -> None:
     began = time.process_time()
     Schedule.build("auto", ranks=8, microbatches=32, costs=costs_of(8, 0), memory_limit_bytes=8)

@@ -78,6 +78,23 @@ def test_a_receive_that_never_comes_is_found() -> None:
         check_ends(custom("0F0 0SEND_F0 0F1 0SEND_F1", "1F0 1F1 1RECV_F0"))
 
 
+UNGATHERED = [
+    ("0F0 0UNSHARD 0B0 0RESHARD", "0F0 runs while the parameters of stage 0 are not gathered"),
+    ("0UNSHARD 0F0 0UNSHARD 0B0 0RESHARD", "which is gathered already"),
+    ("0UNSHARD 0F0 0RESHARD 0B0", "0B0 runs while"),
+    ("0UNSHARD 0F0 0B0", "never frees stage 0"),
+    ("0UNSHARD 0F0 0B0 0RESHARD 0RESHARD", "which is not gathered"),
+    ("0UNSHARD 0F0 0REDUCE_GRAD 0B0 0RESHARD", "which are reduced already"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), UNGATHERED, ids=[reason for _, reason in UNGATHERED])
+def test_parameters_must_be_gathered_when_they_are_used(row: str, reason: str) -> None:
+    check(custom("0UNSHARD 0F0 0B0 0REDUCE_GRAD 0RESHARD", m=1))
+    with pytest.raises(ScheduleError, match=reason):
+        check(custom(row, m=1))
+
+
 def test_memory_is_checked_at_the_action_that_goes_over() -> None:
     schedule = Schedule.build("gpipe", ranks=2, microbatches=3)
     check_memory(schedule, 3)

@@ -31,15 +31,15 @@ TALLY: Counter[str] = Counter()
 def requests(draw: st.DrawFn) -> dict[str, object]:
     name = draw(st.sampled_from((*schedule_names(), "auto")))
     p = draw(st.integers(1, 4 if name == "auto" else 6))
-    m = draw(st.integers(1, 5 if name == "auto" else 10))
+    m = draw(st.integers(2 * p if name == "dualpipev" else 1, max(2 * p, 5 if name == "auto" else 10)))
     # Mostly what the family admits, so that most cases are not refused for their sizes.
     admitted = st.just(2) if name in TWO else st.integers(1, 3) if name in SEVERAL else st.just(1)
-    v = draw(st.one_of(admitted, admitted, admitted, st.integers(1, 3)))
+    v = draw(st.one_of(*[admitted] * 8, st.integers(1, 3)))
     stages = p * v
     times = [tuple(draw(st.lists(SECONDS, min_size=n, max_size=n))) for n in (stages, stages, stages, stages - 1)]
     sizes = tuple(draw(st.lists(st.integers(0, 9), min_size=stages, max_size=stages)))
     costs = StageCosts(*times, sizes, draw(st.sampled_from((0.0, 0.3, 1.0))))
-    limit = draw(st.one_of(st.none(), st.integers(0, 9 * stages * m), st.integers(0, 9 * v + 9)))
+    limit = draw(st.one_of(st.none(), st.none(), st.integers(0, 9 * v * m), st.integers(5 * v, 9 * v * p)))
     active = draw(st.one_of(st.none(), st.integers(1, m))) if name in ("simple", "interleaved") else None
     return {"name": name, "ranks": p, "microbatches": m, "virtual_stages": v, "costs": costs,
             "memory_limit_bytes": limit, "active_microbatches": active}  # fmt: skip

@@ -22,6 +22,7 @@ _IMPROVE_ACTIONS = 800_000
 _MOST_IMPROVE_ACTIONS = 2_500_000
 _SMALL = 800  # Actions of a schedule up to which it gets the first of these; larger ones get more, in proportion.
 _MOST_RUNS = 4_000  # Beyond these, small schedules gain nothing.
+_MERGED_BY_STAGE = 5_000  # Actions of a schedule up to which backwards are merged for each stage by itself.
 _SHARES = (0.6, 0.2, 0.2)  # Of the improvement, for the best start, the second best, ...
 
 
@@ -79,7 +80,7 @@ def _search(problem: Problem, sizes: Sizes, costs: StageCosts, share: int) -> tu
     known = min(named, key=lambda pair: pair[0], default=None)
     if known is not None and known[0] <= best_s:
         return known
-    return best_s, problem.table(best)
+    return best_s, _merged(problem, best, costs, best_s)
 
 
 def _different(starts: list[tuple[float, list[Word]]]) -> list[tuple[float, list[Word]]]:
@@ -89,6 +90,27 @@ def _different(starts: list[tuple[float, list[Word]]]) -> list[tuple[float, list
         if not kept or start[0] > kept[-1][0] * (1 + 1e-12):
             kept.append(start)
     return kept
+
+
+def _merged(problem: Problem, words: list[Word], costs: StageCosts, makespan_s: float) -> Table:
+    """The table of words, whole backwards where these take nothing longer: all of them, or else those of some stages.
+
+    A whole backward hands its input gradient on later, and does with one action what else takes two.
+    """
+    from shardwright.core.schedule.passes.backward import merge_backward
+    from shardwright.core.schedule.schedule import Schedule
+    from shardwright.core.simulate import simulate_schedule
+
+    table, stages = problem.table(words), problem.stages
+    kept = Schedule("auto", (), problem.ranks, stages, problem.microbatches, problem.placement, table)
+    few = sum(len(order) for order in table) <= _MERGED_BY_STAGE
+    for merging in (None, *(range(stages) if few else (0,))):
+        tried = merge_backward(kept, None if merging is None else (merging,))
+        if simulate_schedule(tried, costs).makespan_s <= makespan_s:
+            kept = tried
+            if merging is None:
+                break
+    return kept.table
 
 
 def _named(problem: Problem, sizes: Sizes, costs: StageCosts) -> list[tuple[float, Table]]:

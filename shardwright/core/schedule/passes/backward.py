@@ -1,13 +1,14 @@
 """Merge a split backward, or split a whole one."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from shardwright.core.schedule.actions import Action, B, I, W
 from shardwright.core.schedule.schedule import Schedule
 
 
-def merge_backward(schedule: Schedule) -> Schedule:
-    """Make one B of an I and the W of the same stage and microbatch right behind it.
+def merge_backward(schedule: Schedule, stages: Collection[int] | None = None) -> Schedule:
+    """Make one B of an I and the W of the same stage and microbatch right behind it; of all stages, or of those given.
 
     Together they are cheaper than apart wherever the two share work, and take the same time at worst. What waits for
     the input gradient then waits for the weight gradient too, so a timeline may grow; the order stays legal.
@@ -17,7 +18,8 @@ def merge_backward(schedule: Schedule) -> Schedule:
         merged: list[Action] = []
         for action in order:
             before = merged[-1] if merged else None
-            if action.kind is W and before == Action(action.stage, I, action.microbatch):
+            wanted = stages is None or action.stage in stages
+            if wanted and action.kind is W and before == Action(action.stage, I, action.microbatch):
                 merged[-1] = Action(action.stage, B, action.microbatch)
             else:
                 merged.append(action)
