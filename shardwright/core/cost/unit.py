@@ -1,11 +1,17 @@
-"""Seconds of a unit: the roofline of its products, the traffic of the rest, launches and tensor-axis collectives."""
+"""Seconds of a unit: its products by shape, the traffic of the rest, launches, the host, tensor-axis collectives."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwright.core.cost.collectives import all_reduce_s
-from shardwright.core.cost.work import UnitWork
+from shardwright.core.cost.products import product_s
+from shardwright.core.cost.work import Product, UnitWork
 from shardwright.core.hardware.device import Device
 from shardwright.core.hardware.link import Link
+
+FUSED_ATTENTION_EFFICIENCY = 0.75
+"""Of the rate of large products. Prior: FlashAttention-2 (arXiv 2307.08691, section 4.1) reaches 50 to 73% of an A100's
+peak, where large products reach about 80%."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,30 +36,43 @@ class UnitCost:
 
 
 def unit_cost(
-    work: UnitWork, device: Device, precision: str, *, degree: int = 1, link: Link | None = None, parameters: int = 0
+    work: UnitWork,
+    device: Device,
+    precision: str,
+    *,
+    degree: int = 1,
+    reduce_s: Callable[[float], float] | None = None,
+    link: Link | None = None,
+    parameters: int = 0,
 ) -> UnitCost:
     """Time of a unit's work on a device.
 
-    A product takes the longer of its FLOPs at the device's peak × efficiency and its bytes at memory bandwidth ×
-    efficiency (the roofline, doi:10.1145/1498765.1498785). The rest moves its bytes once in the forward pass and twice
-    in the backward (values and gradients). Every kernel costs a launch.
+    The device takes the time of its products (`cost.products`), of the bytes that everything else moves (once forward;
+    twice backward, for values and gradients), of a launch for each kernel, and of the reductions over the tensor axis:
+    ``reduce_s`` gives the seconds of one, or ``link`` the ring that they go round. The host meanwhile issues the
+    kernels, one after the other; where that takes longer, the device waits for it.
     """
-    peak = device.flops_per_s(precision) * device.matmul_efficiency
-    bandwidth = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
     forward = input_grad = weight_grad = 0.0
     for product in work.products:
-        once = max(product.flops / peak, product.size_bytes / bandwidth)
-        forward += once
-        input_grad += once * product.backward_input
-        weight_grad += once * product.backward_weight
+        ahead, back, weights = _product_times(product, device, precision)
+        forward, input_grad, weight_grad = forward + ahead, input_grad + back, weight_grad + weights
     launches = work.kernels * device.kernel_launch_s
-    forward += work.vector_bytes / bandwidth + launches
-    input_grad += 2 * work.vector_bytes / bandwidth + launches
+    vector = work.vector_bytes / device.vector_bandwidth_bytes_per_s
+    forward += vector + launches
+    input_grad += 2 * vector + launches
+    weight_grad += launches
     collective = 0.0
-    if degree > 1 and link is not None:
-        ahead = sum(all_reduce_s(size, degree, link) for size in work.forward_reduced)
-        back = sum(all_reduce_s(size, degree, link) for size in work.backward_reduced)
+    issued = float(work.kernels)
+    if degree > 1 and (reduce_s is not None or link is not None):
+        one = reduce_s or (lambda size: all_reduce_s(size, degree, link) if link is not None else 0.0)
+        ahead, back = sum(map(one, work.forward_reduced)), sum(map(one, work.backward_reduced))
         forward, input_grad, collective = forward + ahead, input_grad + back, ahead + back
+        issued += (len(work.forward_reduced) + len(work.backward_reduced)) / 2
+    host = issued * device.dispatched_s
+    forward = max(forward, host)
+    backward = input_grad + weight_grad
+    if 0 < backward < 2 * host:
+        input_grad, weight_grad = (part * 2 * host / backward for part in (input_grad, weight_grad))
     return UnitCost(
         forward,
         input_grad,
@@ -65,3 +84,20 @@ def unit_cost(
         work.largest_bytes,
         parameters,
     )
+
+
+def _product_times(product: Product, device: Device, precision: str) -> tuple[float, float, float]:
+    """Seconds of the forward, the gradients of activations and those of weights."""
+    if not product.batches:
+        peak = device.flops_per_s(precision) * device.matmul_efficiency * FUSED_ATTENTION_EFFICIENCY
+        bandwidth = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
+        once = max(product.flops / peak, product.size_bytes / bandwidth)
+        return once, once * product.backward_input, once * product.backward_weight
+    b, m, n, k, size = product.batches, product.m, product.n, product.k, product.size_bytes
+    forward = product_s(device, precision, b, m, n, k, size)
+    of_left = product_s(device, precision, b, m, k, n, size)
+    of_right = product_s(device, precision, b, k, n, m, size)
+    weights = of_right * product.backward_weight
+    if product.backward_input >= 2:  # two activations: both gradients
+        return forward, of_left + of_right * (product.backward_input - 1), weights
+    return forward, of_left * product.backward_input, weights

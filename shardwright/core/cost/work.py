@@ -28,6 +28,11 @@ class Product:
     flops: int
     size_bytes: int
     """Operands read and result written."""
+    batches: int
+    m: int
+    n: int
+    k: int
+    """``batches`` products of m × k by k × n; all 0 for an attention in one kernel."""
     backward_input: float
     """The backward for the activations, as a multiple of the forward's FLOPs."""
     backward_weight: float
@@ -113,9 +118,20 @@ class WorkCounter:
         return value.elements(batch) * width
 
     def count(
-        self, unit: Unit, batch: int, precision: str = "fp32", split: Collection[Dim] = (), degree: int = 1
+        self,
+        unit: Unit,
+        batch: int,
+        precision: str = "fp32",
+        split: Collection[Dim] = (),
+        degree: int = 1,
+        *,
+        sequence_parallel: bool = False,
     ) -> UnitWork:
-        """The work of one microbatch of ``batch`` samples with the dims in ``split`` cut into ``degree`` pieces."""
+        """The work of one microbatch of ``batch`` samples with the dims in ``split`` cut into ``degree`` pieces.
+
+        ``sequence_parallel``: what ``split`` leaves whole on every rank of the tensor axis is divided along the
+        sequence (arXiv 2205.05198, section 4.2.2), and gathered only as the operand of a split product.
+        """
         graph, cut = self.graph, frozenset(split)
         cut_tensors = {tensor for tensor, _ in cut}
         kept: dict[int, int] = {}
@@ -124,9 +140,14 @@ class WorkCounter:
         partial_gradients: dict[int, int] = {}
         vector_bytes = largest = 0
 
-        def held(tensor: int) -> int:
+        def gathered(tensor: int) -> int:
             size = self.size_bytes(tensor, batch, precision)
             return size // degree if tensor in cut_tensors else size
+
+        def held(tensor: int) -> int:
+            if sequence_parallel and tensor not in cut_tensors and self._along_the_sequence(tensor):
+                return self.size_bytes(tensor, batch, precision) // degree
+            return gathered(tensor)
 
         made_here = {t: i for i in range(unit.first_op, unit.end_op) for t in graph.ops[i].outputs}
         for op in graph.ops[unit.first_op : unit.end_op]:
@@ -135,7 +156,7 @@ class WorkCounter:
             for label in labels:
                 role = op.role(label)
                 if role in ("sum", "index"):
-                    forward.extend(held(t) for t in op.outputs)
+                    forward.extend(gathered(t) for t in op.outputs)
                 elif role == "statistic":
                     whole = graph.label_sizes(op, batch)[label]
                     forward.extend(2 * self.size_bytes(t, batch, precision) // whole for t in op.outputs[:1])
@@ -147,11 +168,12 @@ class WorkCounter:
                         and tensor not in self._parameters
                     ):
                         root = self._root(tensor)
-                        partial_gradients[root] = held(root)
+                        partial_gradients[root] = gathered(root)
             if op.kind not in FREE_KINDS:
                 largest = max([largest, *(held(t) for t in op.outputs)])
             if op.kind in PRODUCT_KINDS:
-                products.append(self._product(op, batch, share, sum(held(t) for t in (*op.inputs, *op.outputs))))
+                size = sum(gathered(t) for t in (*op.inputs, *op.outputs))
+                products.append(self._product(op, batch, share, labels, degree, size))
             elif op.kind not in FREE_KINDS:
                 vector_bytes += self._unfused_bytes(op, unit, made_here, held)
             for root in self._kept.by(op):
@@ -176,6 +198,11 @@ class WorkCounter:
             backward_reduced=tuple(partial_gradients.values()),
         )
 
+    def _along_the_sequence(self, tensor: int) -> bool:
+        """Whether the tensor is an activation with a batch, a sequence and features."""
+        value = self.graph.tensors[tensor]
+        return value.role == "activation" and value.has_batch and len(value.fixed) >= 3
+
     def _root(self, tensor: int) -> int:
         return self._alias.get(tensor, tensor)
 
@@ -187,14 +214,27 @@ class WorkCounter:
             if label >= 0 and (tensor, dim) in cut
         }
 
-    def _product(self, op: Op, batch: int, share: int, size_bytes: int) -> Product:
+    def _product(
+        self, op: Op, batch: int, share: int, split: Collection[int], degree: int, size_bytes: int
+    ) -> Product:
         flops = contraction_flops(self.graph, op, batch) // share
         if op.kind == "attention":
             # Five products against two: the scores are computed again (FlashAttention, arXiv 2205.14135).
-            return Product(flops, size_bytes, 2.5 if any(t in self._needs_gradient for t in op.inputs) else 0.0, 0.0)
+            back = 2.5 if any(t in self._needs_gradient for t in op.inputs) else 0.0
+            return Product(flops, size_bytes, 0, 0, 0, 0, back, 0.0)
         trained = [t for t in op.inputs if t in self._needs_gradient]
         weights = [t for t in trained if self._is_weight(t)]
-        return Product(flops, size_bytes, float(len(trained) - len(weights)), float(len(weights)))
+        sizes = {
+            label: max(1, size // degree) if label in split else size
+            for label, size in self.graph.label_sizes(op, batch).items()
+        }
+        left, right, out = (set(labels) for labels in (op.labels[0], op.labels[min(1, len(op.inputs) - 1)], op.labels[-1]))
+        batches = math.prod(sizes[x] for x in left & right & out if x >= 0)
+        n = math.prod(sizes[x] for x in (right & out) - left if x >= 0)
+        m = max(1, math.prod(sizes[x] for x in out if x >= 0) // (batches * n))
+        k = max(1, flops // (2 * batches * m * n))
+        back, again = float(len(trained) - len(weights)), float(len(weights))
+        return Product(flops, size_bytes, batches, m, n, k, back, again)
 
     def _is_weight(self, tensor: int) -> bool:
         """A parameter, or a view or cast of one."""

@@ -26,6 +26,11 @@ class Device:
     kernel_launch_s: what one op costs at least, however small.
     matmul_efficiency, memory_efficiency: the share of the peaks that large ops reach.
     host_link_bandwidth_bytes_per_s: to the host's memory, in one direction.
+    compute_units: the multiprocessors that share out the tiles of a matrix product; None: no such rounding.
+    tile_depth: the contracted entries that a tile's start and end cost, beside its own; None: nothing.
+    vector_efficiency: the share of the memory bandwidth that everything but products reaches, its traffic counted as
+        if chains of elementwise ops ran as one kernel each; None: memory_efficiency.
+    dispatch_s: the host's time to issue one product or one such chain, forward; None: kernel_launch_s.
     price_usd_per_hour: of one device, None when not known.
     origins: for each constant, where it comes from.
 
@@ -42,6 +47,10 @@ class Device:
     memory_efficiency: float
     host_link_bandwidth_bytes_per_s: float
     reserved_memory_bytes: int = 0
+    compute_units: int | None = None
+    tile_depth: float | None = None
+    vector_efficiency: float | None = None
+    dispatch_s: float | None = None
     price_usd_per_hour: float | None = None
     summary: str = field(default="", compare=False)
     origins: Mapping[str, str] = field(default_factory=Table, compare=False, repr=False)
@@ -70,6 +79,13 @@ class Device:
         check.positive(owner, "matmul_efficiency", self.matmul_efficiency, at_most=1.0)
         check.positive(owner, "memory_efficiency", self.memory_efficiency, at_most=1.0)
         check.positive(owner, "host_link_bandwidth_bytes_per_s", self.host_link_bandwidth_bytes_per_s)
+        if self.compute_units is not None:
+            check.whole(owner, "compute_units", self.compute_units, at_least=1)
+        if self.vector_efficiency is not None:
+            check.positive(owner, "vector_efficiency", self.vector_efficiency, at_most=1.0)
+        for constant in ("tile_depth", "dispatch_s"):
+            if (value := getattr(self, constant)) is not None:
+                check.positive(owner, constant, value, zero_allowed=True)
         if self.price_usd_per_hour is not None:
             check.positive(owner, "price_usd_per_hour", self.price_usd_per_hour)
         check.origins(owner, self.origins)
@@ -80,6 +96,17 @@ class Device:
     def usable_memory_bytes(self) -> int:
         """What is left for the model."""
         return self.memory_bytes - self.reserved_memory_bytes
+
+    @property
+    def vector_bandwidth_bytes_per_s(self) -> float:
+        """What everything but matrix products reaches, by the traffic of fused chains."""
+        efficiency = self.memory_efficiency if self.vector_efficiency is None else self.vector_efficiency
+        return self.memory_bandwidth_bytes_per_s * efficiency
+
+    @property
+    def dispatched_s(self) -> float:
+        """The host's time to issue one product or one chain of elementwise ops."""
+        return self.kernel_launch_s if self.dispatch_s is None else self.dispatch_s
 
     def flops_per_s(self, precision: str) -> float:
         """Peak of matrix products in ``precision``. Raises ClusterError when the device does not have it."""

@@ -26,6 +26,8 @@ _PLAUSIBLE = {
     "host_link_bandwidth_bytes_per_s": (1e6, 1e14),
     "bandwidth_bytes_per_s": (1e5, 1e14),
     "kernel_launch_s": (0.0, 0.1),
+    "dispatch_s": (0.0, 0.1),
+    "tile_depth": (0.0, 4096.0),
     "latency_s": (0.0, 10.0),
 }
 
@@ -86,6 +88,10 @@ class DeviceTable(_Section):
     matmul_efficiency: Constant
     memory_efficiency: Constant
     host_link_bandwidth_bytes_per_s: Constant
+    compute_units: Constant | None = None
+    tile_depth: Constant | None = None
+    vector_efficiency: Constant | None = None
+    dispatch_s: Constant | None = None
     price_usd_per_hour: Constant | None = None
 
 
@@ -221,9 +227,12 @@ def to_device(table: DeviceTable, source: str) -> Device:
     for path, constant in (constants | peaks).items():
         check_plausible(source, path, constant.value)
     numbers: dict[str, Any] = {name: constant.value for name, constant in constants.items()}
-    for name in ("memory_bytes", "reserved_memory_bytes"):
+    for name in ("memory_bytes", "reserved_memory_bytes", "compute_units"):
+        if name not in numbers:
+            continue
         if not numbers[name].is_integer():
-            raise ClusterError(f"{source}: {name}: must be a whole number of bytes; given {numbers[name]!r}")
+            of_bytes = " of bytes" if name.endswith("_bytes") else ""
+            raise ClusterError(f"{source}: {name}: must be a whole number{of_bytes}; given {numbers[name]!r}")
         numbers[name] = int(numbers[name])
     try:
         return Device(
