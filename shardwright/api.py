@@ -1,7 +1,7 @@
 """The entry points that are the same for both frameworks."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from shardwright.backends import protocol
@@ -65,6 +65,9 @@ def plan(
     precision: Literal["fp32", "bf16", "fp16"] | None = None,
     optimizer: str = "adamw",
     loss_scope: LossScope = "replica",
+    stage_starts: Sequence[int] | None = None,
+    sequence_parallel: bool = False,
+    gradient_precision: Literal["fp32", "bf16", "fp16"] | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Find how to split a captured model over a cluster. What is given is pinned, the rest is searched.
@@ -83,6 +86,9 @@ def plan(
         precision: of parameters and activations; default: the best 16-bit one that the device has, else fp32.
         optimizer: whose states are counted.
         loss_scope: whether what depends on the batch as a whole is taken over the replica's batch or the global one.
+        stage_starts: the first unit of every stage, where the cut is not to be searched.
+        sequence_parallel: divide what the tensor axis leaves whole along the sequence.
+        gradient_precision: in which gradients add up over microbatches; default: as the parameters.
         progress: called with (candidates scored, candidates in all).
 
     Raises:
@@ -107,6 +113,9 @@ def plan(
         precision=precision,
         optimizer=optimizer,
         loss_scope=loss_scope,
+        stage_starts=None if stage_starts is None else tuple(stage_starts),
+        sequence_parallel=sequence_parallel,
+        gradient_precision=gradient_precision,
     )
     return make_plan(graph, cluster, request, progress)
 

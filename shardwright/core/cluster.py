@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.core import cluster_file
+from shardwright.core.cost.groups import Group
 from shardwright.core.errors import ClusterError
 from shardwright.core.hardware import Device, Link, Profile, check, load_link, load_profile, profile_names
 
@@ -192,6 +193,22 @@ class Cluster:
         outside = self._ports(members_of_node.values(), concurrent)
         slowest = min((*inside, outside), key=lambda link: link.effective_bandwidth_bytes_per_s)
         return replace(slowest, latency_s=max(link.latency_s for link in (*inside, outside)))
+
+    def group(self, ranks: Iterable[int]) -> Group:
+        """How collectives over ``ranks`` travel, while every other device of their nodes runs the same ones in groups
+        of its own: they share what leaves the node. Raises ClusterError as ``link_for_group`` does."""
+        members = tuple(ranks)
+        inside = self.link_for_group(members)
+        members_of_node = Counter(map(self._place, members))
+        if len(members_of_node) == 1:
+            return Group(len(members), 1, inside)
+        fewest = min(members_of_node.values())
+        largest = max(self.groups[group].devices_per_node for group, _ in members_of_node)
+        crowded = {group for (group, _), count in members_of_node.items() if count > 1}
+        links = [self.groups[group].intra_node for group in sorted(crowded)]
+        slowest = min(links, key=lambda link: link.effective_bandwidth_bytes_per_s, default=inside)
+        outside = self._ports(members_of_node.values(), max(1, largest // fewest))
+        return Group(len(members), len(members_of_node), slowest, outside)
 
     def _ports(self, members_per_node: Iterable[int], concurrent: int) -> Link:
         """The link out of a node as one ring sees it, the node with the fewest members deciding."""

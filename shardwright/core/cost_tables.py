@@ -1,31 +1,83 @@
 """What units cost at every tensor degree and microbatch size: counted once, shared by all candidates of a search."""
 
+from collections import OrderedDict
+
 from shardwright.core.cluster import Cluster
 from shardwright.core.cost.collectives import send_s
 from shardwright.core.cost.unit import UnitCost, unit_cost
 from shardwright.core.cost.work import UnitWork, WorkCounter
-from shardwright.core.fold import Folded, crossing_bytes, fold
+from shardwright.core.fold import Folded, Unit, crossing_bytes, fold
 from shardwright.core.graph import Graph
 from shardwright.core.layout import Layout
 from shardwright.core.memory import Recompute
 from shardwright.core.mesh import Mesh
+from shardwright.core.rules.axes import Dim
 from shardwright.core.stages import MemoryRequest, UnitTable
 from shardwright.core.structure import Binding, Structure, structure_of
 from shardwright.core.tensor_parallel import UnitSplit, choose_splits
+
+REMEMBERED_GRAPHS = 8
+
+
+class _Reading:
+    """What depends on a graph alone: its units, its structure, and the work of units as far as it was counted."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.folded = fold(graph)
+        self.structure, self.binding = structure_of(self.folded)
+        self.counter = WorkCounter(graph)
+        self._work: dict[object, UnitWork] = {}
+
+    def work(
+        self, unit: Unit, batch: int, precision: str, dims: frozenset[Dim], degree: int, *, sequence_parallel: bool
+    ) -> UnitWork:
+        key = (unit.index, batch, precision, dims, degree, sequence_parallel)
+        if key not in self._work:
+            self._work[key] = self.counter.count(
+                unit, batch, precision, dims, degree, sequence_parallel=sequence_parallel
+            )
+        return self._work[key]
+
+
+_readings: OrderedDict[int, _Reading] = OrderedDict()
+
+
+def _read(graph: Graph) -> _Reading:
+    """The reading of a graph, made once for the graphs used last: plans of one model differ in what they pin.
+
+    Graphs are known by identity, each kept alive by its reading: to hash one means to walk through all of its ops.
+    """
+    found = _readings.get(id(graph))
+    if found is None:
+        found = _readings[id(graph)] = _Reading(graph)
+    _readings.move_to_end(id(graph))
+    while len(_readings) > REMEMBERED_GRAPHS:
+        _readings.popitem(last=False)
+    return found
 
 
 class CostTables:
     """The folded model on one kind of device, in one precision."""
 
-    def __init__(self, graph: Graph, cluster: Cluster, precision: str | None, optimizer: str) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        cluster: Cluster,
+        precision: str | None,
+        optimizer: str,
+        gradient_precision: str | None = None,
+        sequence_parallel: bool = False,
+    ) -> None:
         self.graph, self.cluster, self.optimizer = graph, cluster, optimizer
+        self.gradient_precision, self.sequence_parallel = gradient_precision, sequence_parallel
         self.device = cluster.device(0)
         self.precision = precision or next((p for p in ("bf16", "fp16") if p in self.device.peak_flops_per_s), "fp32")
-        self.folded: Folded = fold(graph)
-        self.structure: Structure
-        self.binding: Binding
-        self.structure, self.binding = structure_of(self.folded)
-        self.counter = WorkCounter(graph)
+        self._read = _read(graph)
+        self.folded: Folded = self._read.folded
+        self.structure: Structure = self._read.structure
+        self.binding: Binding = self._read.binding
+        self.counter = self._read.counter
         self._splits: dict[int, dict[int, UnitSplit]] = {}
         self._tables: dict[tuple[int, int, int, Recompute], UnitTable] = {}
         self._costs: dict[tuple[int, int], tuple[UnitCost, ...]] = {}
@@ -33,12 +85,14 @@ class CostTables:
 
     def split(self, tp: int) -> dict[int, UnitSplit]:
         if tp not in self._splits:
-            link = self.cluster.link_for_group(range(tp))
-            state = MemoryRequest(0, self.precision, self.optimizer, 0, 1).state_bytes_per_element
+            group = self.cluster.group(range(tp))
+            state = MemoryRequest(
+                0, self.precision, self.optimizer, 0, 1, self.gradient_precision
+            ).state_bytes_per_element
 
             def occupancy(work: UnitWork, elements: int) -> float:
                 """Seconds × bytes held: a tensor axis is there to save both."""
-                cost = unit_cost(work, self.device, self.precision, degree=tp, link=link)
+                cost = unit_cost(work, self.device, self.precision, reduce_s=group.all_reduce_s)
                 return cost.total_s * (elements * state + work.saved_bytes)
 
             self._splits[tp] = choose_splits(self.folded, self.counter, tp, occupancy, self.precision)
@@ -76,10 +130,11 @@ class CostTables:
         classes = self.class_costs(tp, microbatch)
 
         boundary = tuple(fixed + slope * microbatch for fixed, slope in self._boundaries())
+        if self.sequence_parallel:
+            boundary = tuple(-(-size // tp) for size in boundary)
         seconds = tuple(0.0 for _ in boundary)
         if mesh.axis_size("pp") > 1:
-            link = self.cluster.link_between(0, mesh.rank({"pp": 1}))
-            seconds = tuple(send_s(size, link) for size in boundary)
+            seconds = tuple(self._send_s(size, mesh) for size in boundary)
         splits = self.split(tp)
         ties = []
         for parameter, users in self._users().items():
@@ -89,8 +144,33 @@ class CostTables:
                 is_split = any(t == tensor for t, _ in splits[first.fold_class].dims)
                 ties.append((users, graph.tensors[tensor].elements(1) // (tp if is_split else 1)))
         return UnitTable(
-            tuple(classes[unit.fold_class] for unit in self.folded.units), boundary, seconds, tuple(ties), recompute
+            tuple(classes[unit.fold_class] for unit in self.folded.units),
+            boundary,
+            seconds,
+            tuple(ties),
+            recompute,
+            self.repeated,
         )
+
+    @property
+    def repeated(self) -> tuple[bool, ...]:
+        """For every unit whether there are others like it."""
+        members = self.folded.classes
+        return tuple(len(members[unit.fold_class]) > 1 for unit in self.folded.units)
+
+    def _send_s(self, size_bytes: int, mesh: Mesh) -> float:
+        """Seconds of a message to the next stage, all ranks of the stage sending theirs at once.
+
+        The ranks of a tensor group hold the same tensor: each sends a piece, and the receivers gather them over their
+        own link, where that is faster (arXiv 2104.04473, section 4.1). Split sequences are sent as they are.
+        """
+        tp, per_stage = mesh.axis_size("tp"), mesh.axis_size("dp") * mesh.axis_size("tp")
+        per_node = max(1, self.cluster.world_size // self.cluster.nodes)
+        link = self.cluster.link_between(0, mesh.rank({"pp": 1}), concurrent=min(per_stage, per_node))
+        whole = send_s(size_bytes, link)
+        if tp == 1 or self.sequence_parallel:
+            return whole
+        return min(whole, send_s(size_bytes / tp, link) + self.cluster.group(range(tp)).all_gather_s(size_bytes))
 
     def _boundaries(self) -> tuple[tuple[int, int], ...]:
         """For every unit the bytes that enter it from before: (fixed, for each sample)."""
@@ -120,18 +200,21 @@ class CostTables:
 
     def class_costs(self, tp: int, microbatch: int) -> tuple[UnitCost, ...]:
         if (tp, microbatch) not in self._costs:
-            link = self.cluster.link_for_group(range(tp)) if tp > 1 else None
+            group = self.cluster.group(range(tp)) if tp > 1 else None
             splits = self.split(tp)
             found = []
             for members in self.folded.classes:
                 unit = self.folded.units[members[0]]
                 dims = splits[unit.fold_class].dims
-                work = self.counter.count(unit, microbatch, self.precision, dims, tp)
+                work = self._read.work(
+                    unit, microbatch, self.precision, dims, tp, sequence_parallel=self.sequence_parallel and tp > 1
+                )
                 cut = {tensor for tensor, _ in dims}
                 elements = sum(
                     self.graph.tensors[t].elements(1) // (tp if t in cut else 1)
                     for t in (self.graph.parameters[p].tensor for p in unit.parameters)
                 )
-                found.append(unit_cost(work, self.device, self.precision, degree=tp, link=link, parameters=elements))
+                reduce_s = group.all_reduce_s if group else None
+                found.append(unit_cost(work, self.device, self.precision, reduce_s=reduce_s, parameters=elements))
             self._costs[tp, microbatch] = tuple(found)
         return self._costs[tp, microbatch]

@@ -24,7 +24,9 @@ class MemoryUse:
     gradients_bytes: int
     optimizer_bytes: int
     activations_bytes: int
+    """Kept for backward passes, of all microbatches under way."""
     buffers_bytes: int
+    """What a pass holds for a while: values and gradients under way, what is computed again, tensors sent."""
 
     @property
     def total_bytes(self) -> int:
@@ -37,9 +39,13 @@ class MemoryUse:
         )
 
 
-def state_bytes(elements: int, precision: str, optimizer: str, shard: int, ways: int) -> tuple[int, int, int]:
+def state_bytes(
+    elements: int, precision: str, optimizer: str, shard: int, ways: int, gradient_precision: str | None = None
+) -> tuple[int, int, int]:
     """(parameters, gradients, optimizer) bytes on one rank.
 
+    ``gradient_precision`` is that in which gradients add up over microbatches; None: as the parameters. With "fp32"
+    beside 16-bit parameters the 16-bit gradients are gone as soon as they are added (Megatron's main gradients).
     Mixed precision keeps an fp32 master copy with the optimizer's states. ``shard`` is ZeRO's stage (arXiv 1910.02054,
     section 5): 1 divides the optimizer's states by ``ways`` ranks, 2 the gradients too, 3 the parameters too.
     Raises PlanError for an unknown optimizer.
@@ -49,11 +55,16 @@ def state_bytes(elements: int, precision: str, optimizer: str, shard: int, ways:
     width = PRECISION_BYTES[precision]
     master = 4 if width < 4 else 0
     states = elements * (master + 4 * OPTIMIZER_STATES[optimizer])
-    parts = [elements * width, elements * width, states]
+    parts = [elements * width, elements * PRECISION_BYTES[gradient_precision or precision], states]
     for level, part in ((3, 0), (2, 1), (1, 2)):
         if shard >= level:
             parts[part] = -(-parts[part] // ways)
     return parts[0], parts[1], parts[2]
+
+
+def unit_recompute(recompute: Recompute, repeated: bool) -> Recompute:
+    """What one unit does: only repeated units are recomputed in full."""
+    return "none" if recompute == "full" and not repeated else recompute
 
 
 def kept_bytes(unit: UnitCost, recompute: Recompute) -> int:
@@ -61,6 +72,13 @@ def kept_bytes(unit: UnitCost, recompute: Recompute) -> int:
     if recompute == "full":
         return unit.entering_bytes
     return unit.saved_selective_bytes if recompute == "selective" else unit.saved_bytes
+
+
+def recomputed_s(unit: UnitCost, recompute: Recompute) -> float:
+    """Seconds that the backward of one microbatch spends on computing again."""
+    if recompute == "full":
+        return unit.forward_s
+    return unit.selective_s if recompute == "selective" else 0.0
 
 
 def peak_activation_bytes(schedule: Schedule, rank: int, stage_bytes: Sequence[int]) -> int:

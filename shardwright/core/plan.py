@@ -38,6 +38,10 @@ class Decision:
     precision: str = "fp32"
     optimizer: str = "adamw"
     loss_scope: LossScope = "replica"
+    sequence_parallel: bool = False
+    """Whether what the tensor axis leaves whole is divided along the sequence (arXiv 2205.05198, section 4.2.2)."""
+    gradient_precision: str | None = None
+    """Of the sums of gradients over microbatches; None: as the parameters."""
 
     def __post_init__(self) -> None:
         for name in ("pp", "dp", "tp", "batch", "microbatch", "virtual_stages"):
@@ -312,6 +316,8 @@ def summarize(decision: Decision) -> str:
     if decision.virtual_stages > 1:
         parts.append(f"{decision.virtual_stages} virtual stages")
     parts.append(f"recompute {decision.recompute}")
+    if decision.sequence_parallel:
+        parts.append("sequence parallel")
     if decision.shard:
         parts.append(f"shard {decision.shard}")
     return ", ".join(parts)

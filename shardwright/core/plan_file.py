@@ -47,6 +47,8 @@ def to_document(plan: p.Plan) -> dict[str, Any]:
             "precision": d.precision,
             "optimizer": d.optimizer,
             "loss_scope": d.loss_scope,
+            "sequence_parallel": d.sequence_parallel,
+            "gradient_precision": d.gradient_precision,
             "stage_starts": list(d.stage_starts),
             "layouts": {
                 slot: {axis: _placement_out(placement) for axis, placement in layout.placements}
@@ -211,6 +213,8 @@ def _decision_in(d: DecisionFile) -> p.Decision:
             precision=d.precision,
             optimizer=d.optimizer,
             loss_scope=d.loss_scope,
+            sequence_parallel=d.sequence_parallel,
+            gradient_precision=d.gradient_precision,
         )
     except ShardwrightError as error:
         raise PlanFileError(f"decision: {error}") from error

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 FORMAT = "shardwright-plan"
-VERSION = 1
+VERSION = 2
 
 Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[int, Field(ge=0)]
@@ -36,6 +36,8 @@ class DecisionFile(Section):
     precision: Literal["fp32", "bf16", "fp16"]
     optimizer: str
     loss_scope: Literal["replica", "global"]
+    sequence_parallel: bool
+    gradient_precision: Literal["fp32", "bf16", "fp16"] | None
     stage_starts: list[Amount]
     layouts: dict[str, dict[str, PlacementFile]]
 

@@ -26,6 +26,9 @@ class Request:
     precision: str | None = None
     optimizer: str = "adamw"
     loss_scope: LossScope = "replica"
+    stage_starts: tuple[int, ...] | None = None
+    sequence_parallel: bool = False
+    gradient_precision: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "pp", "tp", "dp", "microbatch", "virtual_stages", "shard_group"):
@@ -41,6 +44,13 @@ class Request:
             raise PlanError(f"shard={self.shard!r}: expected 0, 1, 2 or 3, or None to search")
         if self.precision is not None and self.precision not in PRECISION_BYTES:
             raise PlanError(f"precision={self.precision!r}: {nearest(str(self.precision), PRECISION_BYTES)}")
+        if self.gradient_precision is not None and self.gradient_precision not in PRECISION_BYTES:
+            given = str(self.gradient_precision)
+            raise PlanError(f"gradient_precision={given!r}: {nearest(given, PRECISION_BYTES)}")
+        if not isinstance(self.sequence_parallel, bool):
+            raise PlanError(f"sequence_parallel={self.sequence_parallel!r}: expected True or False")
+        if self.stage_starts is not None and self.pp is None:
+            raise PlanError("stage_starts are given without pp: pin pp as well, there is one entry for each stage")
         if self.optimizer not in OPTIMIZER_STATES:
             raise PlanError(f"optimizer={self.optimizer!r}: {nearest(str(self.optimizer), OPTIMIZER_STATES)}")
         if self.schedule not in schedule_names():

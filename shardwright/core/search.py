@@ -6,18 +6,28 @@ time; the best few are simulated.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from typing import Any
 
 from shardwright.core.cluster import Cluster
-from shardwright.core.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from shardwright.core.cost.work import PRECISION_BYTES
 from shardwright.core.cost_tables import CostTables
 from shardwright.core.errors import PlanError, ScheduleError
 from shardwright.core.graph import Graph
-from shardwright.core.memory import OPTIMIZER_STATES, MemoryUse, Recompute, live_microbatches
+from shardwright.core.memory import (
+    OPTIMIZER_STATES,
+    MemoryUse,
+    Recompute,
+    kept_bytes,
+    live_microbatches,
+    recomputed_s,
+    unit_recompute,
+)
 from shardwright.core.mesh import Mesh
 from shardwright.core.plan import (
     Alternative,
@@ -39,6 +49,7 @@ SIMULATED = 3
 """How many of the best candidates are simulated."""
 MAX_MICROBATCH = 64
 REPORTED_ALTERNATIVES = 4
+REMEMBERED_TABLES = 8
 Progress = Callable[[int, int], None]
 """Called with (candidates scored, candidates in all)."""
 
@@ -71,12 +82,35 @@ def make_plan(graph: Graph, cluster: Cluster, request: Request, progress: Progre
     return _Search(graph, cluster, request).run(progress)
 
 
+_REMEMBERED: dict[object, CostTables] = {}
+
+
+def _tables(graph: Graph, cluster: Cluster, *options: Any) -> CostTables:
+    """The cost tables of a graph on a cluster; the last few are kept, for plans that differ in what they pin.
+
+    Graphs are known by identity, each kept alive by its tables.
+    """
+    key = (id(graph), cluster, options)
+    found = _REMEMBERED.pop(key, None) or CostTables(graph, cluster, *options)
+    _REMEMBERED[key] = found
+    while len(_REMEMBERED) > REMEMBERED_TABLES:
+        _REMEMBERED.pop(next(iter(_REMEMBERED)))
+    return found
+
+
 class _Search:
     """One search. Holds what all candidates share."""
 
     def __init__(self, graph: Graph, cluster: Cluster, request: Request) -> None:
         self.graph, self.cluster, self.request = graph, cluster, request
-        self.tables = CostTables(graph, cluster, request.precision, request.optimizer)
+        self.tables = _tables(
+            graph,
+            cluster,
+            request.precision,
+            request.optimizer,
+            request.gradient_precision,
+            request.sequence_parallel,
+        )
         self.device, self.precision = self.tables.device, self.tables.precision
         self.folded = self.tables.folded
 
@@ -185,13 +219,16 @@ class _Search:
         if dp % ways:
             raise PlanError(f"shard_group={ways} does not divide dp={dp}: use a divisor of {dp}")
         limit = min(self.cluster.memory_bytes(rank) for rank in range(0, self.cluster.world_size, max(1, dp * tp)))
-        memory_request = MemoryRequest(limit, self.precision, request.optimizer, shard, ways)
+        memory_request = MemoryRequest(
+            limit, self.precision, request.optimizer, shard, ways, request.gradient_precision
+        )
         table = self.tables.table(mesh, candidate.microbatch, recompute)
-        starts = table.cut(stages, live, memory_request)
+        starts = list(request.stage_starts) if request.stage_starts else table.cut(stages, live, memory_request)
         if starts is None:
-            starts = table.cut(stages, live, MemoryRequest(1 << 62, self.precision, request.optimizer, shard, ways))
+            starts = table.cut(stages, live, replace(memory_request, limit_bytes=1 << 62))
         if starts is None:
             return None
+        self._require_starts(starts, stages)
         memory = table.memory(starts, placement, live, memory_request)
         over = max(0, max(use.total_bytes for use in memory) - limit)
         decision = Decision(
@@ -210,6 +247,8 @@ class _Search:
             precision=self.precision,
             optimizer=request.optimizer,
             loss_scope=request.loss_scope,
+            sequence_parallel=request.sequence_parallel,
+            gradient_precision=request.gradient_precision,
         )
         costs = _stage_costs(table, starts)
         per_stage = [sum(parts) for parts in zip(costs.forward_s, costs.backward_s, strict=True)]
@@ -218,6 +257,16 @@ class _Search:
         pipeline = round_s / request.virtual_stages + (candidate.microbatches - 1 / request.virtual_stages) * busiest
         predicted = self._predicted(decision, table, starts, placement, memory, pipeline if pp > 1 else None)
         return _Scored(decision, table, predicted, over)
+
+    def _require_starts(self, starts: list[int], stages: int) -> None:
+        """Raise PlanError unless ``starts`` cuts the model's units into that many stages."""
+        units = len(self.folded.units)
+        rising = starts[0] == 0 and all(a < b for a, b in pairwise(starts)) and starts[-1] < units
+        if len(starts) != stages or not rising:
+            raise PlanError(
+                f"stage_starts={starts}: expected {stages} (pp · virtual_stages) unit numbers that rise from 0 and stay "
+                f"below the model's {units} units"
+            )
 
     def _predicted(
         self,
@@ -240,6 +289,7 @@ class _Search:
             elements[rank] += int(table.range_elements[a, b])
         pipeline = pipeline_s if pipeline_s is not None else max(work)
         reduce_s, update_s = self._tail(mesh, decision, max(elements))
+        reduce_s += self._tied_s(mesh, table, starts, placement)
         return Predicted(
             step_time_s=pipeline + reduce_s + update_s,
             pipeline_s=pipeline,
@@ -254,22 +304,36 @@ class _Search:
     def _tail(self, mesh: Mesh, decision: Decision, elements: int) -> tuple[float, float]:
         """(seconds to reduce gradients over dp, seconds of the optimizer step) on the fullest rank, nothing hidden."""
         dp = mesh.axis_size("dp")
-        size = elements * PRECISION_BYTES[self.precision]
+        width = PRECISION_BYTES[self.precision]
+        size = elements * width
+        reduced = elements * PRECISION_BYTES[decision.gradient_precision or self.precision]
         reduce_s = 0.0
         if dp > 1:
-            link = self.cluster.link_for_group(mesh.group(0, "dp"), concurrent=mesh.axis_size("tp"))
+            group = self.cluster.group(mesh.group(0, "dp"))
             if decision.shard == 0:
-                reduce_s = all_reduce_s(size, dp, link)
+                reduce_s = group.all_reduce_s(reduced)
             else:
-                reduce_s = reduce_scatter_s(size, dp, link) + all_gather_s(size, dp, link)
+                reduce_s = group.reduce_scatter_s(reduced) + group.all_gather_s(size)
             if decision.shard == 3:  # parameters are gathered for the forward and again for the backward
-                reduce_s += 2 * decision.microbatches * all_gather_s(size, dp, link)
+                reduce_s += 2 * decision.microbatches * group.all_gather_s(size)
         ways = (decision.shard_group or dp) if decision.shard else 1
         states = OPTIMIZER_STATES[decision.optimizer]
-        # Reads parameter, gradient and states, writes parameter and states, in fp32.
-        touched = elements / ways * 4 * (3 + 2 * states)
+        # Reads parameter, gradient and states, writes parameter and states, in fp32. In mixed precision before it the
+        # 16-bit gradient is read and written in fp32, and after it the 16-bit parameter is written.
+        mixed = 4 + 2 * width if width < 4 else 0
+        touched = elements / ways * (4 * (3 + 2 * states) + mixed)
         bandwidth = self.device.memory_bandwidth_bytes_per_s * self.device.memory_efficiency
         return reduce_s, touched / bandwidth
+
+    def _tied_s(self, mesh: Mesh, table: UnitTable, starts: list[int], placement: tuple[int, ...]) -> float:
+        """Seconds to add up the gradients of parameters that several pipeline ranks hold."""
+        total = 0.0
+        for users, elements in table.ties:
+            ranks = sorted({placement[bisect_right(starts, unit) - 1] for unit in users})
+            if len(ranks) > 1:
+                group = self.cluster.group([mesh.rank({"pp": rank}) for rank in ranks])
+                total += group.all_reduce_s(elements * PRECISION_BYTES[self.precision])
+        return total
 
     def _simulated(self, scored: _Scored) -> _Scored:
         """The same with its pipeline time simulated."""
@@ -289,18 +353,13 @@ class _Search:
 
     def _plan(self, best: _Scored, others: list[_Scored], tight: list[_Scored]) -> Plan:
         request, decision, table = self.request, best.decision, best.table
-        again = decision.recompute == "full"
         classes = []
-        for cost in self.tables.class_costs(decision.tp, decision.microbatch):
-            kept = {
-                "none": cost.saved_bytes,
-                "selective": cost.saved_selective_bytes,
-                "full": cost.entering_bytes,
-            }[decision.recompute]
-            extra = cost.forward_s if again else 0.0
-            classes.append(
-                ClassCost(cost.forward_s, cost.input_grad_s + extra, cost.weight_grad_s, kept, cost.parameter_elements)
-            )
+        costs = self.tables.class_costs(decision.tp, decision.microbatch)
+        for cost, members in zip(costs, self.folded.classes, strict=True):
+            mode = unit_recompute(decision.recompute, len(members) > 1)
+            backward = cost.input_grad_s + recomputed_s(cost, mode)
+            kept = kept_bytes(cost, mode)
+            classes.append(ClassCost(cost.forward_s, backward, cost.weight_grad_s, kept, cost.parameter_elements))
         alternatives = [
             Alternative(
                 summarize(s.decision),
@@ -413,10 +472,12 @@ def simulated_makespan_s(decision: Decision, costs: StageCosts) -> float:
 def _stage_costs(table: UnitTable, starts: list[int]) -> StageCosts:
     ends = (*starts[1:], len(table.units))
     held = [table.units[a:b] for a, b in zip(starts, ends, strict=True)]
-    again = 1.0 if table.recompute == "full" else 0.0
     return StageCosts(
         forward_s=tuple(sum(u.forward_s for u in units) for units in held),
-        input_grad_s=tuple(sum(u.input_grad_s + again * u.forward_s for u in units) for units in held),
+        input_grad_s=tuple(
+            sum(u.input_grad_s for u in table.units[a:b]) + float(table.again_s[a:b].sum())
+            for a, b in zip(starts, ends, strict=True)
+        ),
         weight_grad_s=tuple(sum(u.weight_grad_s for u in units) for units in held),
         transfer_s=tuple(table.boundary_s[a] for a in starts[1:]),
         activation_bytes=tuple(int(table.range_kept[a, b]) for a, b in zip(starts, ends, strict=True)),

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.cost.unit import UnitCost
-from shardwright.core.memory import MemoryUse, Recompute, kept_bytes, state_bytes
+from shardwright.core.memory import MemoryUse, Recompute, kept_bytes, recomputed_s, state_bytes, unit_recompute
 from shardwright.core.partition.exact import Matrix, min_max_cut, range_sums
 
 
@@ -24,12 +24,25 @@ class UnitTable:
     ties: tuple[tuple[tuple[int, ...], int], ...]
     """(units that share a parameter, in order; its entries on one rank) of every tied parameter."""
     recompute: Recompute
+    repeated: tuple[bool, ...]
+    """Whether a unit has others like it: full recompute is of these. What comes before and after them, embeddings and
+    head, is kept: the backward of the head follows its forward at once, so that recomputing it would save nothing."""
+
+    def modes(self) -> list[Recompute]:
+        """What each unit does under the policy of the whole."""
+        return [unit_recompute(self.recompute, again) for again in self.repeated]
+
+    @cached_property
+    def again_s(self) -> NDArray[np.float64]:
+        """What is computed again of every unit."""
+        modes = self.modes()
+        return np.array([recomputed_s(u, mode) for u, mode in zip(self.units, modes, strict=True)])
 
     @cached_property
     def seconds(self) -> NDArray[np.float64]:
         """Forward and backward of every unit, what is computed again included."""
-        again = 1.0 if self.recompute == "full" else 0.0
-        return np.array([u.total_s + again * u.forward_s for u in self.units])
+        total: NDArray[np.float64] = np.array([u.total_s for u in self.units]) + self.again_s
+        return total
 
     @cached_property
     def range_seconds(self) -> Matrix:
@@ -50,13 +63,16 @@ class UnitTable:
 
     @cached_property
     def range_kept(self) -> Matrix:
-        return range_sums([kept_bytes(u, self.recompute) for u in self.units])
+        return range_sums([kept_bytes(u, mode) for u, mode in zip(self.units, self.modes(), strict=True)])
 
     @cached_property
     def range_working(self) -> Matrix:
         """What the backward of one microbatch holds beside the kept activations: the largest value and its gradient,
         and under full recompute all that one unit computes again."""
-        again = [max(0, u.saved_bytes - u.entering_bytes) if self.recompute == "full" else 0 for u in self.units]
+        again = [
+            max(0, u.saved_bytes - kept_bytes(u, mode)) if mode != "none" else 0
+            for u, mode in zip(self.units, self.modes(), strict=True)
+        ]
         return _range_max(again) + 2 * _range_max([u.largest_bytes for u in self.units])
 
     def range_memory(self, live: float, request: "MemoryRequest") -> Matrix:
@@ -81,12 +97,12 @@ class UnitTable:
             held = [(a, b) for stage, (a, b) in enumerate(zip(starts, ends, strict=True)) if placement[stage] == rank]
             elements = int(sum(self.range_elements[a, b] for a, b in held) - self._tied_twice(held))
             parameters, gradients, states = state_bytes(
-                elements, request.precision, request.optimizer, request.shard, request.ways
+                elements, request.precision, request.optimizer, request.shard, request.ways, request.gradient_precision
             )
             kept = int(max(self.range_kept[a, b] for a, b in held))
             working = int(max(self.range_working[a, b] for a, b in held))
             sent = sum(self.boundary_bytes[a] * 2 for a, _ in held if a) if len(live) > 1 else 0
-            found.append(MemoryUse(parameters, gradients, states, kept * count + working, sent))
+            found.append(MemoryUse(parameters, gradients, states, kept * count, working + sent))
         return tuple(found)
 
     def _tied_twice(self, held: Sequence[tuple[int, int]]) -> int:
@@ -108,12 +124,14 @@ class MemoryRequest:
     shard: int
     ways: int
     """Ranks that share the sharded part."""
+    gradient_precision: str | None = None
 
     @property
     def state_bytes_per_element(self) -> float:
         """Bytes of one parameter with its gradient and optimizer state, on one rank."""
         many = 1 << 20
-        return sum(state_bytes(many, self.precision, self.optimizer, self.shard, self.ways)) / many
+        parts = state_bytes(many, self.precision, self.optimizer, self.shard, self.ways, self.gradient_precision)
+        return sum(parts) / many
 
 
 def _range_max(values: Sequence[int]) -> Matrix:

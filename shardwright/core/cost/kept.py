@@ -35,7 +35,10 @@ class Kept:
         self._alias = alias
         self._needs_gradient = needs_gradient
         self._parameters = {p.tensor for p in graph.parameters}
-        self._scores = self._attention_scores()
+        self._scores: set[int] = set()
+        self.computed_again: set[int] = set()
+        """The ops that selective recompute runs once more: from the scores to what the next product reads."""
+        self._find_attention()
 
     def by(self, op: Op) -> list[int]:
         """The activations (as memory: views resolved) that the backward of the op reads."""
@@ -69,13 +72,26 @@ class Kept:
         product that reads it: selective recompute keeps none of it."""
         return (key if key >= 0 else -1 - key) in self._scores
 
-    def _attention_scores(self) -> set[int]:
-        found: set[int] = set()
+    def _find_attention(self) -> None:
         for op in self.graph.ops:
             if op.kind == "contraction":
                 for tensor in op.inputs:
-                    found.update(self._back_to_softmax(tensor))
-        return found
+                    passed = self._back_to_softmax(tensor)
+                    self._scores.update(passed)
+                    self.computed_again.update(self.graph.producer[t] for t in passed)
+                    if passed:
+                        self._back_to_product(self.graph.ops[self.graph.producer[passed[-1]]].inputs[0])
+
+    def _back_to_product(self, tensor: int) -> None:
+        """Add the ops from a softmax's input back to the product that makes the scores."""
+        while (made := self.graph.producer.get(tensor)) is not None:
+            op = self.graph.ops[made]
+            if op.kind not in ("contraction", "elementwise", "view", "copy"):
+                return
+            self.computed_again.add(made)
+            if op.kind == "contraction":
+                return
+            tensor = op.inputs[0]
 
     def _back_to_softmax(self, tensor: int) -> list[int]:
         """The tensors from here back to a softmax's result, through dropout, casts and views; none if there is none."""

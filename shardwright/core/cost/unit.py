@@ -3,15 +3,20 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwright.core.cost.collectives import all_reduce_s
 from shardwright.core.cost.products import product_s
 from shardwright.core.cost.work import Product, UnitWork
 from shardwright.core.hardware.device import Device
-from shardwright.core.hardware.link import Link
 
 FUSED_ATTENTION_EFFICIENCY = 0.75
 """Of the rate of large products. Prior: FlashAttention-2 (arXiv 2307.08691, section 4.1) reaches 50 to 73% of an A100's
 peak, where large products reach about 80%."""
+
+BACKWARD_DISPATCH = 1.3
+"""The host's time to issue a backward pass, of a forward's. Fitted: benchmarks/fit_cost_model.py."""
+
+OVERLAP_POWER = 6.0
+"""How sharply the slower of host and device decides: (host^p + device^p)^(1/p). Some kernels of a unit are waited for
+and others queue, so near equality both count. Fitted: benchmarks/fit_cost_model.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +26,8 @@ class UnitCost:
     forward_s: float
     input_grad_s: float
     weight_grad_s: float
+    selective_s: float
+    """What selective recompute adds to the backward: the scores, their softmax and dropout once more."""
     collective_s: float
     """The part of the above that is tensor-axis communication."""
     saved_bytes: int
@@ -40,16 +47,14 @@ def unit_cost(
     device: Device,
     precision: str,
     *,
-    degree: int = 1,
     reduce_s: Callable[[float], float] | None = None,
-    link: Link | None = None,
     parameters: int = 0,
 ) -> UnitCost:
     """Time of a unit's work on a device.
 
     The device takes the time of its products (`cost.products`), of the bytes that everything else moves (once forward;
-    twice backward, for values and gradients), of a launch for each kernel, and of the reductions over the tensor axis:
-    ``reduce_s`` gives the seconds of one, or ``link`` the ring that they go round. The host meanwhile issues the
+    twice backward, for values and gradients), of a launch for each kernel, and of the reductions over the tensor axis
+    (``reduce_s`` gives the seconds of one from its bytes; None: there is no tensor axis). The host meanwhile issues the
     kernels, one after the other; where that takes longer, the device waits for it.
     """
     forward = input_grad = weight_grad = 0.0
@@ -63,20 +68,24 @@ def unit_cost(
     weight_grad += launches
     collective = 0.0
     issued = float(work.kernels)
-    if degree > 1 and (reduce_s is not None or link is not None):
-        one = reduce_s or (lambda size: all_reduce_s(size, degree, link) if link is not None else 0.0)
-        ahead, back = sum(map(one, work.forward_reduced)), sum(map(one, work.backward_reduced))
+    if reduce_s is not None:
+        ahead, back = sum(map(reduce_s, work.forward_reduced)), sum(map(reduce_s, work.backward_reduced))
         forward, input_grad, collective = forward + ahead, input_grad + back, ahead + back
         issued += (len(work.forward_reduced) + len(work.backward_reduced)) / 2
     host = issued * device.dispatched_s
-    forward = max(forward, host)
+    forward = _overlapped(forward, host)
     backward = input_grad + weight_grad
-    if 0 < backward < 2 * host:
-        input_grad, weight_grad = (part * 2 * host / backward for part in (input_grad, weight_grad))
+    if backward > 0:
+        longer = _overlapped(backward, host * BACKWARD_DISPATCH) / backward
+        input_grad, weight_grad = input_grad * longer, weight_grad * longer
+    again = sum(_product_times(p, device, precision)[0] for p in work.selective_products)
+    again += work.selective_vector_bytes / device.vector_bandwidth_bytes_per_s
+    again += 2 * len(work.selective_products) * device.kernel_launch_s
     return UnitCost(
         forward,
         input_grad,
         weight_grad,
+        again,
         collective,
         work.saved_bytes,
         work.saved_selective_bytes,
@@ -84,6 +93,15 @@ def unit_cost(
         work.largest_bytes,
         parameters,
     )
+
+
+def _overlapped(device_s: float, host_s: float) -> float:
+    """Seconds of a pass whose kernels the host issues while the device runs them."""
+    longest = max(device_s, host_s)
+    if longest <= 0:
+        return 0.0
+    shorter = min(device_s, host_s) / longest
+    return float(longest * (1 + shorter**OVERLAP_POWER) ** (1 / OVERLAP_POWER))
 
 
 def _product_times(product: Product, device: Device, precision: str) -> tuple[float, float, float]:

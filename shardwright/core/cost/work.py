@@ -50,6 +50,10 @@ class UnitWork:
     """Activations kept for the backward pass when nothing is recomputed."""
     saved_selective_bytes: int
     """The same with the softmax part of attention recomputed (arXiv 2205.05198, section 5)."""
+    selective_products: tuple[Product, ...]
+    """The products that selective recompute runs once more."""
+    selective_vector_bytes: int
+    """The traffic of the rest that it runs once more."""
     entering_bytes: int
     """Activations that come from earlier units: all that is kept under full recompute."""
     largest_bytes: int
@@ -138,7 +142,8 @@ class WorkCounter:
         products: list[Product] = []
         forward: list[int] = []
         partial_gradients: dict[int, int] = {}
-        vector_bytes = largest = 0
+        again: list[Product] = []
+        vector_bytes = vector_again = largest = 0
 
         def gathered(tensor: int) -> int:
             size = self.size_bytes(tensor, batch, precision)
@@ -150,7 +155,8 @@ class WorkCounter:
             return gathered(tensor)
 
         made_here = {t: i for i in range(unit.first_op, unit.end_op) for t in graph.ops[i].outputs}
-        for op in graph.ops[unit.first_op : unit.end_op]:
+        for index in range(unit.first_op, unit.end_op):
+            op = graph.ops[index]
             labels = self._split_labels(op, cut) if cut else set()
             share = degree if labels else 1
             for label in labels:
@@ -174,8 +180,12 @@ class WorkCounter:
             if op.kind in PRODUCT_KINDS:
                 size = sum(gathered(t) for t in (*op.inputs, *op.outputs))
                 products.append(self._product(op, batch, share, labels, degree, size))
+                if index in self._kept.computed_again:
+                    again.append(products[-1])
             elif op.kind not in FREE_KINDS:
-                vector_bytes += self._unfused_bytes(op, unit, made_here, held)
+                moved = self._unfused_bytes(op, unit, made_here, held)
+                vector_bytes += moved
+                vector_again += moved if index in self._kept.computed_again else 0
             for root in self._kept.by(op):
                 kept[root] = held(root)
             for mask in self._kept.masks(op):
@@ -192,6 +202,8 @@ class WorkCounter:
             kernels=len(products) + self._chains(unit),
             saved_bytes=sum(kept.values()),
             saved_selective_bytes=sum(size for key, size in kept.items() if not self._kept.is_attention_score(key)),
+            selective_products=tuple(again),
+            selective_vector_bytes=vector_again,
             entering_bytes=sum(held(t) for t in entering),
             largest_bytes=largest,
             forward_reduced=tuple(forward),
@@ -214,9 +226,7 @@ class WorkCounter:
             if label >= 0 and (tensor, dim) in cut
         }
 
-    def _product(
-        self, op: Op, batch: int, share: int, split: Collection[int], degree: int, size_bytes: int
-    ) -> Product:
+    def _product(self, op: Op, batch: int, share: int, split: Collection[int], degree: int, size_bytes: int) -> Product:
         flops = contraction_flops(self.graph, op, batch) // share
         if op.kind == "attention":
             # Five products against two: the scores are computed again (FlashAttention, arXiv 2205.14135).
@@ -228,7 +238,9 @@ class WorkCounter:
             label: max(1, size // degree) if label in split else size
             for label, size in self.graph.label_sizes(op, batch).items()
         }
-        left, right, out = (set(labels) for labels in (op.labels[0], op.labels[min(1, len(op.inputs) - 1)], op.labels[-1]))
+        left, right, out = (
+            set(labels) for labels in (op.labels[0], op.labels[min(1, len(op.inputs) - 1)], op.labels[-1])
+        )
         batches = math.prod(sizes[x] for x in left & right & out if x >= 0)
         n = math.prod(sizes[x] for x in (right & out) - left if x >= 0)
         m = max(1, math.prod(sizes[x] for x in out if x >= 0) // (batches * n))
