@@ -50,6 +50,9 @@ SIMULATED = 3
 MAX_MICROBATCH = 64
 REPORTED_ALTERNATIVES = 4
 REMEMBERED_TABLES = 8
+HIDDEN_SHARE = 0.9
+"""How much of the compute time sharded parameters' traffic can hide behind. Prior: the first gather and the last
+scatter of a pass have nothing beside them, about a tenth of a pass of a dozen units or more."""
 Progress = Callable[[int, int], None]
 """Called with (candidates scored, candidates in all)."""
 
@@ -264,8 +267,8 @@ class _Search:
         rising = starts[0] == 0 and all(a < b for a, b in pairwise(starts)) and starts[-1] < units
         if len(starts) != stages or not rising:
             raise PlanError(
-                f"stage_starts={starts}: expected {stages} (pp · virtual_stages) unit numbers that rise from 0 and stay "
-                f"below the model's {units} units"
+                f"stage_starts={starts}: expected {stages} (pp · virtual_stages) unit numbers that rise from 0 "
+                f"and stay below the model's {units} units"
             )
 
     def _predicted(
@@ -288,7 +291,7 @@ class _Search:
             collective[rank] += sum(u.collective_s for u in table.units[a:b]) * decision.microbatches
             elements[rank] += int(table.range_elements[a, b])
         pipeline = pipeline_s if pipeline_s is not None else max(work)
-        reduce_s, update_s = self._tail(mesh, decision, max(elements))
+        reduce_s, update_s = self._tail(mesh, decision, max(elements), pipeline)
         reduce_s += self._tied_s(mesh, table, starts, placement)
         return Predicted(
             step_time_s=pipeline + reduce_s + update_s,
@@ -301,7 +304,23 @@ class _Search:
             mesh=mesh,
         )
 
-    def _tail(self, mesh: Mesh, decision: Decision, elements: int) -> tuple[float, float]:
+    def _sharded_s(self, mesh: Mesh, decision: Decision, size: int, reduced: int, pipeline_s: float) -> float:
+        """Seconds of sharded parameters' traffic that computing does not hide.
+
+        Every microbatch gathers the parameters for its forward and again for its backward, and scatters its gradients,
+        inside the shard group and while the units beside it compute; groups of one replica each then add up their
+        shards (arXiv 2205.00119, sections 3.2 and 3.4).
+        """
+        members = mesh.group(0, "dp")
+        ways = decision.shard_group or len(members)
+        shard = self.cluster.group(members[:ways])
+        each = 2 * shard.all_gather_s(size) + shard.reduce_scatter_s(reduced)
+        exposed = max(0.0, each * decision.microbatches - pipeline_s * HIDDEN_SHARE)
+        if ways < len(members):
+            exposed += self.cluster.group(members[::ways]).all_reduce_s(reduced / ways)
+        return exposed
+
+    def _tail(self, mesh: Mesh, decision: Decision, elements: int, pipeline_s: float) -> tuple[float, float]:
         """(seconds to reduce gradients over dp, seconds of the optimizer step) on the fullest rank, nothing hidden."""
         dp = mesh.axis_size("dp")
         width = PRECISION_BYTES[self.precision]
@@ -314,8 +333,8 @@ class _Search:
                 reduce_s = group.all_reduce_s(reduced)
             else:
                 reduce_s = group.reduce_scatter_s(reduced) + group.all_gather_s(size)
-            if decision.shard == 3:  # parameters are gathered for the forward and again for the backward
-                reduce_s += 2 * decision.microbatches * group.all_gather_s(size)
+            if decision.shard == 3:
+                reduce_s = self._sharded_s(mesh, decision, size, reduced, pipeline_s)
         ways = (decision.shard_group or dp) if decision.shard else 1
         states = OPTIMIZER_STATES[decision.optimizer]
         # Reads parameter, gradient and states, writes parameter and states, in fp32. In mixed precision before it the

@@ -1,0 +1,190 @@
+"""How far predictions are from published measurements.
+
+    python benchmarks/accuracy.py [--data FOLDER] [--write benchmarks/results/accuracy.md]
+
+Every prediction is a plan with its degrees, cut, recompute and precision pinned, as a user would make it; nothing is
+fitted here. `fit_cost_model.py` fitted the efficiencies, without the models held out. Measured: MAPE, Spearman's rank
+correlation inside a model, and regret: how much slower the configuration that the model ranks first really is than the
+fastest measured one, among those of equal model, batch and number of devices.
+"""
+
+import argparse
+import itertools
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from predict import plan_of
+from published import DATA, Run, held_out, selective, single_node
+from sagemaker import sagemaker_lines
+from scipy.stats import spearmanr
+
+import shardwright as sw
+
+GIB = 2**30
+FAULTY = 3.5
+"""A run is suspect when its error is that many scaled median deviations away from the median error."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=DATA)
+    parser.add_argument("--write", type=Path)
+    options = parser.parse_args()
+    started = time.perf_counter()
+    lines = ["# Predictions against published measurements", "", "    python benchmarks/accuracy.py", ""]
+    lines += one_node_lines(single_node(options.data / "a100_single_node_gpt.csv"))
+    lines += selective_lines(options.data / "a100_selective_recompute.csv")
+    lines += sagemaker_lines()
+    lines += ["", f"Whole benchmark: {time.perf_counter() - started:.0f} s."]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if options.write:
+        options.write.parent.mkdir(parents=True, exist_ok=True)
+        options.write.write_text(text)
+    return 0
+
+
+def one_node_lines(runs: Sequence[Run]) -> list[str]:
+    """The runs of one node."""
+    clusters = {n: sw.Cluster("a100-80gb", devices_per_node=n) for n in {run.devices for run in runs}}
+    predicted = np.array([plan_of(run, clusters[run.devices]).predicted.step_time_s for run in runs])
+    measured = np.array([run.measured_s for run in runs])
+    ratio = np.log(predicted / measured)
+    spread = 1.4826 * np.median(np.abs(ratio - np.median(ratio)))
+    sound = np.abs(ratio - np.median(ratio)) <= FAULTY * spread
+    held = np.array([held_out(run) for run in runs])
+    lines = [
+        f"## One node of A100-80GB: {len(runs)} runs of GPT, full recompute, fp16",
+        "",
+        "| runs | n | MAPE | bias | Spearman, median over models | worst model | regret, mean | regret, worst |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    everything = np.ones(len(runs), dtype=bool)
+    for name, chosen in (
+        ("all", everything),
+        ("fitted on", ~held),
+        ("held out: 2 of 8 models", held),
+        ("all without suspects", sound),
+    ):
+        lines.append(_row(name, runs, predicted, measured, chosen))
+    lines += ["", f"Suspects, named and counted above: {int((~sound).sum())}", ""]
+    for index in np.flatnonzero(~sound):
+        r = runs[index]
+        lines.append(
+            f"- {r.model}, pp {r.pp} dp {r.dp} tp {r.tp}, batch {r.batch}, microbatch {r.microbatch}: measured "
+            f"{measured[index] * 1e3:.0f} ms, predicted {predicted[index] * 1e3:.0f} ms"
+        )
+    lines += [
+        "",
+        "By tensor degree and microbatch, mean signed error:",
+        "",
+        "| tp | 1 | 2 | 4 | 8 |",
+        "|---|---|---|---|---|",
+    ]
+    for tp in (1, 2, 4, 8):
+        cells = []
+        for microbatch in (1, 2, 4, 8):
+            chosen = np.array([r.tp == tp and r.microbatch == microbatch for r in runs])
+            cells.append(f"{np.mean(predicted[chosen] / measured[chosen] - 1):+.1%}" if chosen.any() else "")
+        lines.append(f"| {tp} | {' | '.join(cells)} |")
+    straight = _straightness(runs)
+    lines += [
+        "",
+        f"A property of the file: among runs that differ in the number of microbatches alone, the step is a straight "
+        f"line to within {straight:.0e} of its slope, and the slope is the same for every data degree. Measured "
+        f"iterations scatter; these are composed from measured parts.",
+        "",
+    ]
+    return lines
+
+
+def _row(name: str, runs: Sequence[Run], predicted: np.ndarray, measured: np.ndarray, chosen: np.ndarray) -> str:
+    error = predicted[chosen] / measured[chosen] - 1
+    ranks = []
+    for model in sorted({run.model for run in runs}):
+        own = chosen & np.array([run.model == model for run in runs])
+        if own.sum() > 2:
+            ranks.append(float(spearmanr(predicted[own], measured[own]).statistic))
+    regrets = list(_regrets(runs, predicted, measured, chosen))
+    return (
+        f"| {name} | {int(chosen.sum())} | {np.mean(np.abs(error)):.1%} | {np.mean(error):+.1%} "
+        f"| {np.median(ranks):.3f} | {min(ranks):.3f} | {np.mean(regrets):.1%} | {max(regrets):.1%} |"
+    )
+
+
+def _regrets(runs: Sequence[Run], predicted: np.ndarray, measured: np.ndarray, chosen: np.ndarray) -> Iterable[float]:
+    groups: dict[object, list[int]] = defaultdict(list)
+    for index in np.flatnonzero(chosen):
+        groups[runs[index].model, runs[index].batch, runs[index].devices].append(int(index))
+    for members in groups.values():
+        if len(members) > 1:
+            picked = min(members, key=lambda i: predicted[i])
+            yield measured[picked] / min(measured[i] for i in members) - 1
+
+
+def _straightness(runs: Sequence[Run]) -> float:
+    """The largest relative difference between slopes, of the runs that differ in the batch alone."""
+    lines: dict[object, list[tuple[int, float]]] = defaultdict(list)
+    for r in runs:
+        lines[r.model, r.microbatch, r.tp, r.pp, r.dp].append((r.batch // (r.dp * r.microbatch), r.measured_s))
+    worst = 0.0
+    for points in lines.values():
+        points.sort()
+        slopes = [(t2 - t1) / (m2 - m1) for (m1, t1), (m2, t2) in itertools.pairwise(points)]
+        if len(slopes) > 1:
+            worst = max(worst, (max(slopes) - min(slopes)) / slopes[0])
+    return worst
+
+
+def selective_lines(path: Path) -> list[str]:
+    """Full recompute against sequence parallelism with selective recompute: seconds and bytes."""
+    lines = [
+        "## 22B to 1T on up to 512 A100-80GB: full recompute, and sequence parallelism + selective recompute",
+        "",
+        "Full recompute was fitted on; the other columns were not.",
+        "",
+        "| model | full recompute s | predicted | | selective s | predicted | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    memory = [
+        "",
+        "| model | state GiB | predicted | | activations GiB, no recompute | predicted | | selective | predicted | |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in selective(path):
+        run = row.full
+        cluster = sw.Cluster("a100-80gb", nodes=run.devices // 8, devices_per_node=8)
+        full = plan_of(run, cluster, gradient_precision="fp32").predicted
+        saved = plan_of(run, cluster, "selective", sequence_parallel=True, gradient_precision="fp32").predicted
+        times = (_beside(run.measured_s, full.step_time_s), _beside(row.selective_s, saved.step_time_s))
+        lines.append(f"| {run.model} | {times[0]} | {times[1]} |")
+        roomy = sw.Cluster(_roomy(cluster.device(0)), nodes=cluster.nodes, devices_per_node=8)
+        whole = plan_of(run, roomy, "none", gradient_precision="fp32").predicted
+        # The table counts layers: a rank in the middle of the pipeline holds nothing else.
+        middle = saved.memory_by_stage_rank[run.pp // 2]
+        state = middle.parameters_bytes + middle.gradients_bytes + middle.optimizer_bytes
+        memory.append(
+            f"| {run.model} | {_beside(row.state_gib, state / GIB)} "
+            f"| {_beside(row.activations_whole_gib, whole.memory_by_stage_rank[0].activations_bytes / GIB)} "
+            f"| {_beside(row.activations_selective_gib, saved.memory_by_stage_rank[0].activations_bytes / GIB)} |"
+        )
+    return lines + memory + [""]
+
+
+def _roomy(device: object) -> object:
+    """The same device with memory for what the table only computes."""
+    from dataclasses import replace
+
+    return replace(device, memory_bytes=1 << 40)  # type: ignore[type-var]
+
+
+def _beside(measured: float, predicted: float) -> str:
+    return f"{measured:.2f} | {predicted:.2f} | {predicted / measured - 1:+.1%}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""The published runs that predictions are compared with: read from data files, one value for each run."""
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One GPT run of Megatron. ``measured_s`` is a step."""
+
+    model: str
+    hidden: int
+    heads: int
+    layers: int
+    sequence: int
+    pp: int
+    dp: int
+    tp: int
+    batch: int
+    microbatch: int
+    measured_s: float
+    virtual_stages: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.pp * self.dp * self.tp
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """A row of the selective-recompute table: one model, full recompute against sequence parallelism + selective."""
+
+    full: Run
+    selective_s: float
+    state_gib: float
+    """Parameters, gradients and optimizer states of the layers, on one rank."""
+    activations_whole_gib: float
+    """Activations on the first pipeline rank without recompute and without sequence parallelism."""
+    activations_selective_gib: float
+
+
+def single_node(path: Path) -> list[Run]:
+    """The runs of one node."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [
+        Run(
+            model=f"{r['hidden size']} × {r['# layers']}",
+            hidden=int(r["hidden size"]),
+            heads=int(r["attention heads"]),
+            layers=int(r["# layers"]),
+            sequence=int(r["sequence length"]),
+            pp=int(r["pipeline parallelism"]),
+            dp=int(r["data parallelism"]),
+            tp=int(r["tensor parallelism"]),
+            batch=int(r["global batch"]),
+            microbatch=int(r["micro batch"]),
+            measured_s=float(r["iteration time (ms)"]) / 1e3,
+        )
+        for r in rows
+    ]
+
+
+def selective(path: Path, sequence: int = 2048) -> list[Recomputed]:
+    """The runs with full recompute and with sequence parallelism and selective recompute."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = []
+    for r in rows:
+        pp, tp, gpus = int(r["pipeline"]), int(r["tensor"]), int(r["gpus"])
+        run = Run(
+            model=r["model"],
+            hidden=int(r["hidden"]),
+            heads=int(r["heads"]),
+            layers=int(r["layers"]),
+            sequence=sequence,
+            pp=pp,
+            dp=gpus // (pp * tp),
+            tp=tp,
+            batch=int(r["global_batch"]),
+            microbatch=int(r["micro_batch"]),
+            measured_s=float(r["full_recompute_s"]),
+            virtual_stages=int(r["interleave"]),
+        )
+        found.append(
+            Recomputed(
+                run,
+                float(r["sp_selective_s"]),
+                float(r["params_optimizer_gib"]),
+                float(r["activations_none_gib"]),
+                float(r["activations_sp_selective_gib"]),
+            )
+        )
+    return found
+
+
+def held_out(run: Run) -> bool:
+    """Whether a run belongs to the fifth that no fit sees: two of the models, whole, one of each width."""
+    return run.model in HELD_OUT
+
+
+HELD_OUT = ("1024 × 20", "2048 × 16")

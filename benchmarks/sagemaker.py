@@ -1,0 +1,64 @@
+"""SageMaker's published figures beside predictions, and how predictions scale. Their software is not ours: each figure
+is theirs, the prediction is of the plan that this library would run on that hardware."""
+
+from predict import graph_of
+
+import shardwright as sw
+
+
+def gpt_parameters(hidden: int, layers: int) -> float:
+    return 12.0 * layers * hidden**2
+
+
+def sagemaker_lines() -> list[str]:
+    lines = [
+        "## SageMaker's published figures (arXiv 2111.05972 and its documentation), and what is predicted there",
+        "",
+        "| case | published | predicted | plan |",
+        "|---|---|---|---|",
+    ]
+    cluster = sw.Cluster("a100-40gb", nodes=120, devices_per_node=8, inter_node="efa-400g")
+    gpt3 = graph_of(12288, 96, 96, 2048)
+    plan = sw.plan(gpt3, cluster, batch=1920, tp=8, dp=20, pp=6, precision="fp16")
+    rate = plan.decision.batch / plan.predicted.step_time_s
+    lines.append(f"| GPT-3 175B, 120 × 8 A100 (p4d) | 32 samples/s | {rate:.1f} samples/s | {plan.summary()} |")
+    cluster = sw.Cluster("a100-40gb", nodes=32, devices_per_node=8, inter_node="efa-400g")
+    gpt30 = graph_of(7168, 56, 48, 2048)
+    sharded = {"pp": 1, "tp": 1, "shard": 3, "recompute": "full", "precision": "fp16"}
+    plan = sw.plan(gpt30, cluster, batch=1024, dp=256, shard_group=64, **sharded)  # type: ignore[arg-type]
+    flops = 6 * gpt30.parameter_count() * 2048 * 1024 * (1 + 2048 / (6 * 7168))
+    rate = flops / plan.predicted.step_time_s / 256 / 1e12
+    lines.append(
+        f"| GPT-2 30B, sequence 2048, 256 A100 | 141 TFLOP/s | {rate:.0f} TFLOP/s | {plan.summary()} |"
+    )
+    cluster = sw.Cluster("a100-40gb", nodes=16, devices_per_node=8, inter_node="efa-400g")
+    gpt10 = graph_of(4096, 32, 48, 512)
+    plan = sw.plan(gpt10, cluster, batch=4096, dp=128, **sharded)  # type: ignore[arg-type]
+    rate = 4096 / plan.predicted.step_time_s
+    lines.append(f"| 10B, sequence 512, taken as 128 A100 | 564 samples/s | {rate:.0f} samples/s | {plan.summary()} |")
+    lines += [
+        "",
+        "Batches and degrees are not published for all of these; those in the table are ours. The number of devices of "
+        "the 10B figure is assumed.",
+        "",
+        "## Scaling",
+        "",
+        "GPT 22B (6144 × 48, sequence 2048), A100-80GB over HDR InfiniBand, tp 8, full recompute.",
+        "",
+        "| devices | weak: batch | samples/s per device | efficiency | strong: batch 1024, samples/s | efficiency |",
+        "|---|---|---|---|---|---|",
+    ]
+    graph = graph_of(6144, 64, 48, 2048)
+    base_weak = base_strong = 0.0
+    for nodes in (1, 4, 16, 64):
+        cluster = sw.Cluster("a100-80gb", nodes=nodes, devices_per_node=8)
+        pins = {"pp": 1, "tp": 8, "dp": nodes, "recompute": "full", "precision": "fp16", "microbatch": 4}
+        weak = sw.plan(graph, cluster, batch=16 * nodes, **pins).predicted.step_time_s  # type: ignore[arg-type]
+        strong = sw.plan(graph, cluster, batch=1024, **pins).predicted.step_time_s  # type: ignore[arg-type]
+        each, whole = 16 / weak / 8, 1024 / strong
+        base_weak, base_strong = base_weak or each, base_strong or whole
+        lines.append(
+            f"| {8 * nodes} | {16 * nodes} | {each:.3f} | {each / base_weak:.0%} | {whole:.1f} "
+            f"| {whole / base_strong / nodes:.0%} |"
+        )
+    return lines
