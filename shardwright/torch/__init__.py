@@ -7,6 +7,26 @@ from shardwright.backends.protocol import require_framework
 
 require_framework("torch")
 
+from shardwright import (  # noqa: E402
+    Cluster,
+    Comparison,
+    Graph,
+    Layout,
+    Mesh,
+    Partial,
+    Plan,
+    Replicate,
+    Schedule,
+    ShardwrightError,
+    Split,
+    StageCosts,
+    Timeline,
+    capture,
+    compare,
+    explain,
+    plan,
+    simulate,
+)
 from shardwright.torch.data import DistributedSampler, sampler  # noqa: E402
 from shardwright.torch.model import DistributedModel, delay_param_initialization  # noqa: E402
 from shardwright.torch.optimizer import DistributedOptimizer  # noqa: E402
@@ -37,14 +57,30 @@ from shardwright.torch.session import (  # noqa: E402
 from shardwright.torch.step import step  # noqa: E402
 
 __all__ = [
+    "Cluster",
+    "Comparison",
     "DistributedModel",
     "DistributedOptimizer",
     "DistributedSampler",
+    "Graph",
+    "Layout",
+    "Mesh",
+    "Partial",
+    "Plan",
+    "Replicate",
+    "Schedule",
+    "ShardwrightError",
+    "Split",
+    "StageCosts",
     "StepOutput",
+    "Timeline",
     "barrier",
+    "capture",
+    "compare",
     "delay_param_initialization",
     "dp_rank",
     "dp_size",
+    "explain",
     "get_dp_process_group",
     "get_pp_process_group",
     "get_rdp_process_group",
@@ -53,6 +89,7 @@ __all__ = [
     "init",
     "is_initialized",
     "local_rank",
+    "plan",
     "pp_rank",
     "pp_size",
     "rank",
@@ -61,6 +98,7 @@ __all__ = [
     "sampler",
     "set_seed",
     "shutdown",
+    "simulate",
     "size",
     "step",
     "tp_rank",

@@ -52,9 +52,20 @@ class DistributedModel(nn.Module):
         if session.plan is not None:
             names = tuple(name for name, _ in module.named_parameters())
             session.plan.require_model("torch", names, type(module).__name__)
+            self._warn_of_precision(session.plan.decision.precision)
             self.runtime.split(StageMap.of_plan(session.plan))
         elif session.bound.size("pp") == 1:
             self.runtime.split(StageMap.whole(session.microbatches))
+
+    def _warn_of_precision(self, planned: str) -> None:
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[planned]
+        own = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), dtype)
+        if own != dtype and self.session.bound.rank == 0:
+            warnings.warn(
+                f"the plan counts on {planned}, and the model is in {own}: it runs as it is, so time and memory differ "
+                f"from what was predicted; convert the model, or use torch.autocast around the step",
+                stacklevel=3,
+            )
 
     # Inside a step -----------------------------------------------------------------------------------------------
 

@@ -104,6 +104,8 @@ def shutdown() -> None:
     """Forget the session, and leave the process group if `init` joined it; the counterpart of `init`."""
     global _session
     session, _session = _session, None
+    if session is not None and session.model is not None:
+        session.model.runtime.close()
     if session is not None and session.owns_group and dist.is_initialized():
         dist.destroy_process_group()
 

@@ -139,6 +139,23 @@ def test_tensor_parallelism_is_refused_at_init(monkeypatch: pytest.MonkeyPatch) 
     assert not torch.distributed.is_initialized()
 
 
+def test_policies_that_are_not_run_are_refused_with_the_fix() -> None:
+    import shardwright
+    from shardwright.backends.torch.runtime import StageMap
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    graph = shardwright.capture(model, torch.ones(2, 8), loss=lambda y: y.mean())
+    cluster = shardwright.Cluster("cpu", devices_per_node=2)
+    asked = {"batch": 8, "microbatch": 2, "precision": "fp32"}
+    for policies, match in (
+        ({"pp": 1, "dp": 2, "tp": 1, "shard": 1, "recompute": "none"}, "plan again with shard=0"),
+        ({"pp": 2, "dp": 1, "tp": 1, "shard": 0, "recompute": "full"}, "plan again with recompute='none'"),
+    ):
+        plan = shardwright.plan(graph, cluster, **asked, **policies)
+        with pytest.raises(MissingCapabilityError, match=match):
+            StageMap.of_plan(plan)
+
+
 def test_names_before_init_are_refused() -> None:
     import shardwright.torch as sw
 

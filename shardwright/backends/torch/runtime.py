@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwright.backends.torch import CAPABILITIES
 from shardwright.backends.torch.data_parallel import Gradients
-from shardwright.backends.torch.holding import Holding, Placement, place
+from shardwright.backends.torch.holding import Holding, place
 from shardwright.backends.torch.mesh import BoundMesh
 from shardwright.backends.torch.pipeline import Pipeline
 from shardwright.backends.torch.program import Tree
@@ -39,8 +39,9 @@ class StageMap:
 
     @classmethod
     def of_plan(cls, plan: Plan, schedule: Schedule | None = None) -> "StageMap":
-        """Raises PlanError when the plan is not bound to torch, MissingCapabilityError for an axis that is not run."""
+        """Raises PlanError when the plan is not bound to torch, MissingCapabilityError for what is not run."""
         CAPABILITIES.require_axes({"tp": plan.decision.tp})
+        _require_policies(plan)
         schedule = schedule or plan.build_schedule()
         require_whole_backward(schedule)
         calls = tuple(tuple((c.path, c.occurrence) for c in held) for held in plan.stage_calls("torch"))
@@ -54,6 +55,25 @@ class StageMap:
     @property
     def stage_of_call(self) -> dict[tuple[str, int], int]:
         return {call: stage for stage, calls in enumerate(self.calls) for call in calls}
+
+
+def _require_policies(plan: Plan) -> None:
+    decision = plan.decision
+    if decision.shard:
+        raise MissingCapabilityError(
+            f"the plan has shard={decision.shard}, and the torch runtime of this version keeps parameters, gradients "
+            f"and optimizer states whole on every replica: plan again with shard=0"
+        )
+    if decision.recompute != "none":
+        raise MissingCapabilityError(
+            f"the plan has recompute={decision.recompute!r}, which the torch runtime of this version does not do by "
+            f"itself: plan again with recompute='none' (a model's own activation checkpointing works as usual)"
+        )
+    if decision.loss_scope != "replica":
+        raise MissingCapabilityError(
+            f"the plan has loss_scope={decision.loss_scope!r}, and the torch runtime of this version computes losses "
+            f"and batch statistics per microbatch: plan again with loss_scope='replica'"
+        )
 
 
 def require_whole_backward(schedule: Schedule) -> None:
@@ -304,13 +324,12 @@ class Runtime:
             )
         self._add_holders(lacking)
 
-    def is_split(self) -> bool:
-        """Whether parameters have been dropped: another rank may hold what this one does not."""
-        return self.holding.placement is not None and self.bound.size("pp") > 1
-
-    @property
-    def placement(self) -> Placement | None:
-        return self.holding.placement
+    def close(self) -> None:
+        """End what runs beside the main thread, and take the hooks off the model."""
+        for compiled in self._compiled.values():
+            compiled.pipeline.streams.close()
+        self._compiled.clear()
+        self.mailroom.close()
 
 
 def _signed(digest: Any) -> int:

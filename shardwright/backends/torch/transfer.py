@@ -133,6 +133,11 @@ class Mailroom:
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
 
+    def close(self) -> None:
+        """End the thread that waits for sends."""
+        if self._reaper is not None:
+            self._reaper.close()
+
     def drain(self) -> None:
         """End a step: every send is under way to the end. Raises PeerError when one failed."""
         if self._reaper is not None:
@@ -178,7 +183,7 @@ class _Reaper:
     """
 
     def __init__(self) -> None:
-        self._queue: queue.Queue[tuple[Work, torch.Tensor, timedelta]] = queue.Queue()
+        self._queue: queue.Queue[tuple[Work, torch.Tensor, timedelta] | None] = queue.Queue()
         self._error: RuntimeError | None = None
         threading.Thread(target=self._run, name="shardwright-sends", daemon=True).start()
 
@@ -188,6 +193,9 @@ class _Reaper:
     def drain(self) -> None:
         self._queue.join()
 
+    def close(self) -> None:
+        self._queue.put(None)
+
     def check(self, watch: Watch) -> None:
         if self._error is not None:
             with watch.waiting("a peer to receive what this rank sent"):
@@ -195,7 +203,11 @@ class _Reaper:
 
     def _run(self) -> None:
         while True:
-            work, tensor, timeout = self._queue.get()
+            item = self._queue.get()
+            if item is None:
+                return
+            work, tensor, timeout = item
+            del item
             try:
                 if self._error is None:
                     work.wait(timeout)
