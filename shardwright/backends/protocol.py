@@ -76,7 +76,8 @@ def require_framework(name: str) -> None:
     missing = [module for module in needed if not is_installed(module)]
     if missing:
         raise MissingFrameworkError(
-            f"shardwright.{name} needs {' and '.join(missing)}, which cannot be imported: pip install 'shardwright[{name}]'"
+            f"shardwright.{name} needs {' and '.join(missing)}, which cannot be imported: "
+            f"pip install 'shardwright[{name}]'"
         )
 
 
