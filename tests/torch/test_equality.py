@@ -11,6 +11,7 @@ PROCESSES = {
     2: (
         "gpt2:2:1:1f1b", "gpt2:1:2:1f1b", "gpt2:2:1:interleaved", "gpt2:2:1:interleaved-1f1b:2",
         "bert:2:1:1f1b", "t5:2:1:1f1b", "llama:2:1:gpipe",
+        "albert:2:1:1f1b", "mixtral:2:1:1f1b",
     ),
     4: ("gpt2:4:1:1f1b", "gpt2:2:2:1f1b"),
 }  # fmt: skip

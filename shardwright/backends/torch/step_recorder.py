@@ -466,7 +466,24 @@ class _Watcher(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.recorder.observe(func, args, kwargs or {})
+        if func is _GROUPED_PRODUCT and args[0].device.type == "cpu":
+            return _grouped_product(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+_GROUPED_PRODUCT = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
+
+
+def _grouped_product(
+    left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: Any = None
+) -> torch.Tensor:
+    """The shape of a grouped matrix product: the CPU computes it in float32, but its fake kernel wants bfloat16."""
+    shape = [left.shape[-2], right.shape[-1]]
+    if left.dim() == 3 and right.dim() == 3:
+        shape.insert(0, left.shape[0])
+    elif left.dim() == 2 and right.dim() == 2 and offs is not None:
+        shape.insert(0, offs.shape[0])
+    return left.new_empty(shape, dtype=out_dtype or left.dtype)
 
 
 @contextmanager

@@ -5,12 +5,16 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
     BertConfig,
     BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -52,6 +56,22 @@ def build(name: str, dropout: float = 0.0, layers: int = 4) -> nn.Module:
                 num_hidden_layers=layers, hidden_size=32, num_attention_heads=2, num_key_value_heads=1,
                 intermediate_size=64, vocab_size=VOCABULARY, max_position_embeddings=32, bos_token_id=0,
                 eos_token_id=0, attention_dropout=dropout,
+            )
+        )  # fmt: skip
+    if name == "albert":  # one block, called once for every layer
+        return AlbertForMaskedLM(
+            AlbertConfig(
+                vocab_size=VOCABULARY, embedding_size=16, hidden_size=32, num_hidden_layers=layers,
+                num_attention_heads=2, intermediate_size=64, max_position_embeddings=32, hidden_dropout_prob=dropout,
+                attention_probs_dropout_prob=dropout,
+            )
+        )  # fmt: skip
+    if name == "mixtral":  # routing that depends on values, inside units
+        return MixtralForCausalLM(
+            MixtralConfig(
+                vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=layers, num_attention_heads=2,
+                num_key_value_heads=2, intermediate_size=32, num_local_experts=4, max_position_embeddings=32,
+                bos_token_id=0, eos_token_id=0, pad_token_id=0, attention_dropout=dropout,
             )
         )  # fmt: skip
     raise ValueError(name)
