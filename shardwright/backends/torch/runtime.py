@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwright.backends.torch import CAPABILITIES
 from shardwright.backends.torch.data_parallel import Gradients
+from shardwright.backends.torch.fake_state import find_model_call
 from shardwright.backends.torch.holding import Holding, place
 from shardwright.backends.torch.mesh import BoundMesh
 from shardwright.backends.torch.pipeline import Pipeline
@@ -18,7 +19,7 @@ from shardwright.backends.torch.program import Tree
 from shardwright.backends.torch.randomness import Streams
 from shardwright.backends.torch.results import Returned, compare_over_pp, share, total_weight
 from shardwright.backends.torch.stages import Division, divide
-from shardwright.backends.torch.step_recorder import StepRecorder, find_model_call
+from shardwright.backends.torch.step_recorder import StepRecorder
 from shardwright.backends.torch.transfer import Mailroom, as_carried
 from shardwright.backends.torch.watch import Watch
 from shardwright.backends.torch.weights import Weights, materialize

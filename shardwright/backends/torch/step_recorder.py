@@ -15,16 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwright.backends.torch.fake_state import GROUPED_PRODUCT, VALUE_DEPENDENT, fake_state, grouped_product
 from shardwright.backends.torch.program import (
     BufferRef,
     ConstantRef,
@@ -51,7 +47,6 @@ _REFUSED = {
     "register_hook": "hooks on tensors inside a step cannot fire on replay; put them inside a module",
     "retain_grad": "gradients of tensors inside a step are not kept; read them inside a module",
 }
-_VALUE_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 @dataclass(slots=True)
@@ -125,7 +120,7 @@ class StepRecorder:
 
         Raises CaptureError when what the body does depends on the values of tensors, or cannot be replayed.
         """
-        with self.fake_mode, _fake_state(self.model, self.device) as (parameters, buffers):
+        with self.fake_mode, fake_state(self.model, self.device) as (parameters, buffers):
             for name, parameter in parameters.items():
                 self._know(parameter, ParameterRef(name))
             for name, buffer in buffers.items():
@@ -140,7 +135,7 @@ class StepRecorder:
             with _patched_calls(self), _Functions(self), _Watcher(self):
                 try:
                     result = body(fakes)
-                except _VALUE_DEPENDENT as error:
+                except VALUE_DEPENDENT as error:
                     raise self._value_dependent(error) from error
             return self._finish(result)
 
@@ -466,24 +461,9 @@ class _Watcher(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.recorder.observe(func, args, kwargs or {})
-        if func is _GROUPED_PRODUCT and args[0].device.type == "cpu":
-            return _grouped_product(*args, **(kwargs or {}))
+        if func is GROUPED_PRODUCT and args[0].device.type == "cpu":
+            return grouped_product(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
-
-
-_GROUPED_PRODUCT = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
-
-
-def _grouped_product(
-    left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: Any = None
-) -> torch.Tensor:
-    """The shape of a grouped matrix product: the CPU computes it in float32, but its fake kernel wants bfloat16."""
-    shape = [left.shape[-2], right.shape[-1]]
-    if left.dim() == 3 and right.dim() == 3:
-        shape.insert(0, left.shape[0])
-    elif left.dim() == 2 and right.dim() == 2 and offs is not None:
-        shape.insert(0, offs.shape[0])
-    return left.new_empty(shape, dtype=out_dtype or left.dtype)
 
 
 @contextmanager
@@ -498,41 +478,6 @@ def _patched_calls(recorder: StepRecorder) -> Iterator[None]:
         yield
     finally:
         nn.Module.__call__ = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def _fake_state(
-    model: nn.Module, device: torch.device
-) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
-    """The model with fake parameters and buffers; afterwards every attribute of every module is as it was."""
-    modules = list(model.modules())
-    before = [(dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in modules]
-    fakes: dict[int, torch.Tensor] = {}
-
-    def fake_of(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in fakes:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-            if isinstance(tensor, nn.Parameter):
-                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-            fakes[id(tensor)] = fake
-        return fakes[id(tensor)]
-
-    parameters = {name: fake_of(p) for name, p in model.named_parameters()}
-    buffers = {name: fake_of(b) for name, b in model.named_buffers()}
-    try:
-        for module in modules:
-            for store in (module._parameters, module._buffers):
-                for name, tensor in store.items():
-                    if tensor is not None:
-                        store[name] = fake_of(tensor)  # type: ignore[assignment]
-        yield parameters, buffers
-    finally:
-        for module, (attributes, own_parameters, own_buffers) in zip(modules, before, strict=True):
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for store, kept in ((module._parameters, own_parameters), (module._buffers, own_buffers)):
-                store.clear()
-                store.update(kept)  # type: ignore[arg-type]
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -553,52 +498,3 @@ def _where(error: BaseException | None = None) -> str:
         if not frame.filename.startswith((_TORCH, _HERE, "<")):
             return f"{frame.filename}:{frame.lineno}"
     return "an unknown line"
-
-
-class _Found(BaseException):
-    """Ends a run of the body once the model is called. No Exception, so that user code does not catch it."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__()
-        self.call = (args, kwargs)
-
-
-def find_model_call(
-    model: nn.Module, body: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor], device: torch.device
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with which the body first calls the model: inputs as they are, other tensors as zeros.
-
-    Raises CaptureError when the body does not call the model.
-    """
-    original = nn.Module.__call__
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if module is model:
-            raise _Found(args, kwargs)
-        return original(module, *args, **kwargs)
-
-    real: dict[int, torch.Tensor] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True), _fake_state(model, device):
-        fakes = []
-        for tensor in inputs:
-            fakes.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
-            real[id(fakes[-1])] = tensor
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        try:
-            body(fakes)
-        except _Found as found:
-            args, kwargs = found.call
-        except _VALUE_DEPENDENT as error:
-            raise CaptureError(f"the step reads the value of a tensor before it calls the model: {error}") from error
-        else:
-            raise CaptureError("the step does not call the model, so there is nothing to plan by")
-        finally:
-            nn.Module.__call__ = original  # type: ignore[method-assign]
-
-    def solid(item: Any) -> Any:
-        if not isinstance(item, FakeTensor):
-            return item
-        return real.get(id(item), torch.zeros(item.shape, dtype=item.dtype))
-
-    found_args, found_kwargs = pytree.tree_map(solid, (args, kwargs))
-    return tuple(found_args), dict(found_kwargs)
