@@ -110,7 +110,9 @@ def _convolution(params: dict[str, Any], before: list[Shape], after: list[Shape]
     return "contraction", Labelled((tuple(source), tuple(weight), tuple(out)), tuple(special))
 
 
-def _attention(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
+def _attention(
+    params: dict[str, Any], before: list[Shape], after: list[Shape], *, causal: bool = False
+) -> Translation:
     """Operands [batch …, query or key position, head, width], biases and masks [batch …, head, query, key]. Fewer key
     than query heads (grouped queries) share the heads' label: contiguous pieces of both belong together."""
     query, key, value = before[:3]
@@ -121,7 +123,6 @@ def _attention(params: dict[str, Any], before: list[Shape], after: list[Shape]) 
     s, h, t, d, e = range(lead, lead + 5)
     key_head = h if key[-2] > 1 or query[-2] == 1 else -1
     value_head = h if value[-2] > 1 or query[-2] == 1 else -1
-    width = d if value[-1] == query[-1] else e
     order = (*batch, h, s, t)
     sizes = (*query[:lead], query[-2], query[-3], key[-3])
     extras = tuple(
@@ -134,18 +135,22 @@ def _attention(params: dict[str, Any], before: list[Shape], after: list[Shape]) 
         for m in before[3:]
     )
     special: list[tuple[int, LabelRole]] = [(t, "whole"), (d, "whole")]
-    if width == e:
-        special.append((e, "whole"))
+    if causal:  # a piece of the queries does not know where it starts
+        special.append((s, "whole"))
     return "attention", Labelled(
         (
             (*batch, s, h, d),
             (*batch, t, key_head, d),
-            (*batch, t, value_head, width),
+            (*batch, t, value_head, e),
             *extras,
-            (*batch, s, h, width),
+            (*batch, s, h, e),
         ),
         tuple(special),
     )
+
+
+def _causal_attention(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
+    return _attention(params, before, after, causal=True)
 
 
 # --- statistics and reductions
@@ -343,6 +348,7 @@ RULES: dict[str, Rule] = {
     "dot_general": _dot_general,
     "conv_general_dilated": _convolution,
     "attention": _attention,
+    "attention_causal": _causal_attention,
     **dict.fromkeys(PARTIAL_REDUCTIONS, _reduction),
     **dict.fromkeys(STATISTIC_REDUCTIONS, _statistic),
     **dict.fromkeys(CUMULATIVE, _cumulative),

@@ -18,7 +18,7 @@ def _reduce(call: OpCall, source: Ref, dims: Sequence[int], *, linear: bool, suf
     call.add("reduction", [source], call.outputs, labelled, suffix)
 
 
-@rule("reduction", "sum", "mean", "nansum", "nanmean", "trace")
+@rule("reduction", "sum", "mean", "nansum")
 def linear_reduction(call: OpCall) -> None:
     source = call.inputs[0]
     _reduce(call, source, dims_of(call.get("dim"), len(source.shape)), linear=True)
@@ -26,13 +26,19 @@ def linear_reduction(call: OpCall) -> None:
 
 @rule("reduction", "amax", "amin", "max", "min", "aminmax", "argmax", "argmin", "all", "any", "prod", "var", "std",
       "var_mean", "std_mean", "logsumexp", "norm", "linalg_vector_norm", "count_nonzero", "median", "mode",
-      "equal")  # fmt: skip
+      "nanmean", "equal")  # fmt: skip
 def other_reduction(call: OpCall) -> None:
     source = call.inputs[0]
     if len(call.inputs) == 2 and call.name in ("max", "min"):  # the elementwise overloads
         call.add("elementwise", call.inputs, call.outputs, labels.elementwise(shapes(call.inputs), [call.out.shape]))
         return
     _reduce(call, source, dims_of(call.get("dim"), len(source.shape)), linear=False)
+
+
+@rule("reduction", "trace")
+def trace(call: OpCall) -> None:
+    """The diagonal of a piece is not a piece of the diagonal."""
+    call.add("reduction", call.inputs, [call.out], labels.opaque(shapes(call.inputs), [call.out.shape]))
 
 
 @rule("softmax", "softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax")
@@ -118,7 +124,7 @@ def negative_log_likelihood(call: OpCall) -> None:
     call.add("gather", [source, target], [picked], looked_up)
     if not whole:
         flat = tuple(range(len(target.shape)))
-        call.add("reduction", [picked, target], [call.out], Labelled((flat, flat, ())), "/mean")
+        call.add("reduction", [picked, target], [call.out], Labelled((flat, flat, ())), "/mean" if call["reduction"] == 1 else "/sum")
     for out in call.outputs[1:]:
         flat = tuple(range(len(target.shape)))
         call.add("reduction", [target], [out], Labelled((flat, ())), "/total_weight")
@@ -136,7 +142,8 @@ def pointwise_loss(call: OpCall) -> None:
     full = tuple(max((r.shape[i - rank] for r in operands if len(r.shape) >= rank - i), default=1) for i in range(rank))
     each = call.between(full, call.out.dtype)
     call.add("elementwise", operands, [each], labels.elementwise(shapes(operands), [full]))
-    _reduce(call, each, range(rank), linear=True, suffix="/mean")
+    suffix = "/mean" if call.get("reduction", 1) == 1 else "/sum"
+    _reduce(call, each, range(rank), linear=True, suffix=suffix)
 
 
 @rule("sort", "sort", "argsort", "topk", "kthvalue", "msort")
