@@ -45,7 +45,7 @@ def cut(value: Array, placement: Placement, ranks: int, seed: int = 0) -> list[A
     if value.dtype == bool:
         other = np.zeros_like(value) if placement.op == "max" else np.ones_like(value)
         return [np.where(owner == rank, value, other) for rank in range(ranks)]
-    away = [sign * draws.uniform(0.1, 3, value.shape).astype(value.dtype) for _ in range(ranks)]
+    away = [sign * draws.integers(0, 4, value.shape).astype(value.dtype) for _ in range(ranks)]
     return [np.where(owner == rank, value, value + away[rank]).astype(value.dtype) for rank in range(ranks)]
 
 
@@ -54,11 +54,10 @@ def holds(pieces: Sequence[Array], whole: Array, placement: Placement) -> bool:
     if isinstance(placement, Split):
         if placement.dim >= whole.ndim or whole.shape[placement.dim] % len(pieces):
             return False
-        expected = [p.shape for p in _cut_shapes(whole, placement, len(pieces))] if _fits(whole, placement, len(pieces)) \
-            else None
-        if expected is None or [p.shape for p in pieces] != expected:
+        if not divides(whole.shape, [(placement, len(pieces))]):
             return False
-        return all(_close(p, q) for p, q in zip(pieces, cut(whole, placement, len(pieces)), strict=True))
+        expected = cut(whole, placement, len(pieces))
+        return all(p.shape == q.shape and _close(p, q) for p, q in zip(pieces, expected, strict=True))
     if any(p.shape != whole.shape for p in pieces):
         return False
     if isinstance(placement, Replicate):
@@ -69,14 +68,6 @@ def holds(pieces: Sequence[Array], whole: Array, placement: Placement) -> bool:
         if whole.dtype == bool and placement.op == "sum":
             return False
     return _close(np.asarray(REDUCE[placement.op](list(pieces))), whole)
-
-
-def _fits(whole: Array, placement: Split, ranks: int) -> bool:
-    return divides(whole.shape, [(placement, ranks)])
-
-
-def _cut_shapes(whole: Array, placement: Split, ranks: int) -> list[Array]:
-    return cut(np.empty(whole.shape, bool), placement, ranks)
 
 
 def _close(found: Array, expected: Array) -> bool:
@@ -94,48 +85,85 @@ def candidates(value: Array, ranks: int, extra: Sequence[Placement] = ()) -> lis
     return [*found, *(p for p in dict.fromkeys(extra) if p not in found)]
 
 
-def run_pieces(function: Function, held: Sequence[Sequence[Array]]) -> list[list[Array]] | None:
+FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, ZeroDivisionError)
+
+
+def perturbed(operands: Sequence[Array], seed: int) -> list[Array]:
+    """Other values of the same kind: signs stay, positions and truth values are shuffled within their last dim."""
+    draws = np.random.default_rng(seed)
+    return [
+        (v * draws.uniform(0.5, 1.5, v.shape)).astype(v.dtype)
+        if np.issubdtype(v.dtype, np.floating)
+        else draws.permuted(v, axis=-1)
+        for v in operands
+    ]
+
+
+def _values(operands: Sequence[Array]) -> list[list[Array]]:
+    return [list(operands), *(perturbed(operands, seed) for seed in range(3))]
+
+
+def run_pieces(function: Function, held: Sequence[Sequence[Array]], outputs: int) -> list[list[Array]] | None:
     """The op on every rank: output → rank → piece. None where a rank's pieces do not fit each other."""
     results = []
-    for rank in range(len(held[0]) if held else 1):
+    for rank in range(len(held[0])):
         try:
             with np.errstate(all="ignore"):
                 results.append(function([of_rank[rank] for of_rank in held]))
-        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError, ZeroDivisionError):
+        except FAILURES:
             return None
+    if any(len(made) != outputs for made in results):
+        return None
     return [list(of_output) for of_output in zip(*results, strict=True)]
 
 
 def true_outputs(
     function: Function, operands: Sequence[Array], wholes: Sequence[Array], inputs: Sequence[Placement], ranks: int,
     asked: Sequence[Sequence[Placement]],
-) -> list[set[Placement]] | None:  # fmt: skip
-    """For every output the placements, among those asked for, that the pieces really have. None where the op cannot
-    run, or an output has none."""
+) -> list[set[Placement]]:  # fmt: skip
+    """For every output the placements, among those asked for, that the pieces really have; none where the op cannot
+    run, or an output has none. A function with ``takes_shape`` is told the shape of the piece that it should make."""
     held = [cut(v, p, ranks, seed=31 * i + 7) for i, (v, p) in enumerate(zip(operands, inputs, strict=True))]
-    pieces = run_pieces(function, held)
+    nothing: list[set[Placement]] = [set() for _ in wholes]
+    if hasattr(function, "takes_shape"):
+        for placement in asked[0]:
+            shape = list(wholes[0].shape)
+            if isinstance(placement, Split):
+                shape[placement.dim] //= ranks
+
+            def shaped(values: list[Array], shape: tuple[int, ...] = tuple(shape)) -> list[Array]:
+                return function(values, shape)  # type: ignore[call-arg]
+
+            pieces = run_pieces(shaped, held, 1)
+            if pieces is not None and holds(pieces[0], wholes[0], placement):
+                nothing[0].add(placement)
+        return nothing
+    pieces = run_pieces(function, held, len(wholes))
     if pieces is None:
-        return None
+        return nothing
     found = [
         {p for p in places if holds(of_output, whole, p)}
         for of_output, whole, places in zip(pieces, wholes, asked, strict=True)
     ]
-    return found if all(found) else None
+    return found if all(found) else nothing
 
 
-def compare_rules(graph: Graph, op: Op, function: Function, operands: Sequence[Array], ranks: int,
+def compare_rules(graph: Graph, op: Op, functions: Sequence[Function], operands: Sequence[Array], ranks: int,
                   batch: int) -> tuple[list[str], list[str], int]:  # fmt: skip
     """(wrong rules, missing rules, how many input placements were run) of one op along one axis.
 
-    Signatures that need an offset or a reduction inside are not run as they stand: `tests` runs them with it."""
-    declared = [s for s in signatures(graph, op, batch) if _divide(s, operands, ranks)]
+    A rule must hold for every function given (an op with other constants) and for other values too. Signatures that
+    need an offset or a reduction inside are not run as they stand: other tests run them with it."""
+    runs = [(function, values) for function in functions for values in _values(operands)]
+    results = [whole_of(function, values) for function, values in runs]
+    declared = [s for s in signatures(graph, op, batch) if _divide(s, [*operands, *results[0]], ranks)]
     plain = [s for s in declared if not s.need]
-    wholes = function(list(operands))
     offered = [
         candidates(value, ranks, [s.inputs[i] for s in declared]) for i, value in enumerate(operands)
     ]
     asked = [
-        [*candidates(whole, ranks, [s.outputs[i] for s in declared]), *PARTIALS] for i, whole in enumerate(wholes)
+        list(dict.fromkeys([*candidates(whole, ranks, [s.outputs[i] for s in declared]), *PARTIALS]))
+        for i, whole in enumerate(results[0])
     ]
     wrong: list[str] = []
     missing: list[str] = []
@@ -145,17 +173,27 @@ def compare_rules(graph: Graph, op: Op, function: Function, operands: Sequence[A
         if inputs in needing:
             continue
         count += 1
-        truth = true_outputs(function, operands, wholes, inputs, ranks, asked)
         said = [
             {placement for s in matching(plain, inputs) for placement in implied_outputs(s.outputs[i])}
-            for i in range(len(wholes))
+            for i in range(len(asked))
         ]
+        truth: list[set[Placement]] = []
+        for (function, values), wholes in zip(runs, results, strict=True):
+            found = true_outputs(function, values, wholes, inputs, ranks, asked)
+            truth = [a & b for a, b in zip(truth, found, strict=True)] if truth else found
+            if not any(truth) and not any(said):
+                break
         shown = ", ".join(map(str, inputs))
-        for i in range(len(wholes)):
-            real = truth[i] if truth is not None else set()
-            wrong += [f"{shown} → output {i} is {p}" for p in said[i] - real]
-            missing += [f"{shown} → output {i} is {p}" for p in real - said[i] if not _trivial(p, wholes[i])]
+        for i, whole in enumerate(results[0]):
+            wrong += [f"{shown} → output {i} is {p}" for p in said[i] - truth[i]]
+            missing += [f"{shown} → output {i} is {p}" for p in truth[i] - said[i] if not _trivial(p, whole)]
     return wrong, missing, count
+
+
+def whole_of(function: Function, operands: Sequence[Array]) -> list[Array]:
+    if hasattr(function, "takes_shape"):
+        return function(list(operands), function.takes_shape)  # type: ignore[call-arg]
+    return function(list(operands))
 
 
 def _trivial(placement: Placement, whole: Array) -> bool:
@@ -170,7 +208,7 @@ def _trivial(placement: Placement, whole: Array) -> bool:
 def _divide(signature: Signature, operands: Sequence[Array], ranks: int) -> bool:
     return all(
         divides(value.shape, [(p, ranks)]) if isinstance(p, Split) else True
-        for value, p in zip(operands, signature.inputs, strict=True)
+        for value, p in zip(operands, (*signature.inputs, *signature.outputs), strict=True)
     )
 
 
@@ -226,15 +264,21 @@ def holds_twice(grid: Sequence[Sequence[Array]], whole: Array, places: Sequence[
 
 
 def run_grid(function: Function, operands: Sequence[Array], chosen: Sequence[Sequence[Placement]],
-             sizes: Sequence[int]) -> list[list[list[Array]]] | None:  # fmt: skip
-    """The op on every rank of a two-axis mesh: output → first coordinate → second coordinate → piece."""
+             sizes: Sequence[int], whole: Array, wanted: Sequence[Placement]) -> list[list[list[Array]]] | None:  # fmt: skip
+    """The op on every rank of a two-axis mesh: output → first coordinate → second coordinate → piece. ``whole`` and
+    ``wanted`` tell a function that takes the shape of its piece what that is."""
+    shape = list(whole.shape)
+    for placement, size in zip(wanted, sizes, strict=True):
+        if isinstance(placement, Split):
+            shape[placement.dim] //= size
     held = [cut_twice(v, places, sizes, seed=31 * i + 7) for i, (v, places) in enumerate(zip(operands, chosen, strict=True))]
     outputs: list[list[list[Array]]] | None = None
     for i, j in product(range(sizes[0]), range(sizes[1])):
         try:
             with np.errstate(all="ignore"):
-                made = function([grid[i][j] for grid in held])
-        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError, ZeroDivisionError):
+                values = [grid[i][j] for grid in held]
+                made = function(values, tuple(shape)) if hasattr(function, "takes_shape") else function(values)
+        except FAILURES:
             return None
         if outputs is None:
             outputs = [[[] for _ in range(sizes[0])] for _ in made]
@@ -290,3 +334,38 @@ def random_pairs(operands: Sequence[Array], wholes: Sequence[Array], sizes: Sequ
             places.append(pick)
         made += 1
         yield places[: len(operands)], places[len(operands) :]
+
+
+def compare_pairs(name: str, graph: Graph, op: Op, functions: Sequence[Function], operands: Sequence[Array],
+                  sizes: Sequence[int], batch: int, count: int) -> tuple[list[str], int, int]:  # fmt: skip
+    """(failures, declared pairs run, other placements run) of one op on a mesh of two axes."""
+    function = functions[0]
+    wholes = whole_of(function, operands)
+    failures: list[str] = []
+    pairs = list(declared_pairs(graph, op, operands, wholes, sizes, batch))
+    for pair in pairs:
+        chosen = [list(p) for p in zip(*(s.inputs for s in pair), strict=True)]
+        results = [list(p) for p in zip(*(s.outputs for s in pair), strict=True)]
+        made = run_grid(function, operands, chosen, sizes, wholes[0], results[0])
+        if made is None or not all(
+            holds_twice(grid, whole, places, sizes) for grid, whole, places in zip(made, wholes, results, strict=True)
+        ):
+            failures.append(f"{name}: {pair[0]} with {pair[1]} does not hold")
+    others = 0
+    for chosen, results in random_pairs(operands, wholes, sizes, count, seed=len(name)):
+        others += 1
+        for output, places in enumerate(results):
+            if any(_trivial(p, wholes[output]) for p in places) or said_twice(pairs, chosen, output, places):
+                continue
+            if all(
+                _really(each, given, chosen, sizes, output, places) for each in functions for given in _values(operands)
+            ):
+                failures.append(f"{name}: {chosen} → {places} holds and is not declared")
+    return failures, len(pairs), others
+
+
+def _really(function: Function, operands: Sequence[Array], chosen: Sequence[Sequence[Placement]], sizes: Sequence[int],
+            output: int, places: Sequence[Placement]) -> bool:  # fmt: skip
+    whole = whole_of(function, operands)[output]
+    made = run_grid(function, operands, chosen, sizes, whole, places)
+    return made is not None and len(made) > output and holds_twice(made[output], whole, places, sizes)

@@ -259,7 +259,21 @@ def _whole_gather(params: dict[str, Any], before: list[Shape], after: list[Shape
 
 
 def _scatter(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
-    return "scatter", labels.opaque(before, after)
+    """Target, index, update → target. Window dims of the update that cover a whole dim of the target go with it; the
+    dims written to by position are whole."""
+    numbers = params["dimension_numbers"]
+    if len(before) != 3 or numbers.operand_batching_dims:
+        return "scatter", labels.opaque(before, after)
+    target, index, update = before
+    inserted = set(numbers.inserted_window_dims)
+    placed = set(numbers.scatter_dims_to_operand_dims)
+    windows = [d for d in range(len(target)) if d not in inserted]
+    kept = [-1] * len(target)
+    written = [-1] * len(update)
+    for dim, own in zip(windows, numbers.update_window_dims, strict=True):
+        if target[dim] == update[own] and dim not in placed:
+            kept[dim] = written[own] = dim
+    return "scatter", Labelled((tuple(kept), (-1,) * len(index), tuple(written), tuple(kept)))
 
 
 # --- moving and viewing
@@ -307,6 +321,9 @@ def _slice(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> T
     """A contiguous piece of one dim is a part of the whole; dims that are cut in other ways stand alone."""
     cut = [dim for dim, size in enumerate(before[0]) if size != after[0][dim]]
     strides = params["strides"] or (1,) * len(before[0])
+    if len(cut) == 1 and strides[cut[0]] != 1:
+        start = int(params["start_indices"][cut[0]])
+        return "slice", labels.strided(before[0], cut[0], start, strides[cut[0]], after[0])
     part = cut[0] if len(cut) == 1 and strides[cut[0]] == 1 else None
     kept = tuple(-1 if dim in cut and dim != part else dim for dim in range(len(before[0])))
     start = int(params["start_indices"][part]) if part is not None else 0
@@ -337,8 +354,17 @@ def _concatenate(params: dict[str, Any], before: list[Shape], after: list[Shape]
 
 
 def _reduce_window(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
-    window = params["window_dimensions"]
-    kept = tuple(dim if window[dim] == 1 and size == after[0][dim] else -1 for dim, size in enumerate(before[0]))
+    window, strides = params["window_dimensions"], params["window_strides"]
+    plain = all(pair == (0, 0) for pair in params["padding"]) and all(
+        n == 1 for n in (*params["base_dilation"], *params["window_dilation"])
+    )
+    kept = tuple(
+        dim
+        if (window[dim] == 1 and size == after[0][dim])
+        or (plain and window[dim] == strides[dim] and size == after[0][dim] * window[dim])
+        else -1
+        for dim, size in enumerate(before[0])
+    )
     return "reduction", Labelled((kept, *labels.opaque(before[1:], []).labels, kept))
 
 

@@ -36,7 +36,7 @@ UP = frozenset(
 )
 """Entrywise ops of one operand that never decrease."""
 
-DOWN = frozenset("neg negative erfc acos logical_not".split())
+DOWN = frozenset("neg negative erfc acos rsqrt logical_not".split())
 
 BOTH: dict[str, tuple[Direction, Direction]] = {
     **dict.fromkeys(("add", "add_any", "maximum", "minimum", "max", "min", "fmax", "fmin"), ("up", "up")),
@@ -84,7 +84,7 @@ REDUCED: dict[str, Reduction] = {
 
 PASSES_SUMS = frozenset(
     "sum reduce_sum mean avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
-    "_adaptive_avg_pool2d _adaptive_avg_pool3d reduce_window_sum".split()
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d reduce_window_sum trace".split()
 )
 PASSES_MAX = frozenset("amax max reduce_max max_pool1d max_pool2d max_pool3d reduce_window_max any reduce_or".split())
 PASSES_MIN = frozenset("amin min reduce_min reduce_window_min all reduce_and".split())

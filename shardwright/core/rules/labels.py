@@ -239,6 +239,24 @@ def same_sizes(before: Shape, after: Shape, *, changed: Sequence[int] = ()) -> L
     return Labelled((labels, labels))
 
 
+def strided(before: Shape, dim: int, start: int, step: int, after: Shape) -> Labelled:
+    """Every ``step``-th entry of a dim. From the first entry to the end, a piece of whole steps gives a piece."""
+    labels = tuple(range(len(before)))
+    if start == 0 and before[dim] == step * after[dim]:
+        return Labelled((labels, labels))
+    return same_sizes(before, after, changed=(dim,))
+
+
+def windows(before: Shape, after: Shape, window: Sequence[int], *, adjoining: bool) -> Labelled:
+    """An op over windows of the last dims, one for each window size: those dims may be split when the windows adjoin
+    (stride equal to the window, no padding) and fill them."""
+    first = len(before) - len(window)
+    kept = tuple(
+        d if d < first or (adjoining and before[d] == after[d] * window[d - first]) else -1 for d in range(len(before))
+    )
+    return Labelled((kept, kept))
+
+
 def repeat_within(shape: Shape, dim: int) -> Labelled:
     """Every entry of ``dim`` repeated in place, equally often: a contiguous piece stays a contiguous piece."""
     labels = tuple(range(len(shape)))

@@ -36,15 +36,15 @@ def is_fallback(op: Op) -> bool:
 def divides(shape: Sequence[int], splits: Iterable[tuple[Split, int]]) -> bool:
     """Whether a tensor of ``shape`` can be cut in equal pieces: ``splits`` are (placement, degree), one per axis.
 
-    Axes that split one dim cut it one after the other, and part by part where any of them has blocks."""
+    Axes that split one dim cut it one after the other, all by the same blocks: a cut of the whole dim and a cut of its
+    parts do not commute, so no tensor has both."""
     ways: dict[int, int] = {}
     parts: dict[int, Blocks] = {}
     for split, degree in splits:
         ways[split.dim] = ways.get(split.dim, 1) * degree
-        if split.blocks:
-            if parts.setdefault(split.dim, split.blocks) != split.blocks:
-                return False
-    return all(all(part % n == 0 for part in parts.get(dim, (shape[dim],))) for dim, n in ways.items())
+        if parts.setdefault(split.dim, split.blocks) != split.blocks:
+            return False
+    return all(all(part % n == 0 for part in parts[dim] or (shape[dim],)) for dim, n in ways.items())
 
 
 def fits(shape: Sequence[int], layout: Layout, sizes: Mapping[str, int]) -> bool:

@@ -7,7 +7,7 @@ reduction on, entrywise ops follow `core.rules.families`; statistics, sorting an
 from collections.abc import Iterator
 
 from shardwright.core.graph import FLOATING, Graph, Op
-from shardwright.core.layout import Partial, Placement, Reduction, Replicate
+from shardwright.core.layout import Partial, Placement, Reduction, Replicate, Split
 from shardwright.core.rules import families as F
 from shardwright.core.rules.signature import IDEMPOTENT, LINEAR, REDUCTIONS, Signature
 
@@ -82,6 +82,10 @@ def _scatters(op: Op, name: str) -> Iterator[Signature]:
     elif name in F.ADDING_SCATTERS:
         yield from _pass(op, (0, written), LINEAR)
         yield from _pass(op, (0,), ("max", "min"))
+        # Along the scattered dim every rank may add a part of what is written to a term of the target.
+        if len(op.inputs) == 3 and op.labels[0].count(-1) == 1 and len(op.labels[1]) == len(op.labels[0]):
+            part: Placement = Split(op.labels[0].index(-1))
+            yield Signature((Partial("sum"), part, part), (Partial("sum"),))
 
 
 def _reductions(op: Op, name: str) -> Iterator[Signature]:

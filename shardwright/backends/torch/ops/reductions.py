@@ -161,9 +161,25 @@ def sort(call: OpCall) -> None:
       "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d",
       "adaptive_max_pool3d", "max_pool1d_with_indices")  # fmt: skip
 def pool(call: OpCall) -> None:
-    """Windows over positions, which are never split; batch and channels are."""
+    """Windows over positions; where they adjoin, positions may be split, and batch and channels always."""
     source = call.inputs[0]
     rank = len(source.shape)
     spatial = next((int(c) for c in call.name if c in "123"), 2)
-    kept = tuple(d if d < rank - spatial else -1 for d in range(rank))
-    call.add("reduction", [source], call.outputs, Labelled((kept, *([kept] * len(call.outputs)))))
+
+    def sizes(name: str, default: int) -> tuple[int, ...]:
+        given = call.get(name)
+        given = given if isinstance(given, (list, tuple)) else [default if given is None else given]
+        return tuple(given) * (spatial if len(given) == 1 else 1)
+
+    window = sizes("kernel_size", 0)
+    adjoining = (
+        "adaptive" not in call.name
+        and (sizes("stride", 0) == window or not call.get("stride"))
+        and not any(sizes("padding", 0))
+        and all(n == 1 for n in sizes("dilation", 1))
+        and "indices" not in call.name
+    )
+    window = window if len(window) == spatial else (0,) * spatial
+    labelled = labels.windows(source.shape, call.out.shape, window, adjoining=adjoining and rank >= spatial)
+    kept, result = labelled.labels
+    call.add("reduction", [source], call.outputs, Labelled((kept, *([result] * len(call.outputs)))))
