@@ -144,11 +144,13 @@ def captured(name: str) -> tuple[Graph, Op, list[oracle.Function], list[np.ndarr
 
 
 def _over_arrays(function: Callable[..., Any], order: list[int]) -> oracle.Function:
+    whole = function if hasattr(function, "takes_shape") else jax.jit(function)
+
     def run(values: list[np.ndarray], *shape: Any) -> list[np.ndarray]:
         given: list[Any] = [None] * len(values)
         for at, value in zip(order, values, strict=True):
             given[at] = jnp.asarray(value)
-        return [np.asarray(leaf) for leaf in jax.tree.leaves(getattr(function, "function", function)(*given, *shape))]
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(getattr(whole, "function", whole)(*given, *shape))]
 
     if hasattr(function, "takes_shape"):
         run.takes_shape = function.takes_shape  # type: ignore[attr-defined]
