@@ -134,7 +134,8 @@ def _attention(
         else (-1,) * len(m)
         for m in before[3:]
     )
-    special: list[tuple[int, LabelRole]] = [(t, "whole"), (d, "whole")]
+    # The kernels want values as wide as queries, so a piece of the values' width cannot be given to one.
+    special: list[tuple[int, LabelRole]] = [(t, "whole"), (d, "whole"), (e, "whole")]
     if causal:  # a piece of the queries does not know where it starts
         special.append((s, "whole"))
     return "attention", Labelled(

@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, product
 
 from shardwright.core.conversions.step import Step, StepKind, moved_entries, step_on
 from shardwright.core.errors import LayoutError
@@ -98,16 +98,35 @@ def _neighbours(
             kind = step_on(axis, here, there, mesh)
             if kind is not None and not (kind == "term" and placement != goal.on(axis)):
                 yield kind, (axis,), there
-    # Straight to the goal on every axis that holds no partial value now.
-    changes: dict[str, Placement] = {}
-    for axis in mesh.names:
-        old, new = here.on(axis), goal.on(axis)
-        if not isinstance(old, Partial) and old != new:
-            changes[axis] = Replicate() if isinstance(new, Partial) else new
-    there = _with(here, changes)
-    axes = tuple(axis for axis in mesh.names if here.on(axis) != there.on(axis))
-    if len(axes) > 0 and _is_layout(there):
-        yield "exchange", axes, there
+    # Straight to the goal on every axis that holds no partial value now; where the goal holds one, to anything that
+    # can be made a term of it.
+    choices = [_ways(here.on(axis), goal.on(axis), options) for axis in mesh.names]
+    for chosen in product(*choices):
+        there = Layout.of(dict(zip(mesh.names, chosen, strict=True)))
+        differing = [axis for axis in mesh.names if here.on(axis) != there.on(axis)]
+        alone = len(differing) == 1 and step_on(differing[0], here, there, mesh) is not None
+        if differing and not alone and _is_layout(there):
+            yield "exchange", _exchanging(here, there, mesh), there
+
+
+def _ways(old: Placement, new: Placement, options: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """What an exchange may leave on one axis."""
+    if isinstance(old, Partial):
+        return (old,)
+    if isinstance(new, Partial):
+        return tuple(p for p in options if not isinstance(p, Partial))
+    return (new,) if old == new else (old, new)
+
+
+def _exchanging(here: Layout, there: Layout, mesh: Mesh) -> tuple[str, ...]:
+    """The axes whose ranks have what each other lack: those that differ, and those that cut a dim of theirs."""
+    differing = [axis for axis in mesh.names if here.on(axis) != there.on(axis)]
+    dims = {p.dim for axis in differing for p in (here.on(axis), there.on(axis)) if isinstance(p, Split)}
+    return tuple(
+        axis
+        for axis in mesh.names
+        if axis in differing or (differing and isinstance(p := here.on(axis), Split) and p.dim in dims)
+    )
 
 
 def _with(layout: Layout, changes: dict[str, Placement]) -> Layout:

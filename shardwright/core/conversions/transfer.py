@@ -46,6 +46,9 @@ def transfer(
     for mesh, ranks in (source, target):
         if mesh.size != len(ranks) or len(set(ranks)) != len(ranks):
             raise LayoutError(f"a mesh of {mesh.size} ranks needs as many different ranks of the world: given {ranks}")
+    if source == target:
+        whole = convert(shape, item_bytes, source[0], before, after)
+        return Transfer(source[1], target[1], whole, convert(shape, item_bytes, source[0], after, after), 0)
     best: Transfer | None = None
     for leaving, arriving in product(_without_partial(shape, before), _without_partial(shape, after)):
         leave = convert(shape, item_bytes, source[0], before, leaving)
