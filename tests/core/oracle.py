@@ -160,9 +160,7 @@ def compare_rules(graph: Graph, op: Op, functions: Sequence[Function], operands:
     results = [whole_of(function, values) for function, values in runs]
     declared = [s for s in signatures(graph, op, batch) if _divide(s, [*operands, *results[0]], ranks)]
     plain = [s for s in declared if not s.need]
-    offered = [
-        candidates(value, ranks, [s.inputs[i] for s in declared]) for i, value in enumerate(operands)
-    ]
+    offered = [candidates(value, ranks, [s.inputs[i] for s in declared]) for i, value in enumerate(operands)]
     asked = [
         list(dict.fromkeys([*candidates(whole, ranks, [s.outputs[i] for s in declared]), *PARTIALS]))
         for i, whole in enumerate(results[0])
@@ -236,7 +234,9 @@ def together(pieces: Sequence[Array], placement: Placement, blocks_of: Sequence[
     if isinstance(placement, Replicate):
         return pieces[0] if all(p.shape == pieces[0].shape and _close(p, pieces[0]) for p in pieces) else None
     if isinstance(placement, Partial):
-        if any(p.shape != pieces[0].shape for p in pieces) or (pieces[0].dtype == bool and placement.op in ("sum", "mean")):
+        if any(p.shape != pieces[0].shape for p in pieces) or (
+            pieces[0].dtype == bool and placement.op in ("sum", "mean")
+        ):
             return None
         return np.asarray(REDUCE[placement.op](list(pieces)))
     if placement.dim >= pieces[0].ndim:
@@ -265,15 +265,23 @@ def holds_twice(grid: Sequence[Sequence[Array]], whole: Array, places: Sequence[
     return found is not None and found.shape == whole.shape and _close(found, whole)
 
 
-def run_grid(function: Function, operands: Sequence[Array], chosen: Sequence[Sequence[Placement]],
-             sizes: Sequence[int], whole: Array, wanted: Sequence[Placement]) -> list[list[list[Array]]] | None:  # fmt: skip
+def run_grid(
+    function: Function,
+    operands: Sequence[Array],
+    chosen: Sequence[Sequence[Placement]],
+    sizes: Sequence[int],
+    whole: Array,
+    wanted: Sequence[Placement],
+) -> list[list[list[Array]]] | None:
     """The op on every rank of a two-axis mesh: output → first coordinate → second coordinate → piece. ``whole`` and
     ``wanted`` tell a function that takes the shape of its piece what that is."""
     shape = list(whole.shape)
     for placement, size in zip(wanted, sizes, strict=True):
         if isinstance(placement, Split):
             shape[placement.dim] //= size
-    held = [cut_twice(v, places, sizes, seed=31 * i + 7) for i, (v, places) in enumerate(zip(operands, chosen, strict=True))]
+    held = [
+        cut_twice(v, places, sizes, seed=31 * i + 7) for i, (v, places) in enumerate(zip(operands, chosen, strict=True))
+    ]
     outputs: list[list[list[Array]]] | None = None
     for i, j in product(range(sizes[0]), range(sizes[1])):
         try:

@@ -41,7 +41,9 @@ def distribute(value: np.ndarray, layout: Layout, mesh: Mesh, seed: int = 0) -> 
                 else:
                     sign = -1 if placement.op == "max" else 1
                     owner = draws.integers(0, size, value.shape)
-                    made = [np.where(owner == k, term, term + sign * draws.integers(0, 5, value.shape)) for k in range(size)]
+                    made = [
+                        np.where(owner == k, term, term + sign * draws.integers(0, 5, value.shape)) for k in range(size)
+                    ]
             grown.update({(*place, k): each for k, each in enumerate(made)})
         terms = grown
     return [
@@ -104,7 +106,9 @@ def run(conversion: Conversion, pieces: Sequence[np.ndarray], meter: Meter) -> l
     return now
 
 
-def _step(step: Step, whole: Conversion, group: tuple[int, ...], had: list[np.ndarray], meter: Meter) -> list[np.ndarray]:
+def _step(
+    step: Step, whole: Conversion, group: tuple[int, ...], had: list[np.ndarray], meter: Meter
+) -> list[np.ndarray]:
     mesh, shape = whole.mesh, whole.shape
     before = [held(shape, step.before, mesh, r) for r in group]
     after = [held(shape, step.after, mesh, r) for r in group]
@@ -142,7 +146,9 @@ def _step(step: Step, whole: Conversion, group: tuple[int, ...], had: list[np.nd
             return made
         case "all-to-all":
             largest = max(
-                int(np.prod([len(np.intersect1d(a, b)) for a, b in zip(x, y, strict=True)])) for x in before for y in after
+                int(np.prod([len(np.intersect1d(a, b)) for a, b in zip(x, y, strict=True)]))
+                for x in before
+                for y in after
             )
             made = []
             for me, places in enumerate(after):
@@ -158,7 +164,10 @@ def _step(step: Step, whole: Conversion, group: tuple[int, ...], had: list[np.nd
         case "slice":
             return [_local(value, b, a) for value, b, a in zip(had, before, after, strict=True)]
         case "term":
-            return [_term(step, value, b, a, me, count) for me, (value, b, a) in enumerate(zip(had, before, after, strict=True))]
+            return [
+                _term(step, value, b, a, me, count)
+                for me, (value, b, a) in enumerate(zip(had, before, after, strict=True))
+            ]
 
 
 def _term(step: Step, value: np.ndarray, before: Places, after: Places, me: int, count: int) -> np.ndarray:
@@ -175,7 +184,9 @@ def _term(step: Step, value: np.ndarray, before: Places, after: Places, me: int,
     return out
 
 
-def _exchange(shape: tuple[int, ...], before: list[Places], after: list[Places], had: list[np.ndarray], meter: Meter) -> list[np.ndarray]:
+def _exchange(
+    shape: tuple[int, ...], before: list[Places], after: list[Places], had: list[np.ndarray], meter: Meter
+) -> list[np.ndarray]:
     """Every rank gets each entry that it lacks from one rank that has it."""
     made = []
     for me, places in enumerate(after):

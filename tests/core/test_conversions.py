@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-
 from shardwright.core.conversions import convert, table_bytes, transfer
 from shardwright.core.errors import ClusterError, LayoutError
 from shardwright.core.layout import Layout, Partial, Placement, Replicate, Split
@@ -59,9 +58,7 @@ def test_layouts_on_three_axes(seed: int) -> None:
     mesh = Mesh.of(x=2, y=3, z=2)
     shape = tuple(int(n) for n in draws.integers(1, 9, 3))
     options = (*PLACES, Split(2))
-    before, after = (
-        Layout.of({axis: options[draws.integers(len(options))] for axis in mesh.names}) for _ in range(2)
-    )
+    before, after = (Layout.of({axis: options[draws.integers(len(options))] for axis in mesh.names}) for _ in range(2))
     check(shape, mesh, before, after)
 
 

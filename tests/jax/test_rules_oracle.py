@@ -50,8 +50,11 @@ def dot(left: int, right: int) -> Callable[..., Any]:
 
 LIGHT: dict[str, Case] = {
     "linear": ("contraction", dot(2, 0), (f(6, 12, 18), f(18, 24))),
-    "batched product": ("contraction", lambda a, b: jax.lax.dot_general(a, b, (((2,), (1,)), ((0,), (0,)))),
-                        (f(6, 12, 18), f(6, 18, 24))),
+    "batched product": (
+        "contraction",
+        lambda a, b: jax.lax.dot_general(a, b, (((2,), (1,)), ((0,), (0,)))),
+        (f(6, 12, 18), f(6, 18, 24)),
+    ),
     "add": ("elementwise", jax.lax.add, (f(6, 12), f(6, 12))),
     "mul": ("elementwise", jax.lax.mul, (f(6, 12), f(6, 12))),
     "max": ("elementwise", jax.lax.max, (f(6, 12), f(6, 12))),
@@ -75,14 +78,26 @@ LIGHT: dict[str, Case] = {
 """Run in the ordinary suite, on two ranks."""
 
 HEAVY: dict[str, Case] = {
-    "convolution": ("contraction", lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME"),
-                    (f(6, 12, 9, 7), f(18, 12, 3, 3))),
-    "attention": ("attention", lambda q, k, v: jax.nn.dot_product_attention(q, k, v),
-                  (f(6, 18, 12, 24), f(6, 30, 12, 24), f(6, 30, 12, 24))),
-    "causal attention": ("attention", lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True),
-                         (f(6, 30, 12, 24), f(6, 30, 12, 24), f(6, 30, 12, 24))),
-    "grouped attention": ("attention", lambda q, k, v: jax.nn.dot_product_attention(q, k, v),
-                          (f(6, 18, 24, 30), f(6, 36, 12, 30), f(6, 36, 12, 30))),
+    "convolution": (
+        "contraction",
+        lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME"),
+        (f(6, 12, 9, 7), f(18, 12, 3, 3)),
+    ),
+    "attention": (
+        "attention",
+        lambda q, k, v: jax.nn.dot_product_attention(q, k, v),
+        (f(6, 18, 12, 24), f(6, 30, 12, 24), f(6, 30, 12, 24)),
+    ),
+    "causal attention": (
+        "attention",
+        lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True),
+        (f(6, 30, 12, 24), f(6, 30, 12, 24), f(6, 30, 12, 24)),
+    ),
+    "grouped attention": (
+        "attention",
+        lambda q, k, v: jax.nn.dot_product_attention(q, k, v),
+        (f(6, 18, 24, 30), f(6, 36, 12, 30), f(6, 36, 12, 30)),
+    ),
     "sub": ("elementwise", jax.lax.sub, (f(6, 12), f(6, 12))),
     "div": ("elementwise", jax.lax.div, (f(6, 12), f(6, 12) + 0.01)),
     "min": ("elementwise", jax.lax.min, (f(6, 12), f(6, 12))),
@@ -95,18 +110,23 @@ HEAVY: dict[str, Case] = {
     "cast to integers": ("elementwise", lambda x: x.astype(jnp.int32), (5 * f(6, 12),)),
     "any": ("reduction", lambda x: jax.lax.reduce_or(x, axes=(1,)), (~mostly(6, 24, 18),)),
     "argmax": ("reduction", lambda x: jax.lax.argmax(x, 1, jnp.int32), (f(6, 12, 18),)),
-    "window sum": ("reduction", lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 2), (1, 2), "VALID"),
-                   (f(6, 24),)),
+    "window sum": (
+        "reduction",
+        lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 2), (1, 2), "VALID"),
+        (f(6, 24),),
+    ),
     "take along": ("gather", lambda x, n: jnp.take_along_axis(x, n, 1), (f(6, 12, 18), i(12, 6, 24, 18))),
     "merge": ("view", sized(jnp.reshape, (6, 216)), (f(6, 12, 18),)),
-    "broadcast": ("view", sized(lambda x, shape: jax.lax.broadcast_in_dim(x, shape, (0, 2)), (6, 18, 12)),
-                  (f(6, 12),)),
+    "broadcast": ("view", sized(lambda x, shape: jax.lax.broadcast_in_dim(x, shape, (0, 2)), (6, 18, 12)), (f(6, 12),)),
     "steps": ("slice", lambda x: jax.lax.slice_in_dim(x, 0, x.shape[1], 2, axis=1), (f(6, 12, 18),)),
     "parts": ("slice", lambda x: jax.lax.split(x, (x.shape[1] // 3, 2 * (x.shape[1] // 3)), 1), (f(6, 18, 12),)),
     "reversal": ("copy", lambda x: jax.lax.rev(x, (1,)), (f(6, 12, 18),)),
     "largest": ("sort", lambda x: jax.lax.top_k(x, 3), (f(6, 12, 18),)),
-    "scatter": ("scatter", lambda x, n, v: x.at[n].set(v, unique_indices=True),
-                (f(30, 18), DRAWS.permutation(30)[:7].astype(np.int32)[:, None], f(7, 18))),
+    "scatter": (
+        "scatter",
+        lambda x, n, v: x.at[n].set(v, unique_indices=True),
+        (f(30, 18), DRAWS.permutation(30)[:7].astype(np.int32)[:, None], f(7, 18)),
+    ),
     "softmax": ("softmax", lambda x: jax.nn.softmax(x, axis=1), (f(6, 12, 18),)),
 }
 CASES = LIGHT | HEAVY

@@ -1,4 +1,4 @@
-"""Conversions between sets of ranks: a tensor leaves one mesh and arrives on another, disjoint, overlapping or equal."""
+"""Conversions between sets of ranks, disjoint, overlapping or equal: a tensor leaves one mesh, arrives on another."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -73,7 +73,9 @@ def _without_partial(shape: tuple[int, ...], layout: Layout) -> list[Layout]:
     blocks = {p.dim: p.blocks for p in kept.values() if isinstance(p, Split)}
     options: list[Placement] = [Split(d, blocks.get(d, ())) for d, size in enumerate(shape) if size > 1]
     options.append(Replicate())
-    return [Layout.of({**kept, **dict(zip(axes, chosen, strict=True))}) for chosen in product(options, repeat=len(axes))]
+    return [
+        Layout.of({**kept, **dict(zip(axes, chosen, strict=True))}) for chosen in product(options, repeat=len(axes))
+    ]
 
 
 def messages(

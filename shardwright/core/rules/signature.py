@@ -37,9 +37,7 @@ class Signature:
 def stands_for(given: Placement, wanted: Placement) -> bool:
     """Whether a value that lies as ``given`` already lies as ``wanted``: the same, or equal copies where an idempotent
     partial value is wanted."""
-    return given == wanted or (
-        isinstance(given, Replicate) and isinstance(wanted, Partial) and wanted.op in IDEMPOTENT
-    )
+    return given == wanted or (isinstance(given, Replicate) and isinstance(wanted, Partial) and wanted.op in IDEMPOTENT)
 
 
 def matching(signatures: Iterable[Signature], inputs: Sequence[Placement]) -> tuple[Signature, ...]:

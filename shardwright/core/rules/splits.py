@@ -31,9 +31,7 @@ def split_signatures(
     return tuple(dict.fromkeys(found))
 
 
-def _of_label(
-    op: Op, label: int, size: int, shapes: Sequence[tuple[int, ...]], blocks: Blocks
-) -> Signature | None:
+def _of_label(op: Op, label: int, size: int, shapes: Sequence[tuple[int, ...]], blocks: Blocks) -> Signature | None:
     outcome = _outcome(op, label)
     if outcome is None:
         return None
@@ -65,7 +63,7 @@ def _outcome(op: Op, label: int) -> tuple[Reduction | None, Need] | None:
     if op.kind == "reduction" and not any(label in labels for labels in op.output_labels):
         if len(op.inputs) > 1:  # a mean whose weights are counted: the counts are added up first
             return ("sum", "combine") if role == "sum" else None
-        reduction = F.REDUCED.get(name) or {"/mean": "mean", "/sum": "sum", "/total_weight": "sum"}.get(_suffix(name))
+        reduction = F.REDUCED.get(name) or F.REDUCED_BY_SUFFIX.get(_suffix(name))
         return (reduction, "") if reduction is not None and len(op.outputs) == 1 else None
     match role:
         case "map":

@@ -124,7 +124,8 @@ def negative_log_likelihood(call: OpCall) -> None:
     call.add("gather", [source, target], [picked], looked_up)
     if not whole:
         flat = tuple(range(len(target.shape)))
-        call.add("reduction", [picked, target], [call.out], Labelled((flat, flat, ())), "/mean" if call["reduction"] == 1 else "/sum")
+        suffix = "/mean" if call["reduction"] == 1 else "/sum"
+        call.add("reduction", [picked, target], [call.out], Labelled((flat, flat, ())), suffix)
     for out in call.outputs[1:]:
         flat = tuple(range(len(target.shape)))
         call.add("reduction", [target], [out], Labelled((flat, ())), "/total_weight")
