@@ -110,7 +110,9 @@ def _convolution(params: dict[str, Any], before: list[Shape], after: list[Shape]
     return "contraction", Labelled((tuple(source), tuple(weight), tuple(out)), tuple(special))
 
 
-def _attention(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
+def _attention(
+    params: dict[str, Any], before: list[Shape], after: list[Shape], *, causal: bool = False
+) -> Translation:
     """Operands [batch …, query or key position, head, width], biases and masks [batch …, head, query, key]. Fewer key
     than query heads (grouped queries) share the heads' label: contiguous pieces of both belong together."""
     query, key, value = before[:3]
@@ -121,7 +123,6 @@ def _attention(params: dict[str, Any], before: list[Shape], after: list[Shape]) 
     s, h, t, d, e = range(lead, lead + 5)
     key_head = h if key[-2] > 1 or query[-2] == 1 else -1
     value_head = h if value[-2] > 1 or query[-2] == 1 else -1
-    width = d if value[-1] == query[-1] else e
     order = (*batch, h, s, t)
     sizes = (*query[:lead], query[-2], query[-3], key[-3])
     extras = tuple(
@@ -133,19 +134,24 @@ def _attention(params: dict[str, Any], before: list[Shape], after: list[Shape]) 
         else (-1,) * len(m)
         for m in before[3:]
     )
-    special: list[tuple[int, LabelRole]] = [(t, "whole"), (d, "whole")]
-    if width == e:
-        special.append((e, "whole"))
+    # The kernels want values as wide as queries, so a piece of the values' width cannot be given to one.
+    special: list[tuple[int, LabelRole]] = [(t, "whole"), (d, "whole"), (e, "whole")]
+    if causal:  # a piece of the queries does not know where it starts
+        special.append((s, "whole"))
     return "attention", Labelled(
         (
             (*batch, s, h, d),
             (*batch, t, key_head, d),
-            (*batch, t, value_head, width),
+            (*batch, t, value_head, e),
             *extras,
-            (*batch, s, h, width),
+            (*batch, s, h, e),
         ),
         tuple(special),
     )
+
+
+def _causal_attention(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
+    return _attention(params, before, after, causal=True)
 
 
 # --- statistics and reductions
@@ -254,7 +260,21 @@ def _whole_gather(params: dict[str, Any], before: list[Shape], after: list[Shape
 
 
 def _scatter(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
-    return "scatter", labels.opaque(before, after)
+    """Target, index, update → target. Window dims of the update that cover a whole dim of the target go with it; the
+    dims written to by position are whole."""
+    numbers = params["dimension_numbers"]
+    if len(before) != 3 or numbers.operand_batching_dims:
+        return "scatter", labels.opaque(before, after)
+    target, index, update = before
+    inserted = set(numbers.inserted_window_dims)
+    placed = set(numbers.scatter_dims_to_operand_dims)
+    windows = [d for d in range(len(target)) if d not in inserted]
+    kept = [-1] * len(target)
+    written = [-1] * len(update)
+    for dim, own in zip(windows, numbers.update_window_dims, strict=True):
+        if target[dim] == update[own] and dim not in placed:
+            kept[dim] = written[own] = dim
+    return "scatter", Labelled((tuple(kept), (-1,) * len(index), tuple(written), tuple(kept)))
 
 
 # --- moving and viewing
@@ -302,6 +322,9 @@ def _slice(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> T
     """A contiguous piece of one dim is a part of the whole; dims that are cut in other ways stand alone."""
     cut = [dim for dim, size in enumerate(before[0]) if size != after[0][dim]]
     strides = params["strides"] or (1,) * len(before[0])
+    if len(cut) == 1 and strides[cut[0]] != 1:
+        start = int(params["start_indices"][cut[0]])
+        return "slice", labels.strided(before[0], cut[0], start, strides[cut[0]], after[0])
     part = cut[0] if len(cut) == 1 and strides[cut[0]] == 1 else None
     kept = tuple(-1 if dim in cut and dim != part else dim for dim in range(len(before[0])))
     start = int(params["start_indices"][part]) if part is not None else 0
@@ -332,8 +355,17 @@ def _concatenate(params: dict[str, Any], before: list[Shape], after: list[Shape]
 
 
 def _reduce_window(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
-    window = params["window_dimensions"]
-    kept = tuple(dim if window[dim] == 1 and size == after[0][dim] else -1 for dim, size in enumerate(before[0]))
+    window, strides = params["window_dimensions"], params["window_strides"]
+    plain = all(pair == (0, 0) for pair in params["padding"]) and all(
+        n == 1 for n in (*params["base_dilation"], *params["window_dilation"])
+    )
+    kept = tuple(
+        dim
+        if (window[dim] == 1 and size == after[0][dim])
+        or (plain and window[dim] == strides[dim] and size == after[0][dim] * window[dim])
+        else -1
+        for dim, size in enumerate(before[0])
+    )
     return "reduction", Labelled((kept, *labels.opaque(before[1:], []).labels, kept))
 
 
@@ -343,6 +375,7 @@ RULES: dict[str, Rule] = {
     "dot_general": _dot_general,
     "conv_general_dilated": _convolution,
     "attention": _attention,
+    "attention_causal": _causal_attention,
     **dict.fromkeys(PARTIAL_REDUCTIONS, _reduction),
     **dict.fromkeys(STATISTIC_REDUCTIONS, _statistic),
     **dict.fromkeys(CUMULATIVE, _cumulative),

@@ -222,7 +222,8 @@ def boxed(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             given = arguments | dict(zip(arrays, values, strict=True))
             return original(**given, **rest)
 
-        run.__name__ = run.__qualname__ = BOX_MARK + name
+        kind = f"{name}_causal" if arguments.get("is_causal") else name
+        run.__name__ = run.__qualname__ = BOX_MARK + kind
         return jax.jit(run)(*arrays.values())
 
     return call

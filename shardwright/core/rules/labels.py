@@ -146,10 +146,14 @@ def concatenation(pieces: Sequence[Shape], dim: int) -> Labelled:
     return Labelled((*([labels] * len(pieces)), labels), (), tuple(offsets))
 
 
-def attention(query: str, key: str, value: str, out: str, masks: Sequence[Shape] = ()) -> Labelled:
-    """Attention in letters, e.g. ``("bhsd", "bhtd", "bhtd", "bhsd")``: ``d`` (width), ``t`` (keys) are whole; a mask's
-    dims are aligned with batch, head, query, key and never split but with them. ``_`` is a dim that is never split.
-    Grouped key heads carry the label of the query heads: a contiguous piece of one goes with the same of the other."""
+def attention(
+    query: str, key: str, value: str, out: str, masks: Sequence[Shape] = (), *, causal: bool = False
+) -> Labelled:
+    """Attention in letters, e.g. ``("bhsd", "bhtd", "bhtv", "bhsv")``: ``d`` (width of queries and keys) and ``t``
+    (keys) are whole, and so is ``s`` when ``causal``, for a piece of the queries does not know where it starts; ``v``
+    (width of values) may be split. A mask's dims are aligned with batch, head, query, key and never split but with
+    them. ``_`` is a dim that is never split. Grouped key heads carry the label of the query heads: a contiguous piece
+    of one goes with the same of the other."""
     numbers: dict[str, int] = {}
 
     def of(letters: str) -> tuple[int, ...]:
@@ -157,14 +161,13 @@ def attention(query: str, key: str, value: str, out: str, masks: Sequence[Shape]
 
     labelled = (of(query), of(key), of(value))
     result = of(out)
-    inside = {letter: "whole" for letter in numbers if letter not in out or letter not in query}
     order = (*query[:-1], "t")  # a mask is [batch, head, query, key], its size-1 dims stretch
     mask_labels = tuple(
         tuple(numbers.get(letter, -1) if size != 1 else -1 for letter, size in zip(order[-len(m) :], m, strict=True))
         for m in masks
     )
-    special: list[tuple[int, LabelRole]] = [(numbers[letter], "whole") for letter in inside]
-    special += [(numbers[letter], "whole") for letter in query if letter == "d" and letter not in inside]
+    whole = [letter for letter in numbers if letter not in out or letter == "d" or (causal and letter == "s")]
+    special: list[tuple[int, LabelRole]] = [(numbers[letter], "whole") for letter in whole]
     return Labelled((*labelled, *mask_labels, result), tuple(special))
 
 
@@ -234,6 +237,24 @@ def same_sizes(before: Shape, after: Shape, *, changed: Sequence[int] = ()) -> L
     dims = {d % len(before) for d in changed}
     labels = tuple(i if i not in dims and before[i] == after[i] else -1 for i in range(len(before)))
     return Labelled((labels, labels))
+
+
+def strided(before: Shape, dim: int, start: int, step: int, after: Shape) -> Labelled:
+    """Every ``step``-th entry of a dim. From the first entry to the end, a piece of whole steps gives a piece."""
+    labels = tuple(range(len(before)))
+    if start == 0 and before[dim] == step * after[dim]:
+        return Labelled((labels, labels))
+    return same_sizes(before, after, changed=(dim,))
+
+
+def windows(before: Shape, after: Shape, window: Sequence[int], *, adjoining: bool) -> Labelled:
+    """An op over windows of the last dims, one for each window size: those dims may be split when the windows adjoin
+    (stride equal to the window, no padding) and fill them."""
+    first = len(before) - len(window)
+    kept = tuple(
+        d if d < first or (adjoining and before[d] == after[d] * window[d - first]) else -1 for d in range(len(before))
+    )
+    return Labelled((kept, kept))
 
 
 def repeat_within(shape: Shape, dim: int) -> Labelled:

@@ -135,14 +135,13 @@ def attention(call: OpCall) -> None:
         held = (c if n != 1 or query.shape[lead.index(c)] == 1 else "_" for c, n in zip(names, shape, strict=False))
         return "".join(held) + row + width
 
-    same_width = value.shape[-1] == query.shape[-1]
-    width = "d" if same_width else "v"
     labelled = labels.attention(
         of(query.shape, "s", "d"),
         of(key.shape, "t", "d"),
-        of(value.shape, "t", width),
-        of(call.out.shape, "s", width),
+        of(value.shape, "t", "v"),
+        of(call.out.shape, "s", "v"),
         [m.shape for m in masks],
+        causal=bool(call.get("is_causal", False)),
     )
     call.add("attention", [query, key, value, *masks], [call.out], labelled)
 

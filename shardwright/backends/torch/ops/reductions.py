@@ -18,7 +18,7 @@ def _reduce(call: OpCall, source: Ref, dims: Sequence[int], *, linear: bool, suf
     call.add("reduction", [source], call.outputs, labelled, suffix)
 
 
-@rule("reduction", "sum", "mean", "nansum", "nanmean", "trace")
+@rule("reduction", "sum", "mean", "nansum")
 def linear_reduction(call: OpCall) -> None:
     source = call.inputs[0]
     _reduce(call, source, dims_of(call.get("dim"), len(source.shape)), linear=True)
@@ -26,13 +26,19 @@ def linear_reduction(call: OpCall) -> None:
 
 @rule("reduction", "amax", "amin", "max", "min", "aminmax", "argmax", "argmin", "all", "any", "prod", "var", "std",
       "var_mean", "std_mean", "logsumexp", "norm", "linalg_vector_norm", "count_nonzero", "median", "mode",
-      "equal")  # fmt: skip
+      "nanmean", "equal")  # fmt: skip
 def other_reduction(call: OpCall) -> None:
     source = call.inputs[0]
     if len(call.inputs) == 2 and call.name in ("max", "min"):  # the elementwise overloads
         call.add("elementwise", call.inputs, call.outputs, labels.elementwise(shapes(call.inputs), [call.out.shape]))
         return
     _reduce(call, source, dims_of(call.get("dim"), len(source.shape)), linear=False)
+
+
+@rule("reduction", "trace")
+def trace(call: OpCall) -> None:
+    """The diagonal of a piece is not a piece of the diagonal."""
+    call.add("reduction", call.inputs, [call.out], labels.opaque(shapes(call.inputs), [call.out.shape]))
 
 
 @rule("softmax", "softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax")
@@ -118,7 +124,8 @@ def negative_log_likelihood(call: OpCall) -> None:
     call.add("gather", [source, target], [picked], looked_up)
     if not whole:
         flat = tuple(range(len(target.shape)))
-        call.add("reduction", [picked, target], [call.out], Labelled((flat, flat, ())), "/mean")
+        suffix = "/mean" if call["reduction"] == 1 else "/sum"
+        call.add("reduction", [picked, target], [call.out], Labelled((flat, flat, ())), suffix)
     for out in call.outputs[1:]:
         flat = tuple(range(len(target.shape)))
         call.add("reduction", [target], [out], Labelled((flat, ())), "/total_weight")
@@ -136,7 +143,8 @@ def pointwise_loss(call: OpCall) -> None:
     full = tuple(max((r.shape[i - rank] for r in operands if len(r.shape) >= rank - i), default=1) for i in range(rank))
     each = call.between(full, call.out.dtype)
     call.add("elementwise", operands, [each], labels.elementwise(shapes(operands), [full]))
-    _reduce(call, each, range(rank), linear=True, suffix="/mean")
+    suffix = "/mean" if call.get("reduction", 1) == 1 else "/sum"
+    _reduce(call, each, range(rank), linear=True, suffix=suffix)
 
 
 @rule("sort", "sort", "argsort", "topk", "kthvalue", "msort")
@@ -154,9 +162,25 @@ def sort(call: OpCall) -> None:
       "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d",
       "adaptive_max_pool3d", "max_pool1d_with_indices")  # fmt: skip
 def pool(call: OpCall) -> None:
-    """Windows over positions, which are never split; batch and channels are."""
+    """Windows over positions; where they adjoin, positions may be split, and batch and channels always."""
     source = call.inputs[0]
     rank = len(source.shape)
     spatial = next((int(c) for c in call.name if c in "123"), 2)
-    kept = tuple(d if d < rank - spatial else -1 for d in range(rank))
-    call.add("reduction", [source], call.outputs, Labelled((kept, *([kept] * len(call.outputs)))))
+
+    def sizes(name: str, default: int) -> tuple[int, ...]:
+        given = call.get(name)
+        given = given if isinstance(given, (list, tuple)) else [default if given is None else given]
+        return tuple(given) * (spatial if len(given) == 1 else 1)
+
+    window = sizes("kernel_size", 0)
+    adjoining = (
+        "adaptive" not in call.name
+        and (sizes("stride", 0) == window or not call.get("stride"))
+        and not any(sizes("padding", 0))
+        and all(n == 1 for n in sizes("dilation", 1))
+        and "indices" not in call.name
+    )
+    window = window if len(window) == spatial else (0,) * spatial
+    labelled = labels.windows(source.shape, call.out.shape, window, adjoining=adjoining and rank >= spatial)
+    kept, result = labelled.labels
+    call.add("reduction", [source], call.outputs, Labelled((kept, *([result] * len(call.outputs)))))

@@ -70,8 +70,9 @@ def irregular(call: OpCall) -> None:
 def cut(call: OpCall) -> None:
     source, out = call.inputs[0], call.out
     dim = call.get("dim", 0) % len(source.shape)
-    if call.get("step", 1) != 1:
-        call.add("slice", [source], [out], labels.same_sizes(source.shape, out.shape, changed=(dim,)))
+    step = call.get("step", 1)
+    if step != 1:
+        call.add("slice", [source], [out], labels.strided(source.shape, dim, call.get("start") or 0, step, out.shape))
         return
     start = call.get("start") or 0
     size = source.shape[dim]
