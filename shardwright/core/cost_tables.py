@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 from shardwright.core.cluster import Cluster
 from shardwright.core.cost.collectives import send_s
-from shardwright.core.cost.unit import UnitCost, unit_cost
+from shardwright.core.cost.unit import UnitCost, throughput_s, unit_cost
 from shardwright.core.cost.work import UnitWork, WorkCounter
 from shardwright.core.fold import Folded, Unit, crossing_bytes, fold
 from shardwright.core.graph import Graph
@@ -57,6 +57,10 @@ def _read(graph: Graph) -> _Reading:
     return found
 
 
+LARGE_BYTES = 2**32
+"""Of a reduction whose latency no longer counts."""
+
+
 class CostTables:
     """The folded model on one kind of device, in one precision."""
 
@@ -90,10 +94,12 @@ class CostTables:
                 0, self.precision, self.optimizer, 0, 1, self.gradient_precision
             ).state_bytes_per_element
 
+            reduce_s_per_byte = group.all_reduce_s(LARGE_BYTES) / LARGE_BYTES
+
             def occupancy(work: UnitWork, elements: int) -> float:
                 """Seconds × bytes held: a tensor axis is there to save both."""
-                cost = unit_cost(work, self.device, self.precision, reduce_s=group.all_reduce_s)
-                return cost.total_s * (elements * state + work.saved_bytes)
+                seconds = throughput_s(work, self.device, self.precision, reduce_s_per_byte)
+                return seconds * (elements * state + work.saved_bytes)
 
             self._splits[tp] = choose_splits(self.folded, self.counter, tp, occupancy, self.precision)
         return self._splits[tp]

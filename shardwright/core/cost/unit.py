@@ -95,6 +95,16 @@ def unit_cost(
     )
 
 
+def throughput_s(work: UnitWork, device: Device, precision: str, reduce_s_per_byte: float) -> float:
+    """Seconds of forward and backward were everything large: rates alone count, no latency, launch or tile. What a
+    layout is chosen by, so that a small model is laid out as its large sibling is."""
+    peak = device.flops_per_s(precision) * device.matmul_efficiency
+    bandwidth = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
+    products = (work.forward_flops + work.backward_flops) / peak
+    reduced = sum(work.forward_reduced) + sum(work.backward_reduced)
+    return products + 3 * work.vector_bytes / bandwidth + reduced * reduce_s_per_byte
+
+
 def _overlapped(device_s: float, host_s: float) -> float:
     """Seconds of a pass whose kernels the host issues while the device runs them."""
     longest = max(device_s, host_s)
