@@ -143,17 +143,24 @@ class CostTables:
             seconds = tuple(self._send_s(size, mesh) for size in boundary)
         splits = self.split(tp)
         ties = []
+        largest = 0
         for parameter, users in self._users().items():
+            tensor = graph.parameters[parameter].tensor
+            # Only its class's first unit names the tensor that is split: repeated blocks are all alike.
+            representative = self.folded.units[self.folded.classes[self.folded.units[users[0]].fold_class][0]]
+            place = self.folded.units[users[0]].parameters.index(parameter)
+            named = graph.parameters[representative.parameters[place]].tensor
+            is_split = any(t == named for t, _ in splits[representative.fold_class].dims)
+            elements = graph.tensors[tensor].elements(1) // (tp if is_split else 1)
+            largest = max(largest, elements)
             if len(users) > 1:
-                tensor = graph.parameters[parameter].tensor
-                first = self.folded.units[users[0]]
-                is_split = any(t == tensor for t, _ in splits[first.fold_class].dims)
-                ties.append((users, graph.tensors[tensor].elements(1) // (tp if is_split else 1)))
+                ties.append((users, elements))
         return UnitTable(
             tuple(classes[unit.fold_class] for unit in self.folded.units),
             boundary,
             seconds,
             tuple(ties),
+            largest,
             recompute,
             self.repeated,
         )

@@ -73,6 +73,7 @@ def to_document(plan: p.Plan) -> dict[str, Any]:
                     for unit in binding.units
                 ],
                 "aliases": [list(names) for names in binding.aliases],
+                "unused": list(binding.unused),
             }
             for name, binding in plan.bindings
         },
@@ -246,6 +247,7 @@ def _binding_in(binding: BindingFile) -> Binding:
             for unit in binding.units
         ),
         tuple(tuple(names) for names in binding.aliases),
+        tuple(binding.unused),
     )
 
 

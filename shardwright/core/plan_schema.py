@@ -59,6 +59,7 @@ class UnitFile(Section):
 class BindingFile(Section):
     units: list[UnitFile]
     aliases: list[list[str]]
+    unused: list[str]
 
 
 class ClassCostFile(Section):

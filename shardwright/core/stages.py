@@ -13,6 +13,12 @@ from shardwright.core.memory import MemoryUse, Recompute, kept_bytes, recomputed
 from shardwright.core.partition.exact import Matrix, min_max_cut, range_sums
 
 
+EVEN_SHARE = 1.15
+"""How far above an equal share of the parameters a pipeline rank may be, beside one parameter that cannot be cut."""
+PRICE_OF_EVENNESS = 1.25
+"""How much longer the slowest stage may take for it."""
+
+
 @dataclass(frozen=True)
 class UnitTable:
     """The units of a model at one tensor degree and one microbatch size, in order."""
@@ -23,6 +29,8 @@ class UnitTable:
     boundary_s: tuple[float, ...]
     ties: tuple[tuple[tuple[int, ...], int], ...]
     """(units that share a parameter, in order; its entries on one rank) of every tied parameter."""
+    largest_parameter: int
+    """Entries of the largest parameter, on one rank."""
     recompute: Recompute
     repeated: tuple[bool, ...]
     """Whether a unit has others like it: full recompute is of these. What comes before and after them, embeddings and
@@ -80,12 +88,31 @@ class UnitTable:
         return request.state_bytes_per_element * self.range_elements + live * self.range_kept + self.range_working
 
     def cut(self, stages: int, live: Sequence[int], request: "MemoryRequest") -> list[int] | None:
-        """The first unit of every stage: least largest stage time among the cuts that fit, then least parameters."""
+        """The first unit of every stage: least largest stage time among the cuts that fit, then least parameters.
+
+        Cuts that spread the parameters evenly (no rank above `EVEN_SHARE` of its share and the largest parameter) come
+        first, unless they are slower by more than `PRICE_OF_EVENNESS`.
+        """
         ranks = len(live)
-        fits = None
-        if stages == ranks:
-            fits = np.stack([self.range_memory(n, request) <= request.limit_bytes for n in live])
-        return min_max_cut(self.range_seconds, self.range_elements, stages, fits)
+        if stages != ranks:
+            return min_max_cut(self.range_seconds, self.range_elements, stages)
+        fits = np.stack([self.range_memory(n, request) <= request.limit_bytes for n in live])
+        fastest = min_max_cut(self.range_seconds, self.range_elements, stages, fits)
+        even_elements = EVEN_SHARE * self.range_elements[0, len(self.units)] / ranks + self.largest_parameter
+        if fastest is None or self._largest(self.range_elements, fastest) <= even_elements:
+            return fastest
+        even = min_max_cut(
+            self.range_seconds, self.range_elements, stages, fits & (self.range_elements <= even_elements)
+        )
+        if even is None:
+            return fastest
+        slower = self._largest(self.range_seconds, even) / self._largest(self.range_seconds, fastest)
+        return even if slower <= PRICE_OF_EVENNESS else fastest
+
+    def _largest(self, matrix: Matrix, starts: Sequence[int]) -> float:
+        """The largest entry of a cut's stages."""
+        ends = (*starts[1:], len(self.units))
+        return max(float(matrix[a, b]) for a, b in zip(starts, ends, strict=True))
 
     def memory(
         self, starts: Sequence[int], placement: Sequence[int], live: Sequence[int], request: "MemoryRequest"

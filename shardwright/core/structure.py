@@ -49,6 +49,8 @@ class Binding:
     units: tuple[UnitBinding, ...]
     aliases: tuple[tuple[str, ...], ...] = ()
     """The names of every tied parameter, its first name first."""
+    unused: tuple[str, ...] = ()
+    """Parameters that no op reads: they belong to no unit and stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ def structure_of(folded: Folded) -> tuple[Structure, Binding]:
             for unit, found in zip(folded.units, slots, strict=True)
         ),
         tuple(p.names for p in parameters if p.aliases),
+        tuple(p.name for index, p in enumerate(parameters) if index not in users),
     )
     return Structure(unit_classes, tuple(classes), ties), binding
 
@@ -177,7 +180,7 @@ def nearest_names(missing: Sequence[str], present: Sequence[str], limit: int = 3
 
 def require_names(binding: Binding, names: Sequence[str], model_name: str) -> None:
     """Raise PlanError unless a model's parameter names are those that the plan binds."""
-    planned = [name for unit in binding.units for _, name, _ in unit.parameters]
+    planned = [*(name for unit in binding.units for _, name, _ in unit.parameters), *binding.unused]
     first_names = {alias: tied[0] for tied in binding.aliases for alias in tied}
     given = {first_names.get(name, name) for name in names}
     missing = [name for name in dict.fromkeys(planned) if name not in given]

@@ -2,7 +2,9 @@
 
 import hashlib
 import inspect
-from typing import Any
+import os
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 
@@ -10,6 +12,7 @@ from shardwright.backends.torch.results import compare_over_pp
 from shardwright.backends.torch.runtime import StageMap, StepBody
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import PlanError
+from shardwright.core.hardware import Device, load_profile
 from shardwright.core.plan import Plan
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.session import Session
@@ -31,10 +34,10 @@ def plan_at_first_step(
     dp, pp = bound.size("dp"), bound.size("pp")
     plan: Plan = search(
         graph,
-        Cluster(config.cluster or _hardware(bound.device), nodes=1, devices_per_node=bound.mesh.size),
+        Cluster(config.cluster or _hardware(bound.device), devices_per_node=bound.mesh.size),
         batch=samples * config.microbatches * dp,
         pp=pp, tp=1, dp=dp, microbatch=samples, schedule="1f1b" if config.virtual_stages == 1 else config.pipeline,
-        virtual_stages=config.virtual_stages, recompute="none", shard=0,
+        virtual_stages=config.virtual_stages, recompute="none", shard=0, precision=_precision(model.module),
     )  # fmt: skip
     session.plan = plan
     digest = hashlib.blake2b(repr(plan.stage_calls("torch")).encode(), digest_size=8)
@@ -64,10 +67,19 @@ def _batch_size(sample: Any) -> int:
     return int(sizes[0])
 
 
-def _hardware(device: torch.device) -> str:
-    """The profile of this device; the CPU's when the device is not among them, since stages are cut by ratios alone."""
+def _precision(module: torch.nn.Module) -> Literal["fp32", "bf16", "fp16"]:
+    """That of the model as it is."""
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    if torch.float32 in dtypes or torch.float64 in dtypes:
+        return "fp32"
+    return "fp16" if torch.float16 in dtypes else "bf16"
+
+
+def _hardware(device: torch.device) -> str | Device:
+    """The profile of this device; the CPU's, with this machine's memory, when the device is not among them."""
     if device.type != "cuda":
-        return "cpu"
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return replace(load_profile("cpu").device, memory_bytes=memory_bytes)
     name = torch.cuda.get_device_name(device).lower()
     large = torch.cuda.get_device_properties(device).total_memory > 60e9
     for key, profile in (("h200", "h200"), ("h100", "h100"), ("b200", "b200"), ("v100", "v100"), ("t4", "t4")):

@@ -1,9 +1,9 @@
 import pytest
 
-from shardwright.core.errors import CaptureError
+from shardwright.core.errors import CaptureError, PlanError
 from shardwright.core.fold import CallRef, fold
 from shardwright.core.graph import Graph
-from shardwright.core.structure import structure_of
+from shardwright.core.structure import require_names, structure_of
 from tests.core.toy import Builder, decoder
 
 
@@ -100,3 +100,15 @@ def test_ties_are_kept_and_counted_once() -> None:
     assert s.ties == (("0/w0", "3/w0"),)
     graph = decoder(layers=2, hidden=32, vocabulary=64)
     assert s.parameter_count == graph.parameter_count()
+
+
+def test_a_parameter_that_no_op_reads_is_bound_apart() -> None:
+    b = Builder()
+    x = b.input("x", -1, 4, 8, dtype="float32")
+    y = b.linear(x, b.parameter("used", 8, 8), None, 8)
+    b.parameter("spare", 3)
+    _, binding = structure_of(fold(b.build(y)))
+    assert binding.unused == ("spare",)
+    require_names(binding, ("used", "spare"), "Toy")
+    with pytest.raises(PlanError, match="spare"):
+        require_names(binding, ("used",), "Toy")

@@ -16,8 +16,8 @@ from shardwright.core.schedule.placement import looped, vee
 Placed = tuple[tuple[int, ...], Table]
 
 # Work of the search, in actions played through, which take about a microsecond each.
-_CONSTRUCT_ACTIONS = 200_000
-_LEAST_STARTS = 32
+_CONSTRUCT_ACTIONS = 120_000
+_LEAST_STARTS = 28
 _IMPROVE_ACTIONS = 800_000
 _MOST_IMPROVE_ACTIONS = 2_500_000
 _SMALL = 800  # Actions of a schedule up to which it gets the first of these; larger ones get more, in proportion.
@@ -46,7 +46,9 @@ def shortest(sizes: Sizes) -> Placed:
         except ScheduleError as error:
             refused = refused or error
             continue
-        found_s, table = _search(problem, sizes, costs, share=len(placements))
+        # Several placements share the work, and choosing among several stages of a rank takes longer.
+        share = len(placements) + (sizes.virtual_stages > 1)
+        found_s, table = _search(problem, sizes, costs, share)
         if best is None or found_s < best[0]:
             best = found_s, (placement, table)
     if best is None:
@@ -64,10 +66,9 @@ def _search(problem: Problem, sizes: Sizes, costs: StageCosts, share: int) -> tu
             starts.append((engine.makespan_s(words), words))
     actions = 3 * problem.stages * problem.microbatches
     tries = max(_LEAST_STARTS, _CONSTRUCT_ACTIONS // actions) // share
-    for habit in habits(problem, tries // 2):
-        for mirrored in (False, True):
-            words = construct(problem, habit, mirrored)
-            starts.append((engine.makespan_s(words), words))
+    for habit, mirrored in habits(problem, tries):
+        words = construct(problem, habit, mirrored)
+        starts.append((engine.makespan_s(words), words))
     starts.sort(key=lambda start: start[0])
     work = min(_MOST_IMPROVE_ACTIONS, _IMPROVE_ACTIONS * max(actions, _SMALL) // _SMALL) // share
     best_s, best = starts[0]
