@@ -121,6 +121,7 @@ def test_the_least_memory_always_suffices(p: int, v: int, m: int, data: st.DataO
     placement = tuple(stage % p for stage in range(p * v))
     least = Problem.of(placement, m, costs, None).least_bytes()
     problem = Problem.of(placement, m, costs, least)
-    for habit in habits(problem, 10):
-        schedule = Schedule("custom", (), p, p * v, m, placement, problem.table(construct(problem, habit)))
+    for habit, mirrored in habits(problem, 14):
+        table = problem.table(construct(problem, habit, mirrored))
+        schedule = Schedule("custom", (), p, p * v, m, placement, table)
         check(schedule, least, costs)

@@ -33,8 +33,8 @@ class Habits:
     owed: tuple[int, ...]
 
 
-# (slope and base of `ahead` over the stages still to come, patience, owed, mirrored). Of 288 combinations, these hold the
-# best for each of 33 problems (8 to 32 ranks, one or two stages each, three kinds of limits), the most useful first.
+# (slope and base of `ahead` over the stages still to come, patience, owed, mirrored). Of 288 combinations, these hold
+# the best for each of 33 problems (8 to 32 ranks, one or two stages each, three kinds of limits), the most useful first.
 _BEST_FIRST = (
     ((2.0, 0), 0.0, ANY, True),
     ((1.0, 2), 0.0, ANY, False),
@@ -55,8 +55,8 @@ _LINES = ((0, 0), (1, 1), (0, ANY), (2, 1), (0, 1), (1, 0), (0.5, 1), (2, 0), (0
 
 
 def habits(problem: Problem, count: int) -> list[tuple[Habits, bool]]:
-    """Up to `count` habits, and whether to play them in the mirror: first those that have proved useful, then a spread of
-    warm-ups from flat ones to twice 1F1B's, gaps filled always or only when wide, weight gradients put off or not.
+    """Up to `count` habits, and whether to play them in the mirror: first those that have proved useful, then a spread
+    of warm-ups from flat ones to twice 1F1B's, gaps filled always or only when wide, weight gradients put off or not.
     """
     ranks, last = problem.ranks, problem.stages - 1
     chosen: dict[tuple[Habits, bool], None] = {}

@@ -17,7 +17,7 @@ Placed = tuple[tuple[int, ...], Table]
 
 # Work of the search, in actions played through, which take about a microsecond each.
 _CONSTRUCT_ACTIONS = 120_000
-_LEAST_STARTS = 28
+_LEAST_STARTS = 14  # Those that have proved useful.
 _IMPROVE_ACTIONS = 800_000
 _MOST_IMPROVE_ACTIONS = 2_500_000
 _SMALL = 800  # Actions of a schedule up to which it gets the first of these; larger ones get more, in proportion.
@@ -65,7 +65,7 @@ def _search(problem: Problem, sizes: Sizes, costs: StageCosts, share: int) -> tu
         if all(engine.legal(rank, word) for rank, word in enumerate(words)):
             starts.append((engine.makespan_s(words), words))
     actions = 3 * problem.stages * problem.microbatches
-    tries = max(_LEAST_STARTS, _CONSTRUCT_ACTIONS // actions) // share
+    tries = max(_LEAST_STARTS, _CONSTRUCT_ACTIONS // share // actions)
     for habit, mirrored in habits(problem, tries):
         words = construct(problem, habit, mirrored)
         starts.append((engine.makespan_s(words), words))
