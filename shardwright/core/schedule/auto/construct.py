@@ -34,7 +34,7 @@ class Habits:
 
 
 # (slope and base of `ahead` over the stages still to come, patience, owed, mirrored). Of 288 combinations, these hold
-# the best for each of 33 problems (8 to 32 ranks, one or two stages each, three kinds of limits), the most useful first.
+# the best for each of 33 problems (8 to 32 ranks, one or two stages each, three kinds of limits), most useful first.
 _BEST_FIRST = (
     ((2.0, 0), 0.0, ANY, True),
     ((1.0, 2), 0.0, ANY, False),

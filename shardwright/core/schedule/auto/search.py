@@ -17,7 +17,7 @@ Placed = tuple[tuple[int, ...], Table]
 
 # Work of the search, in actions played through, which take about a microsecond each.
 _CONSTRUCT_ACTIONS = 120_000
-_LEAST_STARTS = 14  # Those that have proved useful.
+_LEAST_STARTS = 10
 _IMPROVE_ACTIONS = 800_000
 _MOST_IMPROVE_ACTIONS = 2_500_000
 _SMALL = 800  # Actions of a schedule up to which it gets the first of these; larger ones get more, in proportion.
