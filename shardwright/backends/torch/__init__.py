@@ -58,7 +58,7 @@ class TorchBackend:
 
     def compile(self, plan: "Plan", model: Any, **options: Any) -> "Executable":
         """The plan bound to the model, ready to train."""
-        executable: Executable = import_module("shardwright.backends.torch.pipeline").compile(plan, model, **options)
+        executable: Executable = import_module("shardwright.backends.torch.executable").compile(plan, model, **options)
         return executable
 
 

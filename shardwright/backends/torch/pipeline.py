@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,10 +26,6 @@ from shardwright.core.errors import CaptureError
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action, Kind
 
-if TYPE_CHECKING:
-    from shardwright.backends.protocol import Executable
-    from shardwright.core.plan import Plan
-
 
 @dataclass(slots=True)
 class _Run:
@@ -48,13 +44,6 @@ class StepValues:
 
     results: dict[int, list[torch.Tensor]]
     loss_weights: dict[int, list[torch.Tensor | float | None]]
-
-
-def compile(plan: "Plan", model: nn.Module, **options: Any) -> "Executable":
-    """The plan bound to the model, ready to train; see `executable.compile`."""
-    from shardwright.backends.torch import executable
-
-    return executable.compile(plan, model, **options)
 
 
 class Pipeline:
