@@ -42,6 +42,7 @@ PRIORS: dict[str, tuple[float, float]] = {
 }
 """Constant → (prior, standard deviation of its logarithm)."""
 PRIOR_WEIGHT = 0.003
+LARGER = ("22B", "175B", "530B", "1T")
 ROWS_STEP = 5
 """Every fifth run of one node is fitted on: runs that differ in the batch alone say the same."""
 
@@ -97,7 +98,15 @@ def predicted_s(run: Run, machine: Machine, known: dict[object, tuple[UnitCost, 
     cluster = machine.cluster(run)
     if key not in known:
         reduce_s = cluster.group(range(run.tp)).all_reduce_s if run.tp > 1 else None
-        known[key] = tuple(unit_cost(w, cluster.device(0), "fp16", reduce_s=reduce_s) for w in works(*key))
+        # Gradients add up in fp16 in the runs of one node (DeepSpeed), in fp32 in the larger ones (Megatron-LM).
+        added_bytes = 10 if run.model in LARGER else 6
+        held = (51200 * run.hidden, 12 * run.hidden**2, 51200 * run.hidden)
+        known[key] = tuple(
+            unit_cost(
+                work, cluster.device(0), "fp16", reduce_s=reduce_s, gradient_bytes=entries // run.tp * added_bytes
+            )
+            for work, entries in zip(works(*key), held, strict=True)
+        )
     embedding, layer, head = known[key]
     microbatches = run.batch // (run.dp * run.microbatch)
     stages = [run.layers / run.pp * (layer.total_s + layer.forward_s)] * run.pp
@@ -110,7 +119,7 @@ def predicted_s(run: Run, machine: Machine, known: dict[object, tuple[UnitCost, 
         pipeline = microbatches * busiest_layers + (run.pp - 1) * busiest_layers / run.virtual_stages
     elements = (12 * run.hidden**2 * run.layers / run.pp + 51200 * run.hidden) / run.tp
     device = cluster.device(0)
-    tail = elements * 36 / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
+    tail = elements * (46 if run.model in LARGER else 36) / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
     if run.dp > 1:
         tail += cluster.group(range(0, run.dp * run.tp, run.tp)).all_reduce_s(2 * elements)
     return pipeline + tail

@@ -11,7 +11,7 @@ from typing import Any
 from shardwright.core import cluster_file
 from shardwright.core.cost.groups import Group
 from shardwright.core.errors import ClusterError
-from shardwright.core.hardware import Device, Link, Profile, check, load_link, load_profile, profile_names
+from shardwright.core.hardware import Device, Link, Profile, check, load_link, load_preset, load_profile, profile_names
 
 _NO_INTER_NODE = "a cluster of several nodes needs inter_node: the name of a link, or a Link"
 
@@ -69,6 +69,21 @@ class Cluster:
     ) -> None:
         known, inside, outside = _resolve(device, intra_node, inter_node)
         self._settle((NodeGroup(known, nodes, devices_per_node, inside),), outside)
+
+    @classmethod
+    def preset(cls, name: str, nodes: int = 1) -> "Cluster":
+        """Nodes of a known kind: "p3dn", "p4d", "p4de", "p5", "trn1", "dgx-a100", "dgx-h100", "cpu-100g".
+
+        Raises ClusterError for an unknown kind (with the nearest), or a number of nodes below 1.
+        """
+        kind = load_preset(name)
+        return cls(
+            kind.device,
+            nodes=nodes,
+            devices_per_node=kind.devices_per_node,
+            intra_node=kind.intra_node,
+            inter_node=kind.inter_node,
+        )
 
     @classmethod
     def of_groups(cls, groups: Sequence[NodeGroup], inter_node: str | Link | None = None) -> "Cluster":

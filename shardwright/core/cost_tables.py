@@ -5,7 +5,7 @@ from collections import OrderedDict
 from shardwright.core.cluster import Cluster
 from shardwright.core.cost.collectives import send_s
 from shardwright.core.cost.unit import UnitCost, throughput_s, unit_cost
-from shardwright.core.cost.work import UnitWork, WorkCounter
+from shardwright.core.cost.work import PRECISION_BYTES, UnitWork, WorkCounter
 from shardwright.core.fold import Folded, Unit, crossing_bytes, fold
 from shardwright.core.graph import Graph
 from shardwright.core.layout import Layout
@@ -140,7 +140,8 @@ class CostTables:
             boundary = tuple(-(-size // tp) for size in boundary)
         seconds = tuple(0.0 for _ in boundary)
         if mesh.axis_size("pp") > 1:
-            seconds = tuple(self._send_s(size, mesh) for size in boundary)
+            known = {size: self._send_s(size, mesh) for size in set(boundary)}
+            seconds = tuple(known[size] for size in boundary)
         splits = self.split(tp)
         ties = []
         largest = 0
@@ -164,6 +165,12 @@ class CostTables:
             recompute,
             self.repeated,
         )
+
+    @property
+    def _added_bytes(self) -> int:
+        """What adding one gradient entry to the sum over microbatches moves: it is read, the sum read and written."""
+        width = PRECISION_BYTES[self.precision]
+        return width + 2 * PRECISION_BYTES[self.gradient_precision or self.precision]
 
     @property
     def repeated(self) -> tuple[bool, ...]:
@@ -227,7 +234,20 @@ class CostTables:
                     self.graph.tensors[t].elements(1) // (tp if t in cut else 1)
                     for t in (self.graph.parameters[p].tensor for p in unit.parameters)
                 )
-                reduce_s = group.all_reduce_s if group else None
-                found.append(unit_cost(work, self.device, self.precision, reduce_s=reduce_s, parameters=elements))
+                trained = sum(
+                    self.graph.tensors[p.tensor].elements(1) // (tp if p.tensor in cut else 1)
+                    for p in (self.graph.parameters[index] for index in unit.parameters)
+                    if p.trainable
+                )
+                found.append(
+                    unit_cost(
+                        work,
+                        self.device,
+                        self.precision,
+                        reduce_s=group.all_reduce_s if group else None,
+                        parameters=elements,
+                        gradient_bytes=trained * self._added_bytes,
+                    )
+                )
             self._costs[tp, microbatch] = tuple(found)
         return self._costs[tp, microbatch]

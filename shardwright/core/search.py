@@ -337,9 +337,12 @@ class _Search:
                 reduce_s = self._sharded_s(mesh, decision, size, reduced, pipeline_s)
         ways = (decision.shard_group or dp) if decision.shard else 1
         states = OPTIMIZER_STATES[decision.optimizer]
-        # Reads parameter, gradient and states, writes parameter and states, in fp32. In mixed precision before it the
-        # 16-bit gradient is read and written in fp32, and after it the 16-bit parameter is written.
-        mixed = 4 + 2 * width if width < 4 else 0
+        # Reads parameter, gradient and states, writes parameter and states, in fp32. In mixed precision the 16-bit
+        # parameter is written after it, and before it the gradient is read in 16 bits and written in 32; one that adds
+        # up in 32 bits is cleared, read for the loss scale's check, and scaled in place.
+        mixed = 0
+        if width < 4:
+            mixed = width + (16 if decision.gradient_precision == "fp32" else width + 4)
         touched = elements / ways * (4 * (3 + 2 * states) + mixed)
         bandwidth = self.device.memory_bandwidth_bytes_per_s * self.device.memory_efficiency
         return reduce_s, touched / bandwidth

@@ -11,12 +11,16 @@ FUSED_ATTENTION_EFFICIENCY = 0.75
 """Of the rate of large products. Prior: FlashAttention-2 (arXiv 2307.08691, section 4.1) reaches 50 to 73% of an A100's
 peak, where large products reach about 80%."""
 
-BACKWARD_DISPATCH = 1.7
+BACKWARD_DISPATCH = 1.59
 """The host's time to issue a backward pass, of a forward's. Fitted: benchmarks/fit_cost_model.py."""
 
-OVERLAP_POWER = 2.5
+OVERLAP_POWER = 2.48
 """How sharply the slower of host and device decides: (host^p + device^p)^(1/p). Some kernels of a unit are waited for
 and others queue, so near equality both count. Fitted: benchmarks/fit_cost_model.py."""
+
+SLOWED_BY_COLLECTIVE = 0.25
+"""What a collective beside products costs them, of its own time. Prior: NCCL takes up to 24 of an A100's 108
+multiprocessors while it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ def unit_cost(
     *,
     reduce_s: Callable[[float], float] | None = None,
     parameters: int = 0,
+    gradient_bytes: int = 0,
 ) -> UnitCost:
     """Time of a unit's work on a device.
 
@@ -56,6 +61,10 @@ def unit_cost(
     twice backward, for values and gradients), of a launch for each kernel, and of the reductions over the tensor axis
     (``reduce_s`` gives the seconds of one from its bytes; None: there is no tensor axis). The host meanwhile issues the
     kernels, one after the other; where that takes longer, the device waits for it.
+
+    ``parameters`` is how many entries the rank holds, ``gradient_bytes`` what it moves in all to add the gradients of
+    one microbatch to those of the others. With sequence parallelism operands are gathered once more in the backward,
+    beside the products, which that slows.
     """
     forward = input_grad = weight_grad = 0.0
     for product in work.products:
@@ -65,12 +74,13 @@ def unit_cost(
     vector = work.vector_bytes / device.vector_bandwidth_bytes_per_s
     forward += vector + launches
     input_grad += 2 * vector + launches
-    weight_grad += launches
+    weight_grad += launches + gradient_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
     collective = 0.0
     issued = float(work.kernels)
     if reduce_s is not None:
         ahead, back = sum(map(reduce_s, work.forward_reduced)), sum(map(reduce_s, work.backward_reduced))
         forward, input_grad, collective = forward + ahead, input_grad + back, ahead + back
+        input_grad += sum(map(reduce_s, work.backward_gathered)) / 2 * SLOWED_BY_COLLECTIVE
         issued += (len(work.forward_reduced) + len(work.backward_reduced)) / 2
     host = issued * device.dispatched_s
     forward = _overlapped(forward, host)

@@ -61,6 +61,8 @@ class UnitWork:
     forward_reduced: tuple[int, ...]
     """Bytes of every all-reduce over the tensor axis in the forward pass."""
     backward_reduced: tuple[int, ...]
+    backward_gathered: tuple[int, ...] = ()
+    """Bytes of every operand that sequence parallelism gathers again for the gradient of a weight."""
 
     @property
     def forward_flops(self) -> int:
@@ -208,6 +210,7 @@ class WorkCounter:
             largest_bytes=largest,
             forward_reduced=tuple(forward),
             backward_reduced=tuple(partial_gradients.values()),
+            backward_gathered=tuple(partial_gradients.values()) if sequence_parallel else (),
         )
 
     def _along_the_sequence(self, tensor: int) -> bool:

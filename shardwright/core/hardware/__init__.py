@@ -1,6 +1,14 @@
 """Devices and links: the values, and a catalogue of data files that give the origin of each constant."""
 
-from shardwright.core.hardware.catalogue import link_names, load_device, load_link, load_profile, profile_names
+from shardwright.core.hardware.catalogue import (
+    link_names,
+    load_device,
+    load_link,
+    load_preset,
+    load_profile,
+    preset_names,
+    profile_names,
+)
 from shardwright.core.hardware.device import PRECISIONS, Device, Profile
 from shardwright.core.hardware.link import Link
 from shardwright.core.hardware.table import Table
@@ -14,6 +22,8 @@ __all__ = [
     "link_names",
     "load_device",
     "load_link",
+    "load_preset",
     "load_profile",
+    "preset_names",
     "profile_names",
 ]

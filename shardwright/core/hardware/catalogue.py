@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.core.errors import ClusterError, nearest
-from shardwright.core.hardware import schema
+from shardwright.core.hardware import check, schema
 from shardwright.core.hardware.device import Device, Profile
 from shardwright.core.hardware.link import Link
 
@@ -47,6 +47,27 @@ def load_link(name: str) -> Link:
         return _links()[name]
     except KeyError:
         raise ClusterError(f"link {name!r} is not known; {nearest(name, _links())}") from None
+
+
+def preset_names() -> tuple[str, ...]:
+    """The names of the kinds of node that come with the package, sorted."""
+    return tuple(sorted(_presets()))
+
+
+def load_preset(name: str) -> schema.PresetTable:
+    """The kind of node called ``name``. Raises ClusterError when there is none (with the nearest name)."""
+    try:
+        return _presets()[name]
+    except KeyError:
+        raise ClusterError(f"preset {name!r} is not known; {nearest(name, _presets())}") from None
+
+
+@cache
+def _presets() -> dict[str, schema.PresetTable]:
+    table = schema.parse(schema.PresetsFile, _read("presets.toml"), "presets.toml")
+    for name, preset in table.presets.items():
+        check.origins(f"preset {name!r}", {"preset": preset.origin})
+    return table.presets
 
 
 @cache

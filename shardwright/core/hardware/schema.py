@@ -116,6 +116,24 @@ class LinksFile(_Section):
     links: dict[str, LinkTable]
 
 
+class PresetTable(_Section):
+    """A kind of node: its device and links by name."""
+
+    summary: str
+    origin: Annotated[str, Field(min_length=1)]
+    device: str
+    devices_per_node: Annotated[int, Field(ge=1)]
+    intra_node: str
+    inter_node: str
+
+
+class PresetsFile(_Section):
+    """The catalogue of nodes."""
+
+    format: int
+    presets: dict[str, PresetTable]
+
+
 def _name_or_table(given: object) -> str:
     return "<table>" if isinstance(given, dict) else "<name>"
 
@@ -303,6 +321,8 @@ __all__ = [
     "ClusterFile",
     "GroupTable",
     "LinksFile",
+    "PresetTable",
+    "PresetsFile",
     "ProfileFile",
     "UserLinkTable",
     "device_document",
