@@ -119,7 +119,11 @@ def predicted_s(run: Run, machine: Machine, known: dict[object, tuple[UnitCost, 
         pipeline = microbatches * busiest_layers + (run.pp - 1) * busiest_layers / run.virtual_stages
     elements = (12 * run.hidden**2 * run.layers / run.pp + 51200 * run.hidden) / run.tp
     device = cluster.device(0)
-    tail = elements * (46 if run.model in LARGER else 36) / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
+    tail = (
+        elements
+        * (58 if run.model in LARGER else 36)
+        / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
+    )
     if run.dp > 1:
         tail += cluster.group(range(0, run.dp * run.tp, run.tp)).all_reduce_s(2 * elements)
     return pipeline + tail

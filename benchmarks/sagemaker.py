@@ -28,9 +28,7 @@ def sagemaker_lines() -> list[str]:
     plan = sw.plan(gpt30, cluster, batch=1024, dp=256, shard_group=64, **sharded)  # type: ignore[arg-type]
     flops = 6 * gpt30.parameter_count() * 2048 * 1024 * (1 + 2048 / (6 * 7168))
     rate = flops / plan.predicted.step_time_s / 256 / 1e12
-    lines.append(
-        f"| GPT-2 30B, sequence 2048, 256 A100 | 141 TFLOP/s | {rate:.0f} TFLOP/s | {plan.summary()} |"
-    )
+    lines.append(f"| GPT-2 30B, sequence 2048, 256 A100 | 141 TFLOP/s | {rate:.0f} TFLOP/s | {plan.summary()} |")
     cluster = sw.Cluster("a100-40gb", nodes=16, devices_per_node=8, inter_node="efa-400g")
     gpt10 = graph_of(4096, 32, 48, 512)
     plan = sw.plan(gpt10, cluster, batch=4096, dp=128, **sharded)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from shardwright.commands.explain import explain_command
 from shardwright.commands.output import USER_ERROR, print_error
 from shardwright.commands.plan import plan_command
 from shardwright.commands.schedule import schedule_command
+from shardwright.commands.profile import profile_command
 from shardwright.commands.show import show_command
 from shardwright.commands.simulate import simulate_command
 from shardwright.core.errors import ShardwrightError
@@ -76,6 +77,7 @@ app.command("compare")(compare_command)
 app.command("simulate")(simulate_command)
 app.command("explain")(explain_command)
 app.command("schedule")(schedule_command)
+app.command("profile")(profile_command)
 app.command("doctor")(doctor_command)
 
 

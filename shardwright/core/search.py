@@ -338,11 +338,11 @@ class _Search:
         ways = (decision.shard_group or dp) if decision.shard else 1
         states = OPTIMIZER_STATES[decision.optimizer]
         # Reads parameter, gradient and states, writes parameter and states, in fp32. In mixed precision the 16-bit
-        # parameter is written after it, and before it the gradient is read in 16 bits and written in 32; one that adds
-        # up in 32 bits is cleared, read for the loss scale's check, and scaled in place.
+        # parameter is written after it, and before it the gradient is read in 16 bits and written in 32. Gradients that
+        # add up in 32 bits are kept: cleared, unscaled in place, read for their norm and clipped in place.
         mixed = 0
         if width < 4:
-            mixed = width + (16 if decision.gradient_precision == "fp32" else width + 4)
+            mixed = width + (4 + 24 if decision.gradient_precision == "fp32" else width + 4)
         touched = elements / ways * (4 * (3 + 2 * states) + mixed)
         bandwidth = self.device.memory_bandwidth_bytes_per_s * self.device.memory_efficiency
         return reduce_s, touched / bandwidth

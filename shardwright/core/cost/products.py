@@ -10,7 +10,8 @@ over several tiles is taken.
 import math
 from functools import lru_cache
 
-from shardwright.core.hardware.device import Device
+from shardwright.core.hardware.device import Device, MeasuredProduct
+from shardwright.core.hardware.measurements import rate_of
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.82), (64, 128, 0.82), (64, 64, 0.66))
 """(rows, columns, share of the largest tile's rate). Prior: operands move once per tile, so a tile's rate falls with
@@ -26,12 +27,23 @@ def product_s(device: Device, precision: str, batches: int, m: int, n: int, k: i
     The longer of compute and memory traffic (the roofline, doi:10.1145/1498765.1498785). A device without
     ``compute_units`` computes at its peak × efficiency whatever the shape.
     """
+    if device.measured_products:
+        rate = _measured_rate(device.measured_products, precision, m, n, k)
+        if rate is not None:  # as measured, memory traffic and all
+            return 2.0 * batches * m * n * k / rate
     peak = device.flops_per_s(precision) * device.matmul_efficiency
     bandwidth = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
     return max(
         _compute_s(peak, bandwidth, device.compute_units or 0, device.tile_depth or 0.0, batches, m, n, k),
         size_bytes / bandwidth,
     )
+
+
+@lru_cache(maxsize=65536)
+def _measured_rate(products: tuple[MeasuredProduct, ...], precision: str, m: int, n: int, k: int) -> float | None:
+    """FLOPs per second by the measured products; None where none is of that precision."""
+    known = {(p.m, p.n, p.k): p.flops_per_s for p in products if p.precision == precision}
+    return rate_of(known, m, n, k) if known else None
 
 
 @lru_cache(maxsize=65536)

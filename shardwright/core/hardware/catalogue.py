@@ -81,7 +81,10 @@ def _known_profile(name: str) -> Profile:
 def _to_profile(document: dict[str, Any], source: str) -> Profile:
     table = schema.parse(schema.ProfileFile, document, source)
     try:
-        links = {place: load_link(getattr(table.links, place)) for place in ("intra_node", "inter_node")}
+        links = {}
+        for place in ("intra_node", "inter_node"):
+            given = getattr(table.links, place)
+            links[place] = load_link(given) if isinstance(given, str) else schema.to_link(given.name, given, source)
     except ClusterError as error:
         raise ClusterError(f"{source}: links: {error}") from None
     return Profile(device=schema.to_device(table, source), **links)

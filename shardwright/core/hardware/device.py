@@ -16,6 +16,27 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredProduct:
+    """How fast one product of m × k by k × n ran. Raises ClusterError for sizes or a rate that cannot be."""
+
+    precision: str
+    m: int
+    n: int
+    k: int
+    flops_per_s: float
+
+    def __post_init__(self) -> None:
+        owner = f"product {self.m} × {self.k} by {self.k} × {self.n}"
+        if self.precision not in PRECISIONS:
+            raise ClusterError(
+                f"{owner}: precision {self.precision!r} is not known; {nearest(self.precision, PRECISIONS)}"
+            )
+        for name in ("m", "n", "k"):
+            check.whole(owner, name, getattr(self, name), at_least=1)
+        check.positive(owner, "flops_per_s", self.flops_per_s)
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """One rank's device.
 
@@ -31,6 +52,7 @@ class Device:
     vector_efficiency: the share of the memory bandwidth that everything but products reaches, its traffic counted as
         if chains of elementwise ops ran as one kernel each; None: memory_efficiency.
     dispatch_s: the host's time to issue one product or one such chain, forward; None: kernel_launch_s.
+    measured_products: rates of products measured on this device, which stand in for peak, tiles and efficiency.
     price_usd_per_hour: of one device, None when not known.
     origins: for each constant, where it comes from.
 
@@ -51,6 +73,7 @@ class Device:
     tile_depth: float | None = None
     vector_efficiency: float | None = None
     dispatch_s: float | None = None
+    measured_products: tuple[MeasuredProduct, ...] = ()
     price_usd_per_hour: float | None = None
     summary: str = field(default="", compare=False)
     origins: Mapping[str, str] = field(default_factory=Table, compare=False, repr=False)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from shardwright.core.errors import ClusterError, nearest
-from shardwright.core.hardware.device import Device, Kind
+from shardwright.core.hardware.device import Device, Kind, MeasuredProduct
 from shardwright.core.hardware.link import Link, Sharing
 
 FORMAT = 1
@@ -95,20 +95,6 @@ class DeviceTable(_Section):
     price_usd_per_hour: Constant | None = None
 
 
-class LinkNames(_Section):
-    """The links that the device's usual node has."""
-
-    intra_node: str
-    inter_node: str
-
-
-class ProfileFile(DeviceTable):
-    """A profile file: a device and the names of its usual links."""
-
-    format: int
-    links: LinkNames
-
-
 class LinksFile(_Section):
     """The catalogue of links."""
 
@@ -144,6 +130,31 @@ AnyDevice = Annotated[
 AnyLink = Annotated[
     Annotated[str, Tag("<name>")] | Annotated[UserLinkTable, Tag("<table>")], Discriminator(_name_or_table)
 ]
+
+
+class LinkNames(_Section):
+    """The links that the device's usual node has: names in the catalogue, or written out where they were measured."""
+
+    intra_node: AnyLink
+    inter_node: AnyLink
+
+
+class ProductTable(_Section):
+    """A matrix product that was measured."""
+
+    precision: str
+    m: Annotated[int, Field(ge=1)]
+    n: Annotated[int, Field(ge=1)]
+    k: Annotated[int, Field(ge=1)]
+    flops_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class ProfileFile(DeviceTable):
+    """A profile file: a device, its usual links, and the products that were measured on it, if any were."""
+
+    format: int
+    links: LinkNames
+    products: list[ProductTable] = []
 
 
 class GroupTable(_Section):
@@ -259,6 +270,9 @@ def to_device(table: DeviceTable, source: str) -> Device:
             summary=table.summary,
             peak_flops_per_s={precision: constant.value for precision, constant in table.peak_flops_per_s.items()},
             origins={path: constant.origin for path, constant in (constants | peaks).items()},
+            measured_products=tuple(
+                MeasuredProduct(p.precision, p.m, p.n, p.k, p.flops_per_s) for p in getattr(table, "products", ())
+            ),
             **numbers,
         )
     except ClusterError as error:

@@ -1,0 +1,136 @@
+"""Measure this machine as JAX uses it: products by size, memory, launches, collectives over the local devices."""
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardwright.core.hardware.device import Kind, MeasuredProduct
+from shardwright.core.hardware.measurements import LinkSample, Measurements
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being measured, how much is done, how much there is)."""
+
+SIDES = ((64, 64, 64), (256, 64, 256), (256, 256, 64), (256, 256, 256), (512, 512, 64), (256, 1024, 256),
+         (256, 256, 1024), (512, 512, 512), (1024, 1024, 1024), (512, 3072, 768), (512, 768, 3072))  # fmt: skip
+"""(m, n, k) of the products measured: squares, and the thin ones of attention and feed-forward."""
+MESSAGES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
+"""Bytes of the all-reduces measured, on every device."""
+CHAIN = 50
+"""Small ops in one compiled function, for the time of one."""
+_KINDS: dict[str, Kind] = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "tpu": "tpu"}
+_DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+
+
+def profile(*, name: str, budget_s: float = 20.0, progress: Progress | None = None) -> Measurements:
+    """Measure the first local device, and all-reduces over all of them, in about ``budget_s`` seconds.
+
+    Every figure is the median of its runs after one that compiles.
+    """
+    devices = jax.local_devices()
+    kind: Kind = _KINDS.get(devices[0].platform, "gpu")
+    precisions = ("fp32",) if kind == "cpu" else ("fp32", "bf16")
+    total = len(SIDES) * len(precisions) + 3 + (len(MESSAGES) if len(devices) > 1 else 0)
+    each, done = budget_s / total, 0
+
+    def step(what: str) -> None:
+        nonlocal done
+        if progress is not None:
+            progress(what, done, total)
+        done += 1
+
+    products = []
+    multiply = jax.jit(lambda a, b: a @ b)
+    for precision in precisions:
+        for m, n, k in SIDES:
+            step(f"{precision} product {m} × {k} × {n}")
+            left, right = jnp.ones((m, k), _DTYPES[precision]), jnp.ones((k, n), _DTYPES[precision])
+            seconds = _median_s(multiply, (left, right), each)
+            products.append(MeasuredProduct(precision, m, n, k, 2.0 * m * n * k / seconds))
+    step("memory")
+    large = jnp.ones(1 << 24, jnp.float32)
+    bandwidth = 2 * large.nbytes / _median_s(jax.jit(lambda x: x + 1), (large,), each)
+    step("elementwise chains")
+    values = jnp.ones((4096, 1024), jnp.float32)
+    vector = 3 * values.nbytes / _median_s(jax.jit(_chain), (values,), each) / bandwidth
+    step("launches")
+    small = jnp.ones((8, 8), jnp.float32)
+    launch = _median_s(jax.jit(_many), (small,), each) / CHAIN
+    samples = []
+    for size in MESSAGES if len(devices) > 1 else ():
+        step(f"all-reduce of {size >> 10} KiB")
+        samples.append(LinkSample(size, _all_reduce_s(size, devices, each)))
+    return Measurements(
+        name=name,
+        kind=kind,
+        measured_on=f"{devices[0].device_kind} ({platform.machine()}), jax {jax.__version__}",
+        memory_bytes=_memory_bytes(devices),
+        products=tuple(products),
+        memory_bandwidth_bytes_per_s=bandwidth,
+        vector_efficiency=vector,
+        kernel_launch_s=launch,
+        host_link_bandwidth_bytes_per_s=bandwidth if kind == "cpu" else large.nbytes / _host_copy_s(large, each),
+        ranks=len(devices),
+        all_reduces=tuple(samples),
+    )
+
+
+def _chain(values: jax.Array) -> jax.Array:
+    centred = values - values.mean(-1, keepdims=True)
+    return values + jax.nn.gelu(centred * jax.lax.rsqrt(centred.var(-1, keepdims=True) + 1e-5))
+
+
+def _many(values: jax.Array) -> jax.Array:
+    for _ in range(CHAIN):
+        values = values @ values * 0.1  # a product between keeps the ops apart
+    return values
+
+
+def _all_reduce_s(size: int, devices: list[Any], budget_s: float) -> float:
+    mesh = Mesh(devices, ("all",))
+    entries = size // 4
+    split = NamedSharding(mesh, PartitionSpec("all"))
+    data = jax.device_put(jnp.ones((len(devices), entries), jnp.float32), split)
+
+    def add(x: jax.Array) -> jax.Array:
+        return jax.lax.psum(x, "all")
+
+    mapped = jax.jit(jax.shard_map(add, mesh=mesh, in_specs=PartitionSpec("all"), out_specs=PartitionSpec("all")))
+    return _median_s(mapped, (data,), budget_s)
+
+
+def _median_s(run: Callable[..., Any], arguments: tuple[Any, ...], budget_s: float) -> float:
+    """Median seconds of a call, of as many as the budget allows, at least 3."""
+    jax.block_until_ready(run(*arguments))
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < 3 or (time.perf_counter() - began < budget_s and len(times) < 200):
+        started = time.perf_counter()
+        jax.block_until_ready(run(*arguments))
+        times.append(time.perf_counter() - started)
+    return sorted(times)[len(times) // 2]
+
+
+def _host_copy_s(large: jax.Array, budget_s: float) -> float:
+    """Seconds to bring an array to the host; a new one each time, as what was brought once is kept."""
+    fresh = jax.jit(lambda x: x + 1)
+    times = []
+    for _ in range(3):
+        value = jax.block_until_ready(fresh(large))
+        started = time.perf_counter()
+        jax.device_get(value)
+        times.append(time.perf_counter() - started)
+    return sorted(times)[1]
+
+
+def _memory_bytes(devices: list[Any]) -> int:
+    """The device's memory; of a host, one virtual device's share of it."""
+    stats = devices[0].memory_stats() if devices[0].platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // len(devices)

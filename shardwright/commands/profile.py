@@ -1,0 +1,74 @@
+"""`shardwright profile`: measure the machine that this runs on, and write a hardware profile."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from shardwright.backends.protocol import require_framework
+from shardwright.commands.output import JsonOption, print_json, print_view, require_folder
+from shardwright.commands.progress import DelayedProgress
+from shardwright.core.errors import ShardwrightError
+from shardwright.core.hardware.measurements import Measurements
+
+
+def profile_command(
+    output: Annotated[Path, typer.Argument(metavar="PROFILE.toml", help="Where to write it.", show_default=False)],
+    framework: Annotated[Literal["torch", "jax"], typer.Option(help="Measure as this framework runs.")] = "torch",
+    name: Annotated[str, typer.Option(help="What the profile is called.")] = "measured",
+    budget: Annotated[float, typer.Option(help="About how many seconds to measure.", min=1.0)] = 20.0,
+    json: JsonOption = False,
+) -> None:
+    """Measure products, memory, launches and collectives here; the profile serves `Cluster(PROFILE.toml)`.
+
+    Under torchrun (or mpirun, srun) every rank measures, the collectives are those of the whole group, and rank 0
+    writes.
+    """
+    if output.suffix != ".toml":
+        raise ShardwrightError(f"{output}: a profile is a TOML file; name it {output.with_suffix('.toml')}")
+    require_folder(output)
+    require_framework(framework)
+    with DelayedProgress() as bar:
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.stage(what)
+            bar.update(done, total)
+
+        measured, writes = _measure(framework, name, budget, show)
+    if not writes:
+        return
+    measured.save(output)
+    document = measured.document()
+    if json:
+        print_json({"saved": str(output), "profile": document})
+        return
+    peak = max(p.flops_per_s for p in measured.products)
+    print_view(
+        f"{measured.measured_on}: {len(measured.products)} products up to {peak / 1e9:,.0f} GFLOP/s, memory "
+        f"{measured.memory_bandwidth_bytes_per_s / 1e9:,.1f} GB/s, {measured.kernel_launch_s * 1e6:,.1f} µs for each "
+        f"small op, {measured.ranks} {'ranks' if measured.ranks > 1 else 'rank'}",
+        f"saved to {output}",
+    )
+
+
+def _measure(framework: str, name: str, budget_s: float, show: Any) -> tuple[Measurements, bool]:
+    """The measurements, and whether this process is the one that writes them."""
+    if framework == "jax":
+        from shardwright.backends.jax.profile import profile as profile_jax
+
+        return profile_jax(name=name, budget_s=budget_s, progress=show), True
+    import torch.distributed as dist
+
+    from shardwright.backends.torch.process import choose_device, start, this_launch
+    from shardwright.backends.torch.profile import profile as profile_torch
+
+    launch = this_launch()
+    device = choose_device(launch)
+    joined = launch.world_size > 1 and not dist.is_initialized()
+    if joined:
+        start(launch, device, timeout_s=120.0)
+    try:
+        return profile_torch(device, name=name, budget_s=budget_s, progress=show), launch.rank == 0
+    finally:
+        if joined:
+            dist.destroy_process_group()

@@ -1,0 +1,98 @@
+"""What a plan may ask beyond degrees: its own cut, sequence parallelism, gradients in fp32, selective recompute."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardwright as sw
+from shardwright import Cluster
+from shardwright.core.errors import PlanError
+from tests.core.toy import decoder
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+from megatron import gpt
+
+LAYERS, HIDDEN, HEADS, SEQUENCE, MICROBATCH = 4, 1024, 16, 512, 2
+GRAPH = gpt(LAYERS, HIDDEN, HEADS, SEQUENCE, vocabulary=8192)
+VALUES = MICROBATCH * SEQUENCE * HIDDEN
+
+
+def kept_per_layer(tp: int, **policy: object) -> float:
+    """Bytes that one layer keeps for one microbatch, in values of batch × sequence × hidden."""
+    cluster = Cluster("a100-80gb", devices_per_node=tp)
+    plan = sw.plan(
+        GRAPH, cluster, batch=MICROBATCH, microbatch=MICROBATCH, pp=1, dp=1, tp=tp, precision="fp16", shard=0, **policy
+    )
+    return plan.costs.classes[1].activation_bytes / VALUES
+
+
+def test_kept_activations_are_those_of_the_papers_table() -> None:
+    """arXiv 2205.05198, table 2: bytes per layer over s·b·h."""
+    scores = 5 * HEADS * SEQUENCE / HIDDEN
+    assert kept_per_layer(1, recompute="none") == pytest.approx(34 + scores)
+    assert kept_per_layer(4, recompute="none") == pytest.approx(10 + 24 / 4 + scores / 4)
+    assert kept_per_layer(4, recompute="none", sequence_parallel=True) == pytest.approx((34 + scores) / 4)
+    assert kept_per_layer(4, recompute="selective", sequence_parallel=True) == pytest.approx(34 / 4)
+    assert kept_per_layer(4, recompute="full", sequence_parallel=True) == pytest.approx(2 / 4)
+    assert kept_per_layer(4, recompute="full") == pytest.approx(2)
+
+
+def test_recompute_costs_what_it_runs_again() -> None:
+    cluster = Cluster("a100-80gb", devices_per_node=4)
+    pins = {"batch": 32, "microbatch": 4, "pp": 1, "dp": 1, "tp": 4, "shard": 0}
+    none, selective, full = (
+        sw.plan(GRAPH, cluster, recompute=mode, **pins).predicted.pipeline_s for mode in ("none", "selective", "full")
+    )
+    assert none < selective < full < 4 / 3 * none * 1.05
+
+
+def test_gradients_in_fp32_take_two_bytes_more() -> None:
+    cluster = Cluster("a100-80gb")
+    pins = {"batch": 4, "microbatch": 2, "precision": "bf16", "shard": 0}
+    half, whole = (sw.plan(GRAPH, cluster, gradient_precision=p, **pins).predicted for p in (None, "fp32"))
+    assert whole.memory[0].gradients_bytes == 2 * half.memory[0].gradients_bytes
+    assert whole.step_time_s > half.step_time_s
+
+
+def test_a_pinned_cut_is_kept() -> None:
+    cluster = Cluster("a100-80gb", devices_per_node=2)
+    plan = sw.plan(GRAPH, cluster, batch=8, pp=2, dp=1, tp=1, microbatch=2, stage_starts=[0, 2])
+    assert plan.decision.stage_starts == (0, 2)
+    best = sw.plan(GRAPH, cluster, batch=8, pp=2, dp=1, tp=1, microbatch=2)
+    assert best.predicted.step_time_s <= plan.predicted.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("pins", "said"),
+    [
+        ({"pp": 2, "stage_starts": [0, 9]}, "stage_starts=.*stay below the model's 6 units"),
+        ({"pp": 2, "stage_starts": [1, 2]}, "rise from 0"),
+        ({"pp": 2, "stage_starts": [0]}, "expected 2"),
+        ({"stage_starts": [0, 2]}, "without pp"),
+        ({"gradient_precision": "fp33"}, "did you mean 'fp32'"),
+        ({"sequence_parallel": 1}, "expected True or False"),
+    ],
+)
+def test_bad_policies_name_the_fix(pins: dict, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        sw.plan(GRAPH, Cluster("a100-80gb", devices_per_node=2), batch=8, **pins)
+
+
+def test_ties_across_stages_are_added_up() -> None:
+    graph = decoder(layers=4, hidden=256, heads=8, vocabulary=32000, sequence=64)
+    cluster = Cluster("a100-80gb", nodes=2, devices_per_node=1)
+    plan = sw.plan(graph, cluster, batch=8, pp=2, dp=1, tp=1, microbatch=2, precision="fp16")
+    assert plan.predicted.data_parallel_s > 256 * 32000 * 2 / 25e9
+
+
+def test_the_file_keeps_the_policies(tmp_path: Path) -> None:
+    cluster = Cluster("a100-80gb", devices_per_node=4)
+    plan = sw.plan(
+        GRAPH, cluster, batch=8, tp=4, pp=1, dp=1, microbatch=2, sequence_parallel=True, gradient_precision="fp32"
+    )
+    plan.save(tmp_path / "plan.json")
+    again = sw.Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    assert (again.decision.sequence_parallel, again.decision.gradient_precision) == (True, "fp32")
+    assert "sequence parallel" in again.summary()

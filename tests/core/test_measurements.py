@@ -1,0 +1,86 @@
+"""What a machine measured becomes a profile that a cluster takes."""
+
+from pathlib import Path
+
+import pytest
+
+from shardwright import Cluster
+from shardwright.core.cost.products import product_s
+from shardwright.core.errors import ClusterError
+from shardwright.core.hardware import load_profile
+from shardwright.core.hardware.device import MeasuredProduct
+from shardwright.core.hardware.measurements import LinkSample, Measurements, rate_of, ring_constants
+
+PRODUCTS = (MeasuredProduct("fp32", 64, 64, 64, 10e9), MeasuredProduct("fp32", 512, 512, 512, 50e9))
+
+
+def measurements(**changes: object) -> Measurements:
+    given = {
+        "name": "here",
+        "kind": "cpu",
+        "measured_on": "a test",
+        "memory_bytes": 8 << 30,
+        "products": PRODUCTS,
+        "memory_bandwidth_bytes_per_s": 12e9,
+        "vector_efficiency": 0.3,
+        "kernel_launch_s": 9e-6,
+        "host_link_bandwidth_bytes_per_s": 12e9,
+    }
+    return Measurements(**(given | changes))
+
+
+def ring_s(size: int, ranks: int, latency_s: float, bandwidth: float) -> float:
+    return 2 * (ranks - 1) * (latency_s + size / ranks / bandwidth)
+
+
+def test_the_file_gives_back_what_was_measured(tmp_path: Path) -> None:
+    measurements().save(tmp_path / "here.toml")
+    profile = load_profile(tmp_path / "here.toml")
+    device = profile.device
+    assert device.measured_products == PRODUCTS
+    assert device.flops_per_s("fp32") == 50e9
+    assert device.dispatched_s == 9e-6
+    assert device.vector_bandwidth_bytes_per_s == pytest.approx(12e9 * 0.3)
+    assert all(origin.startswith("measured: ") for origin in device.origins.values())
+    assert Cluster(tmp_path / "here.toml", devices_per_node=2).device(1) == device
+
+
+def test_links_are_those_of_the_group(tmp_path: Path) -> None:
+    samples = tuple(LinkSample(n, ring_s(n, 4, 20e-6, 3e9)) for n in (1 << 10, 1 << 16, 1 << 22))
+    measurements(ranks=4, all_reduces=samples).save(tmp_path / "here.toml")
+    link = load_profile(tmp_path / "here.toml").intra_node
+    assert link.latency_s == pytest.approx(20e-6, rel=1e-6)
+    assert link.effective_bandwidth_bytes_per_s == pytest.approx(3e9, rel=1e-6)
+
+
+def test_predictions_use_measured_products(tmp_path: Path) -> None:
+    measurements().save(tmp_path / "here.toml")
+    device = load_profile(tmp_path / "here.toml").device
+    assert product_s(device, "fp32", 3, 512, 512, 512, 10**12) == pytest.approx(3 * 2 * 512**3 / 50e9)
+    between = 2 * 200**3 / product_s(device, "fp32", 1, 200, 200, 200, 0)
+    assert 10e9 < between < 50e9
+
+
+def test_rates_lie_between_those_measured() -> None:
+    known = {(64, 64, 64): 10e9, (512, 512, 512): 50e9}
+    assert rate_of(known, 64, 64, 64) == 10e9
+    rates = [rate_of(known, n, n, n) for n in (64, 128, 256, 512)]
+    assert rates == sorted(rates)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"products": ()}, "no matrix product"),
+        ({"kernel_launch_s": 0.0}, "kernel_launch_s must be"),
+        ({"ranks": 2}, "2 ranks and 0 all-reduces"),
+    ],
+)
+def test_figures_that_cannot_be_are_refused(changes: dict, said: str) -> None:
+    with pytest.raises(ClusterError, match=said):
+        measurements(**changes)
+
+
+def test_all_reduces_that_do_not_grow_are_refused() -> None:
+    with pytest.raises(ClusterError, match="do not take longer for more bytes"):
+        ring_constants((LinkSample(1024, 2e-3), LinkSample(1 << 24, 1e-3)), 2)
