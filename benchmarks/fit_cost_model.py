@@ -42,6 +42,7 @@ PRIORS: dict[str, tuple[float, float]] = {
 }
 """Constant → (prior, standard deviation of its logarithm)."""
 PRIOR_WEIGHT = 0.003
+RESTARTS = 3
 LARGER = ("22B", "175B", "530B", "1T")
 ROWS_STEP = 5
 """Every fifth run of one node is fitted on: runs that differ in the batch alone say the same."""
@@ -140,7 +141,7 @@ def errors(runs: list[Run], machine: Machine) -> NDArray[np.float64]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DATA)
-    parser.add_argument("--evaluations", type=int, default=1200)
+    parser.add_argument("--evaluations", type=int, default=700)
     options = parser.parse_args()
     runs = [run for run in single_node(options.data / "a100_single_node_gpt.csv") if not held_out(run)][::ROWS_STEP]
     larger = [row.full for row in selective(options.data / "a100_selective_recompute.csv")]
@@ -152,13 +153,21 @@ def main() -> None:
         smooth = np.mean(np.sqrt(near**2 + 1e-4)) + 0.5 * np.mean(np.sqrt(far**2 + 1e-4))
         return float(smooth + PRIOR_WEIGHT * np.sum((logs / deviations) ** 2))
 
-    best = minimize(
-        loss,
-        np.zeros(len(PRIORS)),
-        method="Nelder-Mead",
-        options={"maxfev": options.evaluations, "xatol": 1e-3, "fatol": 1e-5, "adaptive": True},
-    )
-    machine = Machine.of(best.x)
+    logs = np.zeros(len(PRIORS))
+    for _ in range(RESTARTS):  # a simplex that has shrunk early goes on from a fresh one
+        logs = minimize(
+            loss,
+            logs,
+            method="Nelder-Mead",
+            options={
+                "maxfev": options.evaluations,
+                "xatol": 1e-3,
+                "fatol": 1e-5,
+                "adaptive": True,
+                "initial_simplex": logs + 0.15 * np.vstack([np.zeros(len(logs)), np.diag(deviations)]) / 0.3,
+            },
+        ).x
+    machine = Machine.of(logs)
     for (name, (prior, _)), value in zip(PRIORS.items(), machine.constants.values(), strict=True):
         print(f"{name:20} {value:.4g}   (prior {prior:g})")
     near, far = errors(runs, machine), errors(larger, machine)

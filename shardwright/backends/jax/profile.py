@@ -98,7 +98,8 @@ def _all_reduce_s(size: int, devices: list[Any], budget_s: float) -> float:
     data = jax.device_put(jnp.ones((len(devices), entries), jnp.float32), split)
 
     def add(x: jax.Array) -> jax.Array:
-        return jax.lax.psum(x, "all")
+        total: jax.Array = jax.lax.psum(x, "all")
+        return total
 
     mapped = jax.jit(jax.shard_map(add, mesh=mesh, in_specs=PartitionSpec("all"), out_specs=PartitionSpec("all")))
     return _median_s(mapped, (data,), budget_s)

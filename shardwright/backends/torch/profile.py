@@ -102,7 +102,11 @@ def _median_s(
 
     Not ``whole``: the time to issue it, without waiting for the device.
     """
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     run()
     synchronize()
     times: list[float] = []

@@ -1,5 +1,6 @@
 """What the backward pass of each op reads, and so what the forward pass must keep."""
 
+import math
 from collections.abc import Collection
 
 from shardwright.core.graph import Graph, Op
@@ -8,6 +9,9 @@ LINEAR_NAMES = frozenset(
     {"add", "sub", "rsub", "neg", "cast", "convert_element_type", "clone", "copy", "_to_copy", "to"}
 )
 """Elementwise ops whose backward reads none of their operands."""
+
+RESULT_NAMES = frozenset({"relu", "tanh", "sigmoid", "logistic", "exp", "sqrt", "rsqrt"})
+"""Elementwise ops whose backward reads their result alone."""
 
 
 def aliases(graph: Graph) -> dict[int, int]:
@@ -18,6 +22,18 @@ def aliases(graph: Graph) -> dict[int, int]:
             source = roots.get(op.inputs[0], op.inputs[0])
             for tensor in op.outputs:
                 roots[tensor] = source
+    return roots
+
+
+def _parts(graph: Graph, alias: dict[int, int]) -> dict[int, int]:
+    """Tensor → the tensor that it is a part of: a part that is kept keeps the memory of the whole."""
+    roots: dict[int, int] = {}
+    for op in graph.ops:
+        if op.kind in ("slice", "view") and op.inputs:
+            source = op.inputs[0]
+            source = roots.get(source, alias.get(source, source))
+            if op.kind == "slice" or source in roots.values():
+                roots.update((tensor, source) for tensor in op.outputs)
     return roots
 
 
@@ -32,7 +48,7 @@ class Kept:
 
     def __init__(self, graph: Graph, alias: dict[int, int], needs_gradient: Collection[int]) -> None:
         self.graph = graph
-        self._alias = alias
+        self._alias = alias | _parts(graph, alias)
         self._needs_gradient = needs_gradient
         self._parameters = {p.tensor for p in graph.parameters}
         self._scores: set[int] = set()
@@ -53,6 +69,8 @@ class Kept:
                 wanted = [*op.inputs[:3], *op.outputs]
             case "softmax":
                 wanted = list(op.outputs)
+            case "elementwise" if base_name(op) in RESULT_NAMES:
+                wanted = list(op.outputs)
             case "normalization" | "opaque" | "sort":
                 wanted = list(op.inputs)
             case "gather" | "scatter":
@@ -66,6 +84,15 @@ class Kept:
     def masks(self, op: Op) -> tuple[int, ...]:
         """The results of which a one-byte mask is kept."""
         return op.outputs[:1] if op.kind == "dropout" and any(t in self._needs_gradient for t in op.inputs) else ()
+
+    def score_elements(self, op: Op, batch: int) -> int:
+        """Entries of the attention scores that are kept: those of an attention in one kernel whose bias is trained, as
+        the gradient of a bias needs them; else none."""
+        if op.kind != "attention" or not any(t in self._needs_gradient for t in op.inputs[3:]):
+            return 0
+        sizes = self.graph.label_sizes(op, batch)
+        labels = {x for x in (*op.input_labels[0][:-1], *op.input_labels[1][:-1]) if x >= 0}
+        return math.prod(sizes[x] for x in labels)
 
     def is_attention_score(self, key: int) -> bool:
         """Whether what is kept under this key (a tensor, or -1 - tensor for a mask) lies between a softmax and the
@@ -113,4 +140,6 @@ class Kept:
     def _is_linear(self, op: Op) -> bool:
         """Sums, casts and products by a constant need no operand again."""
         name = base_name(op)
+        if op.name.endswith("/bias"):  # of an op that the capture took apart: the sum with its bias
+            return True
         return name in LINEAR_NAMES or (name in ("mul", "div") and len(op.inputs) == 1)

@@ -145,7 +145,7 @@ class WorkCounter:
         forward: list[int] = []
         partial_gradients: dict[int, int] = {}
         again: list[Product] = []
-        vector_bytes = vector_again = largest = 0
+        vector_bytes = vector_again = largest = scores = 0
 
         def gathered(tensor: int) -> int:
             size = self.size_bytes(tensor, batch, precision)
@@ -188,6 +188,8 @@ class WorkCounter:
                 moved = self._unfused_bytes(op, unit, made_here, held)
                 vector_bytes += moved
                 vector_again += moved if index in self._kept.computed_again else 0
+            if (entries := self._kept.score_elements(op, batch)) > 0:
+                scores += entries * PRECISION_BYTES[precision] // share
             for root in self._kept.by(op):
                 kept[root] = held(root)
             for mask in self._kept.masks(op):
@@ -202,7 +204,7 @@ class WorkCounter:
             products=tuple(products),
             vector_bytes=vector_bytes,
             kernels=len(products) + self._chains(unit),
-            saved_bytes=sum(kept.values()),
+            saved_bytes=sum(kept.values()) + scores,
             saved_selective_bytes=sum(size for key, size in kept.items() if not self._kept.is_attention_score(key)),
             selective_products=tuple(again),
             selective_vector_bytes=vector_again,
