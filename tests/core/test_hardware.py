@@ -175,7 +175,7 @@ def test_a_profile_file_of_ones_own(tmp_path) -> None:
         ("data sheet: 19.5 TFLOPS", "I think so", "origin of peak_flops_per_s.fp32 must read"),
         ("memory_bytes = {", "memory_byte = {", "memory_byte: unknown key; did you mean 'memory_bytes'"),
         ("inter_node =", "internode =", "links.internode: unknown key; did you mean 'inter_node'"),
-        ("value = 4.8e-6", "val = 4.8e-6", "kernel_launch_s.val: unknown key; did you mean 'value'"),
+        ("value = 4.1e-6", "val = 4.1e-6", "kernel_launch_s.val: unknown key; did you mean 'value'"),
         ("ib-hdr200", "ib-hdr20", "links: link 'ib-hdr20' is not known; did you mean 'ib-hdr200'"),
         ("fp32 =", "fp23 =", "precision 'fp23' is not known; did you mean 'fp32'"),
         ("format = 1", "format = 2", "format 2 is newer than this version reads (1)"),

@@ -11,10 +11,10 @@ FUSED_ATTENTION_EFFICIENCY = 0.75
 """Of the rate of large products. Prior: FlashAttention-2 (arXiv 2307.08691, section 4.1) reaches 50 to 73% of an A100's
 peak, where large products reach about 80%."""
 
-BACKWARD_DISPATCH = 1.59
+BACKWARD_DISPATCH = 1.55
 """The host's time to issue a backward pass, of a forward's. Fitted: benchmarks/fit_cost_model.py."""
 
-OVERLAP_POWER = 2.48
+OVERLAP_POWER = 2.32
 """How sharply the slower of host and device decides: (host^p + device^p)^(1/p). Some kernels of a unit are waited for
 and others queue, so near equality both count. Fitted: benchmarks/fit_cost_model.py."""
 
