@@ -14,8 +14,8 @@ from shardwright.commands.doctor import doctor_command
 from shardwright.commands.explain import explain_command
 from shardwright.commands.output import USER_ERROR, print_error
 from shardwright.commands.plan import plan_command
-from shardwright.commands.schedule import schedule_command
 from shardwright.commands.profile import profile_command
+from shardwright.commands.schedule import schedule_command
 from shardwright.commands.show import show_command
 from shardwright.commands.simulate import simulate_command
 from shardwright.core.errors import ShardwrightError
@@ -84,3 +84,7 @@ app.command("doctor")(doctor_command)
 def main() -> None:
     """The entry point. Exit code 2: what was given is wrong; 1: the answer is no, or a bug."""
     app(prog_name="shardwright")
+
+
+if __name__ == "__main__":  # else `python -m shardwright.cli` would do nothing, and say nothing
+    main()

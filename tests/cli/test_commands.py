@@ -1,6 +1,10 @@
 """What all commands have in common."""
 
 import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +40,15 @@ def test_schedule_is_reached_from_the_command_line() -> None:
     unknown = run("schedule", "gpip", "--json")
     assert unknown.code == 2
     assert "did you mean 'gpipe'?" in unknown.document["error"]["message"]
+
+
+@pytest.mark.parametrize("module", ["shardwright", "shardwright.cli"])
+def test_python_dash_m_is_the_command_line(module: str) -> None:
+    """Where the script is not on the path. A module that ran nothing would end well and say nothing."""
+    command = [sys.executable, "-m", module, "schedule", "1f1b", "--ranks", "2", "--microbatches", "2", "--json"]
+    root = Path(__file__).parents[2]
+    ran = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)
+    wrong = subprocess.run([*command[:4], "1f1bb"], cwd=root, capture_output=True, timeout=60, check=False)
+    assert wrong.returncode == 2
