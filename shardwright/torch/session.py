@@ -1,5 +1,7 @@
 """What `init` sets up for this process: its place among the ranks, the plan or the configuration, and the model."""
 
+import atexit
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,16 +100,32 @@ def init(
     if bound.mesh.size > 1:
         watch_for_stop(watch)
     _session = Session(settings, chosen, bound, watch, owns_group)
+    atexit.register(_leave_at_exit)
 
 
 def shutdown() -> None:
     """Forget the session, and leave the process group if `init` joined it; the counterpart of `init`."""
     global _session
     session, _session = _session, None
-    if session is not None and session.model is not None:
+    atexit.unregister(_leave_at_exit)
+    if session is None:
+        return
+    if session.model is not None:
         session.model.runtime.close()
-    if session is not None and session.owns_group and dist.is_initialized():
+    if session.owns_group and dist.is_initialized():
         dist.destroy_process_group()
+        if session.bound.mesh.size > 1:
+            session.bound.handles.clear()  # the last references: the groups' own threads end with them
+
+
+def _leave_at_exit() -> None:
+    """Leave the group of a script that ends without `shutdown`, while the interpreter is still whole.
+
+    A thread of Gloo's that lets go of its last tensor while the interpreter is being taken down aborts the process, and
+    the launcher calls a finished run failed. After an uncaught error peers may be gone, and nothing is waited for.
+    """
+    if getattr(sys, "last_value", None) is None:
+        shutdown()
 
 
 def _refuse_degrees(given: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ import torch
 from shardwright.backends.torch.process import Launch, first_node, read_launch
 from shardwright.core.errors import ClusterError, MissingCapabilityError, ShardwrightError
 from shardwright.torch.config import read_config
+from tests.torch.launch import single
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "host0", "MASTER_PORT": "1234"}
 SLURM = {
@@ -163,3 +164,16 @@ def test_names_before_init_are_refused() -> None:
         sw.rank()
     with pytest.raises(ShardwrightError, match=r"call sw.init"):
         sw.DistributedModel(torch.nn.Linear(2, 2))
+
+
+def test_a_script_without_shutdown_leaves_the_group_before_the_interpreter_ends() -> None:
+    """Else a thread of Gloo's may abort a process whose work is done."""
+    ended = single("no_shutdown.py")
+    assert ended.code == 0, ended.text
+    assert "in a group at the end: False" in ended.text
+
+
+def test_after_an_uncaught_error_no_peer_is_waited_for() -> None:
+    ended = single("no_shutdown.py", "fail")
+    assert ended.code == 1
+    assert "in a group at the end: True" in ended.text

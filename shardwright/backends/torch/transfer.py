@@ -64,7 +64,7 @@ class Mailroom:
     ) -> None:
         self.ranks, self.me, self.device, self.watch = tuple(ranks), me, device, watch
         self.timeout = timedelta(seconds=timeout_s)
-        self.group = group
+        self.group: ProcessGroup | None = group
         self.by_order = device.type == "cuda"
         self._channels: dict[tuple[int, int], ProcessGroup] = {}
         self._expected: dict[int, deque[Message]] = {}
@@ -134,9 +134,11 @@ class Mailroom:
             self._sending.popleft()
 
     def close(self) -> None:
-        """End the thread that waits for sends."""
+        """End the thread that waits for sends, and let the process groups go. Nothing is sent afterwards."""
         if self._reaper is not None:
             self._reaper.close()
+        self._channels.clear()
+        self.group = None
 
     def drain(self) -> None:
         """End a step: every send is under way to the end. Raises PeerError when one failed."""
