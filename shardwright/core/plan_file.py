@@ -8,12 +8,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from shardwright.core import plan as p
-from shardwright.core.errors import PlanFileError, ShardwrightError
+from shardwright.core.errors import PlanFileError, ShardwrightError, nearest
 from shardwright.core.fold import CallRef
 from shardwright.core.layout import Layout, Partial, Placement, Split
 from shardwright.core.memory import MemoryUse
 from shardwright.core.mesh import Mesh
 from shardwright.core.plan_schema import FORMAT, VERSION, BindingFile, DecisionFile, PlacementFile, PlanFile, Section
+from shardwright.core.schedule import schedule_names
 from shardwright.core.structure import Binding, Structure, UnitBinding
 
 
@@ -162,6 +163,8 @@ def _first_problem(error: ValidationError) -> str:
 
 def _plan(file: PlanFile) -> p.Plan:
     d = file.decision
+    if d.schedule not in schedule_names():
+        raise PlanFileError(f"decision.schedule: {nearest(d.schedule, schedule_names())}; given {d.schedule!r}")
     structure = Structure(
         tuple(file.model.unit_classes),
         tuple(tuple((role, tuple(shape)) for role, shape in slots.items()) for slots in file.model.classes),
