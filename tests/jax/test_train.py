@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import shardwright.jax as sw
 from examples import gpt2_flax, gpt2_linen
@@ -125,6 +125,19 @@ def test_a_linen_module_and_its_variables() -> None:
     state, second = train(state, tokens)
     assert float(first) == pytest.approx(expected, rel=1e-5)
     assert float(second) < float(first)
+
+
+def test_a_function_of_a_linen_modules_variables_trains_as_captured() -> None:
+    module = linen.Dense(4)
+    batch = jnp.ones((4, 8))
+    variables = module.init(jax.random.key(0), batch)
+
+    def loss_fn(variables: Any, batch: Any) -> Any:
+        return jnp.mean(module.apply(variables, batch) ** 2)
+
+    train = sw.train_step(loss_fn, optax.sgd(0.1), plan_of(sw.capture(loss_fn, (variables, batch)), 4, 2, 1, batch=4))
+    _, loss = train(train.init(variables), batch)
+    assert float(loss) == pytest.approx(float(loss_fn(variables, batch)), rel=1e-5)
 
 
 def test_random_keys_do_not_depend_on_the_split(mlp_graph: Graph) -> None:

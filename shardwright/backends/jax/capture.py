@@ -12,7 +12,7 @@ from shardwright.backends.jax.ops import translate
 from shardwright.backends.jax.program import Program, flatten, same_structure
 from shardwright.backends.jax.samples import at_batch, batch_size, positional, resolve_batch_dims
 from shardwright.backends.jax.trace import Recorder, boxed_functions, linen_calls, nnx_calls
-from shardwright.backends.jax.tree import abstract, aliases_of, dotted, flat_names
+from shardwright.backends.jax.tree import abstract, aliases_of, dotted, flat_names, parameter_names
 from shardwright.core.errors import CaptureError
 from shardwright.core.graph import Call, Graph, Op, Parameter, Tensor, TensorRole
 
@@ -154,7 +154,7 @@ def _function_source(function: Callable[..., Any], params: Any, loss: Callable[.
         return loss(output) if loss is not None else output
 
     name = getattr(function, "__name__", type(function).__name__)
-    return Source(name, arrays, flat_names(arrays), trainable, {}, run)
+    return Source(name, arrays, parameter_names(arrays), trainable, {}, run)
 
 
 def _with_loss(call: Callable[..., Any], sample: Any, loss: Callable[..., Any] | None) -> Any:

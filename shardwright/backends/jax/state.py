@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardwright.backends.jax.tree import dotted, flat_names
+from shardwright.backends.jax.tree import dotted, parameter_names
 from shardwright.core.errors import PlanError
 
 
@@ -51,10 +51,7 @@ class Parts:
         """The dotted name of every parameter, in the order of ``jax.tree.leaves(params)``."""
         if self.graphdef is not None:
             return tuple(dotted(path) for path, _ in nnx.to_flat_state(self.params))
-        names = flat_names(self.params)
-        if isinstance(self.params, dict) and set(self.params) == {"params"}:
-            return tuple(name.removeprefix("params.") for name in names)
-        return names
+        return parameter_names(self.params)
 
 
 def take_apart(model: Any, seed: int, other: Any) -> Parts:

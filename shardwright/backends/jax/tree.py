@@ -20,6 +20,15 @@ def flat_names(tree: Any) -> tuple[str, ...]:
     return tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path in paths)
 
 
+def parameter_names(params: Any) -> tuple[str, ...]:
+    """The name of every parameter of a pytree. Linen's one collection, ``{"params": …}``, gives no prefix, so that a
+    module's variables and its parameters alone have the same names."""
+    names = flat_names(params)
+    if isinstance(params, dict) and set(params) == {"params"}:
+        return tuple(name.removeprefix("params.") for name in names)
+    return names
+
+
 def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype of an array, a number or a shape. Raises CaptureError for anything else."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
