@@ -52,7 +52,6 @@ class Setting:
     """Parameter, gradient and optimizer state of one entry."""
     microbatches: int = 1
     """Gradients of parameters are reduced once for so many microbatches."""
-    uneven: bool = False
 
 
 State = tuple[Places, Places]
@@ -115,8 +114,12 @@ class UnitProblem:
         self.graph, self.counter, self.unit, self.setting = graph, counter, unit, setting
         self.pins, self.blocks = dict(pins or {}), dict(blocks or {})
         self._kept = kept
+        self._bytes: dict[int, float] = {}
+        self._sizes = tuple(axis.size for axis in setting.axes)
+        self._conversions: dict[tuple[int, Places, Places, bool], float] = {}
         self.network = Network()
         self.edges: list[Edge] = []
+        self._answers: dict[tuple[int, ...], tuple[Move, ...]] = {}
         self.parameters = {graph.parameters[p].tensor for p in unit.parameters}
         self.ops = graph.ops[unit.first_op : unit.end_op]
         self.choice_of_op: dict[int, int] = {}
@@ -125,6 +128,7 @@ class UnitProblem:
         self.options: dict[int, list[tuple[Places, Places]]] = {}
         """For the nodes of tensors: (value, gradient)."""
         self.signatures: dict[int, list[tuple[Signature, ...]]] = {}
+        self._made = {t for op in self.ops for t in op.outputs}
         self.leaving: dict[int, int] = {}
         """Tensors that later units read → their nodes."""
         self._shape = {t: graph.tensors[t].shape(setting.batch) for op in self.ops for t in (*op.inputs, *op.outputs)}
@@ -219,8 +223,8 @@ class UnitProblem:
 
     def _allowed(self, op: Op, signature: Signature, axis: AxisCost) -> bool:
         for tensor, place in zip((*op.inputs, *op.outputs), (*signature.inputs, *signature.outputs), strict=True):
-            if isinstance(place, Partial) and place.op != "sum":
-                return False
+            if isinstance(place, Partial) and (place.op != "sum" or tensor not in self._made):
+                return False  # nothing that comes from outside the unit is a term of a sum
             if not isinstance(place, Split):
                 continue
             if self.graph.tensors[tensor].per_sample[place.dim] and not axis.splits_batch:
@@ -244,10 +248,13 @@ class UnitProblem:
 
     def _local(self, tensor: int, places: Places) -> float:
         """Bytes of a rank's piece."""
-        size = float(self.counter.size_bytes(tensor, self.setting.batch, self.setting.precision))
-        for place, axis in zip(places, self.setting.axes, strict=True):
+        size = self._bytes.get(tensor)
+        if size is None:
+            size = float(self.counter.size_bytes(tensor, self.setting.batch, self.setting.precision))
+            self._bytes[tensor] = size
+        for place, ranks in zip(places, self._sizes, strict=True):
             if isinstance(place, Split):
-                size /= axis.size
+                size /= ranks
         return size
 
     def _operand(self, chosen: tuple[Signature, ...], i: int) -> Places:
@@ -296,11 +303,18 @@ class UnitProblem:
     def _read_in_backward(self) -> set[int]:
         return {t for op in self.ops for t in self._kept.by(op)}
 
-    def conversion_s(self, tensor: int, before: Places, after: Places, *, often: float = 1.0) -> float:
-        """Seconds to convert, axis after axis, on what the other axes leave of the tensor; infinite where an axis would
-        have to split a dim that does not divide. ``often`` is below 1 for what is not done every microbatch."""
+    def conversion_s(self, tensor: int, before: Places, after: Places, *, bucketed: bool = False) -> float:
+        """Seconds to convert, axis after axis, on what the other axes leave of the tensor. ``bucketed`` conversions go
+        with many others in one message: they pay no latency of their own."""
         if before == after:
             return 0.0
+        key = (tensor, before, after, bucketed)
+        found = self._conversions.get(key)
+        if found is None:
+            found = self._conversions[key] = self._conversion_s(tensor, before, after, bucketed=bucketed)
+        return found
+
+    def _conversion_s(self, tensor: int, before: Places, after: Places, *, bucketed: bool) -> float:
         total, now = 0.0, list(before)
         # Cut first what shrinks the tensor, gather last: the cheapest order of independent axes.
         order = sorted(range(len(before)), key=lambda a: _rank(before[a], after[a]))
@@ -313,9 +327,9 @@ class UnitProblem:
             moved = table_bytes(now[a], after[a], axis.size, size) / axis.size
             if moved:
                 steps = (axis.size - 1) * (2 if isinstance(now[a], Partial) and isinstance(after[a], Replicate) else 1)
-                total += steps * axis.latency_s + moved / axis.bandwidth_bytes_per_s
+                total += (0.0 if bucketed else steps * axis.latency_s) + moved / axis.bandwidth_bytes_per_s
             now[a] = after[a]
-        return total * often
+        return total
 
     # -- nodes and edges -----------------------------------------------------------------------------------------
 
@@ -413,9 +427,9 @@ class UnitProblem:
         for place, use in zip(held[0], used[0], strict=True):
             if place != use and not (isinstance(place, Replicate) and isinstance(use, Split)):
                 return float("inf")
-        if held[0] != used[0] and not flows:
+        if not flows:
             return 0.0
-        return self.conversion_s(tensor, used[1], held[1], often=1 / self.setting.microbatches) if flows else 0.0
+        return self.conversion_s(tensor, used[1], held[1], bucketed=True) / self.setting.microbatches
 
     # -- reading an answer ---------------------------------------------------------------------------------------
 
@@ -429,6 +443,8 @@ class UnitProblem:
 
     def moves(self, chosen: tuple[int, ...]) -> tuple[Move, ...]:
         """The conversions that an answer needs, in order of the ops."""
+        if chosen in self._answers:
+            return self._answers[chosen]
         found: list[Move] = []
         for edge in self.edges:
             given, wanted = edge.given[chosen[edge.nodes[0]]], edge.wanted[chosen[edge.nodes[1]]]
@@ -436,7 +452,7 @@ class UnitProblem:
                 found += self._moves(edge, given[0], wanted[0], is_backward=False)
             if edge.flows:
                 found += self._moves(edge, wanted[1], given[1], is_backward=True)
-        return tuple(found)
+        return self._answers.setdefault(chosen, tuple(found))
 
     def _moves(self, edge: Edge, before: Places, after: Places, *, is_backward: bool) -> list[Move]:
         found, now = [], list(before)
