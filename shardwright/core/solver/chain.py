@@ -87,6 +87,12 @@ def solve(
     return Solution(best.units, best.time_s, best.weight_bytes, max(0.0, 1 - bound / best.time_s))
 
 
+def lightest_bytes(folded: Folded, setting: Setting, counter: WorkCounter | None = None) -> float:
+    """The least that parameters' state and kept activations can weigh on one rank: no smaller limit can be met."""
+    chain = _Chain(folded, setting, counter or WorkCounter(folded.graph))
+    return _best_agreeing(chain, {}, 1e3).weight_bytes
+
+
 def _best_agreeing(chain: "_Chain", pins: dict[int, tuple[Placement | None, ...]], price: float) -> Solution:
     """The best in which every shared parameter has one placement: those on which units differ are tried in turn."""
     found = chain.solve(pins, price)
@@ -100,6 +106,18 @@ def _best_agreeing(chain: "_Chain", pins: dict[int, tuple[Placement | None, ...]
         found, places = min(tried, key=lambda item: item[0].time_s + price * item[0].weight_bytes)
         pins = {**pins, tensor: places}
     return found
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One unit on the way along the chain."""
+
+    table: NDArray[np.float64]
+    """Least cost by (layout that enters, layout that leaves); a dim has size 1 where nothing is to choose."""
+    choices: Choices
+    problem: UnitProblem
+    enters: bool
+    leaves: bool
 
 
 class _Chain:
@@ -116,7 +134,7 @@ class _Chain:
                 users.setdefault(graph.parameters[parameter].tensor, set()).add(unit.fold_class)
         self.shared = tuple(t for t, classes in users.items() if len(classes) > 1)
         self._problems: dict[object, UnitProblem] = {}
-        self._tables: dict[object, tuple[NDArray[np.float64], Choices, tuple[int, int]]] = {}
+        self._tables: dict[object, tuple[NDArray[np.float64], Choices]] = {}
         self._main = self._main_tensors()
 
     def _main_tensors(self) -> list[int | None]:
@@ -168,7 +186,7 @@ class _Chain:
             )
         return self._problems[key]
 
-    def _table(self, index: int, pins: Pins, price: float) -> tuple[NDArray[np.float64], Choices, UnitProblem]:
+    def _table(self, index: int, pins: Pins, price: float) -> _Step:
         """Least cost by (layout that enters, layout that leaves); dims of size 1 where nothing is to choose."""
         problem = self._problem(index, pins)
         before = self._main[index - 1] if index else None
@@ -182,14 +200,13 @@ class _Chain:
         kept = [node for node in (enters, leaves) if node is not None]
         key = (id(problem), price, enters, leaves)
         if key not in self._tables:
-            table, choices = problem.network.tables(kept, price, fixed)
-            self._tables[key] = (table, choices, (0, 0))
-        table, choices, _ = self._tables[key]
+            self._tables[key] = problem.network.tables(kept, price, fixed)
+        table, choices = self._tables[key]
         shape = (
             1 if enters is None else len(problem.options[enters]),
             1 if leaves is None else len(problem.options[leaves]),
         )
-        return table.reshape(shape), choices, problem
+        return _Step(table.reshape(shape), choices, problem, enters is not None, leaves is not None)
 
     def _node(self, problem: UnitProblem, nodes: Mapping[int, int], tensor: int | None, index: int) -> int | None:
         """The node of a border's tensor. A problem stands for all units of its class: tensors are matched by place."""
@@ -219,26 +236,21 @@ class _Chain:
         steps = [self._table(unit.index, pins, price) for unit in self.folded.units]
         value = np.zeros(1)
         came: list[NDArray[np.intp]] = []
-        for table, _, _ in steps:
-            through = value[:, None] + table if len(value) == table.shape[0] else value.min() + table
+        for step in steps:
+            through = value[:, None] + step.table
             came.append(through.argmin(axis=0))
             value = through.min(axis=0)
-        at = int(value.argmin())
-        borders = [at]
-        for i in range(len(steps) - 1, -1, -1):
-            at = int(came[i][at]) if steps[i][0].shape[0] > 1 or i else 0
-            borders.append(at)
+        borders = [int(value.argmin())]
+        for best in reversed(came):
+            borders.append(int(best[borders[-1]]))
         borders.reverse()
         units, total, weight = [], 0.0, 0.0
-        held: set[int] = set()
-        for unit, (table, choices, problem) in zip(self.folded.units, steps, strict=True):
-            kept = [o for o, size in zip((borders[unit.index], borders[unit.index + 1]), table.shape, strict=True)
-                    if size > 1 or len(choices.kept) == 2]  # fmt: skip
-            chosen = choices(kept[-len(choices.kept):] if choices.kept else ())
-            cost, weighs = problem.network.total(chosen)
+        for i, step in enumerate(steps):
+            kept = [borders[i]] if step.enters else []
+            chosen = step.choices([*kept, borders[i + 1]] if step.leaves else kept)
+            cost, weighs = step.problem.network.total(chosen)
             total, weight = total + cost, weight + weighs
-            units.append(self._solution(unit.index, problem, chosen, choices))
-            held.update(t for t, _ in units[-1].parameters)
+            units.append(self._solution(i, step.problem, chosen, step.choices))
         return Solution(tuple(units), total, weight, 0.0)
 
     def _solution(

@@ -157,6 +157,8 @@ class UnitProblem:
                 node = self._tensor_node(tensor, self._parameter_options(tensor), is_parameter=True)
             else:
                 node = self._tensor_node(tensor, self._boundary_options(tensor) if flows else [((R,) * self._n,) * 2])
+                if flows and len(uses) > 1:  # its readers share a conversion
+                    node = self._shared(tensor, node)
             for i, position in uses:
                 self._connect_reader(tensor, node, i, position, flows)
         for tensor in leaving:
@@ -371,6 +373,13 @@ class UnitProblem:
         for axis in self.setting.axes:
             per_axis.append([(R, R), (R, P), (P, R), *((s, s) for s in self._splits(tensor, axis))])
         return self._combined(tensor, per_axis)
+
+    def _shared(self, tensor: int, border: int) -> int:
+        states = self._middle_options(tensor)
+        node = self.network.node([0.0] * len(states))
+        self.options[node] = states
+        self._connect(tensor, (border, node), self.options[border], states, flows=True)
+        return node
 
     def _tensor_node(self, tensor: int, options: list[tuple[Places, Places]], *, is_parameter: bool = False) -> int:
         weights = [0.0] * len(options)
