@@ -2,9 +2,9 @@
 
     python benchmarks/layouts.py [--ranks 4] [--models gpt2 bert t5 llama vit mixtral]
 
-Megatron (arXiv 1909.08053, section 3) all-reduces the activation [batch, sequence, hidden] once per sublayer forward and
-once backward; a ring moves 2(n-1)·|T| bytes for each. The memory limit lets a rank hold a quarter more than the lightest
-layouts need, so that weights are split. Fails if a block moves more than the formula.
+Megatron (arXiv 1909.08053, section 3) all-reduces the activation [batch, sequence, hidden] once per sublayer forward
+and once backward; a ring moves 2(n-1)·|T| bytes for each. The memory limit lets a rank hold a quarter more than the
+lightest layouts need, so that weights are split. Fails if a block moves more than the formula.
 """
 
 import argparse
@@ -65,8 +65,8 @@ def mixtral() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 
 MODELS = {"gpt2": gpt2, "bert": bert, "t5": t5, "llama": llama, "vit": vit, "mixtral": mixtral}
 ALL_REDUCES = {"t5": 7}
-"""Of the block shown, both ways: four unless named. A T5 decoder block has three sublayers, and sums the gradient of what
-the encoder gave it as well."""
+"""Of the block shown, both ways: four unless named. A T5 decoder block has three sublayers, and sums the gradient of
+what the encoder gave it as well."""
 NOT_JUDGED = {"mixtral"}
 """Megatron's formula is for dense blocks: an expert block handles every token twice."""
 

@@ -50,7 +50,9 @@ def random_graph(seed: int) -> Graph:
             case 2:
                 y = b.elementwise("gelu", x)
             case _:
-                y = b.op("normalization", "layer_norm", [x], (-1, length, width), L.over_dims(b.shape(x), [2], "statistic"))
+                y = b.op(
+                    "normalization", "layer_norm", [x], (-1, length, width), L.over_dims(b.shape(x), [2], "statistic")
+                )
         values.append(y)
     loss = b.op("reduction", "sum", [values[-1]], (), L.reduction(b.shape(values[-1]), [0, 1, 2]))
     return b.build(loss)
@@ -148,7 +150,10 @@ def test_finds_megatron_with_sequence_parallel_borders(ranks: int, transposed: b
     kinds = [(type(m.before), type(m.after), m.is_backward) for m in block.moves if not m.is_parameter]
     # Each sublayer gathers the sequence and scatters its sum: the bytes of one all-reduce each way.
     assert sorted(map(str, kinds)) == sorted(
-        map(str, 2 * [(Split, Replicate, False), (Partial, Split, True), (Partial, Split, False), (Split, Replicate, True)])
+        map(
+            str,
+            2 * [(Split, Replicate, False), (Partial, Split, True), (Partial, Split, False), (Split, Replicate, True)],
+        )
     )
 
 
@@ -200,7 +205,7 @@ def test_heads_that_do_not_divide_are_never_split() -> None:
     assert named(graph, found)["h.0.fc"] == Split(1)
     block = found.units[1]
     attention = next(op for op in graph.ops if op.kind == "attention")
-    heads = {t for t in attention.inputs}
+    heads = set(attention.inputs)
     for move in block.moves:
         if move.tensor in heads:
             assert Split(1) not in (move.before, move.after)

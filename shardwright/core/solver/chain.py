@@ -58,7 +58,8 @@ def solve(
 ) -> Solution:
     """Layouts of least time whose weight stays within the limit.
 
-    Exact without a binding limit. With one, a price on bytes is bisected and the distance from the bound stated (`gap`).
+    Exact without a binding limit. With one, a price on bytes is bisected and the distance from the bound stated
+    (`gap`).
     Parameters that units share are placed alike. Raises PlanError when nothing fits or pins contradict each other.
     """
     chain = _Chain(folded, setting, counter or WorkCounter(folded.graph))
@@ -69,8 +70,8 @@ def solve(
     best = _best_agreeing(chain, dict(pins or {}), high)
     if best.weight_bytes > memory_limit_bytes:
         raise PlanError(
-            f"the lightest layouts need {best.weight_bytes / 1e9:.2f} GB of {memory_limit_bytes / 1e9:.2f} GB: use more "
-            "ranks, more stages, or shard parameters"
+            f"the lightest layouts need {best.weight_bytes / 1e9:.2f} GB of {memory_limit_bytes / 1e9:.2f} GB: use "
+            "more ranks, more stages, or shard parameters"
         )
     bound = free.time_s
     for _ in range(16):
@@ -138,8 +139,8 @@ class _Chain:
         self._main = self._main_tensors()
 
     def _main_tensors(self) -> list[int | None]:
-        """For the border after every unit: the tensor whose layout is chosen, the largest that goes to the next unit and
-        no further. Others cross whole."""
+        """For the border after every unit: the tensor whose layout is chosen, the largest that goes to the next unit
+        and no further. Others cross whole."""
         graph, units = self.folded.graph, self.folded.units
         unit_of: dict[int, int] = {}
         for unit in units:
@@ -181,9 +182,7 @@ class _Chain:
         if key not in self._problems:
             graph = self.folded.graph
             blocks = {dim: sizes for group in dim_groups(graph, unit) for dim, sizes in group.blocks}
-            self._problems[key] = UnitProblem(
-                graph, self.counter, unit, self.setting, self._kept, dict(own), blocks
-            )
+            self._problems[key] = UnitProblem(graph, self.counter, unit, self.setting, self._kept, dict(own), blocks)
         return self._problems[key]
 
     def _table(self, index: int, pins: Pins, price: float) -> _Step:
@@ -253,9 +252,7 @@ class _Chain:
             units.append(self._solution(i, step.problem, chosen, step.choices))
         return Solution(tuple(units), total, weight, 0.0)
 
-    def _solution(
-        self, index: int, problem: UnitProblem, chosen: tuple[int, ...], choices: Choices
-    ) -> UnitSolution:
+    def _solution(self, index: int, problem: UnitProblem, chosen: tuple[int, ...], choices: Choices) -> UnitSolution:
         mine, own = self.folded.units[index], problem.unit
         graph = self.folded.graph
         renamed = {

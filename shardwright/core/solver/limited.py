@@ -1,4 +1,5 @@
-"""The least cost under a limit of weight: a price on weight first, a mixed-integer programme where that leaves a gap."""
+"""The least cost under a limit of weight: a price on weight first, a mixed-integer programme where that leaves a
+gap."""
 
 from dataclasses import dataclass
 
@@ -35,7 +36,9 @@ def least_within(network: Network, limit: float, *, time_limit_s: float = 10.0) 
     weight = network.total(chosen)[1]
     if weight <= limit:
         return Answer(chosen, cost, weight, 0.0)
-    heaviest = sum(float(np.max(np.where(np.isfinite(c), w, 0))) for c, w in zip(network.costs, network.weights, strict=True))
+    heaviest = sum(
+        float(np.max(np.where(np.isfinite(c), w, 0))) for c, w in zip(network.costs, network.weights, strict=True)
+    )
     spread = max(cost, 1e-12) * 1e6
     low, high = 0.0, spread / max(heaviest, 1.0)
     _, lightest = network.least(high)
@@ -87,9 +90,17 @@ def programme(network: Network, limit: float, known: Answer, time_limit_s: float
         base = first_pair + len(pair_costs)
         pair_costs += [float(v) for v in table.reshape(-1)]
         for i in range(table.shape[0]):
-            constrain([*((base + i * table.shape[1] + j, 1.0) for j in range(table.shape[1])), (int(starts[a]) + i, -1.0)], 0, 0)
+            constrain(
+                [*((base + i * table.shape[1] + j, 1.0) for j in range(table.shape[1])), (int(starts[a]) + i, -1.0)],
+                0,
+                0,
+            )
         for j in range(table.shape[1]):
-            constrain([*((base + i * table.shape[1] + j, 1.0) for i in range(table.shape[0])), (int(starts[b]) + j, -1.0)], 0, 0)
+            constrain(
+                [*((base + i * table.shape[1] + j, 1.0) for i in range(table.shape[0])), (int(starts[b]) + j, -1.0)],
+                0,
+                0,
+            )
     constrain([(i, float(w)) for i, w in enumerate(weight) if w], 0, limit)
     objective = np.concatenate([cost, np.asarray(pair_costs)])
     allowed = np.isfinite(objective)

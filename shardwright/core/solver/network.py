@@ -1,8 +1,10 @@
 """Choices with costs of their own and between pairs, minimised exactly.
 
-Every node has options; an option has a cost and a weight (seconds, bytes); an edge adds a cost for each pair of options.
+Every node has options; an option has a cost and a weight (seconds, bytes); an edge adds a cost for each pair of
+options.
 The least total comes from eliminating nodes one by one (dynamic programming over a tree decomposition; Bertelè and
-Brioschi, Nonserial Dynamic Programming, 1972): blocks of real models are close to series-parallel, so tables stay small.
+Brioschi, Nonserial Dynamic Programming, 1972): blocks of real models are close to series-parallel, so tables stay
+small.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

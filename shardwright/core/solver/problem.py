@@ -1,8 +1,9 @@
 """One unit as a network of choices: a signature for every op, a placement for every parameter and boundary.
 
 Time is compute, forward and backward, on what each rank holds, plus the conversions of values in the forward pass and
-of gradients in the backward pass. A value and its gradient are placed as duals: split as split; the gradient of a partial
-value is replicated; that of a replicated operand is a partial sum when the op split or summed anything, else replicated.
+of gradients in the backward pass. A value and its gradient are placed as duals: split as split; the gradient of a
+partial value is replicated; that of a replicated operand is a partial sum when the op split or summed anything, else
+replicated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -156,7 +157,7 @@ class UnitProblem:
             elif tensor in self.parameters:
                 node = self._tensor_node(tensor, self._parameter_options(tensor), is_parameter=True)
             else:
-                node = self._tensor_node(tensor, self._boundary_options(tensor) if flows else [((R,) * self._n,) * 2])
+                node = self._tensor_node(tensor, self._border_options(tensor, flows))
                 if flows and len(uses) > 1:  # its readers share a conversion
                     node = self._shared(tensor, node)
             for i, position in uses:
@@ -164,11 +165,11 @@ class UnitProblem:
         for tensor in leaving:
             flows = self._flows(tensor)
             if tensor not in readers:
-                node = self._tensor_node(tensor, self._boundary_options(tensor) if flows else [((R,) * self._n,) * 2])
+                node = self._tensor_node(tensor, self._border_options(tensor, flows))
                 self._connect_made(tensor, made[tensor], self.ops[made[tensor]].outputs.index(tensor), node, flows)
                 self.leaving[tensor] = node
                 continue
-            states = self._boundary_options(tensor) if flows else [((R,) * self._n,) * 2]
+            states = self._border_options(tensor, flows)
             out = self.network.node([0.0] * len(states))
             self.options[out] = states
             between = self.choice_of_tensor[tensor]
@@ -180,7 +181,9 @@ class UnitProblem:
         """Values that earlier units made, with a gradient → their nodes."""
         made = {t for op in self.ops for t in op.outputs}
         return {
-            t: n for t, n in self.choice_of_tensor.items() if t not in made and t not in self.parameters and self._flows(t)
+            t: n
+            for t, n in self.choice_of_tensor.items()
+            if t not in made and t not in self.parameters and self._flows(t)
         }
 
     @property
@@ -282,7 +285,9 @@ class UnitProblem:
         for signature, axis in zip(chosen, self.setting.axes, strict=True):
             if signature.need == "combine":  # two small reductions forward, one backward
                 whole = next((p.dim for p in signature.inputs if isinstance(p, Split)), 0)
-                rows = self._local(op.inputs[0], self._operand(chosen, 0)) * axis.size / self._shape[op.inputs[0]][whole]
+                rows = (
+                    self._local(op.inputs[0], self._operand(chosen, 0)) * axis.size / self._shape[op.inputs[0]][whole]
+                )
                 seconds += 3 * self._reduce_s(rows, axis)
         return seconds
 
@@ -366,6 +371,11 @@ class UnitProblem:
     def _boundary_options(self, tensor: int) -> list[tuple[Places, Places]]:
         """Between units: whole, or split along a dim that is not the batch's. The gradient lies like the value."""
         return self._combined(tensor, [[(p, p) for p in (R, *self._splits(tensor, a))] for a in self.setting.axes])
+
+    def _border_options(self, tensor: int, flows: bool) -> list[State]:
+        """Values without a gradient (masks, positions) cross whole: every rank can make them."""
+        whole: Places = (R,) * self._n
+        return self._boundary_options(tensor) if flows else [(whole, whole)]
 
     def _middle_options(self, tensor: int) -> list[tuple[Places, Places]]:
         """What several readers share: one conversion of the value, one of the sum of their gradients."""
