@@ -1,0 +1,272 @@
+"""The units of a model in a row: one network per class of identical units, boundaries chosen along the chain."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.core.cost.kept import Kept, aliases
+from shardwright.core.cost.work import WorkCounter
+from shardwright.core.errors import PlanError
+from shardwright.core.fold import Folded
+from shardwright.core.layout import Layout, Placement
+from shardwright.core.rules.axes import dim_groups
+from shardwright.core.solver.network import Choices
+from shardwright.core.solver.problem import Move, Places, R, Setting, UnitProblem
+
+Pins = Mapping[int, tuple[Placement | None, ...]]
+"""Tensor of a parameter → its placement on every axis, None where it is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSolution:
+    """The layouts of one unit."""
+
+    unit: int
+    chosen: tuple[int, ...]
+    parameters: tuple[tuple[int, Layout], ...]
+    """(tensor, layout) of every parameter that the unit uses."""
+    enters: Layout
+    leaves: Layout
+    moves: tuple[Move, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """Layouts for the whole model."""
+
+    units: tuple[UnitSolution, ...]
+    time_s: float
+    """Compute and conversions of one microbatch, forward and backward, on one rank."""
+    weight_bytes: float
+    """Parameters' state and kept activations of one microbatch on one rank."""
+    gap: float
+    """(time - bound) / time; 0 without a memory limit that binds."""
+
+    def layouts(self) -> dict[int, Layout]:
+        return {tensor: layout for unit in self.units for tensor, layout in unit.parameters}
+
+
+def solve(
+    folded: Folded,
+    setting: Setting,
+    *,
+    memory_limit_bytes: float = float("inf"),
+    pins: Pins | None = None,
+    counter: WorkCounter | None = None,
+) -> Solution:
+    """Layouts of least time whose weight stays within the limit.
+
+    Exact without a binding limit. With one, a price on bytes is bisected and the distance from the bound stated
+    (`gap`).
+    Parameters that units share are placed alike. Raises PlanError when nothing fits or pins contradict each other.
+    """
+    chain = _Chain(folded, setting, counter or WorkCounter(folded.graph))
+    free = _best_agreeing(chain, dict(pins or {}), 0.0)
+    if free.weight_bytes <= memory_limit_bytes:
+        return free
+    low, high = 0.0, free.time_s / memory_limit_bytes * 1e4
+    best = _best_agreeing(chain, dict(pins or {}), high)
+    if best.weight_bytes > memory_limit_bytes:
+        raise PlanError(
+            f"the lightest layouts need {best.weight_bytes / 1e9:.2f} GB of {memory_limit_bytes / 1e9:.2f} GB: use "
+            "more ranks, more stages, or shard parameters"
+        )
+    bound = free.time_s
+    for _ in range(16):
+        price = (low * high) ** 0.5 if low else high / 30
+        tried = _best_agreeing(chain, dict(pins or {}), price)
+        bound = max(bound, tried.time_s + price * (tried.weight_bytes - memory_limit_bytes))
+        if tried.weight_bytes <= memory_limit_bytes:
+            high = price
+            best = tried if tried.time_s < best.time_s else best
+        else:
+            low = price
+        if low and high / low < 1.05:
+            break
+    return Solution(best.units, best.time_s, best.weight_bytes, max(0.0, 1 - bound / best.time_s))
+
+
+def lightest_bytes(folded: Folded, setting: Setting, counter: WorkCounter | None = None) -> float:
+    """The least that parameters' state and kept activations can weigh on one rank: no smaller limit can be met."""
+    chain = _Chain(folded, setting, counter or WorkCounter(folded.graph))
+    return _best_agreeing(chain, {}, 1e3).weight_bytes
+
+
+def _best_agreeing(chain: "_Chain", pins: dict[int, tuple[Placement | None, ...]], price: float) -> Solution:
+    """The best in which every shared parameter has one placement: those on which units differ are tried in turn."""
+    found = chain.solve(pins, price)
+    for tensor in chain.shared:
+        if tensor in pins and None not in pins[tensor]:
+            continue
+        seen = {dict(unit.parameters)[tensor] for unit in found.units if tensor in dict(unit.parameters)}
+        if len(seen) < 2:
+            continue
+        tried = [(chain.solve({**pins, tensor: places}, price), places) for places in chain.choices(tensor)]
+        found, places = min(tried, key=lambda item: item[0].time_s + price * item[0].weight_bytes)
+        pins = {**pins, tensor: places}
+    return found
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One unit on the way along the chain."""
+
+    table: NDArray[np.float64]
+    """Least cost by (layout that enters, layout that leaves); a dim has size 1 where nothing is to choose."""
+    choices: Choices
+    problem: UnitProblem
+    enters: bool
+    leaves: bool
+
+
+class _Chain:
+    """All units of a graph; problems are built once per class and set of pins."""
+
+    def __init__(self, folded: Folded, setting: Setting, counter: WorkCounter) -> None:
+        self.folded, self.setting, self.counter = folded, setting, counter
+        graph = folded.graph
+        needing = {t for t in range(len(graph.tensors)) if counter.needs_gradient(t)}
+        self._kept = Kept(graph, aliases(graph), needing)
+        users: dict[int, set[int]] = {}
+        for unit in folded.units:
+            for parameter in unit.parameters:
+                users.setdefault(graph.parameters[parameter].tensor, set()).add(unit.fold_class)
+        self.shared = tuple(t for t, classes in users.items() if len(classes) > 1)
+        self._problems: dict[object, UnitProblem] = {}
+        self._tables: dict[object, tuple[NDArray[np.float64], Choices]] = {}
+        self._main = self._main_tensors()
+
+    def _main_tensors(self) -> list[int | None]:
+        """For the border after every unit: the tensor whose layout is chosen, the largest that goes to the next unit
+        and no further. Others cross whole."""
+        graph, units = self.folded.graph, self.folded.units
+        unit_of: dict[int, int] = {}
+        for unit in units:
+            for index in range(unit.first_op, unit.end_op):
+                unit_of[index] = unit.index
+        readers: dict[int, set[int]] = {}
+        for index, op in enumerate(graph.ops):
+            for tensor in op.inputs:
+                readers.setdefault(tensor, set()).add(unit_of[index])
+        found: list[int | None] = []
+        for unit in units[:-1]:
+            made = [t for op in graph.ops[unit.first_op : unit.end_op] for t in op.outputs]
+            crossing = [
+                t
+                for t in made
+                if readers.get(t, set()) - {unit.index} == {unit.index + 1}
+                and self.counter.needs_gradient(t)
+                and t not in graph.outputs
+            ]
+            found.append(max(crossing, key=lambda t: graph.tensors[t].elements(2), default=None))
+        return [*found, None]
+
+    def choices(self, tensor: int) -> list[tuple[Placement | None, ...]]:
+        """Every placement that some unit allows a shared parameter."""
+        found: dict[tuple[Placement | None, ...], None] = {}
+        for unit in self.folded.units:
+            problem = self._problem(unit.index, {})
+            node = problem.choice_of_tensor.get(tensor)
+            if node is not None and tensor in problem.parameters:
+                found.update(dict.fromkeys(value for value, _ in problem.options[node]))
+        return list(found)
+
+    def _problem(self, index: int, pins: Pins) -> UnitProblem:
+        unit = self.folded.units[index]
+        mine = {self.folded.graph.parameters[p].tensor for p in unit.parameters}
+        own = tuple(sorted(((t, p) for t, p in pins.items() if t in mine), key=lambda item: item[0]))
+        # Pins name tensors, so units of one class share a problem only where nothing is pinned.
+        key = (unit.fold_class, index if own else -1, own)
+        if key not in self._problems:
+            graph = self.folded.graph
+            blocks = {dim: sizes for group in dim_groups(graph, unit) for dim, sizes in group.blocks}
+            self._problems[key] = UnitProblem(graph, self.counter, unit, self.setting, self._kept, dict(own), blocks)
+        return self._problems[key]
+
+    def _table(self, index: int, pins: Pins, price: float) -> _Step:
+        """Least cost by (layout that enters, layout that leaves); dims of size 1 where nothing is to choose."""
+        problem = self._problem(index, pins)
+        before = self._main[index - 1] if index else None
+        enters = self._node(problem, problem.entering, before, index)
+        leaves = self._node(problem, problem.leaving, self._main[index], index)
+        fixed = {
+            node: next(i for i, (value, _) in enumerate(problem.options[node]) if all(p == R for p in value))
+            for node in (*problem.entering.values(), *problem.leaving.values())
+            if node not in (enters, leaves)
+        }
+        kept = [node for node in (enters, leaves) if node is not None]
+        key = (id(problem), price, enters, leaves)
+        if key not in self._tables:
+            self._tables[key] = problem.network.tables(kept, price, fixed)
+        table, choices = self._tables[key]
+        shape = (
+            1 if enters is None else len(problem.options[enters]),
+            1 if leaves is None else len(problem.options[leaves]),
+        )
+        return _Step(table.reshape(shape), choices, problem, enters is not None, leaves is not None)
+
+    def _node(self, problem: UnitProblem, nodes: Mapping[int, int], tensor: int | None, index: int) -> int | None:
+        """The node of a border's tensor. A problem stands for all units of its class: tensors are matched by place."""
+        if tensor is None:
+            return None
+        mine, own = self.folded.units[index], problem.unit
+        if mine.index == own.index:
+            return nodes.get(tensor)
+        place = self._places(mine.first_op, mine.end_op)[tensor]
+        for other, node in nodes.items():
+            if self._places(own.first_op, own.end_op).get(other) == place:
+                return node
+        return None
+
+    def _places(self, first: int, end: int) -> dict[int, tuple[int, int]]:
+        key = ("places", first, end)
+        if key not in self._problems:
+            found: dict[int, tuple[int, int]] = {}
+            for i, op in enumerate(self.folded.graph.ops[first:end]):
+                for j, tensor in enumerate((*op.inputs, *op.outputs)):
+                    found.setdefault(tensor, (i, j))
+            self._problems[key] = found  # type: ignore[assignment]
+        return self._problems[key]  # type: ignore[return-value]
+
+    def solve(self, pins: Pins, price: float) -> Solution:
+        """Least time + price · weight along the chain: dynamic programming over the layouts at the borders."""
+        steps = [self._table(unit.index, pins, price) for unit in self.folded.units]
+        value = np.zeros(1)
+        came: list[NDArray[np.intp]] = []
+        for step in steps:
+            through = value[:, None] + step.table
+            came.append(through.argmin(axis=0))
+            value = through.min(axis=0)
+        borders = [int(value.argmin())]
+        for best in reversed(came):
+            borders.append(int(best[borders[-1]]))
+        borders.reverse()
+        units, total, weight = [], 0.0, 0.0
+        for i, step in enumerate(steps):
+            kept = [borders[i]] if step.enters else []
+            chosen = step.choices([*kept, borders[i + 1]] if step.leaves else kept)
+            cost, weighs = step.problem.network.total(chosen)
+            total, weight = total + cost, weight + weighs
+            units.append(self._solution(i, step.problem, chosen, step.choices))
+        return Solution(tuple(units), total, weight, 0.0)
+
+    def _solution(self, index: int, problem: UnitProblem, chosen: tuple[int, ...], choices: Choices) -> UnitSolution:
+        mine, own = self.folded.units[index], problem.unit
+        graph = self.folded.graph
+        renamed = {
+            graph.parameters[a].tensor: graph.parameters[b].tensor
+            for a, b in zip(own.parameters, mine.parameters, strict=True)
+        }
+        layouts = tuple((renamed[t], layout) for t, layout in problem.parameter_layouts(chosen).items())
+
+        def border(nodes: Sequence[int]) -> Layout:
+            found = [n for n in nodes if n in choices.kept]
+            return problem.layout(problem.options[found[0]][chosen[found[0]]][0]) if found else Layout()
+
+        enters, leaves = border([*problem.entering.values()]), border([*problem.leaving.values()])
+        return UnitSolution(index, chosen, layouts, enters, leaves, problem.moves(chosen))
+
+
+__all__ = ["Pins", "Places", "Solution", "UnitSolution", "solve"]

@@ -1,0 +1,147 @@
+"""Pins from every source, and what is said about bad ones."""
+
+import math
+
+import pytest
+
+from shardwright.core.errors import LayoutError
+from shardwright.core.fold import fold
+from shardwright.core.layout import Layout, Replicate, Split
+from shardwright.core.pins import (
+    Pin,
+    PinWarning,
+    TensorParallelism,
+    from_logical_axes,
+    from_patterns,
+    from_styles,
+    resolve,
+)
+from shardwright.core.solver import AxisCost, Setting, lightest_bytes, solve
+from shardwright.core.solver.advice import slow_axes
+from tests.core.toy import decoder
+
+GRAPH = decoder(layers=2, hidden=64, heads=4, vocabulary=128, sequence=16, transposed=True)
+TENSOR = {p.name: p.tensor for p in GRAPH.parameters}
+TP = {"tp": 4}
+
+
+def places(pins: tuple[Pin, ...], sizes: dict[str, int] = TP) -> dict[str, object]:
+    names = {t: n for n, t in TENSOR.items()}
+    return {names[t]: found for t, found in resolve(GRAPH, pins, sizes).places}
+
+
+def test_hugging_face_styles() -> None:
+    plan = {"h.*.c_attn": "packed_colwise", "h.*.proj": "rowwise", "h.*.fc": "colwise", "wte": "embedding_rowwise",
+            "h.*.fc_b": "colwise", "h.*.proj_b": "rowwise"}  # fmt: skip
+    found = places(from_styles(GRAPH, plan))
+    assert found["h.0.c_attn"] == (Split(0, (96, 96)),)
+    assert found["h.1.proj"] == (Split(1),)
+    assert found["h.1.fc"] == (Split(0),)
+    assert found["h.0.fc_b"] == (Split(0),)
+    assert found["h.0.proj_b"] == (Replicate(),)
+    assert found["wte.weight"] == (Split(0),)
+
+
+def test_an_unknown_style_warns_with_the_nearest_and_the_rest_holds() -> None:
+    with pytest.warns(PinWarning, match=r"style 'colwize' of .* did you mean 'colwise'"):
+        pins = from_styles(GRAPH, {"h.*.fc": "colwize", "h.*.proj": "rowwise"})
+    assert set(places(pins)) == {"h.0.proj", "h.1.proj"}
+
+
+def test_the_first_pattern_wins() -> None:
+    rules = [(r"h\.0\.fc$", Layout()), (r"fc$", Layout.of(tp=Split(0))), (".*", Layout.of(tp=Split(0)))]
+    found = places(from_patterns(GRAPH, rules[:2], ["tp"]))
+    assert found == {"h.0.fc": (Replicate(),), "h.1.fc": (Split(0),)}
+    with pytest.raises(LayoutError, match="is not a regular expression"):
+        from_patterns(GRAPH, [("(", Layout())])
+    with pytest.raises(
+        LayoutError, match=r"none of 'decoder' matches a parameter of Toy; its names are like wte.weight"
+    ):
+        from_patterns(GRAPH, [("decoder", Layout.of(tp=Split(0)))])
+    with pytest.raises(LayoutError, match="none of"):
+        from_styles(GRAPH, {"layers.*.nothing": "colwise"})
+
+
+def test_logical_axes_take_the_first_free_rule() -> None:
+    names = {
+        "h.0.fc": ("mlp", "embed"),
+        "h.0.out": ("embed", "mlp"),
+        "h.1.fc": ("heads", "embed"),
+        "h.1.out": (None, "tp"),
+    }
+    rules = [("mlp", "tp"), ("embed", "tp"), ("embed", None), ("heads", None)]
+    found = places(from_logical_axes(GRAPH, names, rules))
+    assert found["h.0.fc"] == (Split(0),)
+    assert found["h.0.out"] == (Split(0),)
+    assert found["h.1.fc"] == (Split(1),)
+    assert found["h.1.out"] == (Split(1),)
+    with pytest.raises(LayoutError, match=r"has 2 dims, its logical axes are \('mlp',\)"):
+        from_logical_axes(GRAPH, {"h.0.fc": ("mlp",)}, rules)
+    with pytest.raises(LayoutError, match=r"the nearest is 'h.0.fc'"):
+        from_logical_axes(GRAPH, {"h.0.fcc": ("mlp", None)}, rules)
+
+
+def test_the_innermost_mark_wins() -> None:
+    marks = TensorParallelism()
+    marks.set_tensor_parallelism("h", True)
+    with marks.tensor_parallelism(enabled=False):
+        marks.made("h.1")
+    marks.set_tensor_parallelism("h.1.fc", True)
+    paths = ("h.0.fc", "h.1.proj", "h.1.fc", "wte.weight")
+    assert [marks.enabled(path) for path in paths] == [True, False, True, None]
+    found = places(marks.pins(GRAPH))
+    assert found["h.1.proj"] == (Replicate(),)
+    assert "h.1.fc" not in found
+    assert ("h.0.fc", "marked for tensor parallelism, but replicated: no dim of shape (256, 64) pays to be split") in (
+        marks.unsplit(GRAPH, {})
+    )
+    marks.set_tensor_parallelism("g.1")
+    with pytest.raises(LayoutError, match="under which no parameter is"):
+        marks.pins(GRAPH)
+
+
+def test_pins_that_contradict_each_other_are_both_named() -> None:
+    pins = (*from_styles(GRAPH, {"h.*.fc": "colwise"}), *from_patterns(GRAPH, [("h.1.fc$", Layout.of(tp=Split(1)))]))
+    with pytest.raises(LayoutError, match=r"style 'colwise' of 'h\.\*\.fc' puts h\.1\.fc at S0, pattern .* at S1"):
+        resolve(GRAPH, pins, TP)
+    tied = (Pin("wte.weight", Layout.of(tp=Split(0)), "one"), Pin("head.weight", Layout.of(tp=Split(1)), "the other"))
+    with pytest.raises(LayoutError, match=r"one puts wte\.weight at S0, the other puts head\.weight at S1"):
+        resolve(GRAPH, tied, TP)
+
+
+def test_an_axis_or_a_dim_that_is_not_there() -> None:
+    with pytest.raises(LayoutError, match="on axis 'model'; the mesh has tp"):
+        resolve(GRAPH, (Pin("h.0.fc", Layout.of(model=Split(0)), "a pin"),), TP)
+    with pytest.raises(LayoutError, match=r"splits dim 2 of h.0.fc"):
+        resolve(GRAPH, (Pin("h.0.fc", Layout.of(tp=Split(2)), "a pin"),), TP)
+    with pytest.raises(LayoutError, match=r"the nearest is 'h.0.fc'"):
+        resolve(GRAPH, (Pin("h.0.fcx", Layout.of(tp=Split(0)), "a pin"),), TP)
+
+
+def test_what_does_not_divide_is_reported_with_the_size_that_would() -> None:
+    odd = decoder(layers=1, hidden=64, heads=4, vocabulary=131, sequence=16)
+    found = resolve(odd, from_styles(odd, {"wte": "embedding_rowwise", "h.*.proj": "rowwise"}), TP)
+    ((name, reason),) = found.unsplit
+    assert name == "wte.weight"
+    assert "holds 131, which axis 'tp' of size 4 does not divide; pad it to 132" in reason
+    assert len(found.places) == 1
+
+
+def test_the_solver_keeps_to_pins() -> None:
+    folded = fold(GRAPH)
+    pins = resolve(GRAPH, from_patterns(GRAPH, [(r"h\.0\.fc$", Layout())], ["tp"]), TP)
+    setting = Setting((AxisCost("tp", 4, 2e11),), 3e14, 1.5e12, batch=8)
+    limit = 1.6 * lightest_bytes(folded, setting)
+    found = solve(folded, setting, pins=dict(pins.places), memory_limit_bytes=limit).layouts()
+    assert found[TENSOR["h.0.fc"]].is_replicated
+    assert found[TENSOR["h.1.fc"]].on("tp") == Split(0)
+
+
+def test_a_tensor_axis_over_a_slow_link_is_warned_about_with_figures() -> None:
+    folded = fold(decoder(layers=2, hidden=1024, heads=16, vocabulary=4096, sequence=128))
+    slow = Setting((AxisCost("tp", 16, 1e9, 2e-5),), 3e14, 1.5e12, batch=4)
+    limit = 1.1 * lightest_bytes(folded, slow)
+    (warning,) = slow_axes(folded, slow, memory_limit_bytes=limit)
+    assert "axis 'tp' of 16 ranks at 1 GB/s" in warning
+    fast = Setting((AxisCost("tp", 4, 4e11, 1e-6),), 3e14, 1.5e12, batch=8)
+    assert slow_axes(folded, fast, memory_limit_bytes=math.inf) == ()

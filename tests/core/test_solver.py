@@ -1,0 +1,211 @@
+"""The layout solver against exhaustive search, and what it finds on a decoder."""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from shardwright.core.conversions import table_bytes
+from shardwright.core.cost.kept import Kept, aliases
+from shardwright.core.cost.work import WorkCounter
+from shardwright.core.errors import PlanError
+from shardwright.core.fold import fold
+from shardwright.core.graph import Graph
+from shardwright.core.layout import Partial, Replicate, Split
+from shardwright.core.rules import labels as L
+from shardwright.core.solver import AxisCost, Setting, Solution, lightest_bytes, solve
+from shardwright.core.solver.limited import least_within
+from shardwright.core.solver.network import Network
+from shardwright.core.solver.problem import Move, UnitProblem
+from tests.core.toy import Builder, decoder
+
+BIG = {"layers": 2, "hidden": 1024, "heads": 16, "vocabulary": 32000, "sequence": 512}
+
+
+def setting(*axes: AxisCost, batch: int = 8) -> Setting:
+    return Setting(axes, flops_per_s=3e14, memory_bytes_per_s=1.5e12, batch=batch)
+
+
+def tp(size: int, bandwidth: float = 2e11) -> AxisCost:
+    return AxisCost("tp", size, bandwidth, 5e-6)
+
+
+def random_graph(seed: int) -> Graph:
+    """A few products, sums, activations and norms in a random order, with residuals."""
+    draws = np.random.default_rng(seed)
+    b = Builder()
+    width, length = 12, 6
+    values = [b.elementwise("gelu", b.input("x", -1, length, width, dtype="float32"))]
+    for i in range(int(draws.integers(3, 5))):
+        x = values[draws.integers(len(values))]
+        match draws.integers(4):
+            case 0:
+                wide = int(draws.choice([12, 24]))
+                y = b.linear(x, b.parameter(f"w{i}", b.tensors[x].fixed[2], wide), None, wide)
+                if wide != width:
+                    y = b.linear(y, b.parameter(f"v{i}", wide, width), None, width)
+            case 1:
+                y = b.elementwise("add", x, values[draws.integers(len(values))])
+            case 2:
+                y = b.elementwise("gelu", x)
+            case _:
+                y = b.op(
+                    "normalization", "layer_norm", [x], (-1, length, width), L.over_dims(b.shape(x), [2], "statistic")
+                )
+        values.append(y)
+    loss = b.op("reduction", "sum", [values[-1]], (), L.reduction(b.shape(values[-1]), [0, 1, 2]))
+    return b.build(loss)
+
+
+def network_of(graph: Graph, chosen: Setting) -> Network:
+    counter = WorkCounter(graph)
+    needing = {t for t in range(len(graph.tensors)) if counter.needs_gradient(t)}
+    (unit,) = fold(graph).units
+    return UnitProblem(graph, counter, unit, chosen, Kept(graph, aliases(graph), needing)).network
+
+
+def exhaustive(network: Network) -> tuple[np.ndarray, np.ndarray] | None:
+    """(cost, weight) of every combination of options; None when there are too many."""
+    sizes = [len(c) for c in network.costs]
+    if math.prod(sizes) > 3_000_000:
+        return None
+    cost, weight = np.zeros(sizes), np.zeros(sizes)
+    for node in range(len(sizes)):
+        shape = [1] * len(sizes)
+        shape[node] = sizes[node]
+        cost = cost + network.costs[node].reshape(shape)
+        weight = weight + network.weights[node].reshape(shape)
+    for (a, b), table in network.edges.items():
+        shape = [1] * len(sizes)
+        shape[a], shape[b] = table.shape
+        cost = cost + table.reshape(shape)
+    return cost, weight
+
+
+def test_three_hundred_random_graphs_against_exhaustive_search() -> None:
+    """Without a limit the optimum exactly; with one, within 1% and never over."""
+    compared = limited = seed = 0
+    while compared < 300:
+        seed += 1
+        network = network_of(random_graph(seed), setting(tp(2, float(10 ** (8 + seed % 4))), batch=2 + seed % 3))
+        every = exhaustive(network)
+        if every is None:
+            continue
+        compared += 1
+        cost, weight = every
+        least, chosen = network.least()
+        assert least == pytest.approx(cost.min(), rel=1e-9)
+        assert network.total(chosen)[0] == pytest.approx(least, rel=1e-9)
+        light, free = weight[np.isfinite(cost)].min(), network.total(chosen)[1]
+        if free <= light:
+            continue
+        limited += 1
+        limit = (light + free) / 2
+        answer = least_within(network, limit)
+        best = cost[weight <= limit].min()
+        assert answer.weight <= limit * (1 + 1e-9)
+        assert best * (1 - 1e-9) <= answer.cost <= best * 1.01
+        assert answer.gap >= (answer.cost - best) / answer.cost - 1e-9
+    assert limited >= 50
+
+
+def test_a_limit_that_nothing_meets_is_refused() -> None:
+    network = Network()
+    network.node([1.0, 2.0], [5.0, 4.0])
+    with pytest.raises(PlanError, match="not even the lightest"):
+        least_within(network, 3.0)
+    with pytest.raises(PlanError, match="the lightest layouts need"):
+        solve(fold(decoder(**BIG)), setting(tp(4)), memory_limit_bytes=1e6)
+
+
+def test_choices_that_exclude_each_other_are_refused() -> None:
+    network = Network()
+    a, b = network.node([0.0, 0.0]), network.node([0.0, 0.0])
+    network.edge(a, b, np.full((2, 2), np.inf))
+    with pytest.raises(PlanError, match="no combination"):
+        network.least()
+
+
+def named(graph: Graph, found: Solution) -> dict[str, object]:
+    return {graph.tensors[t].name: layout.on("tp") for t, layout in found.layouts().items()}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_finds_megatron_with_sequence_parallel_borders(ranks: int, transposed: bool) -> None:
+    graph = decoder(**BIG, transposed=transposed)
+    folded = fold(graph)
+    found = solve(folded, setting(tp(ranks)), memory_limit_bytes=1.01 * lightest_bytes(folded, setting(tp(ranks))))
+    layouts = named(graph, found)
+    column, row = (0, 1) if transposed else (1, 0)
+    assert layouts["h.0.c_attn"] == Split(column, (1024, 1024, 1024))
+    assert layouts["h.0.c_attn_b"] == Split(0, (1024, 1024, 1024))
+    assert layouts["h.0.proj"] == Split(row)
+    assert layouts["h.0.fc"] == Split(column)
+    assert layouts["h.0.out"] == Split(row)
+    assert layouts["wte.weight"] == Split(0)
+    block = found.units[1]
+    assert block.enters.on("tp") == block.leaves.on("tp") == Split(1)
+    kinds = [(type(m.before), type(m.after), m.is_backward) for m in block.moves if not m.is_parameter]
+    # Each sublayer gathers the sequence and scatters its sum: the bytes of one all-reduce each way.
+    assert sorted(map(str, kinds)) == sorted(
+        map(
+            str,
+            2 * [(Split, Replicate, False), (Partial, Split, True), (Partial, Split, False), (Split, Replicate, True)],
+        )
+    )
+
+
+def moved_bytes(moves: Iterable[Move], ranks: int) -> float:
+    return sum(table_bytes(m.before, m.after, ranks, m.size_bytes) for m in moves if not m.is_parameter)
+
+
+@pytest.mark.parametrize("sequence", [509, 512])
+def test_never_more_bytes_than_one_all_reduce_per_sublayer_each_way(sequence: int) -> None:
+    """Megatron's formula: two all-reduces of the activation forward, two backward, 2(n-1)·|T| each."""
+    graph = decoder(**{**BIG, "sequence": sequence})
+    folded = fold(graph)
+    found = solve(folded, setting(tp(4)), memory_limit_bytes=1.01 * lightest_bytes(folded, setting(tp(4))))
+    activation = 8 * sequence * 1024 * 2
+    for block in found.units[1:3]:
+        assert 0 < moved_bytes(block.moves, 4) <= 4 * 2 * 3 * activation
+
+
+def test_two_axes_are_solved_together() -> None:
+    graph = decoder(**BIG)
+    axes = AxisCost("sp", 2, 2e10, 1e-5), tp(4)
+    found = solve(fold(graph), setting(*axes))
+    alone = solve(fold(graph), setting(tp(4)))
+    assert found.time_s < alone.time_s
+    used = {axis for layout in found.layouts().values() for axis, _ in layout.placements}
+    assert "tp" in used
+
+
+def test_slow_links_keep_everything_whole() -> None:
+    found = solve(fold(decoder(**BIG)), setting(tp(4, bandwidth=1e6)))
+    assert all(layout.is_replicated for layout in found.layouts().values())
+    assert not [m for unit in found.units for m in unit.moves]
+
+
+def test_pins_hold_and_the_rest_follows() -> None:
+    graph = decoder(**BIG)
+    folded = fold(graph)
+    tensor = {p.name: p.tensor for p in graph.parameters}
+    found = solve(folded, setting(tp(4)), pins={tensor["h.0.c_attn"]: (Replicate(),)})
+    assert named(graph, found)["h.0.c_attn"] == Replicate()
+    assert named(graph, found)["h.1.c_attn"] == Split(1, (1024, 1024, 1024))
+
+
+def test_heads_that_do_not_divide_are_never_split() -> None:
+    """The fused matrix may lie split by columns; what it makes is put together before it becomes 15 heads."""
+    graph = decoder(**{**BIG, "hidden": 960, "heads": 15})
+    folded = fold(graph)
+    found = solve(folded, setting(tp(8)), memory_limit_bytes=1.01 * lightest_bytes(folded, setting(tp(8))))
+    assert named(graph, found)["h.0.fc"] == Split(1)
+    block = found.units[1]
+    attention = next(op for op in graph.ops if op.kind == "attention")
+    heads = set(attention.inputs)
+    for move in block.moves:
+        if move.tensor in heads:
+            assert Split(1) not in (move.before, move.after)
