@@ -1,5 +1,6 @@
 """`shardwright simulate`: when every action of a plan's pipeline would run."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from shardwright.commands.output import (
     view_width,
     write_text,
 )
+from shardwright.core.breakdown import break_down
 from shardwright.core.plan import Plan
 
 
@@ -26,11 +28,12 @@ def simulate_command(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Simulate the pipeline of a plan with its own costs: time, idle share and live activations of every rank."""
+    """Simulate a plan's step with its own costs: where the time of every rank goes, and its live activations."""
     for path in (svg, trace):
         require_folder(path)
     loaded = Plan.load(plan)
     timeline = simulate(loaded)
+    parts = break_down(loaded)
     saved: dict[str, str] = {}
     if svg is not None:
         from shardwright.report.svg import timeline_svg
@@ -51,6 +54,7 @@ def simulate_command(
                 "schedule": loaded.decision.schedule,
                 "microbatches": loaded.microbatches,
                 "makespan_s": timeline.makespan_s,
+                "step_time_s": loaded.predicted.step_time_s,
                 "ranks": [
                     {
                         "rank": rank,
@@ -58,6 +62,7 @@ def simulate_command(
                         "bubble_fraction": timeline.bubble_fraction[rank],
                         "peak_live_activations": timeline.peak_live_activations[rank],
                         "peak_activation_bytes": timeline.peak_activation_bytes[rank],
+                        "step": asdict(parts[rank]),
                     }
                     for rank in range(timeline.ranks)
                 ],
@@ -65,10 +70,15 @@ def simulate_command(
             }
         )
         return
-    from shardwright.report.tables import timeline_view
+    from shardwright.report.tables import step_view, timeline_view
     from shardwright.report.terminal import timeline_text
 
     drawing = timeline_text(timeline, view_width() - len("rank 000  "))
     print_view(
-        timeline_view(loaded, timeline), "", drawing, *(f"{kind} saved to {path}" for kind, path in saved.items())
+        timeline_view(loaded, timeline),
+        "",
+        step_view(parts),
+        "",
+        drawing,
+        *(f"{kind} saved to {path}" for kind, path in saved.items()),
     )

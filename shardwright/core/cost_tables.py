@@ -85,6 +85,7 @@ class CostTables:
         self._splits: dict[int, dict[int, UnitSplit]] = {}
         self._tables: dict[tuple[int, int, int, Recompute], UnitTable] = {}
         self._costs: dict[tuple[int, int], tuple[UnitCost, ...]] = {}
+        self._held: dict[int, tuple[tuple[tuple[tuple[int, ...], int], ...], int]] = {}
         self._boundary: tuple[tuple[int, int], ...] | None = None
 
     def split(self, tp: int) -> dict[int, UnitSplit]:
@@ -132,7 +133,7 @@ class CostTables:
         return self._tables[key]
 
     def _make_table(self, mesh: Mesh, microbatch: int, recompute: Recompute) -> UnitTable:
-        graph, tp = self.graph, mesh.axis_size("tp")
+        tp = mesh.axis_size("tp")
         classes = self.class_costs(tp, microbatch)
 
         boundary = tuple(fixed + slope * microbatch for fixed, slope in self._boundaries())
@@ -142,29 +143,37 @@ class CostTables:
         if mesh.axis_size("pp") > 1:
             known = {size: self._send_s(size, mesh) for size in set(boundary)}
             seconds = tuple(known[size] for size in boundary)
-        splits = self.split(tp)
-        ties = []
-        largest = 0
-        for parameter, users in self._users().items():
-            tensor = graph.parameters[parameter].tensor
-            # Only its class's first unit names the tensor that is split: repeated blocks are all alike.
-            representative = self.folded.units[self.folded.classes[self.folded.units[users[0]].fold_class][0]]
-            place = self.folded.units[users[0]].parameters.index(parameter)
-            named = graph.parameters[representative.parameters[place]].tensor
-            is_split = any(t == named for t, _ in splits[representative.fold_class].dims)
-            elements = graph.tensors[tensor].elements(1) // (tp if is_split else 1)
-            largest = max(largest, elements)
-            if len(users) > 1:
-                ties.append((users, elements))
+        ties, largest = self._held_parameters(tp)
         return UnitTable(
             tuple(classes[unit.fold_class] for unit in self.folded.units),
             boundary,
             seconds,
-            tuple(ties),
+            ties,
             largest,
             recompute,
             self.repeated,
         )
+
+    def _held_parameters(self, tp: int) -> tuple[tuple[tuple[tuple[int, ...], int], ...], int]:
+        """What one rank holds of parameters at a tensor degree: of each tied one its users and entries, and the entries
+        of the largest of all. Counted once for each degree."""
+        if tp not in self._held:
+            graph, units, classes, splits = self.graph, self.folded.units, self.folded.classes, self.split(tp)
+            cut = {c: {tensor for tensor, _ in split.dims} for c, split in splits.items()}
+            ties: list[tuple[tuple[int, ...], int]] = []
+            largest = 0
+            for parameter, users in self._users().items():
+                # Only its class's first unit names the tensor that is split: repeated blocks are all alike.
+                first = units[users[0]]
+                place = first.parameters.index(parameter)
+                named = graph.parameters[units[classes[first.fold_class][0]].parameters[place]].tensor
+                entries = graph.tensors[graph.parameters[parameter].tensor].elements(1)
+                elements = entries // (tp if named in cut[first.fold_class] else 1)
+                largest = max(largest, elements)
+                if len(users) > 1:
+                    ties.append((users, elements))
+            self._held[tp] = (tuple(ties), largest)
+        return self._held[tp]
 
     @property
     def _added_bytes(self) -> int:

@@ -12,7 +12,6 @@ from shardwright.core.cost.unit import UnitCost
 from shardwright.core.memory import MemoryUse, Recompute, kept_bytes, recomputed_s, state_bytes, unit_recompute
 from shardwright.core.partition.exact import Matrix, min_max_cut, range_sums
 
-
 EVEN_SHARE = 1.15
 """How far above an equal share of the parameters a pipeline rank may be, beside one parameter that cannot be cut."""
 PRICE_OF_EVENNESS = 1.25

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from shardwright.core.breakdown import RankStep
 from shardwright.core.compare import Comparison
 from shardwright.core.layout import Layout, Split
 from shardwright.core.plan import Plan
@@ -61,6 +62,15 @@ def timeline_view(plan: Plan, timeline: Timeline) -> RenderableType:
             bytes_text(timeline.peak_activation_bytes[rank]),
         )
     return Group(head, table)
+
+
+def step_view(parts: Sequence[RankStep]) -> RenderableType:
+    """Where the time of a step goes, rank by rank."""
+    table = _table("Step", "rank", ">compute", ">transfers", ">bubble", ">gradients", ">optimizer", ">together")
+    for rank, part in enumerate(parts):
+        columns = (part.compute_s, part.transfer_s, part.bubble_s, part.gradients_s, part.optimizer_s, part.total_s)
+        table.add_row(str(rank), *map(seconds_text, columns))
+    return table
 
 
 def _heading(plan: Plan) -> Text:

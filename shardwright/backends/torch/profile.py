@@ -29,7 +29,7 @@ def profile(
 ) -> Measurements:
     """Measure ``device``, and the default process group where there is one, in about ``budget_s`` seconds.
 
-    Every figure is the median of its runs after one to warm up. All ranks of the group must call this together.
+    Every figure is the lower quartile of its runs after one to warm up. All ranks of the group must call this together.
     """
     is_cuda = device.type == "cuda"
     sides = CUDA_SIDES if is_cuda else SIDES
@@ -51,29 +51,35 @@ def profile(
             step(f"{precision} product {m} × {k} × {n}")
             left = torch.randn(m, k, device=device, dtype=_DTYPES[precision])
             right = torch.randn(k, n, device=device, dtype=_DTYPES[precision])
-            seconds = _median_s(lambda a=left, b=right: a @ b, device, each)  # type: ignore[misc]
+            seconds = _quartile_s(lambda a=left, b=right: a @ b, device, each)  # type: ignore[misc]
             products.append(MeasuredProduct(precision, m, n, k, 2.0 * m * n * k / seconds))
     step("memory")
     large = torch.randn(1 << 24, device=device)
     target = torch.empty_like(large)
-    bandwidth = 2 * large.nbytes / _median_s(lambda: target.copy_(large), device, each)
+    bandwidth = 2 * large.nbytes / _quartile_s(lambda: target.copy_(large), device, each)
     step("elementwise chains")
-    values = torch.randn(4096, 1024, device=device)
-    moved = 3 * values.nbytes  # the value and the sum read, the result written
-    vector = moved / _median_s(lambda: _chain(values), device, each) / bandwidth
+    values = torch.randn(4096, 1024, device=device, requires_grad=True)
+    seed = torch.ones_like(values)
+
+    def both_ways() -> None:
+        torch.autograd.grad(_chain(values), values, seed)
+
+    # Forward, the value read twice and the result written; backward, counted as twice that.
+    moved = 3 * 3 * values.nbytes
+    vector = moved / _quartile_s(both_ways, device, each) / bandwidth
     step("launches")
     small = torch.randn(2, 8, device=device)
-    launch = _median_s(lambda: _chain(small), device, each, whole=False)
+    launch = _quartile_s(lambda: _chain(small), device, each, whole=False)
     host = bandwidth
     if is_cuda:
         pinned = torch.empty(large.shape, dtype=large.dtype, pin_memory=True)
-        host = large.nbytes / _median_s(lambda: pinned.copy_(large), device, each)
+        host = large.nbytes / _quartile_s(lambda: pinned.copy_(large), device, each)
     samples = []
     for size in MESSAGES if ranks > 1 else ():
         step(f"all-reduce of {size >> 10} KiB")
         message = torch.ones(size // 4, device=device)
         # Every rank runs as often as every other: a time budget of its own would leave one waiting.
-        seconds = _median_s(lambda t=message: dist.all_reduce(t), device, each, runs=7)  # type: ignore[misc]
+        seconds = _quartile_s(lambda t=message: dist.all_reduce(t), device, each, runs=7)  # type: ignore[misc]
         samples.append(LinkSample(size, seconds))
     return Measurements(
         name=name,
@@ -95,10 +101,12 @@ def _chain(values: torch.Tensor) -> torch.Tensor:
     return values + torch.nn.functional.gelu(normal)
 
 
-def _median_s(
+def _quartile_s(
     run: Callable[[], object], device: torch.device, budget_s: float, *, runs: int = 0, whole: bool = True
 ) -> float:
-    """Median seconds of a call; ``runs`` fixed calls, or as many as the budget allows, at least 3.
+    """Seconds of a call, the lower quartile of several: other programs only ever make it longer.
+
+    ``runs`` fixed calls, or as many as the budget allows, at least 5.
 
     Not ``whole``: the time to issue it, without waiting for the device.
     """
@@ -111,13 +119,13 @@ def _median_s(
     synchronize()
     times: list[float] = []
     began = time.perf_counter()
-    while len(times) < (runs or 3) or (not runs and time.perf_counter() - began < budget_s and len(times) < 200):
+    while len(times) < (runs or 5) or (not runs and time.perf_counter() - began < budget_s and len(times) < 200):
         started = time.perf_counter()
         run()
         if whole:
             synchronize()
         times.append(time.perf_counter() - started)
-    return sorted(times)[len(times) // 2]
+    return sorted(times)[len(times) // 4]
 
 
 def _memory_bytes(device: torch.device, ranks: int) -> int:

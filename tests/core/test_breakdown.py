@@ -1,0 +1,33 @@
+"""The parts of a step add up, and each is what it says."""
+
+import pytest
+
+import shardwright as sw
+from shardwright import Cluster
+from shardwright.core.breakdown import break_down
+from tests.core.toy import decoder
+
+GRAPH = decoder(layers=8, hidden=256, heads=8, vocabulary=1024, sequence=128)
+
+
+@pytest.mark.parametrize(
+    "pins", [{"pp": 4, "dp": 2, "tp": 2}, {"pp": 1, "dp": 16, "tp": 1}, {"pp": 8, "dp": 2, "tp": 1}]
+)
+def test_the_parts_add_up_to_the_step_on_every_rank(pins: dict[str, int]) -> None:
+    plan = sw.plan(GRAPH, Cluster("a100-80gb", nodes=2, devices_per_node=8), batch=64, microbatch=2, **pins)
+    parts = break_down(plan)
+    assert len(parts) == plan.decision.pp
+    for part in parts:
+        assert part.total_s == pytest.approx(plan.predicted.step_time_s, rel=1e-6)
+        assert min(part.compute_s, part.gradients_s, part.optimizer_s) > 0
+        assert min(part.transfer_s, part.bubble_s) >= 0
+
+
+def test_slow_links_are_transfers_and_few_microbatches_are_bubbles() -> None:
+    pins = {"pp": 4, "dp": 1, "tp": 1, "microbatch": 1}
+    fast = Cluster("a100-80gb", nodes=4, devices_per_node=1)
+    slow = Cluster("a100-80gb", nodes=4, devices_per_node=1, inter_node="ethernet-10g")
+    near, far = (break_down(sw.plan(GRAPH, c, batch=16, **pins))[0] for c in (fast, slow))
+    assert far.transfer_s > 3 * near.transfer_s
+    few, many = (break_down(sw.plan(GRAPH, fast, batch=b, **pins))[0] for b in (4, 64))
+    assert few.bubble_s / few.compute_s > 4 * many.bubble_s / many.compute_s
