@@ -41,7 +41,7 @@ def test_every_pair_on_one_axis(shape: tuple[int, int], ranks: int, before: Plac
         assert moved == table_bytes(before, after, ranks, 8 * shape[0] * shape[1])
 
 
-@pytest.mark.parametrize("shape", [(5, 7), (4, 8)])
+@pytest.mark.parametrize("shape", [(5, 7), pytest.param((4, 8), marks=pytest.mark.slow)])
 def test_all_256_pairs_on_two_by_two(shape: tuple[int, int]) -> None:
     mesh = Mesh.of(x=2, y=2)
     layouts = [Layout.of(x=a, y=b) for a, b in product(PLACES, PLACES)]

@@ -4,7 +4,7 @@ Exchanges are pair by pair, so that any transport carries them; reductions of pa
 rank sends is counted, padding included, as the core predicts it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -15,7 +15,12 @@ from shardwright.core.errors import LayoutError
 from shardwright.core.layout import Partial, Replicate
 from shardwright.core.pieces import Places, common, entries, held
 
-REDUCE = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax, "min": torch.amin}
+REDUCE: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "sum": torch.sum,
+    "mean": torch.mean,
+    "max": torch.amax,
+    "min": torch.amin,
+}
 NEUTRAL = {"sum": 0.0, "mean": 0.0, "max": -float("inf"), "min": float("inf")}
 
 
