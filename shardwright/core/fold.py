@@ -1,24 +1,21 @@
 """Units and folding: the pieces that a pipeline cut keeps whole, and which of them are the same.
 
-A unit is a contiguous range of ops: one call of a block in an indexed container (``h.3``, ``layers.3``, ``Block_3``),
-or what lies between such blocks (embeddings; final norm, head and loss). Where a framework records no module calls
-(a pure JAX function), ops belong to the block whose parameters they use. Ops that belong to nobody are divided where
-the fewest bytes cross. Identical units fold into one class, so that 96 layers cost what one does.
+A unit is a contiguous range of ops: one call of a block (`core.blocks`), or what lies between blocks (embeddings; final
+norm, head and loss). Where a framework records no module calls (a pure JAX function), ops belong to the block whose
+parameters they use. Ops that belong to nobody are divided where the fewest bytes cross. Identical units fold into one
+class, so that 96 layers cost what one does.
 """
 
 import itertools
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.core.blocks import call_tree, find_blocks, parameter_tree
 from shardwright.core.errors import CaptureError
 from shardwright.core.graph import Graph
-
-INDEXED = re.compile(r"^(?:(?P<stem>.+)_)?(?P<index>\d+)$")
-"""``3`` and ``Block_3``, not ``fc3``: PyTorch containers and Flax's automatic names."""
 
 GLUE = "glue"
 
@@ -80,23 +77,22 @@ def fold(graph: Graph) -> Folded:
 
 
 def _block_of_calls(graph: Graph) -> list[str | None]:
-    """For every call, the outermost indexed block around it (a key that tells calls of one block apart)."""
+    """For every call, the block around it (a key that tells the calls of one block apart)."""
+    blocks = find_blocks(call_tree(graph))
     found: list[str | None] = []
     for index, call in enumerate(graph.calls):
         outer = found[call.parent] if index and call.parent < index else None
-        if outer is None and call.path and INDEXED.match(call.path.rsplit(".", 1)[-1]):
+        if outer is None and index in blocks:
             outer = f"{call.path}#{call.occurrence}"
         found.append(outer)
     return found
 
 
-def _block_of_parameter(name: str) -> str | None:
-    """``h.3.attn.kernel`` → ``h.3``; None for a parameter outside every indexed block."""
-    parts = name.split(".")
-    for depth, part in enumerate(parts[:-1]):
-        if INDEXED.match(part):
-            return ".".join(parts[: depth + 1])
-    return None
+def _block_of_parameters(graph: Graph) -> dict[int, str]:
+    """For every parameter inside a block, by name alone, its tensor and the block's path."""
+    nodes = parameter_tree(graph)
+    blocks = sorted((nodes[b].path for b in find_blocks(nodes)), key=len)
+    return {p.tensor: b for p in graph.parameters for b in blocks if p.name.startswith(f"{b}.")}
 
 
 def _owners(graph: Graph) -> list[str | None]:
@@ -105,16 +101,17 @@ def _owners(graph: Graph) -> list[str | None]:
     blocks = _block_of_calls(graph)
     if has_calls and not any(blocks):  # no indexed container at all: every innermost module is a unit
         blocks = [f"{call.path}#{call.occurrence}" if call.path else None for call in graph.calls]
-    names = {p.tensor: p.name for p in graph.parameters}
+    parameters = {p.tensor for p in graph.parameters}
+    named_blocks = {} if has_calls else _block_of_parameters(graph)
     owners: list[str | None] = []
     for op in graph.ops:
-        used = [names[t] for t in op.inputs if t in names]
+        used = [t for t in op.inputs if t in parameters]
         if blocks[op.call] is not None:
             owners.append(blocks[op.call])
         elif op.call:
             owners.append(GLUE)
         elif used:
-            owners.append((None if has_calls else _block_of_parameter(used[0])) or GLUE)
+            owners.append(named_blocks.get(used[0], GLUE))
         else:
             owners.append(None)
     return owners

@@ -1,5 +1,6 @@
 import pytest
 
+from shardwright.core.blocks import Node, find_blocks
 from shardwright.core.errors import CaptureError, PlanError
 from shardwright.core.fold import CallRef, fold
 from shardwright.core.graph import Graph
@@ -112,3 +113,54 @@ def test_a_parameter_that_no_op_reads_is_bound_apart() -> None:
     require_names(binding, ("used", "spare"), "Toy")
     with pytest.raises(PlanError, match="spare"):
         require_names(binding, ("used",), "Toy")
+
+
+def blocks_of(*modules: tuple[str, tuple[int, ...] | None]) -> list[str]:
+    """The blocks of a tree of modules, given as paths in order, each with the shape of its own parameter or None."""
+    nodes = [Node("")]
+    place = {"": 0}
+    for path, shape in modules:
+        parent = path
+        while parent not in place:
+            parent = parent.rpartition(".")[0]
+        place[path] = len(nodes)
+        nodes[place[parent]].children.append(len(nodes))
+        nodes.append(Node(path))
+        while shape is not None:
+            nodes[place[path]].shapes[shape] += 1
+            if not path:
+                break
+            path = path.rpartition(".")[0]
+            while path not in place:
+                path = path.rpartition(".")[0]
+    return [nodes[b].path for b in sorted(find_blocks(nodes))]
+
+
+def encoder(prefix: str, names: list[str], width: int = 8) -> list[tuple[str, tuple[int, ...] | None]]:
+    rows: list[tuple[str, tuple[int, ...] | None]] = [(prefix, None)] if prefix else []
+    for name in names:
+        path = f"{prefix}.{name}" if prefix else name
+        rows += [(path, None), (f"{path}.Dense_0", (width, 4 * width)), (f"{path}.Dense_1", (4 * width, width))]
+    return rows
+
+
+@pytest.mark.parametrize("names", [[f"blk{i}" for i in range(4)], [f"Blk_{i}" for i in range(4)], ["0", "1", "2"]])
+@pytest.mark.parametrize("prefix", ["", "Enc_0", "encoder", "0"])
+def test_blocks_are_found_however_they_are_named_and_nested(prefix: str, names: list[str]) -> None:
+    head = ("1", (8, 2)) if prefix == "0" else ("head", (8, 2))
+    found = blocks_of(*encoder(prefix, names), head)
+    expected = [f"{prefix}.{name}" if prefix else name for name in names]
+    assert found == ([*expected, "1"] if prefix == "0" else expected)
+
+
+def test_stages_of_unlike_widths_are_opened_and_like_blocks_are_not() -> None:
+    stages = [*encoder("layer1", ["0", "1"], 8), *encoder("layer2", ["0", "1"], 16)]
+    assert blocks_of(("conv1", (3, 3)), *stages, ("fc1", (16, 2))) == ["layer1.0", "layer1.1", "layer2.0", "layer2.1"]
+    like = [*encoder("block.0", ["layer.0", "layer.1"]), *encoder("block.1", ["layer.0", "layer.1"])]
+    assert blocks_of(*like) == ["block.0", "block.1"]
+
+
+def test_numbered_leaves_are_no_blocks_beside_real_ones() -> None:
+    layer = [("h.0", None), ("h.0.ln_1", (8,)), ("h.0.ln_2", (8,)), ("h.0.fc", (8, 32))]
+    assert blocks_of(*layer) == ["h.0"]
+    assert blocks_of(("fc1", (8, 8)), ("fc2", (8, 8))) == []
