@@ -16,7 +16,7 @@ def loss_fn(model, batch):
 
 batch = {"x": jax.random.normal(jax.random.key(0), (32, 64)), "y": jnp.ones((32, 64))}
 graph = sw.capture(model, batch, loss_fn)
-plan = sw.plan(graph, sw.Cluster("cpu", devices_per_node=8), batch=32, dp=4, tp=2, pp=1)
+plan = sw.plan(graph, sw.Cluster("cpu", devices_per_node=8), batch=32, dp=4, tp=2, pp=1, precision="fp32")
 train = sw.train_step(loss_fn, optax.adamw(1e-3), plan)
 state = train.init(model)
 for _ in range(5):

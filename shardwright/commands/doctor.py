@@ -89,8 +89,18 @@ class Diagnosis:
 
 def doctor_command(
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    rules: Annotated[
+        bool, typer.Option("--rules", help="Show the layout rules of every op of the example models instead.")
+    ] = False,
 ) -> None:
     """Show versions, devices and backends, what is missing and how to get it; exit with 1 if no framework works."""
+    if rules:
+        from shardwright.commands.rules import (
+            rules_command,
+        )  # imports the layout rules, which doctor alone does not need
+
+        rules_command(json)
+        return
     with Console(stderr=True).status("Asking the frameworks for their devices …"):
         diagnosis = diagnose()
     if json:

@@ -193,6 +193,10 @@ class Plan:
         ends = (*starts[1:], len(self.model.unit_classes))
         return tuple(range(a, b) for a, b in zip(starts, ends, strict=True))
 
+    def is_pinned(self, name: str) -> bool:
+        """Whether the user gave this part of the decision, rather than leaving it to the search."""
+        return any(pin.startswith(f"{name}=") for pin in self.provenance.pinned)
+
     def build_schedule(self) -> Schedule:
         """The table of actions. Raises ScheduleError when the schedule does not admit the sizes."""
         return Schedule.build(

@@ -121,7 +121,7 @@ def shutdown() -> None:
 def _leave_at_exit() -> None:
     """Leave the group of a script that ends without `shutdown`, while the interpreter is still whole.
 
-    A thread of Gloo's that lets go of its last tensor while the interpreter is being taken down aborts the process, and
+    A process was once seen to abort at exit, perhaps because a thread of Gloo's outlived the interpreter, and
     the launcher calls a finished run failed. After an uncaught error peers may be gone, and nothing is waited for.
     """
     if getattr(sys, "last_value", None) is None:

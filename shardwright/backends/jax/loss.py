@@ -38,7 +38,9 @@ class LossFunction:
         names = {p.name for p in parameters}
         keywords = frozenset({"rngs", "state"} if open_ended else names & {"rngs", "state"})
         blocks = frozenset(call.path for unit in plan.binding("jax").units for call in unit.calls)
-        return cls(function, keywords, plan.decision.precision, plan.decision.recompute, blocks)
+        # A precision that nobody asked for is what the planner counted with, not an order to change the model.
+        precision = plan.decision.precision if plan.is_pinned("precision") else "as given"
+        return cls(function, keywords, precision, plan.decision.recompute, blocks)
 
     def __call__(
         self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any

@@ -110,9 +110,7 @@ def _convolution(params: dict[str, Any], before: list[Shape], after: list[Shape]
     return "contraction", Labelled((tuple(source), tuple(weight), tuple(out)), tuple(special))
 
 
-def _attention(
-    params: dict[str, Any], before: list[Shape], after: list[Shape], *, causal: bool = False
-) -> Translation:
+def _attention(params: dict[str, Any], before: list[Shape], after: list[Shape], *, causal: bool = False) -> Translation:
     """Operands [batch …, query or key position, head, width], biases and masks [batch …, head, query, key]. Fewer key
     than query heads (grouped queries) share the heads' label: contiguous pieces of both belong together."""
     query, key, value = before[:3]

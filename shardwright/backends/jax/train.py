@@ -1,6 +1,7 @@
 """Training under a plan: dp × tp by NamedSharding inside one jitted step."""
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,6 +63,7 @@ class TrainStep:
         batch_dims: Any = None,
     ) -> None:
         _require_supported(plan)
+        _warn_of_precision(plan)
         self.plan = plan
         self.optimizer = optimizer
         self.mesh = bind(plan.mesh, devices)
@@ -211,15 +213,28 @@ class TrainStep:
 def _require_supported(plan: Plan) -> None:
     decision = plan.decision
     CAPABILITIES.require_axes({"pp": decision.pp})
-    if decision.precision not in ("fp32", "bf16"):
+    if decision.precision not in ("fp32", "bf16") and plan.is_pinned("precision"):
         raise MissingCapabilityError(
             f"the plan has precision={decision.precision!r}, but the JAX runtime of this version trains in fp32 and "
             "bf16: plan with one of them"
+        )
+    if decision.sequence_parallel and decision.tp > 1:
+        raise MissingCapabilityError(
+            "the plan has sequence_parallel, which the JAX runtime of this version does not lay out: plan without it"
         )
     if decision.shard and decision.shard_group not in (None, decision.dp):
         raise MissingCapabilityError(
             f"the plan shards over groups of {decision.shard_group} of dp={decision.dp}, but the JAX runtime of this "
             "version shards over all of dp: plan without shard_group"
+        )
+
+
+def _warn_of_precision(plan: Plan) -> None:
+    if plan.decision.precision != "fp32" and not plan.is_pinned("precision"):
+        warnings.warn(
+            f"the plan counts on {plan.decision.precision}, which nobody pinned: the model runs as it is, so time and "
+            f"memory may differ from what was predicted; plan with precision={plan.decision.precision!r} to compute in it",
+            stacklevel=4,
         )
 
 
