@@ -233,7 +233,7 @@ def _warn_of_precision(plan: Plan) -> None:
     if plan.decision.precision != "fp32" and not plan.is_pinned("precision"):
         warnings.warn(
             f"the plan counts on {plan.decision.precision}, which nobody pinned: the model runs as it is, so time and "
-            f"memory may differ from what was predicted; plan with precision={plan.decision.precision!r} to compute in it",
+            f"memory may differ from what was predicted; pin precision={plan.decision.precision!r} to compute in it",
             stacklevel=4,
         )
 
