@@ -6,22 +6,17 @@ time; the best few are simulated.
 """
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from typing import Any
 
 from shardwright.core.cluster import Cluster
-from shardwright.core.cost.work import PRECISION_BYTES
 from shardwright.core.cost_tables import CostTables
 from shardwright.core.errors import PlanError, ScheduleError
 from shardwright.core.graph import Graph
 from shardwright.core.memory import (
-    OPTIMIZER_STATES,
-    MemoryUse,
     Recompute,
     kept_bytes,
     live_microbatches,
@@ -40,9 +35,8 @@ from shardwright.core.plan import (
     pinned_summary,
     summarize,
 )
+from shardwright.core.predict import StepModel, placement_of, seconds_per_rank, simulated_makespan_s, stage_costs
 from shardwright.core.request import Request
-from shardwright.core.schedule import Schedule, StageCosts
-from shardwright.core.simulate import simulate_schedule
 from shardwright.core.stages import MemoryRequest, UnitTable
 
 SIMULATED = 3
@@ -50,9 +44,6 @@ SIMULATED = 3
 MAX_MICROBATCH = 64
 REPORTED_ALTERNATIVES = 4
 REMEMBERED_TABLES = 8
-HIDDEN_SHARE = 0.9
-"""How much of the compute time sharded parameters' traffic can hide behind. Prior: the first gather and the last
-scatter of a pass have nothing beside them, about a tenth of a pass of a dozen units or more."""
 Progress = Callable[[int, int], None]
 """Called with (candidates scored, candidates in all)."""
 
@@ -116,6 +107,7 @@ class _Search:
         )
         self.device, self.precision = self.tables.device, self.tables.precision
         self.folded = self.tables.folded
+        self.step = StepModel(cluster, self.device, self.precision)
 
     def run(self, progress: Progress | None) -> Plan:
         candidates = list(self._candidates())
@@ -213,7 +205,7 @@ class _Search:
         stages = pp * request.virtual_stages
         try:
             live = live_microbatches(request.schedule, pp, candidate.microbatches, request.virtual_stages)
-            placement = _placement(request.schedule, pp, request.virtual_stages)
+            placement = placement_of(request.schedule, pp, request.virtual_stages)
         except ScheduleError as error:
             if request.pp is not None:
                 raise PlanError(f"schedule {request.schedule!r} at pp={pp}: {error}") from error
@@ -253,12 +245,12 @@ class _Search:
             sequence_parallel=request.sequence_parallel,
             gradient_precision=request.gradient_precision,
         )
-        costs = _stage_costs(table, starts)
+        costs = stage_costs(table, starts)
         per_stage = [sum(parts) for parts in zip(costs.forward_s, costs.backward_s, strict=True)]
         round_s = sum(per_stage) + 2 * sum(costs.transfer_s)
-        busiest = max(_per_rank(per_stage, placement, pp))
+        busiest = max(seconds_per_rank(per_stage, placement, pp))
         pipeline = round_s / request.virtual_stages + (candidate.microbatches - 1 / request.virtual_stages) * busiest
-        predicted = self._predicted(decision, table, starts, placement, memory, pipeline if pp > 1 else None)
+        predicted = self.step.predicted(decision, table, starts, placement, memory, pipeline if pp > 1 else None)
         return _Scored(decision, table, predicted, over)
 
     def _require_starts(self, starts: list[int], stages: int) -> None:
@@ -271,102 +263,16 @@ class _Search:
                 f"and stay below the model's {units} units"
             )
 
-    def _predicted(
-        self,
-        decision: Decision,
-        table: UnitTable,
-        starts: list[int],
-        placement: tuple[int, ...],
-        memory: tuple[MemoryUse, ...],
-        pipeline_s: float | None,
-    ) -> Predicted:
-        mesh = Mesh.of(pp=decision.pp, dp=decision.dp, tp=decision.tp)
-        work = [0.0] * decision.pp
-        collective = [0.0] * decision.pp
-        elements = [0] * decision.pp
-        ends = (*starts[1:], len(table.units))
-        for stage, (a, b) in enumerate(zip(starts, ends, strict=True)):
-            rank = placement[stage]
-            work[rank] += float(table.seconds[a:b].sum()) * decision.microbatches
-            collective[rank] += sum(u.collective_s for u in table.units[a:b]) * decision.microbatches
-            elements[rank] += int(table.range_elements[a, b])
-        pipeline = pipeline_s if pipeline_s is not None else max(work)
-        reduce_s, update_s = self._tail(mesh, decision, max(elements), pipeline)
-        reduce_s += self._tied_s(mesh, table, starts, placement)
-        return Predicted(
-            step_time_s=pipeline + reduce_s + update_s,
-            pipeline_s=pipeline,
-            bubble_fraction=max(0.0, 1 - sum(work) / (decision.pp * pipeline)) if pipeline else 0.0,
-            tensor_collective_s=max(collective),
-            data_parallel_s=reduce_s,
-            optimizer_s=update_s,
-            memory_by_stage_rank=memory,
-            mesh=mesh,
-        )
-
-    def _sharded_s(self, mesh: Mesh, decision: Decision, size: int, reduced: int, pipeline_s: float) -> float:
-        """Seconds of sharded parameters' traffic that computing does not hide.
-
-        Every microbatch gathers the parameters for its forward and again for its backward, and scatters its gradients,
-        inside the shard group and while the units beside it compute; groups of one replica each then add up their
-        shards (arXiv 2205.00119, sections 3.2 and 3.4).
-        """
-        members = mesh.group(0, "dp")
-        ways = decision.shard_group or len(members)
-        shard = self.cluster.group(members[:ways])
-        each = 2 * shard.all_gather_s(size) + shard.reduce_scatter_s(reduced)
-        exposed = max(0.0, each * decision.microbatches - pipeline_s * HIDDEN_SHARE)
-        if ways < len(members):
-            exposed += self.cluster.group(members[::ways]).all_reduce_s(reduced / ways)
-        return exposed
-
-    def _tail(self, mesh: Mesh, decision: Decision, elements: int, pipeline_s: float) -> tuple[float, float]:
-        """(seconds to reduce gradients over dp, seconds of the optimizer step) on the fullest rank, nothing hidden."""
-        dp = mesh.axis_size("dp")
-        width = PRECISION_BYTES[self.precision]
-        size = elements * width
-        reduced = elements * PRECISION_BYTES[decision.gradient_precision or self.precision]
-        reduce_s = 0.0
-        if dp > 1:
-            group = self.cluster.group(mesh.group(0, "dp"))
-            if decision.shard == 0:
-                reduce_s = group.all_reduce_s(reduced)
-            else:
-                reduce_s = group.reduce_scatter_s(reduced) + group.all_gather_s(size)
-            if decision.shard == 3:
-                reduce_s = self._sharded_s(mesh, decision, size, reduced, pipeline_s)
-        ways = (decision.shard_group or dp) if decision.shard else 1
-        states = OPTIMIZER_STATES[decision.optimizer]
-        # Reads parameter, gradient and states, writes parameter and states, in fp32. In mixed precision the 16-bit
-        # parameter is written after it, and before it the gradient is read in 16 bits and written in 32. Gradients that
-        # add up in 32 bits are kept: cleared, unscaled in place, read for their norm and clipped in place.
-        mixed = 0
-        if width < 4:
-            mixed = width + (4 + 24 if decision.gradient_precision == "fp32" else width + 4)
-        touched = elements / ways * (4 * (3 + 2 * states) + mixed)
-        bandwidth = self.device.memory_bandwidth_bytes_per_s * self.device.memory_efficiency
-        return reduce_s, touched / bandwidth
-
-    def _tied_s(self, mesh: Mesh, table: UnitTable, starts: list[int], placement: tuple[int, ...]) -> float:
-        """Seconds to add up the gradients of parameters that several pipeline ranks hold."""
-        total = 0.0
-        for users, elements in table.ties:
-            ranks = sorted({placement[bisect_right(starts, unit) - 1] for unit in users})
-            if len(ranks) > 1:
-                group = self.cluster.group([mesh.rank({"pp": rank}) for rank in ranks])
-                total += group.all_reduce_s(elements * PRECISION_BYTES[self.precision])
-        return total
-
     def _simulated(self, scored: _Scored) -> _Scored:
         """The same with its pipeline time simulated."""
         decision = scored.decision
         if decision.pp == 1:
             return scored
         starts = list(decision.stage_starts)
-        costs = _stage_costs(scored.table, starts)
+        costs = stage_costs(scored.table, starts)
         pipeline = simulated_makespan_s(decision, costs)
-        placement = _placement(decision.schedule, decision.pp, decision.virtual_stages)
-        predicted = self._predicted(
+        placement = placement_of(decision.schedule, decision.pp, decision.virtual_stages)
+        predicted = self.step.predicted(
             decision, scored.table, starts, placement, scored.predicted.memory_by_stage_rank, pipeline
         )
         return _Scored(decision, scored.table, predicted, scored.over_bytes)
@@ -462,55 +368,6 @@ class _Search:
             return sum(abs(math.log2(a / b)) for a, b in ratios), scored.predicted.step_time_s
 
         return search._plan(min(fitting, key=distance), [], [])
-
-
-@lru_cache(maxsize=256)
-def _placement(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
-    """For every stage the pipeline rank that holds it."""
-    return Schedule.build(schedule, ranks=ranks, microbatches=ranks, virtual_stages=virtual_stages).placement
-
-
-def simulated_makespan_s(decision: Decision, costs: StageCosts) -> float:
-    """Makespan of the decision's schedule. Long schedules settle into a period, so they are extrapolated from two
-    shorter ones of 4 and 5 rounds of the pipeline."""
-
-    def run(microbatches: int) -> float:
-        schedule = Schedule.build(
-            decision.schedule,
-            ranks=decision.pp,
-            microbatches=microbatches,
-            virtual_stages=decision.virtual_stages,
-            costs=costs,
-        )
-        return simulate_schedule(schedule, costs).makespan_s
-
-    short, longer = 4 * decision.pp, 5 * decision.pp
-    if decision.microbatches <= longer:
-        return run(decision.microbatches)
-    first, second = run(short), run(longer)
-    return second + (decision.microbatches - longer) * (second - first) / (longer - short)
-
-
-def _stage_costs(table: UnitTable, starts: list[int]) -> StageCosts:
-    ends = (*starts[1:], len(table.units))
-    held = [table.units[a:b] for a, b in zip(starts, ends, strict=True)]
-    return StageCosts(
-        forward_s=tuple(sum(u.forward_s for u in units) for units in held),
-        input_grad_s=tuple(
-            sum(u.input_grad_s for u in table.units[a:b]) + float(table.again_s[a:b].sum())
-            for a, b in zip(starts, ends, strict=True)
-        ),
-        weight_grad_s=tuple(sum(u.weight_grad_s for u in units) for units in held),
-        transfer_s=tuple(table.boundary_s[a] for a in starts[1:]),
-        activation_bytes=tuple(int(table.range_kept[a, b]) for a, b in zip(starts, ends, strict=True)),
-    )
-
-
-def _per_rank(per_stage: list[float], placement: tuple[int, ...], ranks: int) -> list[float]:
-    totals = [0.0] * ranks
-    for stage, seconds in enumerate(per_stage):
-        totals[placement[stage]] += seconds
-    return totals
 
 
 def _preference(scored: _Scored) -> tuple[float, int, int, int, int]:
