@@ -2,6 +2,8 @@
 
 import torch
 
+from shardwright.core.errors import ShardwrightError
+
 
 class StepOutput:
     """A tensor that the step returned, once for every microbatch of this rank's replica.
@@ -29,6 +31,12 @@ class StepOutput:
             return self._everywhere.mean()
         weights = self._weights.to(self._everywhere.dtype)
         return (self._everywhere * weights).sum() / weights.sum()
+
+    def item(self) -> float:
+        """Refused: there is one value for each microbatch. Raises ShardwrightError naming what to call instead."""
+        raise ShardwrightError(
+            f"a StepOutput holds {len(self.outputs)} values, one for each microbatch: call .reduce_mean().item()"
+        )
 
     def reduce_sum(self) -> torch.Tensor:
         """The sum over microbatches."""

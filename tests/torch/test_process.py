@@ -177,3 +177,12 @@ def test_after_an_uncaught_error_no_peer_is_waited_for() -> None:
     ended = single("no_shutdown.py", "fail")
     assert ended.code == 1
     assert "in a group at the end: True" in ended.text
+
+
+def test_a_step_output_says_how_it_becomes_a_number() -> None:
+    from shardwright.torch.output import StepOutput
+
+    output = StepOutput([torch.tensor(1.0), torch.tensor(3.0)])
+    assert output.reduce_mean().item() == 2.0
+    with pytest.raises(ShardwrightError, match=r"2 values.*reduce_mean\(\)\.item\(\)"):
+        output.item()

@@ -166,10 +166,15 @@ class _Session:
             except Exception as error:
                 where = recorder.failed_path if recorder.failed_path is not None else recorder.path
                 what = f"{recorder.failed_op} in " if recorder.failed_op else ""
+                hint = (
+                    f". Models are captured at batch {SIZES[0]} and {SIZES[1]}: where an input's batch is not dim 0, "
+                    f"say so with batch_dims="
+                    if isinstance(error, (RuntimeError, IndexError, ValueError))
+                    else ": the model itself raises it, as it would with this sample outside of capture"
+                )
                 raise CaptureError(
                     f"{type(self.model).__name__} failed at batch {size}, at {what}{where or 'the model itself'!r}: "
-                    f"{type(error).__name__}: {str(error).rstrip('.')}. Models are captured at batch {SIZES[0]} and "
-                    f"{SIZES[1]}: where an input's batch is not dim 0, say so with batch_dims="
+                    f"{type(error).__name__}: {str(error).rstrip('.')}{hint}"
                 ) from error
             return _Run(recorder, tuple(recorder.read(t) for t in result))
 
