@@ -97,6 +97,7 @@ class _StopReporter:
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
         self._handled = threading.Event()
+        self._said = threading.Event()
         self._previous: signal.Handlers | object = None
         self._reader, self._writer = socket.socketpair()
 
@@ -111,6 +112,7 @@ class _StopReporter:
 
     def _on_main_thread(self, number: int, frame: FrameType | None) -> None:
         self._handled.set()
+        self._said.wait(GRACE_S)  # the reporting thread needs the interpreter, which this one holds until it waits
         if callable(self._previous):
             self._previous(number, frame)
             return
@@ -123,6 +125,7 @@ class _StopReporter:
         while data := self._reader.recv(64):
             if signal.SIGTERM in data:
                 report(f"{self.watch.describe()} when it was told to stop")
+                self._said.set()
                 if not self._handled.wait(GRACE_S):
                     sys.stderr.flush()
                     os._exit(128 + signal.SIGTERM)
