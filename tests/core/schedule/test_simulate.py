@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import time
 import tracemalloc
 
 import pytest
@@ -182,12 +181,11 @@ def test_costs_must_be_of_as_many_stages() -> None:
         StageCosts((1.0,) * 2, (1.0,) * 2, (1.0,) * 2, (0.0,) * 2, (1,) * 2)
 
 
-def test_two_hundred_thousand_actions_in_two_seconds_and_a_gibibyte() -> None:
+def test_two_hundred_thousand_actions_in_a_gibibyte() -> None:
+    """How long they take is in benchmarks/schedules.py."""
     schedule = Schedule.build("zbv", ranks=64, microbatches=512, virtual_stages=2)
     assert sum(len(order) for order in schedule.table) == 196_608
-    began = time.process_time()
     timeline = simulate(schedule, StageCosts.uniform(128, transfer_s=0.1))
-    assert time.process_time() - began < 2.0
     assert timeline.makespan_s > 512 * 2 * 3
     small = Schedule.build("zbv", ranks=16, microbatches=128, virtual_stages=2)
     tracemalloc.start()
