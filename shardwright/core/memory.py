@@ -1,6 +1,5 @@
 """Bytes per rank, by class: parameters, gradients, optimizer state, live activations, buffers."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -9,6 +8,7 @@ from shardwright.core.cost.unit import UnitCost
 from shardwright.core.cost.work import PRECISION_BYTES
 from shardwright.core.errors import PlanError, nearest
 from shardwright.core.schedule import Schedule
+from shardwright.core.schedule.live import peak_live
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -81,23 +81,6 @@ def recomputed_s(unit: UnitCost, recompute: Recompute) -> float:
     return unit.selective_s if recompute == "selective" else 0.0
 
 
-def peak_activation_bytes(schedule: Schedule, rank: int, stage_bytes: Sequence[int]) -> int:
-    """The most that the live activations of a rank's stages take at any point of its order.
-
-    A microbatch is live on a stage from its forward until its full backward, or its weight gradient when the backward
-    is split.
-    """
-    live = peak = 0
-    for action in schedule.table[rank]:
-        for part in action.flat:
-            if part.kind == "F":
-                live += stage_bytes[part.stage]
-            elif part.kind in ("B", "W"):
-                live -= stage_bytes[part.stage]
-            peak = max(peak, live)
-    return peak
-
-
 @lru_cache(maxsize=4096)
 def live_microbatches(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
     """For every rank how many activations of one stage are live at most. Schedules settle: beyond a few rounds of the
@@ -105,7 +88,7 @@ def live_microbatches(name: str, ranks: int, microbatches: int, virtual_stages: 
 
     def peaks(count: int) -> list[int]:
         schedule = Schedule.build(name, ranks=ranks, microbatches=count, virtual_stages=virtual_stages)
-        return [peak_activation_bytes(schedule, rank, [1] * schedule.stages) for rank in range(ranks)]
+        return [peak_live(order) for order in schedule.table]
 
     first, second = 4 * ranks, 5 * ranks
     if microbatches <= second:

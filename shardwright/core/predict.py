@@ -117,8 +117,9 @@ class StepModel:
 
 @lru_cache(maxsize=256)
 def placement_of(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
-    """For every stage the pipeline rank that holds it."""
-    return Schedule.build(schedule, ranks=ranks, microbatches=ranks, virtual_stages=virtual_stages).placement
+    """For every stage the pipeline rank that holds it, however many microbatches there are; two rounds of the pipeline
+    are as many as any schedule asks for."""
+    return Schedule.build(schedule, ranks=ranks, microbatches=2 * ranks, virtual_stages=virtual_stages).placement
 
 
 def simulated_makespan_s(decision: Decision, costs: StageCosts) -> float:

@@ -11,6 +11,7 @@ from shardwright import Cluster
 from shardwright.core.errors import PlanError, PlanFileError
 from shardwright.core.plan_file import from_text, to_document, to_text
 from shardwright.core.plan_schema import schema
+from shardwright.core.schedule import schedule_names
 from tests.core.toy import decoder
 
 GRAPH = decoder(layers=8, hidden=256, heads=8, vocabulary=1024, sequence=128)
@@ -73,6 +74,15 @@ def test_interleaved_stages_go_round_the_ranks(cluster: Cluster) -> None:
     assert plan.stages == 8
     assert plan.build_schedule().stage_to_rank(5) == 1
     assert sw.simulate(plan).makespan_s == pytest.approx(plan.predicted.pipeline_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", [name for name in schedule_names() if name != "forward-only"])
+def test_every_named_schedule_can_be_planned(cluster: Cluster, schedule: str) -> None:
+    v_shaped = schedule in ("zbv", "v-half", "v-min", "dualpipev")
+    pins = {"pp": 4, "dp": 4, "tp": 1, "microbatch": 1, "virtual_stages": 2 if v_shaped else 1}
+    plan = sw.plan(GRAPH, cluster, batch=64, schedule=schedule, **pins)
+    assert sw.simulate(plan).makespan_s == pytest.approx(plan.predicted.pipeline_s, rel=1e-6)
+    assert plan.build_schedule().placement[0] == 0
 
 
 def test_recompute_trades_memory_for_time(cluster: Cluster) -> None:
