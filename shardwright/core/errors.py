@@ -12,6 +12,13 @@ class CaptureError(ShardwrightError):
     """The model could not be read."""
 
 
+class UnrecordableError(CaptureError):
+    """The step cannot be recorded once and replayed, because what the model does depends on the values of tensors.
+
+    Not raised for a step body that reads values itself: that is an error in every mode.
+    """
+
+
 class ClusterError(ShardwrightError):
     """A cluster, mesh or hardware profile is not valid, or not known."""
 

@@ -14,7 +14,7 @@ from shardwright.backends.torch.mesh import bind
 from shardwright.backends.torch.process import Launch, start
 from shardwright.backends.torch.runtime import Runtime, StageMap
 from shardwright.backends.torch.watch import Watch
-from shardwright.core.errors import CaptureError, PlanError
+from shardwright.core.errors import CaptureError, PlanError, UnrecordableError
 from shardwright.core.mesh import Mesh
 from shardwright.core.schedule import Schedule
 
@@ -329,6 +329,31 @@ def test_reading_a_value_is_refused_by_name() -> None:
         return out if out > 0 else -out
 
     refused(branches, CaptureError, "reads the value of a tensor at .*test_dataflow.py")
+
+
+class Branching(nn.Module):
+    """Between its units it asks for a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Block(), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        return self.b(x) if x.sum() > 0 else x
+
+
+def test_a_model_that_needs_values_is_told_from_a_step_that_does() -> None:
+    def outcome(loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> CaptureError:
+        runtime = make_runtime(Branching(), [[("a", 0)], [("b", 0)]], {})
+        with pytest.raises(CaptureError, match="reads the value of a tensor") as caught:
+            runtime.step("a", lambda given: loss_of(runtime.model, given[0]), [[samples(WIDTH)]] * MICROBATCHES)
+        return caught.value
+
+    of_model = outcome(lambda model, x: model(x).mean())
+    assert isinstance(of_model, UnrecordableError)
+    assert "Branching cannot be recorded, because 'its forward'" in str(of_model)
+    assert not isinstance(outcome(lambda model, x: model.a(x).mean() * x.mean().item()), UnrecordableError)
 
 
 def test_a_backward_of_ones_own_is_refused() -> None:

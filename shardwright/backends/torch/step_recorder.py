@@ -5,12 +5,10 @@ same autograd graph. Module calls that the plan gives to a stage are recorded wh
 happens inside them: which parameters are used, where random numbers are drawn.
 """
 
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,13 +38,8 @@ from shardwright.backends.torch.program import (
     make_template,
     tensors_in,
 )
+from shardwright.backends.torch.refusals import reads_a_value, refuse_function, said, where
 from shardwright.core.errors import CaptureError
-
-_REFUSED = {
-    "backward": "call model.backward(loss) on the model that sw.DistributedModel returned",
-    "register_hook": "hooks on tensors inside a step cannot fire on replay; put them inside a module",
-    "retain_grad": "gradients of tensors inside a step are not kept; read them inside a module",
-}
 
 
 @dataclass(slots=True)
@@ -107,6 +100,8 @@ class StepRecorder:
         self.templates: dict[tuple[int, int], Template] = {}
         self.children: dict[str, dict[str, None]] = {}
         self.seen_calls: set[tuple[str, int]] = set()
+        self.failed_path: str | None = None
+        """The innermost module call that an error left first; None when none was under way."""
         self._known: dict[int, Leaf] = {}
         self._keep: list[Any] = []
         self._objects: dict[int, int] = {}
@@ -118,7 +113,8 @@ class StepRecorder:
     def record(self, body: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor]) -> Program:
         """Run ``body(stand_ins)`` on fakes of ``inputs``, which have the shapes of one microbatch.
 
-        Raises CaptureError when what the body does depends on the values of tensors, or cannot be replayed.
+        Raises CaptureError when what the body does depends on the values of tensors, or cannot be replayed;
+        UnrecordableError, a CaptureError, when it is the model that needs values.
         """
         with self.fake_mode, fake_state(self.model, self.device) as (parameters, buffers):
             for name, parameter in parameters.items():
@@ -136,13 +132,13 @@ class StepRecorder:
                 try:
                     result = body(fakes)
                 except VALUE_DEPENDENT as error:
-                    raise self._value_dependent(error) from error
+                    raise reads_a_value(self.model, self.failed_path, error) from error
             return self._finish(result)
 
     def backward(self, loss: Any, weight: Any) -> None:
         """``model.backward`` inside the body."""
         if not isinstance(loss, torch.Tensor) or not isinstance(self._known.get(id(loss)), ValueRef):
-            raise CaptureError(f"model.backward takes the loss, a tensor that this step computed: given {_said(loss)}")
+            raise CaptureError(f"model.backward takes the loss, a tensor that this step computed: given {said(loss)}")
         if loss.numel() != 1:
             raise CaptureError(
                 f"model.backward takes a loss of one element: given shape {tuple(loss.shape)}; reduce it by mean or sum"
@@ -174,6 +170,10 @@ class StepRecorder:
             if stage is None:
                 return original(module, *args, **kwargs)
             return self._unit(original, module, path, occurrence, stage, args, kwargs)
+        except VALUE_DEPENDENT:
+            if self.failed_path is None:
+                self.failed_path = path
+            raise
         finally:
             self.frames.pop()
             if self.frames:
@@ -215,9 +215,7 @@ class StepRecorder:
     def function_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.unit_depth:
             return function(*args, **kwargs)
-        refused = _REFUSED.get(getattr(function, "__name__", ""))
-        if refused is not None and args and isinstance(args[0], torch.Tensor):
-            raise CaptureError(f"Tensor.{function.__name__} inside a step ({_where()}): {refused}")
+        refuse_function(function, args)
         given = tensors_in((args, kwargs))
         versions = [tensor._version for tensor in given]
         probe = _Draft(-1, None, 0, function, _EMPTY, set())
@@ -277,7 +275,7 @@ class StepRecorder:
         """The value that a known tensor holds now, after the writes to its memory so far."""
         ref = self._known[id(tensor)]
         if not isinstance(ref, ValueRef):
-            raise CaptureError(f"{_said(tensor)} is not a value of the step")
+            raise CaptureError(f"{said(tensor)} is not a value of the step")
         return self._version(ref.value, len(self._mutations[self.values[ref.value].memory]))
 
     def _version(self, value: int, writes: int) -> int:
@@ -311,12 +309,12 @@ class StepRecorder:
             return ref
         if isinstance(tensor, FakeTensor):
             raise CaptureError(
-                f"a tensor of shape {tuple(tensor.shape)} reached {_where()} in a way that cannot be recorded (it was "
+                f"a tensor of shape {tuple(tensor.shape)} reached {where()} in a way that cannot be recorded (it was "
                 f"made by no torch function that this step called): compute it inside a module, or pass it in the batch"
             )
         if tensor.requires_grad:
             raise CaptureError(
-                f"a tensor of shape {tuple(tensor.shape)} that requires gradients is used at {_where()}, and is no "
+                f"a tensor of shape {tuple(tensor.shape)} that requires gradients is used at {where()}, and is no "
                 f"parameter of the model: register it in the model, so that its gradient is reduced"
             )
         self._keep.append(tensor)
@@ -339,7 +337,7 @@ class StepRecorder:
                 raise
             except Exception as error:
                 raise CaptureError(
-                    f"an object of type {type(item).__name__} is passed to a unit at {_where()}, and cannot be copied "
+                    f"an object of type {type(item).__name__} is passed to a unit at {where()}, and cannot be copied "
                     f"for each stage and microbatch: {error}"
                 ) from error
         return ObjectRef(index)
@@ -375,7 +373,7 @@ class StepRecorder:
             ref = self._known.get(id(tensor))
             if isinstance(ref, ParameterRef):
                 raise CaptureError(
-                    f"parameter {ref.name} is changed in place inside the step ({_where()}): do it outside"
+                    f"parameter {ref.name} is changed in place inside the step ({where()}): do it outside"
                 )
             if isinstance(ref, ValueRef):
                 # Read as it was before this write: the step itself is the next writer.
@@ -431,17 +429,7 @@ class StepRecorder:
             {path: self.counts[path] for path in random_paths},
         )
 
-    def _value_dependent(self, error: Exception) -> CaptureError:
-        function = getattr(error, "func", None)
-        return CaptureError(
-            f"the step reads the value of a tensor at {_where(error)} (by .item(), bool(), .tolist() or a result whose "
-            f"shape depends on values: {function}); its body runs once on stand-ins without values. Return the tensor "
-            f"from the step and read it there, or move the code inside a module that one stage holds whole"
-        )
 
-
-_TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parents[2])
 _EMPTY = Tree((), pytree.tree_flatten(())[1])
 
 
@@ -485,16 +473,3 @@ def _memory(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return id(tensor)
-
-
-def _said(item: Any) -> str:
-    return f"a tensor of shape {tuple(item.shape)}" if isinstance(item, torch.Tensor) else f"a {type(item).__name__}"
-
-
-def _where(error: BaseException | None = None) -> str:
-    """The innermost line of code that is neither torch's nor this package's."""
-    frames = traceback.extract_tb(error.__traceback__) if error is not None else traceback.extract_stack()
-    for frame in reversed(frames):
-        if not frame.filename.startswith((_TORCH, _HERE, "<")):
-            return f"{frame.filename}:{frame.lineno}"
-    return "an unknown line"
