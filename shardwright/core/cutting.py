@@ -1,0 +1,42 @@
+"""A model on devices, as the partitioners take it."""
+
+from collections.abc import Callable
+from functools import cache
+
+from shardwright.core.cost.work import WorkCounter
+from shardwright.core.fold import Folded
+from shardwright.core.hardware import Device
+from shardwright.core.memory import kept_bytes
+from shardwright.core.partition.partitioners import Units, paths_of
+from shardwright.core.partition.tasks import Tasks, op_tasks
+from shardwright.core.stages import MemoryRequest, UnitTable
+
+
+def partition_input(
+    folded: Folded, counter: WorkCounter, table: UnitTable, device: Device, microbatch: int, request: MemoryRequest
+) -> tuple[Units, Callable[[], Tasks]]:
+    """The units of a model with their costs, and its ops, counted when asked for the first time."""
+    forward = tuple(u.forward_s for u in table.units)
+    backward = tuple(u.total_s - u.forward_s + float(a) for u, a in zip(table.units, table.again_s, strict=True))
+    kept = tuple(float(kept_bytes(u, mode)) for u, mode in zip(table.units, table.modes(), strict=True))
+    each = request.state_bytes_per_element
+    largest = max(range(len(forward)), key=lambda unit: table.boundary_bytes[unit] if unit else -1)
+    units = Units(
+        paths=paths_of(folded),
+        forward_s=forward,
+        backward_s=backward,
+        state_bytes=tuple(u.parameter_elements * each for u in table.units),
+        kept_bytes=kept,
+        entering_bytes=tuple(float(size) for size in table.boundary_bytes),
+        entering_s=table.boundary_s,
+        send_s_per_byte=table.boundary_s[largest] / max(1, table.boundary_bytes[largest]),
+        limit_bytes=float(request.limit_bytes),
+        first_op=tuple(unit.first_op for unit in folded.units),
+    )
+
+    @cache
+    def tasks() -> Tasks:
+        costs = list(zip(forward, backward, kept, strict=True))
+        return op_tasks(folded, counter, costs, device, request.precision, microbatch, each)
+
+    return units, tasks

@@ -1,0 +1,168 @@
+"""The partitioners by name, and what a cut comes to: how even its stages are, what it sends."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.core.errors import PlanError, nearest
+from shardwright.core.fold import Folded
+from shardwright.core.partition.blocks import block_cut
+from shardwright.core.partition.exact import min_max_cut, range_sums
+from shardwright.core.partition.pareto import StageTimes, pareto_cut
+from shardwright.core.partition.tasks import Tasks
+from shardwright.core.partition.tree import MEMORY_WEIGHT, tree_cut
+
+PARTITIONERS = {
+    "exact": "the least largest stage time, by dynamic programming over units",
+    "pareto": "the least largest forward + largest backward, by dynamic programming with Pareto states",
+    "tree": "SageMaker's: the module tree, a weighted cost of memory and time, D'Hondt (arXiv 2111.05972)",
+    "blocks": "RaNNC's: atoms, blocks, stages (arXiv 2103.16063)",
+}
+DEFAULT = "exact"
+
+
+def require_partitioner(name: object) -> str:
+    """Raises PlanError for an unknown name."""
+    if name not in PARTITIONERS:
+        raise PlanError(f"no partitioner is named {name!r}: {nearest(str(name), PARTITIONERS)}")
+    return str(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """The units of a model with what the partitioners weigh; one entry per unit, in order."""
+
+    paths: tuple[str, ...]
+    """The module around each."""
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    state_bytes: tuple[float, ...]
+    kept_bytes: tuple[float, ...]
+    entering_bytes: tuple[float, ...]
+    """What comes in from the units before: what a cut there sends."""
+    entering_s: tuple[float, ...]
+    """Seconds of that message."""
+    send_s_per_byte: float
+    """Of a large message, for partitioners that look inside units."""
+    limit_bytes: float
+    first_op: tuple[int, ...]
+    """The first op of each."""
+
+    def __len__(self) -> int:
+        return len(self.forward_s)
+
+    def stage_times(self) -> StageTimes:
+        """With the messages that leave forward and those that leave backward."""
+        sent = np.array([0.0, *self.entering_s[1:], 0.0])
+        return StageTimes(range_sums(self.forward_s) + sent[None, :], range_sums(self.backward_s) + sent[:, None])
+
+    def fits(self, live: Sequence[int]) -> NDArray[np.bool_]:
+        """(stages, n+1, n+1): whether a stage with so many live microbatches may hold those units."""
+        state, kept = range_sums(self.state_bytes), range_sums(self.kept_bytes)
+        return np.stack([state + count * kept <= self.limit_bytes for count in live])
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A cut and what it comes to."""
+
+    partitioner: str
+    starts: tuple[int, ...]
+    imbalance: float
+    """Largest over mean stage time, 1 at best."""
+    objective_s: float
+    """Largest forward + largest backward, messages included."""
+    sent_bytes: int
+    """Bytes that cross the cuts, forward, of one microbatch."""
+    peak_bytes: float
+    """Of the fullest stage: states and activations."""
+    solve_s: float
+
+
+def paths_of(folded: Folded) -> tuple[str, ...]:
+    """For every unit the path of the module around it: that of its first call, or of its first parameter."""
+    found = []
+    for unit in folded.units:
+        names = [call.path for call in unit.calls if call.path]
+        names = names or [folded.graph.parameters[p].name.rpartition(".")[0] for p in unit.parameters]
+        found.append(names[0] if names else "")
+    return tuple(found)
+
+
+def cut_units(name: str, units: Units, tasks: Callable[[], Tasks], live: Sequence[int]) -> tuple[int, ...] | None:
+    """The first unit of every stage (one stage for each entry of ``live``) by the partitioner of that name.
+
+    ``tasks`` gives the ops, for partitioners that look inside units; their stages are rounded to whole units.
+    None where nothing fits. Raises PlanError for an unknown name, or fewer units than stages.
+    """
+    require_partitioner(name)
+    stages = len(live)
+    times = units.stage_times()
+    if name == "tree":
+        seconds = [f + b for f, b in zip(units.forward_s, units.backward_s, strict=True)]
+        memory = [s + k for s, k in zip(units.state_bytes, units.kept_bytes, strict=True)]
+        return tuple(tree_cut(units.paths, memory, seconds, stages, MEMORY_WEIGHT))
+    if name == "blocks":
+        cut = block_cut(
+            tasks(),
+            stages,
+            send_s_per_byte=units.send_s_per_byte,
+            limit_bytes=units.limit_bytes,
+            live=max(live),
+        )
+        return None if cut is None else whole_units(cut.stage_of, units, tasks(), stages)
+    fits = units.fits(live)
+    if name == "exact":
+        total = times.forward_s + times.backward_s
+        found = min_max_cut(total, range_sums(units.state_bytes), stages, fits)
+        return None if found is None else tuple(found)
+    stage_times = [
+        StageTimes(np.where(fit, times.forward_s, np.inf), np.where(fit, times.backward_s, np.inf)) for fit in fits
+    ]
+    wide = pareto_cut(lambda device, width: stage_times[device], len(units), stages, stages)
+    return None if wide is None else wide.starts
+
+
+def whole_units(stage_of_task: Sequence[int], units: Units, tasks: Tasks, stages: int) -> tuple[int, ...]:
+    """The first unit of every stage when each unit goes where most of its time is; in order, none empty."""
+    ends = (*units.first_op[1:], len(stage_of_task))
+    wanted = []
+    for first, end in zip(units.first_op, ends, strict=True):
+        seconds = np.zeros(stages)
+        for task in range(first, end):
+            seconds[stage_of_task[task]] += tasks.forward_s[task] + tasks.backward_s[task]
+        wanted.append(int(np.argmax(seconds)))
+    count = len(wanted)
+    starts = [0]
+    for stage in range(1, stages):
+        first = next((u for u in range(count) if wanted[u] >= stage), count)
+        starts.append(min(max(first, starts[-1] + 1), count - (stages - stage)))
+    return tuple(starts)
+
+
+def judge(name: str, units: Units, tasks: Callable[[], Tasks], live: Sequence[int]) -> Judged | None:
+    """A partitioner's cut and what it comes to; None where it finds none."""
+    began = time.perf_counter()
+    starts = cut_units(name, units, tasks, live)
+    solve_s = time.perf_counter() - began
+    if starts is None:
+        return None
+    ends = list(zip(starts, (*starts[1:], len(units)), strict=True))
+    times = units.stage_times()
+    forward = [float(times.forward_s[a, b]) for a, b in ends]
+    backward = [float(times.backward_s[a, b]) for a, b in ends]
+    total = [f + b for f, b in zip(forward, backward, strict=True)]
+    state, kept = range_sums(units.state_bytes), range_sums(units.kept_bytes)
+    peak = max(float(state[a, b] + count * kept[a, b]) for (a, b), count in zip(ends, live, strict=True))
+    return Judged(
+        name,
+        starts,
+        max(total) * len(total) / sum(total) if sum(total) else 1.0,
+        max(forward) + max(backward),
+        int(sum(units.entering_bytes[start] for start in starts[1:])),
+        peak,
+        solve_s,
+    )
