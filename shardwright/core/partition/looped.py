@@ -1,7 +1,7 @@
 """The exact cut for ranks that hold several stages: the least work of the busiest rank.
 
-With virtual stages what limits a pipeline is the work of a rank over all its stages: one long stage may be evened out by
-a short one on the same rank. A state is the work of every rank so far; states that another beats on every rank go.
+What limits a pipeline with virtual stages is the work of a rank over all its stages: one long stage may be evened out
+by a short one on the same rank. A state is the work of every rank so far; states that another beats on every rank go.
 """
 
 from collections.abc import Sequence
