@@ -144,10 +144,9 @@ def _grow(blocks: dict[int, Block], limit_bytes: float, most: int) -> None:
         heapq.heapify(queue)
         while queue and len(blocks) > most:
             took, name = heapq.heappop(queue)
-            block = blocks.get(name)
-            if block is None or block.seconds != took:
+            if name not in blocks or blocks[name].seconds != took:
                 continue
-            partner = _partner(blocks, last_of, block, longest, limit_bytes)
+            partner = _partner(blocks, last_of, blocks[name], longest, limit_bytes)
             if partner is not None:
                 last = int(last_of[[*partner]].max())
                 last_of[[*partner]] = -1

@@ -49,8 +49,8 @@ def op_tasks(
     shares = [_shares(folded.units[members[0]], counter, device, precision, microbatch) for members in classes]
     for unit, (forward_s, backward_s, kept_bytes) in zip(folded.units, units, strict=True):
         for place, (ahead, back, held) in enumerate(shares[unit.fold_class]):
-            op = unit.first_op + place
-            forward[op], backward[op], kept[op] = ahead * forward_s, back * backward_s, held * kept_bytes
+            task = unit.first_op + place
+            forward[task], backward[task], kept[task] = ahead * forward_s, back * backward_s, held * kept_bytes
     holder: set[int] = set()
     parameters = {p.tensor: graph.tensors[p.tensor].elements(1) for p in graph.parameters}
     fed = set(graph.inputs)
@@ -84,9 +84,9 @@ def _shares(
 ) -> list[tuple[float, float, float]]:
     """For every op of a unit its share of the unit's forward, backward and kept activations."""
     rows = []
-    for op in range(unit.first_op, unit.end_op):
+    for place in range(unit.first_op, unit.end_op):
         alone = unit_cost(
-            counter.count(replace(unit, first_op=op, end_op=op + 1), microbatch, precision), device, precision
+            counter.count(replace(unit, first_op=place, end_op=place + 1), microbatch, precision), device, precision
         )
         rows.append((alone.forward_s, alone.input_grad_s + alone.weight_grad_s, float(alone.saved_bytes)))
     columns = [_normalised(column) for column in zip(*rows, strict=True)]
