@@ -74,13 +74,17 @@ class UnitTable:
 
     @cached_property
     def range_working(self) -> Matrix:
-        """What the backward of one microbatch holds beside the kept activations: the largest value and its gradient,
-        and under full recompute all that one unit computes again."""
+        """What the passes of one microbatch hold beside the kept activations: values and gradients under way, and under
+        full recompute all that one unit computes again. The backward of a unit finds the units after it done with."""
         again = [
             max(0, u.saved_bytes - kept_bytes(u, mode)) if mode != "none" else 0
             for u, mode in zip(self.units, self.modes(), strict=True)
         ]
-        return _range_max(again) + 2 * _range_max([u.largest_bytes for u in self.units])
+        kept = np.array([kept_bytes(u, mode) for u, mode in zip(self.units, self.modes(), strict=True)], dtype=float)
+        through = np.cumsum(kept)
+        beside = through + np.array([u.passing_bytes for u in self.units]) + np.array(again)
+        working: Matrix = np.maximum(0.0, _range_max(beside) - np.concatenate([[0.0], through])[None, :])
+        return working
 
     def range_memory(self, live: float, request: "MemoryRequest") -> Matrix:
         """Peak bytes of a stage with ``live`` microbatches under way."""
@@ -160,7 +164,7 @@ class MemoryRequest:
         return sum(parts) / many
 
 
-def _range_max(values: Sequence[int]) -> Matrix:
+def _range_max(values: Sequence[int] | NDArray[np.float64]) -> Matrix:
     """``[a, b]``: the largest of ``values[a:b]`` for a < b, 0 elsewhere."""
     n = len(values)
     found = np.zeros((n + 1, n + 1))

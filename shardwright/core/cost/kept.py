@@ -13,6 +13,9 @@ LINEAR_NAMES = frozenset(
 RESULT_NAMES = frozenset({"relu", "tanh", "sigmoid", "logistic", "exp", "sqrt", "rsqrt"})
 """Elementwise ops whose backward reads their result alone."""
 
+WITH_DROPOUT = "/dropout"
+"""Ends the name of an attention that drops entries of its scores."""
+
 
 def aliases(graph: Graph) -> dict[int, int]:
     """Tensor → the tensor whose memory it shares, for the results of views."""
@@ -79,7 +82,7 @@ class Kept:
                 # A normalised value is computed again from the norm's input, which is kept already.
                 wanted = [t for t in op.inputs if self._kind_of_producer(t) != "normalization"]
         roots = dict.fromkeys(self._alias.get(t, t) for t in wanted)
-        return [t for t in roots if t not in self._parameters and self.graph.tensors[t].role == "activation"]
+        return [t for t in roots if t not in self._parameters and self.graph.tensors[t].role in ("activation", "input")]
 
     def masks(self, op: Op) -> tuple[int, ...]:
         """The results of which a one-byte mask is kept."""
@@ -90,6 +93,35 @@ class Kept:
         the gradient of a bias needs them; else none."""
         if op.kind != "attention" or not any(t in self._needs_gradient for t in op.inputs[3:]):
             return 0
+        return self._scores_of(op, batch)
+
+    def drops_scores(self, op: Op) -> bool:
+        """Whether the op is an attention with dropout that is trained through."""
+        dropping = op.kind == "attention" and op.name.endswith(WITH_DROPOUT)
+        return dropping and any(t in self._needs_gradient for t in op.inputs)
+
+    def unfused_elements(self, op: Op, batch: int) -> int:
+        """Entries that an attention with dropout keeps where it is no kernel of its own: copies of query, key and
+        value, the softmax, the mask, and the product of the two."""
+        operands = sum(self.graph.tensors[t].elements(batch) for t in op.inputs[:3])
+        return operands + 3 * self._scores_of(op, batch)
+
+    def statistics(self, op: Op, batch: int) -> int:
+        """Bytes of what is kept of results beside tensors of the graph: of a normalisation the fp32 mean and scale of
+        each row, of an attention the logarithm of its sum, of PyTorch's max-pooling the place of each maximum."""
+        if not op.outputs or not any(t in self._needs_gradient for t in op.inputs):
+            return 0
+        out = self.graph.tensors[op.outputs[0]].shape(batch)
+        if op.kind == "attention":
+            return 4 * math.prod(out[:-1])
+        if base_name(op).startswith("max_pool"):
+            return 8 * math.prod(out)
+        if op.kind != "normalization":
+            return 0
+        rows = [n for n, x in zip(out, op.output_labels[0], strict=True) if op.role(x) != "statistic"]
+        return 2 * 4 * math.prod(rows)
+
+    def _scores_of(self, op: Op, batch: int) -> int:
         sizes = self.graph.label_sizes(op, batch)
         labels = {x for x in (*op.input_labels[0][:-1], *op.input_labels[1][:-1]) if x >= 0}
         return math.prod(sizes[x] for x in labels)

@@ -37,7 +37,7 @@ class UnitCost:
     saved_bytes: int
     saved_selective_bytes: int
     entering_bytes: int
-    largest_bytes: int
+    passing_bytes: int
     parameter_elements: int
     """Entries of the parameters that the rank holds for this unit, tied ones included."""
 
@@ -91,16 +91,17 @@ def unit_cost(
     again = sum(_product_times(p, device, precision)[0] for p in work.selective_products)
     again += work.selective_vector_bytes / device.vector_bandwidth_bytes_per_s
     again += 2 * len(work.selective_products) * device.kernel_launch_s
+    unfused = (0, 0) if device.fuses_dropout else (work.unfused_dropout_bytes, work.unfused_dropout_selective_bytes)
     return UnitCost(
         forward,
         input_grad,
         weight_grad,
         again,
         collective,
-        work.saved_bytes,
-        work.saved_selective_bytes,
+        work.saved_bytes + unfused[0],
+        work.saved_selective_bytes + unfused[1],
         work.entering_bytes,
-        work.largest_bytes,
+        work.passing_bytes,
         parameters,
     )
 

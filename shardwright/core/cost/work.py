@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwright.core.cost.kept import Kept, aliases
+from shardwright.core.cost.live import LiveBytes
 from shardwright.core.fold import Unit
 from shardwright.core.graph import ITEM_BYTES, Graph, Op
 from shardwright.core.rules.axes import Dim
@@ -54,10 +55,15 @@ class UnitWork:
     """The products that selective recompute runs once more."""
     selective_vector_bytes: int
     """The traffic of the rest that it runs once more."""
+    unfused_dropout_bytes: int
+    """Kept beside ``saved_bytes`` where dropout is no kernel of its own: masks as wide as the values, and of attention
+    with dropout the softmax, the mask and their product."""
+    unfused_dropout_selective_bytes: int
+    """The same beside ``saved_selective_bytes``."""
     entering_bytes: int
     """Activations that come from earlier units: all that is kept under full recompute."""
-    largest_bytes: int
-    """The largest activation, which the backward pass holds beside its gradient."""
+    passing_bytes: int
+    """The most that a forward and backward hold beside what is kept: values and gradients under way."""
     forward_reduced: tuple[int, ...]
     """Bytes of every all-reduce over the tensor axis in the forward pass."""
     backward_reduced: tuple[int, ...]
@@ -104,6 +110,7 @@ class WorkCounter:
                 self._users.setdefault(tensor, []).append(index)
         self._needs_gradient = self._gradient_flow()
         self._kept = Kept(graph, self._alias, self._needs_gradient)
+        self._live = LiveBytes(graph, self._alias, self._needs_gradient, self._parameters, self._users)
 
     def _gradient_flow(self) -> set[int]:
         """The tensors through which a gradient reaches a trainable parameter."""
@@ -141,11 +148,14 @@ class WorkCounter:
         graph, cut = self.graph, frozenset(split)
         cut_tensors = {tensor for tensor, _ in cut}
         kept: dict[int, int] = {}
+        kept_by: dict[int, list[int]] = {}
+        mask_bytes: dict[int, int] = {}
+        attended: dict[int, int] = {}  # what attention with dropout keeps where it is one kernel
         products: list[Product] = []
         forward: list[int] = []
         partial_gradients: dict[int, int] = {}
         again: list[Product] = []
-        vector_bytes = vector_again = largest = scores = 0
+        vector_bytes = vector_again = scores = unfused = statistics = 0
 
         def gathered(tensor: int) -> int:
             size = self.size_bytes(tensor, batch, precision)
@@ -156,8 +166,9 @@ class WorkCounter:
                 return self.size_bytes(tensor, batch, precision) // degree
             return gathered(tensor)
 
-        made_here = {t: i for i in range(unit.first_op, unit.end_op) for t in graph.ops[i].outputs}
-        for index in range(unit.first_op, unit.end_op):
+        ops = range(unit.first_op, unit.end_op)
+        made_here = {t: i for i in ops for t in graph.ops[i].outputs}
+        for index in ops:
             op = graph.ops[index]
             labels = self._split_labels(op, cut) if cut else set()
             share = degree if labels else 1
@@ -177,8 +188,6 @@ class WorkCounter:
                     ):
                         root = self._root(tensor)
                         partial_gradients[root] = gathered(root)
-            if op.kind not in FREE_KINDS:
-                largest = max([largest, *(held(t) for t in op.outputs)])
             if op.kind in PRODUCT_KINDS:
                 size = sum(gathered(t) for t in (*op.inputs, *op.outputs))
                 products.append(self._product(op, batch, share, labels, degree, size))
@@ -188,12 +197,23 @@ class WorkCounter:
                 moved = self._unfused_bytes(op, unit, made_here, held)
                 vector_bytes += moved
                 vector_again += moved if index in self._kept.computed_again else 0
-            if (entries := self._kept.score_elements(op, batch)) > 0:
-                scores += entries * PRECISION_BYTES[precision] // share
-            for root in self._kept.by(op):
-                kept[root] = held(root)
+            entries = self._kept.score_elements(op, batch)
+            scores += entries * PRECISION_BYTES[precision] // share
+            if rows := self._kept.statistics(op, batch):
+                along = sequence_parallel and self._along_the_sequence(op.outputs[0])
+                statistics += rows // (degree if along else share)
+            drops = self._kept.drops_scores(op)
+            if drops:
+                copies = self._kept.unfused_elements(op, batch) - entries
+                unfused += copies * PRECISION_BYTES[precision] // share
+            if roots := self._kept.by(op):
+                kept_by[index] = roots
+                (attended if drops else kept).update((root, held(root)) for root in roots)
             for mask in self._kept.masks(op):
-                kept[-1 - mask] = held(mask) // PRECISION_BYTES[precision]
+                kept[-1 - mask] = mask_bytes[index] = held(mask) // PRECISION_BYTES[precision]
+        unfused -= sum(size for key, size in attended.items() if key not in kept)
+        kept.update(attended)
+        masks = {key: size * (PRECISION_BYTES[precision] - 1) for key, size in kept.items() if key < 0}
         entering = {
             self._root(t)
             for op in graph.ops[unit.first_op : unit.end_op]
@@ -204,12 +224,17 @@ class WorkCounter:
             products=tuple(products),
             vector_bytes=vector_bytes,
             kernels=len(products) + self._chains(unit),
-            saved_bytes=sum(kept.values()) + scores,
-            saved_selective_bytes=sum(size for key, size in kept.items() if not self._kept.is_attention_score(key)),
+            saved_bytes=sum(kept.values()) + scores + statistics,
+            saved_selective_bytes=statistics
+            + sum(size for key, size in kept.items() if not self._kept.is_attention_score(key)),
+            unfused_dropout_bytes=sum(masks.values()) + unfused,
+            unfused_dropout_selective_bytes=sum(
+                size for key, size in masks.items() if not self._kept.is_attention_score(key)
+            ),
             selective_products=tuple(again),
             selective_vector_bytes=vector_again,
             entering_bytes=sum(held(t) for t in entering),
-            largest_bytes=largest,
+            passing_bytes=self._live.beside_kept(ops, kept_by, mask_bytes, held),
             forward_reduced=tuple(forward),
             backward_reduced=tuple(partial_gradients.values()),
             backward_gathered=tuple(partial_gradients.values()) if sequence_parallel else (),

@@ -131,6 +131,13 @@ class Device:
         """The host's time to issue one product or one chain of elementwise ops."""
         return self.kernel_launch_s if self.dispatch_s is None else self.dispatch_s
 
+    @property
+    def fuses_dropout(self) -> bool:
+        """Whether dropout keeps a byte for each entry, and attention with dropout is one kernel. On CPUs PyTorch draws
+        the mask in the values' own type and runs attention with dropout as two products around a softmax
+        (aten/native/Dropout.cpp, transformers/attention.cpp)."""
+        return self.kind != "cpu"
+
     def flops_per_s(self, precision: str) -> float:
         """Peak of matrix products in ``precision``. Raises ClusterError when the device does not have it."""
         peak = self.peak_flops_per_s.get(precision)

@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.backends.torch.ops.template import OpCall, Ref, rule, shapes
+from shardwright.core.cost.kept import WITH_DROPOUT
 from shardwright.core.rules import labels
 from shardwright.core.rules.labels import Labelled
 
@@ -143,7 +144,8 @@ def attention(call: OpCall) -> None:
         [m.shape for m in masks],
         causal=bool(call.get("is_causal", False)),
     )
-    call.add("attention", [query, key, value, *masks], [call.out], labelled)
+    drops = WITH_DROPOUT if call.get("dropout_p", 0.0) > 0 else ""
+    call.add("attention", [query, key, value, *masks], [call.out], labelled, drops)
 
 
 @rule("contraction", "_grouped_mm")

@@ -1,0 +1,77 @@
+"""Predicted memory against what torch holds, as torch's own MemTracker follows it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+
+import shardwright as sw
+
+BATCH, SEQUENCE, VOCABULARY = 2, 64, 1024
+
+
+def gpt2(dropout: float) -> torch.nn.Module:
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=2, n_embd=128, n_head=4, vocab_size=VOCABULARY, n_positions=SEQUENCE,
+            bos_token_id=0, eos_token_id=0,
+            resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+        )
+    )  # fmt: skip
+
+
+def bert(dropout: float) -> torch.nn.Module:
+    return BertForMaskedLM(
+        BertConfig(
+            num_hidden_layers=2, hidden_size=128, num_attention_heads=4, intermediate_size=512, vocab_size=VOCABULARY,
+            hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        )
+    )  # fmt: skip
+
+
+def t5(dropout: float) -> torch.nn.Module:
+    return T5ForConditionalGeneration(
+        T5Config(
+            num_layers=2, d_model=128, num_heads=4, d_kv=32, d_ff=512, vocab_size=VOCABULARY, decoder_start_token_id=0,
+            dropout_rate=dropout,
+        )
+    )  # fmt: skip
+
+
+def peak_bytes(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> int:
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def step() -> None:
+        model(**batch).loss.backward()
+        optimizer.step()
+
+    step()
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer, *batch.values())
+    with tracker:
+        step()
+    (snapshot,) = tracker.get_tracker_snapshot("peak").values()
+    return int(snapshot["Total"])
+
+
+@pytest.mark.filterwarnings("ignore:Module is None")
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("build", [gpt2, bert, t5])
+def test_a_steps_peak_is_predicted(build: Any, dropout: float) -> None:
+    model = build(dropout).train()
+    tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE))
+    batch = {"input_ids": tokens, "labels": tokens}
+    measured = peak_bytes(model, batch)
+    plan = sw.plan(
+        sw.capture(model, batch),
+        sw.Cluster("cpu"),
+        batch=2 * BATCH,
+        microbatch=BATCH,
+        precision="fp32",
+        recompute="none",
+        shard=0,
+    )
+    # A thousandth: buffers of the model (position ids) and scalars are not counted.
+    assert 0.999 * measured <= plan.predicted.peak_memory_bytes[0] <= 1.03 * measured
