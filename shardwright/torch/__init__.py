@@ -31,6 +31,7 @@ from shardwright.torch.data import DistributedSampler, sampler  # noqa: E402
 from shardwright.torch.model import DistributedModel, delay_param_initialization  # noqa: E402
 from shardwright.torch.optimizer import DistributedOptimizer  # noqa: E402
 from shardwright.torch.output import StepOutput  # noqa: E402
+from shardwright.torch.recording import record_timeline  # noqa: E402
 from shardwright.torch.session import (  # noqa: E402
     barrier,
     dp_rank,
@@ -95,6 +96,7 @@ __all__ = [
     "rank",
     "rdp_rank",
     "rdp_size",
+    "record_timeline",
     "sampler",
     "set_seed",
     "shutdown",

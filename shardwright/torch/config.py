@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError, nearest
 from shardwright.core.mesh import Mesh
-from shardwright.core.schedule import Schedule, StageCosts, schedule_names
+from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
 
 _ALIASES = {"partitions": "pipeline_parallel_degree"}
 _AXIS_LETTERS = {"P": "pp", "D": "dp", "T": "tp"}
@@ -40,6 +40,7 @@ class Config:
     """What `init` was asked for.
 
     Attributes:
+        pipeline: the name of a schedule, "auto" for the one that is searched for the planned costs, or a schedule.
         wait_timeout_s: how long this rank waits for a peer before it stops with an error.
         axes: the mesh axes, outermost first.
     """
@@ -47,7 +48,7 @@ class Config:
     pipeline_parallel_degree: int = 1
     tensor_parallel_degree: int = 1
     microbatches: int = 1
-    pipeline: str = "1f1b"
+    pipeline: str | Schedule = "1f1b"
     virtual_stages: int = 1
     active_microbatches: int | None = None
     ddp: bool = False
@@ -62,8 +63,10 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ShardwrightError(f"{name}={value!r}: expected a whole number of at least 1")
-        if self.pipeline not in schedule_names():
-            hint = nearest(self.pipeline, schedule_names())
+        if isinstance(self.pipeline, Schedule):
+            self._require_sizes(self.pipeline)
+        elif self.pipeline not in (*schedule_names(), AUTO):
+            hint = nearest(str(self.pipeline), (*schedule_names(), AUTO))
             raise ShardwrightError(f"pipeline={self.pipeline!r} is no schedule: {hint}")
         if self.ddp_dist_backend not in ("auto", "nccl", "gloo"):
             raise ShardwrightError(f"ddp_dist_backend={self.ddp_dist_backend!r}: expected auto, nccl or gloo")
@@ -81,8 +84,20 @@ class Config:
         letters = _STRATEGIES.get(self.placement_strategy, self.placement_strategy)
         return tuple(_AXIS_LETTERS[letter] for letter in letters)
 
+    def _require_sizes(self, schedule: Schedule) -> None:
+        given = (schedule.ranks, schedule.microbatches, schedule.virtual_stages)
+        asked = (self.pipeline_parallel_degree, self.microbatches, self.virtual_stages)
+        if given != asked:
+            raise ShardwrightError(
+                f"the schedule given as pipeline has (ranks, microbatches, virtual stages) = {given}, and the "
+                f"configuration asks for {asked}: set pipeline_parallel_degree, microbatches and virtual_stages to "
+                f"those of the schedule"
+            )
+
     def schedule(self, costs: StageCosts | None) -> Schedule:
         """The schedule asked for. Raises ScheduleError when it does not admit the sizes."""
+        if isinstance(self.pipeline, Schedule):
+            return self.pipeline
         return Schedule.build(
             self.pipeline, ranks=self.pipeline_parallel_degree, microbatches=self.microbatches,
             virtual_stages=self.virtual_stages, costs=costs, active_microbatches=self.active_microbatches,

@@ -14,6 +14,8 @@ from shardwright.core.cluster import Cluster
 from shardwright.core.errors import PlanError
 from shardwright.core.hardware import Device, load_profile
 from shardwright.core.plan import Plan
+from shardwright.core.schedule import AUTO, Schedule, schedule_names
+from shardwright.torch.config import Config
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.session import Session
 
@@ -36,17 +38,28 @@ def plan_at_first_step(
         graph,
         Cluster(config.cluster or _hardware(bound.device), devices_per_node=bound.mesh.size),
         batch=samples * config.microbatches * dp,
-        pp=pp, tp=1, dp=dp, microbatch=samples, schedule="1f1b" if config.virtual_stages == 1 else config.pipeline,
+        pp=pp, tp=1, dp=dp, microbatch=samples, schedule=_schedule_for_cut(config),
         virtual_stages=config.virtual_stages, recompute="none", shard=0, precision=_precision(model.module),
     )  # fmt: skip
     session.plan = plan
-    digest = hashlib.blake2b(repr(plan.stage_calls("torch")).encode(), digest_size=8)
+    schedule = config.schedule(plan.stage_costs())
+    digest = hashlib.blake2b(f"{plan.stage_calls('torch')} {schedule.digest}".encode(), digest_size=8)
     number = int.from_bytes(digest.digest(), "big", signed=True)
     different = compare_over_pp({"plan": number}, bound, session.watch).get("plan")
     if different:
         first = bound.peer("pp", 0)
         raise PlanError(f"ranks {first} and {different} planned different stages: make a plan file and pass it")
-    return StageMap.of_plan(plan, config.schedule(plan.stage_costs()))
+    return StageMap.of_plan(plan, schedule)
+
+
+def _schedule_for_cut(config: Config) -> str:
+    """The named schedule by whose placement and memory the stages are cut: one that every number of microbatches has,
+    where the schedule itself is built from the costs of the stages or is given."""
+    if config.virtual_stages == 1:
+        return "1f1b"
+    if isinstance(config.pipeline, Schedule):
+        return config.pipeline.name if config.pipeline.name in schedule_names() else "looped-bfs"
+    return "looped-bfs" if config.pipeline == AUTO else config.pipeline
 
 
 def _sample(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

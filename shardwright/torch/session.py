@@ -13,10 +13,10 @@ from torch.distributed import ProcessGroup
 from shardwright.backends.torch import CAPABILITIES
 from shardwright.backends.torch.mesh import BoundMesh, bind
 from shardwright.backends.torch.process import choose_device, start, this_launch
-from shardwright.backends.torch.runtime import require_whole_backward
 from shardwright.backends.torch.watch import Watch, watch_for_stop
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.plan import Plan
+from shardwright.core.schedule import AUTO
 from shardwright.torch.config import Config, read_config
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ def init(
     else:
         mesh = settings.mesh(world_size)
         CAPABILITIES.require_axes({"tp": settings.tensor_parallel_degree})
-        if settings.pipeline != "auto":  # which is built from costs, at the first step
-            require_whole_backward(settings.schedule(None))
+        if settings.pipeline != AUTO:  # which is built from costs, at the first step
+            settings.schedule(None)
     place = torch.device(device) if device is not None else choose_device(launch)
     backend = None if settings.ddp_dist_backend == "auto" else settings.ddp_dist_backend
     owns_group = not dist.is_initialized()

@@ -5,6 +5,7 @@ import torch
 
 from shardwright.backends.torch.process import Launch, first_node, read_launch
 from shardwright.core.errors import ClusterError, MissingCapabilityError, ShardwrightError
+from shardwright.core.schedule import Schedule
 from shardwright.torch.config import read_config
 from tests.torch.launch import single
 
@@ -123,11 +124,15 @@ def test_what_has_no_effect_is_said() -> None:
         read_config({"memory_weight": 0.5})
 
 
-def test_a_schedule_that_splits_the_backward_pass_is_refused_at_init() -> None:
-    import shardwright.torch as sw
-
-    with pytest.raises(MissingCapabilityError, match="split_backward"):
-        sw.init({"pipeline": "zb-h1", "microbatches": 4})
+def test_a_schedule_may_be_given_and_its_sizes_must_be_those_of_the_configuration() -> None:
+    schedule = Schedule.build("zb-h1", ranks=2, microbatches=4)
+    sizes = {"pipeline_parallel_degree": 2, "microbatches": 4}
+    assert read_config({"pipeline": schedule, **sizes}).schedule(None) is schedule
+    with pytest.raises(ShardwrightError, match=r"\(2, 4, 1\), and the configuration asks for \(2, 8, 1\)"):
+        read_config({"pipeline": schedule, **sizes, "microbatches": 8})
+    assert read_config({"pipeline": "auto", **sizes}).schedule(None).name == "auto"
+    with pytest.raises(ShardwrightError, match="is no schedule"):
+        read_config({"pipeline": "zb-h7"})
 
 
 def test_tensor_parallelism_is_refused_at_init(monkeypatch: pytest.MonkeyPatch) -> None:

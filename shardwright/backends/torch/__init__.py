@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 CAPABILITIES = Capabilities(
     framework="torch",
     axes=("pp", "dp"),
-    split_backward=False,
+    split_backward=True,
     uneven_shards=False,
     partial_layouts=False,
     block_layouts=False,

@@ -104,7 +104,7 @@ class Holding:
         self.placement: Placement | None = None
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         """The name of every parameter that the model has or had, by id; ids are given again once a tensor is gone."""
-        self.modules = dict(model.named_modules())
+        self.modules = dict(model.named_modules(remove_duplicate=False))
         self.first_name: dict[str, str] = {}
         self._slots: dict[str, list[Slot]] = {}
         for names in (parameter_names(model), buffer_names(model)):

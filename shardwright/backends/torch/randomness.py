@@ -6,7 +6,7 @@ modules alone that recording saw draw random numbers, and on the modules they ca
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,12 +24,15 @@ def stream_seed(seed: int, step: int, microbatch: int, context: Context) -> int:
 
 
 class Streams:
-    """Seeds the generators while one rank runs a program."""
+    """Seeds the generators while one rank runs the programs of a step."""
 
-    def __init__(self, program: Program, modules: Mapping[str, nn.Module], seed: int) -> None:
+    def __init__(self, programs: Sequence[Program], modules: Mapping[str, nn.Module], seed: int) -> None:
         self.seed = seed
-        self.contexts = {context for step in program.steps for context in step.random}
-        self.totals = program.call_totals
+        self.contexts = {context for program in programs for step in program.steps for context in step.random}
+        self.totals: dict[str, int] = {}
+        for program in programs:
+            for path, total in program.call_totals.items():
+                self.totals[path] = max(total, self.totals.get(path, 0))
         self.active = bool(self.contexts)
         self.enabled = False
         """Set while this program runs: other programs have hooks on the same modules."""
@@ -40,7 +43,7 @@ class Streams:
         self._recomputing = False
         self._handles: list[Any] = []
         watched = {context[0] for context in self.contexts}
-        watched |= {child for path in program.children for child in program.children[path]}
+        watched |= {child for program in programs for held in program.children.values() for child in held}
         for path in sorted(watched):
             if path in modules:
                 self._watch(path, modules[path])

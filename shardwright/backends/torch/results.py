@@ -1,5 +1,6 @@
 """What a step returns, brought from the stages that computed it to every rank."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -7,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from shardwright.backends.torch.mesh import BoundMesh
-from shardwright.backends.torch.pipeline import StepValues
 from shardwright.backends.torch.program import ValueRef
+from shardwright.backends.torch.replay import StepValues
 from shardwright.backends.torch.stages import Division
 from shardwright.backends.torch.transfer import as_carried
 from shardwright.backends.torch.watch import Watch
@@ -22,7 +23,7 @@ class Returned:
     Attributes:
         outputs: this replica's value for every microbatch.
         everywhere: for floating scalars, the values of all microbatches of all dp replicas, in order; else None.
-        weights: the weight of each entry of ``everywhere`` when this is a loss that was given weights; else None.
+        weights: the weight of each entry of ``everywhere`` in their mean, where they differ; else None.
     """
 
     outputs: list[torch.Tensor]
@@ -30,21 +31,80 @@ class Returned:
     weights: torch.Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How many samples each microbatch of each replica has.
+
+    Attributes:
+        samples: for every dp coordinate, one number for each of its microbatches.
+        replica: this rank's dp coordinate.
+    """
+
+    samples: tuple[tuple[int, ...], ...]
+    replica: int
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        return self.samples[self.replica]
+
+    @property
+    def first(self) -> int:
+        """The number of this replica's first microbatch among those of all replicas."""
+        return sum(len(held) for held in self.samples[: self.replica])
+
+    @property
+    def flat(self) -> tuple[int, ...]:
+        return tuple(n for held in self.samples for n in held)
+
+    @property
+    def equal(self) -> bool:
+        """Whether all microbatches of all replicas have as many samples."""
+        return len(set(self.flat)) == 1
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """The share of each own microbatch in the mean over the samples of all microbatches of all replicas."""
+        if self.equal:
+            return (1.0 / len(self.flat),) * len(self.own)
+        return tuple(n / sum(self.flat) for n in self.own)
+
+
+def shares_over_dp(samples: Sequence[int], most: int, bound: BoundMesh, watch: Watch) -> Shares:
+    """Tell the replicas how many samples each microbatch has here; ``most`` is the most microbatches that one has."""
+    if bound.size("dp") == 1:
+        return Shares((tuple(samples),), 0)
+    own = torch.tensor([*samples, *[0] * (most - len(samples))], dtype=torch.int64, device=bound.device)
+    every = [torch.empty_like(own) for _ in range(bound.size("dp"))]
+    watch.doing("the start of the step")
+    with watch.waiting(f"dp peers, ranks {list(bound.groups['dp'])}, to tell the sizes of their microbatches"):
+        dist.all_gather(every, own, group=bound.handles["dp"])
+    return Shares(tuple(tuple(n for n in row.tolist() if n) for row in every), bound.coordinate("dp"))
+
+
 def total_weight(
-    division: Division, values: StepValues, stage_rank: Sequence[int], bound: BoundMesh, watch: Watch, microbatches: int
+    divisions: Sequence[Division],
+    values: StepValues,
+    stage_rank: Sequence[int],
+    bound: BoundMesh,
+    watch: Watch,
+    shares: Shares,
 ) -> tuple[float | None, torch.Tensor | None]:
     """The sum of the weights of all microbatches of all replicas, and each of them; None, None when none were given.
 
     Raises ShardwrightError when they add up to zero.
     """
-    losses = division.program.losses
+    losses = divisions[0].program.losses
     if not losses or losses[0].weight is None:
         return None, None
-    own = torch.zeros(microbatches, dtype=torch.float64)
-    home = stage_rank[division.loss_stage[0]]
+    own = torch.zeros(len(shares.own), dtype=torch.float64)
+    home = stage_rank[divisions[0].loss_stage[0]]
     if bound.coordinate("pp") == home:
-        own = torch.stack([torch.as_tensor(w, dtype=torch.float64).cpu().reshape(()) for w in _given(values)])
-    every = _over_dp(_from_home(own.to(bound.device, torch.float32), home, bound, watch), bound, watch)
+        given = values.loss_weights[0]
+        own = torch.stack(
+            [torch.as_tensor(given[m], dtype=torch.float64).cpu().reshape(()) for m in range(len(shares.own))]
+        )
+    own = own.to(bound.device, torch.float32)
+    every = _over_dp(_from_home(own, home, bound, watch), bound, watch, shares)
     total = float(every.sum())
     if total == 0.0:
         raise ShardwrightError(
@@ -54,47 +114,77 @@ def total_weight(
     return total, every
 
 
-def _given(values: StepValues) -> list[torch.Tensor | float]:
-    return [w for w in values.loss_weights[0] if w is not None]
-
-
 def share(
-    division: Division,
+    divisions: Sequence[Division],
     values: StepValues,
     stage_rank: Sequence[int],
     bound: BoundMesh,
     watch: Watch,
-    microbatches: int,
+    shares: Shares,
     weights: torch.Tensor | None,
 ) -> dict[int, Returned]:
-    """Give every rank every tensor of the result, by its position among the leaves. Every rank calls this together."""
-    program = division.program
-    loss_values = {loss.value for loss in program.losses}
+    """Give every rank every tensor of the result, by its position among the leaves. Every rank calls this together.
+
+    Args:
+        divisions: for each microbatch.
+        weights: those of the losses, if any were given.
+    """
+    first = divisions[0]
+    outputs = _outputs(divisions, values, stage_rank, bound, watch)
+    loss_values = {loss.value for loss in first.program.losses}
+    by_samples = None
+    if not shares.equal:
+        by_samples = torch.tensor(shares.flat, dtype=torch.float32, device=bound.device)
     found: dict[int, Returned] = {}
-    me = bound.coordinate("pp")
-    for position, stage in enumerate(division.result_stage):
+    for position, tensors in outputs.items():
+        leaf = first.program.result.leaves[position]
+        everywhere = None
+        if tensors[0].numel() == 1 and tensors[0].is_floating_point():
+            everywhere = _over_dp(torch.stack([t.reshape(()) for t in tensors]), bound, watch, shares)
+        is_loss = isinstance(leaf, ValueRef) and leaf.value in loss_values
+        own_weights = weights if is_loss and weights is not None else by_samples
+        found[position] = Returned(tensors, everywhere, own_weights)
+    return found
+
+
+def _outputs(
+    divisions: Sequence[Division], values: StepValues, stage_rank: Sequence[int], bound: BoundMesh, watch: Watch
+) -> dict[int, list[torch.Tensor]]:
+    """For each tensor of the result its value in every microbatch, on every rank: one message for all of one dtype
+    from one rank."""
+    me, count = bound.coordinate("pp"), len(divisions)
+    together: dict[tuple[int, torch.dtype], list[int]] = {}
+    found: dict[int, list[torch.Tensor]] = {}
+    for position, stage in enumerate(divisions[0].result_stage):
         if stage is None:
             continue
-        home = stage_rank[stage]
-        leaf = program.result.leaves[position]
-        is_value = isinstance(leaf, ValueRef)
+        leaf = divisions[0].program.result.leaves[position]
         if bound.size("pp") == 1:
-            outputs = values.results[position]
+            found[position] = [values.results[position][m] for m in range(count)]
         elif isinstance(leaf, ValueRef):
-            shape, dtype = program.values[leaf.value].shape, program.values[leaf.value].dtype
-            if me == home:
-                packed = torch.stack([t.contiguous() for t in values.results[position]])
-            else:
-                packed = torch.empty((microbatches, *shape), dtype=dtype, device=bound.device)
-            outputs = list(_from_home(packed, home, bound, watch))
+            key = (stage_rank[stage], divisions[0].program.values[leaf.value].dtype)
+            together.setdefault(key, []).append(position)
         else:
             raise ShardwrightError("a step returns a parameter or buffer of a split model: use model.state_dict()")
-        everywhere = None
-        if outputs[0].numel() == 1 and outputs[0].is_floating_point():
-            everywhere = _over_dp(torch.stack([t.reshape(()) for t in outputs]), bound, watch)
-        is_loss = is_value and isinstance(leaf, ValueRef) and leaf.value in loss_values
-        found[position] = Returned(outputs, everywhere, weights if is_loss else None)
-    return found
+    for (home, dtype), positions in sorted(together.items(), key=lambda item: (item[0][0], str(item[0][1]))):
+        shapes = []
+        for position in positions:
+            for division in divisions:
+                leaf = division.program.result.leaves[position]
+                assert isinstance(leaf, ValueRef)
+                shapes.append(division.program.values[leaf.value].shape)
+        sizes = [math.prod(shape) for shape in shapes]
+        if me == home:
+            packed = torch.cat([values.results[p][m].reshape(-1) for p in positions for m in range(count)])
+        else:
+            packed = torch.empty(sum(sizes), dtype=dtype, device=bound.device)
+        pieces = [
+            piece.view(shape)
+            for piece, shape in zip(_from_home(packed, home, bound, watch).split(sizes), shapes, strict=True)
+        ]
+        for number, position in enumerate(positions):
+            found[position] = pieces[number * count : (number + 1) * count]
+    return dict(sorted(found.items()))
 
 
 def _from_home(tensor: torch.Tensor, home: int, bound: BoundMesh, watch: Watch) -> torch.Tensor:
@@ -106,14 +196,18 @@ def _from_home(tensor: torch.Tensor, home: int, bound: BoundMesh, watch: Watch) 
     return tensor
 
 
-def _over_dp(tensor: torch.Tensor, bound: BoundMesh, watch: Watch) -> torch.Tensor:
+def _over_dp(tensor: torch.Tensor, bound: BoundMesh, watch: Watch, shares: Shares) -> torch.Tensor:
+    """The values of all microbatches of all replicas, from those of this one."""
     size = bound.size("dp")
     if size == 1:
         return tensor
-    every = [torch.empty_like(tensor) for _ in range(size)]
+    most = max(len(held) for held in shares.samples)
+    own = torch.zeros(most, dtype=tensor.dtype, device=tensor.device)
+    own[: len(shares.own)] = tensor
+    every = [torch.empty_like(own) for _ in range(size)]
     with watch.waiting(f"the results of dp peers, ranks {list(bound.groups['dp'])}"):
-        dist.all_gather(every, tensor.contiguous(), group=bound.handles["dp"])
-    return torch.cat(every)
+        dist.all_gather(every, own, group=bound.handles["dp"])
+    return torch.cat([row[: len(held)] for row, held in zip(every, shares.samples, strict=True)])
 
 
 def compare_over_pp(numbers: Mapping[str, int], bound: BoundMesh, watch: Watch) -> dict[str, list[int]]:

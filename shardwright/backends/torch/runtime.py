@@ -1,8 +1,8 @@
 """A model split over this run's ranks, and the training steps that it runs."""
 
 import hashlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ from shardwright.backends.torch import CAPABILITIES
 from shardwright.backends.torch.data_parallel import Gradients
 from shardwright.backends.torch.fake_state import find_model_call
 from shardwright.backends.torch.holding import Holding, place
+from shardwright.backends.torch.measure import Recorder
 from shardwright.backends.torch.mesh import BoundMesh
 from shardwright.backends.torch.pipeline import Pipeline
-from shardwright.backends.torch.program import Tree
+from shardwright.backends.torch.program import Program, Tree
 from shardwright.backends.torch.randomness import Streams
-from shardwright.backends.torch.results import Returned, compare_over_pp, share, total_weight
+from shardwright.backends.torch.results import Returned, compare_over_pp, share, shares_over_dp, total_weight
 from shardwright.backends.torch.stages import Division, divide
 from shardwright.backends.torch.step_recorder import StepRecorder
 from shardwright.backends.torch.transfer import Mailroom, as_carried
@@ -26,6 +27,7 @@ from shardwright.backends.torch.weights import Weights, materialize
 from shardwright.core.errors import CaptureError, MissingCapabilityError, PlanError, ShardwrightError
 from shardwright.core.plan import Plan
 from shardwright.core.schedule import Schedule
+from shardwright.core.schedule.actions import Action
 
 StepBody = Callable[[list[torch.Tensor]], Any]
 
@@ -44,7 +46,6 @@ class StageMap:
         CAPABILITIES.require_axes({"tp": plan.decision.tp})
         _require_policies(plan)
         schedule = schedule or plan.build_schedule()
-        require_whole_backward(schedule)
         calls = tuple(tuple((c.path, c.occurrence) for c in held) for held in plan.stage_calls("torch"))
         return cls(schedule, calls, plan.parameter_stages("torch"))
 
@@ -77,20 +78,48 @@ def _require_policies(plan: Plan) -> None:
         )
 
 
-def require_whole_backward(schedule: Schedule) -> None:
-    """Raise MissingCapabilityError for a schedule that runs input and weight gradients apart."""
-    if schedule.splits_backward and not CAPABILITIES.split_backward:
-        raise MissingCapabilityError(
-            f"the schedule {schedule.name!r} runs input and weight gradients apart (split_backward), which the torch "
-            f"runtime of this version does not: choose a schedule with whole backward passes, such as 1f1b"
+def keep_microbatches(schedule: Schedule, count: int) -> Schedule:
+    """The schedule with its first ``count`` microbatches alone, in the same order: what is left waits for no other.
+
+    Raises ShardwrightError for more microbatches than the schedule has.
+    """
+    if count == schedule.microbatches:
+        return schedule
+    if count > schedule.microbatches:
+        raise ShardwrightError(f"{count} microbatches were given: the plan has {schedule.microbatches}")
+
+    def kept(action: Action) -> Iterator[Action]:
+        parts = tuple(part for part in action.flat if part.microbatch is None or part.microbatch < count)
+        if parts == action.parts:
+            yield action
+        else:
+            yield from parts
+
+    table = tuple(tuple(part for action in order for part in kept(action)) for order in schedule.table)
+    return replace(schedule, microbatches=count, table=table)
+
+
+def _require_alike(programs: Sequence[Program]) -> None:
+    """Raise CaptureError unless the microbatches of a step have the same losses and results, whatever their shapes."""
+    first = programs[0]
+    if len({str(loss.weight) for loss in first.losses}) > 1:
+        raise CaptureError(
+            "model.backward is called several times in one step with different weights: give all of them the same "
+            "weight, or none"
         )
+    for other in programs[1:]:
+        same = [loss.weight is None for loss in first.losses] == [loss.weight is None for loss in other.losses]
+        if not same or first.result.spec != other.result.spec:
+            raise CaptureError(
+                "the step calls model.backward or returns something else for microbatches of another shape: what it "
+                "does may depend on the shapes, how often it calls model.backward and what it returns may not"
+            )
 
 
 @dataclass(slots=True)
 class _Compiled:
     """A recorded step, ready to run."""
 
-    division: Division
     pipeline: Pipeline
     result: Tree
 
@@ -124,6 +153,8 @@ class Runtime:
         """The step functions whose first batch was compared among pipeline peers."""
         self.listeners: list[Callable[[], None]] = []
         """Called whenever the parameters of this rank have changed identity."""
+        self.recorders: list[Recorder] | None = None
+        """While timelines are recorded: of each step when its actions ran."""
         self._compiled: dict[Hashable, _Compiled] = {}
         self._synchronized = False
 
@@ -215,42 +246,54 @@ class Runtime:
             )
 
     def step(
-        self, signature: Hashable, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]]
+        self,
+        signature: Hashable,
+        body: StepBody,
+        microbatches: Sequence[Sequence[torch.Tensor]],
+        samples: Sequence[int] | None = None,
     ) -> tuple[Tree, dict[int, Returned]]:
         """Run one training step; every rank calls this at the same time.
 
         Args:
-            signature: what a recorded program stands for; the same on all pp peers.
+            signature: what a recorded program stands for, beside the shapes; the same on all pp peers.
             body: what the user's step does, from stand-ins for the tensors of one microbatch.
-            microbatches: the tensors of each microbatch, on this run's device.
+            microbatches: the tensors of each microbatch, on this run's device. There may be fewer than planned.
+            samples: how many each microbatch has: the weight of its losses, where the step gives none. Default: alike.
 
         Returns:
             the result of the body as a tree, and its tensors by their position among the leaves.
         """
         stage_map = self.stage_map
         assert stage_map is not None
-        if signature not in self._compiled:
-            self._compiled[signature] = self._compile(stage_map, body, microbatches)
-        compiled = self._compiled[signature]
+        count = len(microbatches)
+        key = (signature, tuple(tuple((tuple(t.shape), t.dtype) for t in mb) for mb in microbatches))
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(stage_map, key, body, microbatches)
+        compiled = self._compiled[key]
         if not self._synchronized:
             self._synchronize()
             self._synchronized = True
-        division, pipeline = compiled.division, compiled.pipeline
-        training = bool(division.program.losses)
-        count = len(microbatches)
-        first = self.bound.coordinate("dp") * count
+        pipeline = compiled.pipeline
+        training = pipeline.trains
+        shares = shares_over_dp(samples or [1] * count, stage_map.schedule.microbatches, self.bound, self.watch)
         if training:
             self.gradients.begin()
         pipeline.streams.seed = self.seed
-        values = pipeline.run(microbatches, self.steps_run, first, training and torch.is_grad_enabled())
+        recorder = None
+        if self.recorders is not None:
+            recorder = Recorder(self.bound.device)
+            self.recorders.append(recorder)
+        values = pipeline.run(
+            microbatches, self.steps_run, shares.first, training and torch.is_grad_enabled(), shares.scales, recorder
+        )
         stage_rank = [stage_map.schedule.stage_to_rank(s) for s in range(stage_map.schedule.stages)]
         self.watch.doing("the end of the step")
-        total, weights = total_weight(division, values, stage_rank, self.bound, self.watch, count)
+        total, weights = total_weight(pipeline.divisions, values, stage_rank, self.bound, self.watch, shares)
         if training:
             self.gradients.finish(total)
             self.steps_run += 1
         self.watch.doing("the results of the step")
-        returned = share(division, values, stage_rank, self.bound, self.watch, count, weights)
+        returned = share(pipeline.divisions, values, stage_rank, self.bound, self.watch, shares, weights)
         self.watch.doing("between steps")
         return compiled.result, returned
 
@@ -280,33 +323,34 @@ class Runtime:
         return divide(program, stage_map.stage_of_call, stage_map.parameter_stages, stage_map.schedule.stages)
 
     def _compile(
-        self, stage_map: StageMap, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]]
+        self, stage_map: StageMap, key: Hashable, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]]
     ) -> _Compiled:
         self.watch.doing("recording the step")
-        division = self.record(stage_map, body, microbatches[0])
-        program = division.program
-        if len({str(loss.weight) for loss in program.losses}) > 1:
-            raise CaptureError(
-                "model.backward is called several times in one step with different weights: give all of them the same "
-                "weight, or none"
-            )
-        digest = hashlib.blake2b(program.digest_text().encode(), digest_size=8)
+        of_shapes: dict[Hashable, Division] = {}
+        divisions = []
+        for microbatch in microbatches:
+            shapes = tuple((tuple(t.shape), t.dtype) for t in microbatch)
+            if shapes not in of_shapes:
+                of_shapes[shapes] = self.record(stage_map, body, microbatch)
+            divisions.append(of_shapes[shapes])
+        programs = [division.program for division in of_shapes.values()]
+        _require_alike(programs)
+        digest = hashlib.blake2b("\n".join(program.digest_text() for program in programs).encode(), digest_size=8)
         different = compare_over_pp({"program": _signed(digest)}, self.bound, self.watch).get("program")
         if different:
             raise ShardwrightError(
                 f"ranks {self.bound.peer('pp', 0)} and {', '.join(map(str, different))} recorded different steps: the "
                 f"step body must do the same on all pipeline peers"
             )
-        schedule = stage_map.schedule
-        self._place_needs(division, schedule)
-        streams = Streams(program, self.holding.modules, self.seed)
-        scale = 1.0 / (len(microbatches) * self.bound.size("dp"))
+        schedule = keep_microbatches(stage_map.schedule, len(microbatches))
+        for division in of_shapes.values():
+            self._place_needs(division, schedule)
+        streams = Streams(programs, self.holding.modules, self.seed)
         pipeline = Pipeline(
-            division, schedule, self.holding.modules, self.bound.coordinate("pp"), self.mailroom, self.watch, streams,
-            scale,
-        )  # fmt: skip
+            divisions, schedule, self.holding.modules, self.bound.coordinate("pp"), self.mailroom, self.watch, streams
+        )
         self.mailroom.open(pipeline.pairs)
-        return _Compiled(division, pipeline, program.result)
+        return _Compiled(pipeline, programs[0].result)
 
     def _place_needs(self, division: Division, schedule: Schedule) -> None:
         needs: dict[int, set[str]] = {}

@@ -27,6 +27,8 @@ class StagePart:
     """What one stage does for one microbatch."""
 
     stage: int
+    inputs: tuple[int, ...]
+    """The values of the batch that are used here."""
     steps: tuple[Step, ...]
     release: tuple[tuple[int, ...], ...]
     """After each step, the values that nothing on this stage uses any more."""
@@ -264,7 +266,8 @@ def _part(
     parameters |= {leaf.name for i in results if isinstance(leaf := program.result.leaves[i], ParameterRef)}
     buffers = {name for step in steps for name in step.buffers}
     buffers |= {leaf.name for i in results if isinstance(leaf := program.result.leaves[i], BufferRef)}
+    inputs = tuple(sorted(v for v in values if program.values[v].input is not None))
     return StagePart(
-        stage, steps, tuple(map(tuple, release)), receives, sends, losses, results, copied,
+        stage, inputs, steps, tuple(map(tuple, release)), receives, sends, losses, results, copied,
         frozenset(parameters), frozenset(buffers),
     )  # fmt: skip

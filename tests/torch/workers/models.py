@@ -87,3 +87,66 @@ def batch(name: str, step: int, samples: int = 8, length: int = 12) -> dict[str,
         mask[:, -2:] = torch.randint(0, 2, (samples, 2), generator=generator)
         found["attention_mask"] = mask
     return found
+
+
+class Doubled(torch.autograd.Function):
+    """A function of a user's own, with a parameter among its arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, scale)
+        return 2 * x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, scale = ctx.saved_tensors
+        return 2 * gradient * scale, (2 * gradient * x).sum(dim=(0, 1))
+
+
+class Mixed(nn.Module):
+    """A block with every way in which a weight can be used."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.twice = nn.Linear(width, width, bias=False)  # called twice in a row
+        self.conv = nn.Conv1d(width, width, 3, padding=1, groups=2)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(width, width))  # a weight that is computed
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.matrix = nn.Parameter(torch.eye(width) + 0.1 * torch.randn(width, width))
+        self.frozen = nn.Linear(width, width)
+        self.frozen.requires_grad_(False)
+        self.unused = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        h = self.twice(torch.tanh(self.twice(h)))
+        h = h + self.conv(h.transpose(1, 2)).transpose(1, 2)
+        h = self.normed(torch.tanh(h)) @ self.matrix
+        h = h + self.attention(h, h, h, need_weights=False)[0]
+        h = torch.nn.functional.relu(self.frozen(h), inplace=True) + h
+        return x + Doubled.apply(h, self.scale)
+
+
+class EveryKindOfWeight(nn.Module):
+    """Eight blocks, the first and the last the same one; the embedding is tied to the head."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, width, padding_idx=0)
+        self.blocks = nn.ModuleList(Mixed(width) for _ in range(7))
+        self.blocks.append(self.blocks[0])
+        self.head = nn.Linear(width, 32, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def every_kind_of_weight() -> nn.Module:
+    torch.manual_seed(3)
+    return EveryKindOfWeight()

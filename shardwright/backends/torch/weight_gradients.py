@@ -1,0 +1,344 @@
+"""Weight gradients put off: what a split backward (I, then W) leaves to its W.
+
+While a stage whose backward is split runs, linear layers, convolutions and embeddings are run by functions of our own.
+In I their backward gives the gradient of the input alone and keeps the two factors of the weight's gradient; W
+multiplies them, straight into ``.grad``. Everything else (norms, products of activations, a user's own functions) has
+its whole backward in I. So autograd runs each graph once, as it does for a whole backward, and what it allows stays
+allowed: shared parameters, modules called again, writes in place, checkpoints, hooks.
+
+The split into B for the input and B for the weight is that of zero-bubble schedules (Qi et al., arXiv 2401.10241,
+section 2).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from shardwright.core.errors import CaptureError
+
+_linear, _addmm, _embedding = functional.linear, torch.addmm, functional.embedding
+_convolutions: dict[str, Callable[..., torch.Tensor]] = {
+    name: getattr(functional, name) for name in ("conv1d", "conv2d", "conv3d")
+}
+Accumulate = Callable[[torch.Tensor, torch.Tensor], None]
+"""Adds a weight gradient, from the input of an op and the gradient of its output."""
+
+
+class _Factors:
+    """An input and the gradient of an output, until W multiplies them."""
+
+    __slots__ = ("accumulate", "given", "given_version", "gradient", "gradient_version", "name")
+
+    def __init__(self, name: str, given: torch.Tensor, gradient: torch.Tensor, accumulate: Accumulate) -> None:
+        self.name, self.given, self.gradient, self.accumulate = name, given, gradient, accumulate
+        self.given_version, self.gradient_version = given._version, gradient._version
+
+    def multiply(self) -> None:
+        if self.given._version != self.given_version or self.gradient._version != self.gradient_version:
+            raise CaptureError(
+                f"a tensor that {self.name} needs for the gradient of its weight was written in place between the "
+                f"input gradient and the weight gradient of its microbatch: copy it first, or choose a schedule with "
+                f"whole backward passes, such as 1f1b"
+            )
+        self.accumulate(self.given, self.gradient)
+
+
+class Deferred:
+    """The weight gradients that one I left to its W."""
+
+    __slots__ = ("_factors",)
+
+    def __init__(self) -> None:
+        self._factors: list[_Factors] = []
+
+    def add(self, name: str, given: torch.Tensor, gradient: torch.Tensor, accumulate: Accumulate) -> None:
+        self._factors.append(_Factors(name, given, gradient, accumulate))
+
+    @torch.no_grad()
+    def multiply(self) -> None:
+        """Add all of them to their parameters' gradients, in the order in which a whole backward does."""
+        for factors in self._factors:
+            factors.multiply()
+        self._factors.clear()
+
+
+_collecting: Deferred | None = None
+"""Where weight gradients go while an I runs; None: nowhere, they are computed at once. A backward pass runs on threads
+of autograd's on some devices, and there is one I at a time."""
+
+
+@contextmanager
+def deferrable() -> Iterator[None]:
+    """In here the ops run so that their backward can put weight gradients off. Forward passes, and the backward passes
+    of what they made, since these may run parts of the forward again."""
+    patched: list[tuple[Any, str, Any]] = [
+        (functional, "linear", linear),
+        (functional, "embedding", embedding),
+        (torch, "addmm", addmm),
+        *((functional, name, _convolution_named(name)) for name in _convolutions),
+    ]
+    before = [getattr(module, name) for module, name, _ in patched]
+    try:
+        for module, name, function in patched:
+            setattr(module, name, function)
+        yield
+    finally:
+        for (module, name, _), function in zip(patched, before, strict=True):
+            setattr(module, name, function)
+
+
+@contextmanager
+def collecting() -> Iterator[Deferred]:
+    """Run a backward pass in here as an I: gives what it leaves to its W."""
+    global _collecting
+    _collecting = Deferred()
+    try:
+        with deferrable():
+            yield _collecting
+    finally:
+        _collecting = None
+
+
+def _put_off() -> Deferred | None:
+    """Where to put a weight gradient now. A gradient that code of the model's own asks for, by ``autograd.grad`` in the
+    middle of its forward or backward, is no part of the step's backward."""
+    return _collecting if _collecting is not None and torch.autograd._is_checkpoint_valid() else None
+
+
+def _can_defer(given: Any, weight: Any) -> bool:
+    """Whether the gradient of a weight may come later, without autograd: it is a parameter, and nobody hooks it."""
+    return (
+        _is_quiet(weight)
+        and weight.requires_grad
+        and torch.is_grad_enabled()
+        and type(given) in (torch.Tensor, nn.Parameter)
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def _cast(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """As autocast casts the operands of a product."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    return [t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t for t in tensors]
+
+
+def _add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    gradient = gradient.to(parameter.dtype)
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient
+
+
+def _add_product(parameter: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add a matrix product to a gradient, in one pass where the dtypes allow it."""
+    if parameter.grad is None or parameter.grad.dtype is not left.dtype or not parameter.grad.is_contiguous():
+        _add_to(parameter, left @ right)
+    else:
+        parameter.grad.addmm_(left, right)
+
+
+# Linear layers, weight [outputs, inputs] or, for addmm, [inputs, outputs] ------------------------------------------
+
+
+class _Product(torch.autograd.Function):
+    """[rows, inputs] times a weight. Only matrices: a function of one's own must not return a view, which what follows
+    could not write to in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, given: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, turned: bool
+    ) -> torch.Tensor:
+        (matrix,) = _cast(weight)
+        ctx.save_for_backward(given, matrix)
+        ctx.weight, ctx.bias, ctx.turned = weight, bias, turned
+        added = bias if bias is None else _cast(bias)[0]
+        if not turned:
+            return _linear(given, matrix, added)
+        assert added is not None
+        return _addmm(added, given, matrix)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        given, matrix = ctx.saved_tensors
+        weight, bias, turned = ctx.weight, ctx.bias, ctx.turned
+        if torch.is_grad_enabled():  # a gradient of this gradient will be asked for: from the weight, not from its cast
+            matrix = weight.to(matrix.dtype)
+        back = None
+        if ctx.needs_input_grad[0]:
+            back = gradient @ (matrix.t() if turned else matrix)
+        wants_bias = bias is not None and ctx.needs_input_grad[2]
+        store = _put_off()
+        if store is None:
+            left, right = (given, gradient) if turned else (gradient, given)
+            own = (left.t() @ right).to(weight.dtype)
+            return back, own, gradient.sum(0).to(bias.dtype) if wants_bias else None, None
+        late_bias = bias if wants_bias and _is_quiet(bias) else None
+
+        def accumulate(given: torch.Tensor, gradient: torch.Tensor) -> None:
+            left, right = (given, gradient) if turned else (gradient, given)
+            _add_product(weight, left.t(), right)
+            if late_bias is not None:
+                _add_to(late_bias, gradient.sum(0))
+
+        store.add("a linear layer", given, gradient, accumulate)
+        early = gradient.sum(0).to(bias.dtype) if wants_bias and late_bias is None else None
+        return back, None, early, None
+
+
+def _is_quiet(parameter: torch.Tensor) -> bool:
+    """Whether nobody hooks a parameter."""
+    return (
+        type(parameter) is nn.Parameter
+        and parameter.is_leaf
+        and not parameter._backward_hooks
+        and not getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )
+
+
+def linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``functional.linear``."""
+    if not _can_defer(given, weight) or weight.dim() != 2:
+        return _linear(given, weight, bias)
+    rows = _cast(given)[0].reshape(-1, given.shape[-1])
+    made: torch.Tensor = _Product.apply(rows, weight, bias, False)  # type: ignore[no-untyped-call]
+    return made if given.dim() == 2 else made.view(*given.shape[:-1], weight.shape[0])
+
+
+def addmm(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """``torch.addmm``, as a linear layer with its weight the other way round (GPT-2's) calls it."""
+    if len(args) != 3 or kwargs or not _can_defer(args[1], args[2]) or args[0].dim() != 1:
+        return _addmm(*args, **kwargs)
+    bias, given, weight = args
+    made: torch.Tensor = _Product.apply(_cast(given)[0], weight, bias, True)  # type: ignore[no-untyped-call]
+    return made
+
+
+# Convolutions ------------------------------------------------------------------------------------------------------
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, given: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, settings: tuple[Any, ...]
+    ) -> torch.Tensor:
+        kernel = _of_dims(_cast(weight)[0], given.dim())
+        ctx.save_for_backward(given, kernel)
+        ctx.weight, ctx.bias, ctx.settings = weight, bias, settings
+        stride, padding, dilation, groups = settings
+        added = bias if bias is None else _cast(bias)[0]
+        none = [0] * len(stride)
+        return torch.convolution(given, kernel, added, stride, padding, dilation, False, none, groups)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        given, kernel = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
+        stride, padding, dilation, groups = ctx.settings
+        if torch.is_grad_enabled():
+            kernel = _of_dims(weight.to(kernel.dtype), given.dim())
+        wants_bias = bias is not None and ctx.needs_input_grad[2]
+        sizes = [weight.shape[0]] if bias is not None else None
+        none = [0] * len(stride)
+
+        def derive(mask: list[bool], given: torch.Tensor, gradient: torch.Tensor) -> list[torch.Tensor]:
+            found: list[torch.Tensor] = torch.ops.aten.convolution_backward(
+                gradient, given, kernel, sizes, stride, padding, dilation, False, none, groups, mask
+            )
+            return found
+
+        store = _put_off()
+        if store is None:
+            back, own, own_bias = derive([ctx.needs_input_grad[0], True, wants_bias], given, gradient)
+            return back, own.view_as(weight).to(weight.dtype), own_bias.to(bias.dtype) if wants_bias else None, None
+        early_back = derive([True, False, False], given, gradient)[0] if ctx.needs_input_grad[0] else None
+        late_bias = bias if wants_bias and _is_quiet(bias) else None
+
+        def accumulate(given: torch.Tensor, gradient: torch.Tensor) -> None:
+            _, own, own_bias = derive([False, True, late_bias is not None], given, gradient)
+            _add_to(weight, own.view_as(weight))
+            if late_bias is not None:
+                _add_to(late_bias, own_bias)
+
+        store.add("a convolution", given, gradient, accumulate)
+        early = None
+        if wants_bias and late_bias is None:
+            early = gradient.sum([d for d in range(gradient.dim()) if d != 1]).to(bias.dtype)
+        return early_back, None, early, None
+
+
+def _of_dims(kernel: torch.Tensor, dims: int) -> torch.Tensor:
+    return kernel if kernel.dim() == dims else kernel.unsqueeze(2)
+
+
+def _convolution_named(name: str) -> Callable[..., torch.Tensor]:
+    original, dims = _convolutions[name], int(name[4])
+
+    def convolution(
+        input: torch.Tensor, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+        groups: int = 1,
+    ) -> torch.Tensor:  # fmt: skip
+        if isinstance(padding, str) or input.dim() != dims + 2 or not _can_defer(input, weight):
+            return original(input, weight, bias, stride, padding, dilation, groups)
+        settings = [_spread(value, dims) for value in (stride, padding, dilation)]
+        given = _cast(input)[0]
+        if dims == 1:  # torch runs it as one of two dims, and returns a view
+            settings = [[1, *settings[0]], [0, *settings[1]], [1, *settings[2]]]
+            given = given.unsqueeze(2)
+        made: torch.Tensor = _Convolution.apply(given, weight, bias, (*settings, groups))  # type: ignore[no-untyped-call]
+        return made.squeeze(2) if dims == 1 else made
+
+    return convolution
+
+
+def _spread(value: Any, dims: int) -> list[int]:
+    return [value] * dims if isinstance(value, int) else [int(v) for v in value] * (dims if len(value) == 1 else 1)
+
+
+# Embeddings --------------------------------------------------------------------------------------------------------
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, weight: nn.Parameter, padding: int, by_frequency: bool) -> torch.Tensor:
+        ctx.save_for_backward(given)
+        ctx.weight, ctx.padding, ctx.by_frequency = weight, padding, by_frequency
+        return torch.embedding(weight, given, padding, by_frequency, False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (given,) = ctx.saved_tensors
+        weight, padding, by_frequency = ctx.weight, ctx.padding, ctx.by_frequency
+
+        def derive(given: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = torch.ops.aten.embedding_dense_backward(
+                gradient, given, weight.shape[0], padding, by_frequency
+            )
+            return found
+
+        store = _put_off()
+        if store is None:
+            return None, derive(given, gradient), None, None
+        store.add("an embedding", given, gradient, lambda given, gradient: _add_to(weight, derive(given, gradient)))
+        return None, None, None, None
+
+
+def embedding(
+    input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None, max_norm: float | None = None,
+    norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """``functional.embedding``."""
+    if max_norm is not None or sparse or not _can_defer(input, weight) or weight.dim() != 2:
+        return _embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    made: torch.Tensor = _Embedding.apply(  # type: ignore[no-untyped-call]
+        input.reshape(-1), weight, padding, scale_grad_by_freq
+    )
+    return made.view(*input.shape, weight.shape[1])

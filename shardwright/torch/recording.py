@@ -1,0 +1,34 @@
+"""Measured timelines of training steps."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardwright.backends.torch.measure import gather
+from shardwright.core.errors import ShardwrightError
+from shardwright.core.timeline import Timeline
+from shardwright.torch import session as sessions
+
+
+@contextmanager
+def record_timeline() -> Iterator[list[Timeline]]:
+    """Record when each action of the steps inside runs; every rank enters and leaves this together.
+
+    Gives a list that holds, once the block is left, one `Timeline` for each step: that of this replica's pipeline, the
+    same on all its ranks, on one clock. An action starts when its inputs are there, so that waiting is idle time.
+
+    Raises:
+        ShardwrightError: there is no model yet, or timelines are recorded already.
+    """
+    session = sessions.current()
+    if session.model is None:
+        raise ShardwrightError("wrap the model first: sw.DistributedModel(model)")
+    runtime = session.model.runtime
+    if runtime.recorders is not None:
+        raise ShardwrightError("timelines are being recorded already: leave the other record_timeline() first")
+    runtime.recorders = []
+    found: list[Timeline] = []
+    try:
+        yield found
+        found += gather(runtime.recorders, session.bound.size("pp"), session.bound, session.watch)
+    finally:
+        runtime.recorders = None

@@ -1,0 +1,34 @@
+"""Every core schedule gives the gradients of the plain model, on two ranks and on four."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.core.schedule import AUTO, schedule_names
+from tests.torch.launch import torchrun
+
+NAMES = (*schedule_names(), AUTO, "auto, two stages a rank")
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder: Path = tmp_path_factory.mktemp("schedules")
+    outcome = torchrun("schedules.py", request.param, str(folder / "out.json"), timeout_s=300)
+    assert outcome.code == 0, outcome.text[-4000:]
+    return json.loads((folder / "out.json").read_text())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_gives_the_gradients_of_the_plain_model(results: dict[str, Any], name: str) -> None:
+    result = results[name]
+    assert result is not None, "no sizes are admitted"
+    assert result["missing"] == [], "gradients on one side only"
+    assert result["loss"] <= 1e-5
+    assert result["gradient"] <= 1.0  # in units of what is allowed: 1e-4 ‖g_ref‖ + 1e-6 ‖all g_ref‖
+
+
+def test_split_backwards_are_among_them(results: dict[str, Any]) -> None:
+    split = [name for name, result in results.items() if "W" in result["kinds"]]
+    assert {"zb-h1", "zb-h2", "zbv", "dualpipev"} <= set(split)

@@ -1,0 +1,128 @@
+"""One model under every schedule, in one launch: each gradient against those of the plain, unsplit model.
+
+Usage: schedules.py OUT.json. Every name in the registry, each with the sizes that it admits, and `auto`.
+"""
+
+import json
+import sys
+from importlib import import_module
+
+import torch
+import torch.distributed as dist
+from models import every_kind_of_weight
+
+import shardwright.torch as sw
+from shardwright.backends.torch.runtime import StageMap
+from shardwright.core.errors import ShardwrightError
+from shardwright.core.plan import Plan
+from shardwright.core.schedule import AUTO, schedule_names
+
+MICROBATCHES = 8
+
+
+@sw.step
+def train_step(model, ids):
+    loss = model(ids)
+    model.backward(loss)
+    return loss
+
+
+@sw.step
+def evaluate(model, ids):
+    return model(ids)
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(0, 32, (MICROBATCHES, 10), generator=torch.Generator().manual_seed(4))
+
+
+def reference() -> tuple[float, dict[str, torch.Tensor | None]]:
+    model = every_kind_of_weight()
+    total = 0.0
+    for part in ids().chunk(MICROBATCHES):
+        loss = model(part)
+        (loss / MICROBATCHES).backward()
+        total += loss.item() / MICROBATCHES
+    return total, {name: p.grad for name, p in model.named_parameters()}
+
+
+def sizes(name: str, ranks: int) -> int | None:
+    """How many virtual stages this schedule admits."""
+    for virtual in (1, 2):
+        try:
+            sw.Schedule.build(name, ranks=ranks, microbatches=MICROBATCHES, virtual_stages=virtual)
+        except ShardwrightError:
+            continue
+        return virtual
+    return None
+
+
+PLANS: dict[int, Plan] = {}
+"""By virtual stages: the model is captured and cut once for each."""
+steps = import_module("shardwright.torch.step")
+plan_anew = steps.plan_at_first_step
+
+
+def plan_once(session, *args) -> StageMap:
+    virtual = session.config.virtual_stages
+    if virtual not in PLANS:
+        stage_map = plan_anew(session, *args)
+        PLANS[virtual] = session.plan
+        return stage_map
+    plan = PLANS[virtual]
+    return StageMap.of_plan(plan, session.config.schedule(plan.stage_costs()))
+
+
+def run(name: str, virtual: int, loss: float, expected: dict[str, torch.Tensor | None]) -> dict[str, object]:
+    world = dist.get_world_size()
+    sw.init(
+        {
+            "pipeline_parallel_degree": world, "microbatches": MICROBATCHES, "pipeline": name,
+            "virtual_stages": virtual, "wait_timeout_s": 60.0,
+        }
+    )  # fmt: skip
+    model = sw.DistributedModel(every_kind_of_weight())
+    forward_only = name == "forward-only"
+    if forward_only:
+        with torch.no_grad():
+            found = float(evaluate(model, ids()).reduce_mean())
+    else:
+        found = float(train_step(model, ids()).reduce_mean())
+    everything = torch.stack([g.norm() for g in expected.values() if g is not None]).norm()
+    worst, missing = 0.0, []
+    for key, parameter in model.local_named_parameters():
+        wanted = None if forward_only else expected[key]
+        if (parameter.grad is None) != (wanted is None):
+            missing.append(key)
+        elif wanted is not None:
+            worst = max(worst, float((parameter.grad - wanted).norm() / (1e-4 * wanted.norm() + 1e-6 * everything)))
+    stage_map = model.runtime.stage_map
+    kinds = sorted({part.kind.value for order in stage_map.schedule.table for a in order for part in a.flat})
+    every: list[object] = [None] * world
+    dist.all_gather_object(every, (worst, missing))
+    sw.shutdown()
+    return {
+        "loss": abs(found - loss) / abs(loss),
+        "gradient": max(w for w, _ in every),
+        "missing": [key for _, keys in every for key in keys],
+        "kinds": kinds,
+    }
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    steps.plan_at_first_step = plan_once
+    loss, expected = reference()
+    results = {}
+    for name in (*schedule_names(), AUTO):
+        virtual = sizes(name, dist.get_world_size())
+        results[name] = None if virtual is None else run(name, virtual, loss, expected)
+    results["auto, two stages a rank"] = run(AUTO, 2, loss, expected)
+    if dist.get_rank() == 0:
+        with open(sys.argv[1], "w") as file:
+            json.dump(results, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
