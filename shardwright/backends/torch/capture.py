@@ -90,6 +90,8 @@ class _Run:
 class _Session:
     """One capture: what its two runs share."""
 
+    make_recorder: type[Recorder] = Recorder
+
     def __init__(self, model: nn.Module, sample: Sample, loss: Callable[..., Any] | None, require_loss: bool) -> None:
         self.model = model
         self.sample = sample
@@ -150,7 +152,7 @@ class _Session:
     def _run(
         self, size: int, mode: Any, stand_ins: Mapping[int, torch.Tensor], make: Callable[[Leaf], torch.Tensor]
     ) -> _Run:
-        recorder = Recorder(self.templates)
+        recorder = self.make_recorder(self.templates)
         with swapped_in(self.model, stand_ins), mode, _plain_torch():
             args, kwargs, made = self.sample.arguments(make)
             self._name_all(recorder, stand_ins, made)

@@ -1,0 +1,164 @@
+"""Conversions between placements along the tensor axis, differentiable both ways as the solver decided.
+
+A value and its gradient are converted apart: a replicated operand of a split product takes its value as it is and has
+its gradient summed (Megatron's f, arXiv 1909.08053, section 3); a partial result is summed and hands its gradient on
+as it is (g). With split borders the pair is an all-gather and a reduce-scatter.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shardwright.backends.torch.tensor_parallel.pieces import piece_of, whole_of
+from shardwright.core.conversions import table_bytes
+from shardwright.core.errors import LayoutError
+from shardwright.core.layout import Partial, Placement, Replicate, Split
+
+Change = tuple[Placement, Placement]
+"""(before, after)"""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Calls and bytes on the wire since the last `clear`, by (unit, direction) where direction is forward, backward,
+    inner (statistics inside an op) or parameters. Bytes are what all ranks together send, as `table_bytes` counts."""
+
+    calls: dict[tuple[str, str], int] = field(default_factory=dict)
+    moved_bytes: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def note(self, key: tuple[str, str], size_bytes: float) -> None:
+        self.calls[key] = self.calls.get(key, 0) + 1
+        self.moved_bytes[key] = self.moved_bytes.get(key, 0.0) + size_bytes
+
+    def clear(self) -> None:
+        self.calls.clear()
+        self.moved_bytes.clear()
+
+
+class Axis:
+    """This rank's place on the tensor axis, and the collectives along it."""
+
+    def __init__(self, group: ProcessGroup, ranks: Sequence[int], coordinate: int) -> None:
+        """``ranks`` are the group's global ranks in order of their coordinate."""
+        self.group, self.ranks, self.coordinate = group, tuple(ranks), coordinate
+        self.traffic = Traffic()
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def all_reduce(self, tensor: torch.Tensor, reduction: str, key: tuple[str, str]) -> torch.Tensor:
+        """The sum or maximum over all ranks; ``tensor`` is overwritten."""
+        tensor = tensor.contiguous()
+        self.traffic.note(key, 2 * (self.size - 1) * tensor.numel() * tensor.element_size())
+        op = dist.ReduceOp.SUM if reduction == "sum" else dist.ReduceOp.MAX
+        dist.all_reduce(tensor, op=op, group=self.group)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all ranks, in order."""
+        tensor = tensor.contiguous()
+        received = list(tensor.new_empty((self.size, *tensor.shape)).unbind(0))
+        dist.all_gather(received, tensor, group=self.group)
+        return received
+
+    def convert(
+        self, tensor: torch.Tensor, change: Change, key: tuple[str, str], *, fresh: bool = False
+    ) -> torch.Tensor:
+        """This rank's part of the tensor in its new placement. ``fresh``: nobody else reads the tensor's memory, which
+        may be overwritten."""
+        before, after = change
+        if before == after:
+            return tensor
+        if isinstance(before, Replicate):
+            return self._from_whole(tensor, after)
+        if isinstance(after, Partial):
+            return self._as_term(tensor, before)
+        size = tensor.numel() * tensor.element_size() * (self.size if isinstance(before, Split) else 1)
+        if isinstance(before, Partial):
+            if isinstance(after, Replicate):
+                return self.all_reduce(tensor if fresh else tensor.clone(), "sum", key)
+            self.traffic.note(key, table_bytes(before, after, self.size, size))
+            return self._reduce_scatter(tensor, after)
+        self.traffic.note(key, table_bytes(before, after, self.size, size))
+        if isinstance(after, Replicate):
+            return whole_of(self.all_gather(tensor), before)
+        if before.dim == after.dim:  # other blocks of one dim
+            return piece_of(whole_of(self.all_gather(tensor), before), after, self.size, self.coordinate)
+        return self._all_to_all(tensor, before, after)
+
+    def _from_whole(self, tensor: torch.Tensor, after: Placement) -> torch.Tensor:
+        if isinstance(after, Split):
+            return piece_of(tensor, after, self.size, self.coordinate).contiguous()
+        if isinstance(after, Partial) and after.op == "sum":
+            return tensor if self.coordinate == 0 else torch.zeros_like(tensor)
+        raise LayoutError(f"a replicated value is made no {after} here: the solver uses sums alone")
+
+    def _as_term(self, tensor: torch.Tensor, before: Placement) -> torch.Tensor:
+        if not isinstance(before, Split):
+            raise LayoutError(f"a value that is {before} is made no other partial value")
+        empty = torch.zeros_like(tensor)
+        return whole_of([tensor if r == self.coordinate else empty for r in range(self.size)], before)
+
+    def _reduce_scatter(self, tensor: torch.Tensor, after: Split) -> torch.Tensor:
+        sent = [piece_of(tensor, after, self.size, r).contiguous() for r in range(self.size)]
+        received = torch.empty_like(sent[self.coordinate])
+        dist.reduce_scatter(received, sent, group=self.group)
+        return received
+
+    def _all_to_all(self, tensor: torch.Tensor, before: Split, after: Split) -> torch.Tensor:
+        sent = torch.stack([piece_of(tensor, after, self.size, r) for r in range(self.size)])
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        return whole_of(list(received.unbind(0)), before)
+
+
+class _Convert(torch.autograd.Function):
+    """A conversion of a value, and another one of its gradient."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, tensor: torch.Tensor, axis: Axis, value: Change, gradient: Change, unit: str, fresh: bool
+    ) -> torch.Tensor:
+        ctx.axis, ctx.gradient, ctx.unit = axis, gradient, unit
+        made = axis.convert(tensor, value, (unit, "forward"), fresh=fresh)
+        return made.view_as(made) if made is tensor else made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.axis.convert(gradient, ctx.gradient, (ctx.unit, "backward")), None, None, None, None, None
+
+
+def convert(
+    tensor: torch.Tensor, axis: Axis, value: Change, gradient: Change | None, unit: str, fresh: bool = False
+) -> torch.Tensor:
+    """The tensor in its new placement. ``gradient`` is how its gradient, as it comes back, is converted; None where no
+    gradient flows."""
+    if gradient is None or not (tensor.requires_grad and torch.is_grad_enabled()):
+        return axis.convert(tensor.detach() if gradient is None else tensor, value, (unit, "forward"))
+    made: torch.Tensor = _Convert.apply(tensor, axis, value, gradient, unit, fresh)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Sum(torch.autograd.Function):
+    """A sum over all ranks of terms whose gradient every rank needs whole: that of a sum inside an op, where each rank
+    uses the result for its own piece, so the gradients are summed too."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, unit: str) -> torch.Tensor:  # type: ignore[override]
+        ctx.axis, ctx.unit = axis, unit
+        return axis.all_reduce(tensor.clone(), "sum", (unit, "inner"))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.axis.all_reduce(gradient.clone(), "sum", (ctx.unit, "inner")), None, None
+
+
+def summed(tensor: torch.Tensor, axis: Axis, unit: str) -> torch.Tensor:
+    """The sum over all ranks, used by each for its own piece."""
+    made: torch.Tensor = _Sum.apply(tensor, axis, unit)  # type: ignore[no-untyped-call]
+    return made

@@ -1,0 +1,520 @@
+"""How each kind of op runs on pieces: its arguments with local sizes, or a piecewise form where a split dim has a role.
+
+What has no rule here runs whole on every rank, between conversions: always right, and reported.
+"""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional as F
+
+from shardwright.backends.torch.tensor_parallel import lookups, random, statistics
+from shardwright.backends.torch.tensor_parallel.layouts import Hop
+from shardwright.backends.torch.tensor_parallel.source import Var
+from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, Site
+from shardwright.core.layout import Partial, Replicate, Split
+
+if TYPE_CHECKING:
+    from shardwright.backends.torch.tensor_parallel.lower import Call
+
+Rule = Callable[["Call"], bool]
+"""Lowers a call; False when it has no form for this layout."""
+RULES: dict[str, Rule] = {}
+R = Replicate()
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for aten ops by name."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def lower(call: "Call") -> bool:
+    """Lower a call on pieces. False when no piecewise form is known."""
+    if call.site.is_write:
+        return False
+    found = RULES.get(call.site.name)
+    if found is not None:
+        return found(call)
+    if call.is_replicated:
+        as_recorded(call)
+        return True
+    if len(call.pieces) != 1 or call.pieces[0][1].signature.need or call.site.draws:
+        return False
+    return _by_kind(call)
+
+
+AS_RECORDED = frozenset({"elementwise", "softmax", "normalization", "concat", "gather", "scatter", "sort", "reduction",
+                         "contraction", "attention", "view", "copy"})  # fmt: skip
+SIZED = frozenset({"as_strided", "unfold", "diagonal", "repeat", "tile", "pixel_shuffle", "im2col", "col2im"})
+"""Views and copies whose arguments are sizes of what they are given: not run on pieces."""
+
+
+def _by_kind(call: "Call") -> bool:
+    if call.pieces[0][0].kind not in AS_RECORDED or call.site.name in SIZED:
+        return False
+    as_recorded(call)
+    return True
+
+
+def as_recorded(call: "Call") -> None:
+    """The call itself, on what this rank holds."""
+    if call.site.draws:
+        call.lowering.seeded(call.site)
+    args, kwargs = call.arguments(call.slots())
+    result = call.lowering.source.call(call.site.function, *args, is_kept=call.site.draws, **kwargs)
+    call.give_all(result)
+
+
+def run_whole(call: "Call") -> None:
+    """The call on whole tensors, on every rank; its results are cut as the layout says."""
+    source = call.lowering.source
+    if call.site.is_write:
+        _write_back(call)
+        return
+    if call.is_flat_product:
+        raise NotReplayableError(f"{call.site.name} over flattened dims has no form for its layout")
+    if call.converts_between:
+        _without_between(call)
+    if call.site.draws:
+        call.lowering.seeded(call.site)
+    args, kwargs = call.arguments(call.slots(whole=True))
+    result = source.call(call.site.function, *args, is_kept=call.site.draws, **kwargs)
+    call.give_all(result, whole=True)
+
+
+def _without_between(call: "Call") -> None:
+    """Values between pieces do not exist when the call runs as one: nothing else may read them."""
+    inside = {id(op) for op, _ in call.pieces}
+    for op in call.lowering.traced.graph.ops:
+        if id(op) not in inside and set(op.inputs) & call.between:
+            raise NotReplayableError(f"a value inside {call.site.name} is read elsewhere")
+
+
+def returns_sequence(site: Site) -> bool:
+    """Whether the op returns several tensors, or a list."""
+    returns = site.function._schema.returns
+    return len(returns) != 1 or str(returns[0].type).startswith("List")
+
+
+# -- views and copies ------------------------------------------------------------------------------------------------
+
+
+@rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "_reshape_alias")
+def reshape(call: "Call") -> bool:
+    op, layout = call.pieces[0]
+    if call.lowering.dtype(op.inputs[0]) != call.lowering.dtype(op.outputs[0]):
+        if not call.is_replicated:
+            return False
+        as_recorded(call)
+        return True
+    shape = call.lowering.local(op.outputs[0], layout.signature.outputs[0])
+    (given,) = call.inputs(0)
+    call.give(0, 0, call.lowering.source.call(torch.reshape, given, list(shape)))
+    return True
+
+
+@rule("expand", "broadcast_to")
+def expand(call: "Call") -> bool:
+    op, layout = call.pieces[0]
+    shape = call.lowering.local(op.outputs[0], layout.signature.outputs[0])
+    call.give(0, 0, call.lowering.source.call(torch.broadcast_to, call.inputs(0)[0], list(shape)))
+    return True
+
+
+@rule("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk", "tensor_split")
+def split(call: "Call") -> bool:
+    op, layout = call.pieces[0]
+    dim = call.argument("dim", 0) % len(op.labels[0])
+    sizes = [
+        call.lowering.local(t, place)[dim] for t, place in zip(op.outputs, layout.signature.outputs, strict=True)
+    ]
+    result = call.lowering.source.call(torch.split, call.inputs(0)[0], sizes, dim)
+    call.give_all(result)
+    return True
+
+
+@rule("slice", "narrow")
+def cut(call: "Call") -> bool:
+    op, layout = call.pieces[0]
+    dim = call.argument("dim", 0) % len(op.labels[0])
+    place = call.split_of(0, 0)
+    if place is None or place.dim != dim:
+        as_recorded(call)
+        return True
+    step = call.argument("step", 1)
+    if step != 1:
+        result = call.lowering.source.call(
+            torch.ops.aten.slice.Tensor, call.inputs(0)[0], dim, 0, None, step
+        )
+    else:
+        size = call.lowering.local(op.outputs[0], layout.signature.outputs[0])[dim]
+        start = op.offsets[0] // call.lowering.axis.size
+        result = call.lowering.source.call(torch.narrow, call.inputs(0)[0], dim, start, size)
+    call.give(0, 0, result)
+    return True
+
+
+@rule("cat", "concat", "concatenate")
+def concatenate(call: "Call") -> bool:
+    """Empty vectors, which torch lets join anything, are left out of the graph."""
+    dim = call.argument("dim", 0) % len(call.pieces[0][0].labels[-1])
+    call.give(0, 0, call.lowering.source.call(torch.cat, call.inputs(0), dim))
+    return True
+
+
+@rule("copy")
+def copy(call: "Call") -> bool:
+    """What ``copy_`` leaves: its second operand, in the shape and dtype of the first."""
+    op, layout = call.pieces[0]
+    shape = call.lowering.local(op.outputs[0], layout.signature.outputs[0])
+    source = call.lowering.source
+    cast = source.call(torch.Tensor.to, call.inputs(0)[0], call.lowering.dtype(op.outputs[0]))
+    call.give(0, 0, source.call(torch.broadcast_to, cast, list(shape)))
+    return True
+
+
+@rule("repeat_interleave")
+def repeat_interleave(call: "Call") -> bool:
+    if call.is_replicated:
+        as_recorded(call)
+        return True
+    if len(call.pieces[0][0].inputs) != 1:
+        return False
+    repeats, dim = call.argument("repeats"), call.argument("dim")
+    call.give(0, 0, call.lowering.source.call(torch.repeat_interleave, call.inputs(0)[0], repeats, dim))
+    return True
+
+
+def _write_back(call: "Call") -> None:
+    """A view was written: the piece goes back into the whole that it is a view of."""
+    op, layout = call.pieces[0]
+    lowering = call.lowering
+    given = []
+    for position, (tensor, var) in enumerate(zip(op.inputs, call.inputs(0), strict=True)):
+        hop = layout.inputs[position]
+        place = layout.signature.inputs[position]
+        gradient = None if hop.gradient is None else (R, hop.gradient[0])
+        given.append(lowering.hop(var, Hop((place, R), gradient)))
+        del tensor
+    if len(given) == 1:
+        shape, dtype = lowering.shape(op.outputs[0]), lowering.dtype(op.outputs[0])
+        old = lowering.source.call(_empty, list(shape), dtype, lowering.device)
+    else:
+        old = given[0]
+    args, kwargs = call.arguments({0: old})
+    made = lowering.source.call(_written, call.site.function, args[1:], kwargs_of(kwargs), old, given[-1])
+    call.give(0, 0, made, whole=True)
+
+
+def kwargs_of(kwargs: dict[str, Any]) -> "_Keywords":
+    return _Keywords(kwargs)
+
+
+class _Keywords:
+    """Keyword arguments as one plain argument."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+
+def _empty(shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _written(
+    view: Callable[..., torch.Tensor], args: list[Any], keywords: _Keywords, old: torch.Tensor, new: torch.Tensor
+) -> torch.Tensor:
+    made = old.clone()
+    view(made, *args, **keywords.values).copy_(new)
+    return made
+
+
+# -- values made of nothing -------------------------------------------------------------------------------------------
+
+FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "zero": 0, "_efficientzerotensor": 0, "ones": 1, "ones_like": 1,
+         "new_ones": 1, "empty": 0, "empty_like": 0, "new_empty": 0, "empty_strided": 0, "new_empty_strided": 0,
+         "empty_permuted": 0}  # fmt: skip
+
+
+@rule(*FILLS, "full", "full_like", "new_full", "fill", "scalar_tensor")
+def filled(call: "Call") -> bool:
+    op, layout = call.pieces[0]
+    name = call.site.name
+    value = FILLS.get(name, call.argument("fill_value", call.argument("value", call.argument("s"))))
+    if not isinstance(value, (bool, int, float)):
+        if not call.is_replicated:
+            return False
+        as_recorded(call)
+        return True
+    shape = call.lowering.local(op.outputs[0], layout.signature.outputs[0])
+    made = call.lowering.source.call(
+        torch.full, list(shape), value, dtype=call.lowering.dtype(op.outputs[0]), device=call.lowering.device
+    )
+    call.give(0, 0, made)
+    return True
+
+
+@rule("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli", "uniform", "normal",
+      "exponential", "random", "cauchy", "geometric", "log_normal")  # fmt: skip
+def drawn(call: "Call") -> bool:
+    if call.is_replicated:
+        as_recorded(call)
+        return True
+    place = call.split_of(0, 0, output=True)
+    if place is None or call.pieces[0][0].inputs or call.site.template.inputs:
+        return False
+    call.lowering.seeded(call.site)
+    args, kwargs = call.arguments({})
+    made = call.lowering.source.call(
+        random.piece_of_whole, call.site.function, place, call.lowering.axis, *args, is_kept=True, **kwargs
+    )
+    call.give(0, 0, made)
+    return True
+
+
+@rule("dropout")
+def dropout(call: "Call") -> bool:
+    op = call.pieces[0][0]
+    place = call.split_of(0, 0)
+    if place is None:
+        as_recorded(call)
+        return True
+    call.lowering.seeded(call.site)
+    shape = list(call.lowering.shape(op.inputs[0]))
+    made = call.lowering.source.call(
+        random.dropout, call.inputs(0)[0], call.argument("p"), place, shape, call.lowering.axis, is_kept=True
+    )
+    call.give(0, 0, made)
+    return True
+
+
+# -- products ---------------------------------------------------------------------------------------------------------
+
+
+@rule("linear")
+def linear(call: "Call") -> bool:
+    return _product(call, F.linear, lambda source, out, bias: source.call(torch.add, out, bias))
+
+
+@rule("addmm", "baddbmm", "addmv", "mm")
+def product_and_sum(call: "Call") -> bool:
+    if call.argument("alpha", 1) != 1 or call.argument("beta", 1) != 1:
+        if call.is_flat_product:
+            raise NotReplayableError(f"{call.site.name} with factors over flattened dims")
+        if call.is_replicated:
+            as_recorded(call)
+            return True
+        return False
+    if call.is_replicated and not call.is_flat_product:
+        as_recorded(call)
+        return True
+    return _product(call, _flat_product if call.is_flat_product else torch.matmul, None)
+
+
+def _flat_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """[…, k] · [k, n] (+ [n]), as one product over flattened leading dims."""
+    flat = left.reshape(-1, left.shape[-1])
+    made = flat @ right if bias is None else torch.addmm(bias, flat, right)
+    return made.view(*left.shape[:-1], right.shape[-1])
+
+
+def _product(call: "Call", product: Callable[..., Any], add: Any) -> bool:
+    """A product and its bias; in one kernel when nothing is converted in between."""
+    source = call.lowering.source
+    left, right = call.inputs(0)
+    if len(call.pieces) == 1:
+        call.give(0, 0, source.call(product, left, right))
+        return True
+    is_term = isinstance(call.pieces[0][1].signature.outputs[0], Partial)
+    in_one = product in (F.linear, _flat_product) and not call.converts_between and not is_term
+    if in_one and not _read_elsewhere(call):
+        bias = call.lowering.operand(call.pieces[1][0].inputs[1], call.pieces[1][1].inputs[1])
+        call.give(1, 0, source.call(product, left, right, bias))
+        return True
+    call.give(0, 0, source.call(product, left, right))
+    out, bias = call.inputs(1)
+    call.give(1, 0, source.call(torch.add, out, bias))
+    return True
+
+
+def _read_elsewhere(call: "Call") -> bool:
+    """Whether more than the next piece reads what lies between."""
+    tensor = call.pieces[0][0].outputs[0]
+    return tensor in call.lowering.layout.leaves or tensor in call.lowering.layout.shared
+
+
+@rule("conv1d", "conv2d", "conv3d")
+def convolution(call: "Call") -> bool:
+    if call.is_replicated:
+        as_recorded(call)
+        return True
+    groups = call.argument("groups", 1)
+    kernel = call.split_of(0, 1)
+    if groups != 1 and kernel is not None:
+        groups //= call.lowering.axis.size
+    source = call.lowering.source
+    stride, padding, dilation = (call.argument(n) for n in ("stride", "padding", "dilation"))
+    left, right = call.inputs(0)
+    call.give(0, 0, source.call(call.site.function, left, right, None, stride, padding, dilation, groups))
+    if len(call.pieces) > 1:
+        out, bias = call.inputs(1)
+        spatial = len(call.pieces[0][0].labels[1]) - 2
+        aligned = source.call(torch.Tensor.reshape, bias, [-1] + [1] * spatial)
+        call.give(1, 0, source.call(torch.add, out, aligned))
+    return True
+
+
+@rule("_grouped_mm")
+def grouped_product(call: "Call") -> bool:
+    as_recorded(call)
+    return True
+
+
+@rule("scaled_dot_product_attention")
+def attention(call: "Call") -> bool:
+    signature = call.pieces[0][1].signature
+    probability = call.argument("dropout_p", 0.0)
+    op = call.pieces[0][0]
+    split = call.split_of(0, 0)
+    if not probability or split is None or any(isinstance(p, Partial) for p in signature.inputs):
+        as_recorded(call)
+        return True
+    slots = call.slots()
+    mask = slots[3] if len(op.inputs) > 3 else None
+    query, key = call.lowering.shape(op.inputs[0]), call.lowering.shape(op.inputs[1])
+    call.lowering.seeded(call.site)
+    made = call.lowering.source.call(
+        random.attention, slots[0], slots[1], slots[2], mask, probability, call.argument("is_causal", False),
+        call.argument("scale"), call.argument("enable_gqa", False), split, [*query[:-1], key[-2]],
+        call.lowering.axis, is_kept=True,
+    )  # fmt: skip
+    call.give(0, 0, made)
+    return True
+
+
+# -- statistics and look-ups ------------------------------------------------------------------------------------------
+
+
+@rule("softmax", "_softmax", "log_softmax", "_log_softmax")
+def softmax(call: "Call") -> bool:
+    layout = call.pieces[0][1]
+    if layout.signature.need != "combine":
+        as_recorded(call)
+        return True
+    source, lowering = call.lowering.source, call.lowering
+    op = call.pieces[0][0]
+    (given,) = call.inputs(0)
+    wanted = lowering.dtype(op.outputs[0])
+    if wanted != lowering.dtype(op.inputs[0]):
+        given = source.call(torch.Tensor.to, given, wanted)
+    dim = call.argument("dim") % len(op.labels[0])
+    made = source.call(statistics.softmax, given, dim, "log" in call.site.name, lowering.axis, lowering.name)
+    call.give(0, 0, made)
+    return True
+
+
+@rule("layer_norm", "rms_norm", "native_layer_norm")
+def normalization(call: "Call") -> bool:
+    if call.is_replicated:
+        as_recorded(call)
+        return True
+    if call.site.name == "native_layer_norm":
+        return False
+    layout = call.pieces[0][1]
+    splits_statistic = layout.signature.need == "combine"
+    if not splits_statistic and not call.converts_between and len(call.site.ops) == len(call.pieces):
+        as_recorded(call)
+        return True
+    source, lowering = call.lowering.source, call.lowering
+    op = call.pieces[0][0]
+    rank = len(op.labels[0])
+    shape = call.argument("normalized_shape")
+    dims = list(range(rank - len(shape), rank))
+    centered = call.site.name == "layer_norm"
+    eps = call.argument("eps")
+    if eps is None:
+        eps = torch.finfo(lowering.dtype(op.inputs[0])).eps
+    (given,) = call.inputs(0)
+    if splits_statistic:
+        made = source.call(statistics.normalize, given, dims, eps, centered, lowering.axis, lowering.name)
+    elif centered:
+        made = source.call(F.layer_norm, given, shape, None, None, eps)
+    else:
+        made = source.call(F.rms_norm, given, shape, None, eps)
+    call.give(0, 0, made)
+    for which in range(1, len(call.pieces)):
+        left, right = call.inputs(which)
+        is_scale = call.pieces[which][0].name.endswith("/weight")
+        call.give(which, 0, source.call(torch.mul if is_scale else torch.add, left, right))
+    return True
+
+
+@rule("embedding")
+def embedding(call: "Call") -> bool:
+    layout = call.pieces[0][1]
+    if layout.signature.need != "offset":
+        as_recorded(call)
+        return True
+    weight, index = call.inputs(0)
+    padding = call.argument("padding_idx", -1)
+    by_frequency = bool(call.argument("scale_grad_by_freq", False))
+    made = call.lowering.source.call(lookups.embedding, weight, index, padding, by_frequency, call.lowering.axis)
+    call.give(0, 0, made)
+    return True
+
+
+@rule("index_select", "gather")
+def take(call: "Call") -> bool:
+    op, layout = call.pieces[0]
+    if layout.signature.need != "offset":
+        as_recorded(call)
+        return True
+    given, index = call.inputs(0)
+    dim = call.argument("dim") % len(op.labels[0])
+    function = lookups.select if call.site.name == "index_select" else lookups.take_along
+    call.give(0, 0, call.lowering.source.call(function, given, dim, index, call.lowering.axis))
+    return True
+
+
+@rule("nll_loss_forward", "nll_loss2d_forward")
+def negative_log_likelihood(call: "Call") -> bool:
+    """The log-probabilities of the targets, each from the rank that holds its class; then their mean or sum."""
+    if call.is_replicated:
+        as_recorded(call)
+        return True
+    needs = [layout.signature.need for _, layout in call.pieces]
+    if call.argument("weight") is not None or any(needs[1:]) or needs[0] not in ("offset", ""):
+        return False
+    lowering = call.lowering
+    source = lowering.source
+    ignored = call.argument("ignore_index", -100)
+    given, target = call.inputs(0)
+    axis = lowering.axis if needs[0] == "offset" else None
+    call.give(0, 0, source.call(lookups.picked, given, target, ignored, axis))
+    for which in range(1, len(call.pieces)):
+        op = call.pieces[which][0]
+        operands = call.inputs(which)
+        if op.name.endswith("/mean"):
+            made: Var = source.call(lookups.mean_of_targets, operands[0], operands[1], ignored)
+        elif op.name.endswith("/sum"):
+            made = source.call(torch.sum, operands[0])
+        else:
+            dtype = lowering.dtype(op.outputs[0])
+            made = source.call(lookups.count_of_targets, operands[0], ignored, dtype)
+        call.give(which, 0, made)
+    return True
+
+
+def is_small(shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is a number."""
+    return math.prod(shape) <= 1
+
+
+__all__ = ["Split", "as_recorded", "lower", "returns_sequence", "run_whole"]

@@ -1,0 +1,48 @@
+"""Random ops on pieces: a mask is drawn over the logical tensor, and every rank keeps its own piece."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwright.backends.torch.tensor_parallel.collectives import Axis
+from shardwright.backends.torch.tensor_parallel.pieces import piece_of
+from shardwright.core.layout import Split
+
+
+def dropout(source: torch.Tensor, probability: float, place: Split, shape: Sequence[int], axis: Axis) -> torch.Tensor:
+    """Dropout of a piece of a tensor of ``shape``, whose memory is laid out as the piece's is."""
+    order = sorted(range(source.dim()), key=lambda d: (-source.stride(d), d))
+    ones = torch.empty_permuted(list(shape), order, dtype=source.dtype, device=source.device).fill_(1.0)
+    mask = torch.dropout(ones, probability, True)
+    return source * piece_of(mask, place, axis.size, axis.coordinate)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    probability: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    place: Split,
+    shape: Sequence[int],
+    axis: Axis,
+) -> torch.Tensor:
+    """Attention with dropout on a piece of the scores, which are of ``shape`` [batch, head, query, key] in all."""
+    ones = torch.ones(list(shape), dtype=query.dtype, device=query.device)
+    kept = piece_of(torch.dropout(ones, probability, True), place, axis.size, axis.coordinate) != 0
+    made: torch.Tensor
+    made, _ = torch.ops.aten._scaled_dot_product_attention_math.default(
+        query, key, value, mask, probability, is_causal, kept, scale=scale, enable_gqa=enable_gqa
+    )
+    return made
+
+
+def piece_of_whole(
+    function: Callable[..., torch.Tensor], place: Split, axis: Axis, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """This rank's piece of what a random function makes."""
+    return piece_of(function(*args, **kwargs), place, axis.size, axis.coordinate).contiguous()

@@ -1,0 +1,69 @@
+"""A model's units, lowered for one rank of the tensor axis, and the parameters in pieces that they run on."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwright.backends.torch.program import Context
+from shardwright.backends.torch.tensor_parallel.collectives import Axis
+from shardwright.backends.torch.tensor_parallel.layouts import UnitLayout
+from shardwright.backends.torch.tensor_parallel.lower import Lowered, Lowering, summed_parameters
+from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, Traced
+from shardwright.core.layout import Placement, Replicate
+
+Held = Callable[[int], torch.Tensor]
+"""Graph tensor → the parameter, buffer or constant that this rank holds for it now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """All units of a model."""
+
+    traced: Traced
+    units: tuple[Lowered, ...]
+    parameters: Mapping[str, Placement]
+    """First name → where the parameter lies; replicated ones too."""
+    summed: frozenset[str]
+    """First names of the replicated parameters of which every rank has a term of the gradient."""
+
+    def held(self, model: nn.Module) -> Held:
+        """Finds what the units read in the model's modules, as it is at each call."""
+        graph = self.traced.graph
+        modules = dict(model.named_modules())
+        constants = self.traced.constants
+
+        def find(tensor: int) -> torch.Tensor:
+            if tensor in constants:
+                return constants[tensor]
+            path, _, last = graph.tensors[tensor].name.rpartition(".")
+            found: torch.Tensor = getattr(modules[path], last)
+            return found
+
+        return find
+
+
+def lower_all(
+    traced: Traced,
+    layouts: Sequence[UnitLayout],
+    axis: Axis,
+    batch: int,
+    device: torch.device,
+    seed: Callable[[Context], None],
+) -> Replay:
+    """Every unit as a function of local tensors, at ``batch`` samples. Raises NotReplayableError."""
+    summed = summed_parameters(layouts, traced)
+    graph = traced.graph
+    places: dict[str, Placement] = {p.name: Replicate() for p in graph.parameters}
+    name_of = {p.tensor: p.name for p in graph.parameters}
+    for layout in layouts:
+        for tensor, place in layout.parameters.items():
+            if places[name_of[tensor]] not in (place, Replicate()):
+                raise NotReplayableError(f"{name_of[tensor]} is placed in two ways: {places[name_of[tensor]]}, {place}")
+            places[name_of[tensor]] = place
+    units = tuple(
+        Lowering(traced, layout, axis, batch, f"unit {layout.unit.index}", device, seed, summed).run()
+        for layout in layouts
+    )
+    return Replay(traced, units, places, frozenset(name_of[t] for t in summed))

@@ -1,0 +1,84 @@
+"""Softmax and normalisation over a dim that is split: each rank's piece, with small sums and maxima of all ranks.
+
+The backward passes reduce once: the sums that the gradient needs travel together.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwright.backends.torch.tensor_parallel.collectives import Axis
+
+
+class _Normalize(torch.autograd.Function):
+    """(x - mean) / sqrt(mean of squares + eps) over ``dims``, of which one is split; without the mean for RMS norms."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, source: torch.Tensor, dims: list[int], eps: float, centered: bool, axis: Axis, unit: str
+    ) -> torch.Tensor:
+        wide = source.float() if source.dtype in (torch.float16, torch.bfloat16) else source
+        count = axis.size
+        for dim in dims:
+            count *= source.shape[dim]
+        key = (unit, "inner")
+        if centered:
+            wide = wide - axis.all_reduce(wide.sum(dims, keepdim=True), "sum", key) / count
+        square = axis.all_reduce(wide.square().sum(dims, keepdim=True), "sum", key) / count
+        scale = torch.rsqrt(square + eps)
+        normed = wide * scale
+        ctx.save_for_backward(normed, scale)
+        ctx.dims, ctx.centered, ctx.axis, ctx.key, ctx.count = dims, centered, axis, key, count
+        return normed.to(source.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        normed, scale = ctx.saved_tensors
+        wide = gradient.to(normed.dtype)
+        sums = [(wide * normed).sum(ctx.dims, keepdim=True)]
+        if ctx.centered:
+            sums.append(wide.sum(ctx.dims, keepdim=True))
+        means = ctx.axis.all_reduce(torch.stack(sums), "sum", ctx.key) / ctx.count
+        found = wide - normed * means[0]
+        if ctx.centered:
+            found = found - means[1]
+        return (found * scale).to(gradient.dtype), None, None, None, None, None
+
+
+class _Softmax(torch.autograd.Function):
+    """Softmax, or its logarithm, over a dim that is split."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, dim: int, log: bool, axis: Axis, unit: str) -> torch.Tensor:  # type: ignore[override]
+        key = (unit, "inner")
+        top = axis.all_reduce(source.amax(dim, keepdim=True), "max", key)
+        shifted = source - top.masked_fill(torch.isneginf(top), 0.0)
+        powers = shifted.exp()
+        total = axis.all_reduce(powers.sum(dim, keepdim=True), "sum", key)
+        made = shifted - total.log() if log else powers / total
+        ctx.save_for_backward(made)
+        ctx.dim, ctx.log, ctx.axis, ctx.key = dim, log, axis, key
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        (made,) = ctx.saved_tensors
+        weighed = gradient if ctx.log else gradient * made
+        total = ctx.axis.all_reduce(weighed.sum(ctx.dim, keepdim=True), "sum", ctx.key)
+        found = gradient - made.exp() * total if ctx.log else weighed - made * total
+        return found, None, None, None, None
+
+
+def normalize(
+    source: torch.Tensor, dims: Sequence[int], eps: float, centered: bool, axis: Axis, unit: str
+) -> torch.Tensor:
+    """A rank's piece of the normalised tensor. ``dims`` counts from 0."""
+    made: torch.Tensor = _Normalize.apply(source, list(dims), eps, centered, axis, unit)  # type: ignore[no-untyped-call]
+    return made
+
+
+def softmax(source: torch.Tensor, dim: int, log: bool, axis: Axis, unit: str) -> torch.Tensor:
+    """A rank's piece of a softmax, or of its logarithm."""
+    made: torch.Tensor = _Softmax.apply(source, dim, log, axis, unit)  # type: ignore[no-untyped-call]
+    return made

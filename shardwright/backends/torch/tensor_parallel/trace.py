@@ -1,0 +1,348 @@
+"""Capture that keeps, beside the core's graph, the calls that its ops came from, so that they can be run again.
+
+One run makes both, so calls and ops are aligned one to one. Calls are kept in functional form: a tensor written in place
+is a new value. Sizes among the arguments are linear in the batch, as those of tensors are.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardwright.backends.torch import CAPABILITIES
+from shardwright.backends.torch.capture import _NeedsValuesError, _Run, _Session, own_loss
+from shardwright.backends.torch.ops import Template
+from shardwright.backends.torch.program import Context, tensors_in
+from shardwright.backends.torch.record import Func, Recorder, View
+from shardwright.backends.torch.sample import Sample
+from shardwright.backends.torch.unflatten import unflatten_products, without_unused
+from shardwright.core.errors import CaptureError
+from shardwright.core.graph import Graph, Op, Tensor
+
+
+class NotReplayableError(CaptureError):
+    """Why a model's ops cannot be run again one by one: it runs whole on every rank of the tensor axis instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor among the arguments of a call: the call's ``index``-th input."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A number among the arguments that grows with the batch."""
+
+    fixed: int
+    per_sample: int
+
+    def at(self, batch: int) -> int:
+        return self.fixed + self.per_sample * batch
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One call of an aten op, and the core ops that it became."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+    template: Template
+    ops: tuple[int | None, ...]
+    """For every piece of the template the index of its op in the graph; None where the graph did without it."""
+    grad: bool
+    """Whether gradients were recorded."""
+    detached: tuple[bool, ...]
+    """For every slot, whether the call was given the tensor without its history."""
+    context: Context
+    """Where a random number drawn here belongs."""
+    inputs: tuple[int | None, ...]
+    """For every slot the graph tensor that it reads; None for those that the graph does not follow."""
+    is_write: bool = False
+    """Not the call but its reverse: the piece that it gives was written, and goes back into the whole."""
+
+    @property
+    def name(self) -> str:
+        return str(self.function._schema.name).partition("::")[2]
+
+    @property
+    def draws(self) -> bool:
+        """Whether the call may draw random numbers."""
+        return torch.Tag.nondeterministic_seeded in self.function.tags
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A captured model and the calls behind its ops."""
+
+    graph: Graph
+    sites: tuple[Site, ...]
+    site_of_op: tuple[tuple[int, int], ...]
+    """For every op of the graph (site, piece)."""
+    constants: dict[int, torch.Tensor]
+    """Graph tensor → its value, for constants made outside the model's modules."""
+    outputs: tuple[int | None, ...]
+    """For every tensor that the model returns, as `tensors_in` finds them, its graph tensor; None for those not asked
+    for."""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A site under construction: one run's view of it."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+    template: Template
+    first_op: int
+    pieces: int
+    grad: bool
+    detached: tuple[bool, ...]
+    context: Context
+    slots: tuple[int, ...]
+    is_write: bool = False
+
+
+class TracingRecorder(Recorder):
+    """A recorder that keeps the calls."""
+
+    def __init__(self, templates: dict[Any, Template]) -> None:
+        super().__init__(templates)
+        self.drafts: list[_Draft] = []
+        self.constants: dict[int, torch.Tensor] = {}
+        self.returned: list[int] = []
+        self._prototypes: dict[int, tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...]]] = {}
+        self._detached: set[int] = set()
+        self._given: tuple[bool, ...] = ()
+        self._finished: dict[int, int] = {}
+
+    def leave(self, *, failed: bool) -> None:
+        super().leave(failed=failed)
+        self._finished[self._stack[-1]] = self._finished.get(self._stack[-1], 0) + 1
+
+    def name(self, tensor: torch.Tensor, role: Any, name: str) -> int:
+        number = super().name(tensor, role, name)
+        if role == "constant" and not name:
+            self.constants[number] = tensor
+        return number
+
+    def _record(self, func: Any, known: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs: list[torch.Tensor] = []
+        _slots(args, inputs)
+        _slots({k: v for k, v in kwargs.items() if k not in known.writes}, inputs)
+        outer, self._given = self._given, tuple(id(t) in self._detached for t in inputs)
+        try:
+            result = super()._record(func, known, args, kwargs)
+        finally:
+            self._given = outer
+        if known.passing:
+            is_cut = known.name.endswith(".detach")
+            for out in tensors_in(result):
+                if is_cut or any(id(t) in self._detached for t in inputs):
+                    self._detached.add(id(out))
+        for out in tensors_in(result):
+            view = self._views.get(id(out))
+            if view is not None and view.template is None and id(view.parent) in self._detached:
+                self._detached.add(id(out))
+        return result
+
+    def _template(
+        self,
+        key: tuple[Any, ...],
+        known: Func,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        shares: bool,
+    ) -> Template:
+        found = super()._template(key, known, args, kwargs, inputs, outputs, shares)
+        if id(found) not in self._prototypes:
+            slots: list[torch.Tensor] = []
+            positional = _slots(args, slots)
+            named = _slots({k: v for k, v in kwargs.items() if k not in known.writes}, slots)
+            self._prototypes[id(found)] = (_functional(key[0], known), positional, tuple(named.items()))
+        return found
+
+    def _emit(self, template: Template, name: str, inputs: Sequence[int], call: int) -> list[int]:
+        first = len(self.ops)
+        made = super()._emit(template, name, inputs, call)
+        given = self._given if len(self._given) == template.inputs else (False,) * template.inputs
+        self._draft(template, first, call, given, inputs)
+        return made
+
+    def _write_back(self, view: View, old: int, number: int) -> int:
+        whole = super()._write_back(view, old, number)
+        assert view.template is not None
+        self._draft(view.template, len(self.ops) - 1, self._stack[-1], (False,) * view.template.inputs, ())
+        self.drafts[-1].is_write = True
+        self.drafts[-1].pieces = 1
+        return whole
+
+    def _draft(self, template: Template, first: int, call: int, detached: tuple[bool, ...], slots: Sequence[int]) -> None:
+        function, arguments, keywords = self._prototypes[id(template)]
+        where = self.calls[call]
+        context = (where.path, where.occurrence, self._finished.get(call, 0))
+        self.drafts.append(
+            _Draft(
+                function, arguments, keywords, template, first, len(template.pieces), torch.is_grad_enabled(), detached,
+                context, tuple(slots),
+            )
+        )  # fmt: skip
+
+
+class _TracingSession(_Session):
+    make_recorder = TracingRecorder
+    recorders: "list[TracingRecorder]"
+
+    def _run(self, *args: Any) -> _Run:
+        with _no_custom_gradients():
+            return super()._run(*args)
+
+    def _result(self, output: Any) -> list[torch.Tensor]:
+        found = tensors_in(output)
+        asked = self.asked
+        self.returned = len(found)
+        if asked is None:
+            loss = own_loss(output)
+            return found if loss is None else [loss]
+        return [found[i] for i in asked]
+
+    asked: tuple[int, ...] | None = None
+    returned = 0
+
+
+def trace(
+    model: nn.Module, sample: Any, *, asked: tuple[int, ...] | None = None, batch_dims: Any = None
+) -> Traced:
+    """Capture a model and keep its calls.
+
+    Args:
+        asked: which of the tensors that the model returns are wanted, by position among `tensors_in(output)`; by
+            default its loss, or all where it returns none.
+
+    Raises:
+        CaptureError: as `capture` does.
+        NotReplayableError: the model's ops depend on values, or have gradients of their own.
+    """
+    session = _TracingSession(model, Sample(sample, batch_dims), None, False)
+    session.asked = asked
+    try:
+        small, large = session.run_fake()
+    except _NeedsValuesError as needs:
+        raise NotReplayableError(f"{needs}: what it makes depends on values") from needs
+    graph = session.graph(small, large, CAPABILITIES)
+    return _traced(graph, small, large, session)
+
+
+def _traced(graph: Graph, small: _Run, large: _Run, session: _TracingSession) -> Traced:
+    a, b = small.recorder, large.recorder
+    assert isinstance(a, TracingRecorder) and isinstance(b, TracingRecorder)
+    origin = _origins(a, small.outputs)
+    if len(origin) != len(graph.ops) or any(
+        a.ops[r].name != op.name for r, op in zip(origin, graph.ops, strict=True)
+    ):
+        raise NotReplayableError(f"the calls of {graph.model_name} do not match its captured ops")
+    in_graph = {recorded: i for i, recorded in enumerate(origin)}
+    number = _numbers(graph, a, origin)
+    site_of_op: list[tuple[int, int]] = [(-1, -1)] * len(graph.ops)
+    sites: list[Site] = []
+    for x, y in zip(a.drafts, b.drafts, strict=True):
+        ops = tuple(in_graph.get(x.first_op + p) for p in range(x.pieces))
+        for p, op in enumerate(ops):
+            if op is not None:
+                site_of_op[op] = (len(sites), p)
+        sites.append(
+            Site(
+                x.function, _merged(x.arguments, y.arguments, x), tuple(
+                    (k, _merged(v, w, x)) for (k, v), (_, w) in zip(x.keywords, y.keywords, strict=True)
+                ), x.template, ops, x.grad, x.detached, x.context,
+                tuple(number.get(n) for n in x.slots), x.is_write,
+            )
+        )  # fmt: skip
+    constants = {number[old]: tensor for old, tensor in a.constants.items() if old in number}
+    for tensor in constants.values():
+        if isinstance(tensor, FakeTensor):
+            raise NotReplayableError("a tensor that the model made outside its forward pass has no value here")
+    asked = session.asked
+    if asked is None:
+        outputs: tuple[int | None, ...] = graph.outputs
+    else:
+        places = dict(zip(asked, graph.outputs, strict=True))
+        outputs = tuple(places.get(i) for i in range(session.returned))
+    return Traced(graph, tuple(sites), tuple(site_of_op), constants, outputs)
+
+
+def _origins(recorder: Recorder, outputs: tuple[int, ...]) -> list[int]:
+    """For every op of the graph, the recorded op that it was: the graph leaves some out."""
+    values = [Tensor(v.shape, (0,) * len(v.shape), v.dtype, v.role, v.name) for v in recorder.values]
+    tagged = [
+        Op(x.kind, x.name, x.inputs, x.outputs, x.labelled.labels, x.labelled.special, x.labelled.offsets, i)
+        for i, x in enumerate(recorder.ops)
+    ]
+    kept, _, _ = without_unused(*unflatten_products(tagged, values, outputs), outputs)
+    return [op.call for op in kept]
+
+
+def _numbers(graph: Graph, recorder: Recorder, origin: Sequence[int]) -> dict[int, int]:
+    """Recorded value → graph tensor, for those that ops read or make."""
+    found: dict[int, int] = {}
+    for i, r in enumerate(origin):
+        op, recorded = graph.ops[i], recorder.ops[r]
+        if op.kind != "contraction":
+            found.update(zip((*recorded.inputs, *recorded.outputs), (*op.inputs, *op.outputs), strict=True))
+    return found
+
+
+def _slots(value: Any, found: list[torch.Tensor]) -> Any:
+    """The arguments with a Slot in place of every tensor, in the order in which the recorder counts them."""
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+        return Slot(len(found) - 1)
+    if isinstance(value, (list, tuple)):
+        return tuple(_slots(item, found) for item in value)
+    if isinstance(value, dict):
+        return {key: _slots(item, found) for key, item in value.items()}
+    return value
+
+
+def _merged(small: Any, large: Any, draft: _Draft) -> Any:
+    """One argument as both runs had it, at batch 2 and 3."""
+    if isinstance(small, tuple) and isinstance(large, tuple) and len(small) == len(large):
+        return tuple(_merged(x, y, draft) for x, y in zip(small, large, strict=True))
+    if isinstance(small, int) and isinstance(large, int) and not isinstance(small, bool):
+        return small if small == large else Size(small - 2 * (large - small), large - small)
+    if small is large or small == large or (small != small and large != large):
+        return small
+    raise NotReplayableError(f"an argument of {draft.function} depends on the batch: {small!r} at 2, {large!r} at 3")
+
+
+def _functional(func: Any, known: Func) -> Any:
+    """The op that returns what an in-place op writes."""
+    if not known.writes:
+        return func
+    base = func._schema.name.partition("::")[2]
+    packet = getattr(torch.ops.aten, base[:-1], None) if base.endswith("_") and not base.endswith("__") else None
+    overload = getattr(packet, func._overloadname, None) if packet is not None else None
+    return func if overload is None else overload
+
+
+@contextmanager
+def _no_custom_gradients() -> Iterator[None]:
+    """Refuse functions with a gradient of their own: running the ops of their forward again would lose it."""
+    original: Callable[..., Any] = torch.autograd.Function.__dict__["apply"].__func__
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotReplayableError(f"{cls.__name__} has a gradient of its own (torch.autograd.Function)")
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = classmethod(original)  # type: ignore[assignment, method-assign]
