@@ -259,6 +259,9 @@ class Call:
 
     def _unlabelled(self, slot: int) -> Var:
         """A tensor that the call reads and the graph does not follow, such as the borders of groups."""
+        known = dict(self.site.constants)
+        if slot in known:
+            return self.lowering.source.constant(known[slot].to(self.lowering.device))
         tensor = self.site.inputs[slot]
         lowering = self.lowering
         if tensor is None or tensor not in lowering.at:

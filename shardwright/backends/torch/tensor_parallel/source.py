@@ -44,6 +44,10 @@ class Source:
         given += [f"{k}={self._text(v, reads)}" for k, v in kwargs.items()]
         return self._line(f"{self._name(function)}({', '.join(given)})", reads, is_kept)
 
+    def constant(self, value: Any) -> Var:
+        """A value that is the same in every call."""
+        return self._line(self._name(value), [], False)
+
     def item(self, value: Var, index: int) -> Var:
         """One element of a sequence."""
         return self._line(f"{value.name}[{index}]", [value], False)

@@ -64,6 +64,8 @@ class Site:
     """Where a random number drawn here belongs."""
     inputs: tuple[int | None, ...]
     """For every slot the graph tensor that it reads; None for those that the graph does not follow."""
+    constants: tuple[tuple[int, torch.Tensor], ...] = ()
+    """(slot, value) of the constants that the graph does not follow."""
     is_write: bool = False
     """Not the call but its reverse: the piece that it gives was written, and goes back into the whole."""
 
@@ -263,11 +265,14 @@ def _traced(graph: Graph, small: _Run, large: _Run, session: _TracingSession) ->
                 x.function, _merged(x.arguments, y.arguments, x), tuple(
                     (k, _merged(v, w, x)) for (k, v), (_, w) in zip(x.keywords, y.keywords, strict=True)
                 ), x.template, ops, x.grad, x.detached, x.context,
-                tuple(number.get(n) for n in x.slots), x.is_write,
+                tuple(number.get(n) for n in x.slots),
+                tuple((i, a.constants[n]) for i, n in enumerate(x.slots) if n in a.constants and n not in number),
+                x.is_write,
             )
         )  # fmt: skip
     constants = {number[old]: tensor for old, tensor in a.constants.items() if old in number}
-    for tensor in constants.values():
+    apart = [tensor for site in sites for _, tensor in site.constants]
+    for tensor in (*constants.values(), *apart):
         if isinstance(tensor, FakeTensor):
             raise NotReplayableError("a tensor that the model made outside its forward pass has no value here")
     asked = session.asked
