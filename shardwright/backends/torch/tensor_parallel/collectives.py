@@ -121,7 +121,7 @@ class _Convert(torch.autograd.Function):
     """A conversion of a value, and another one of its gradient."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, tensor: torch.Tensor, axis: Axis, value: Change, gradient: Change, unit: str, fresh: bool
     ) -> torch.Tensor:
         ctx.axis, ctx.gradient, ctx.unit = axis, gradient, unit
@@ -129,7 +129,7 @@ class _Convert(torch.autograd.Function):
         return made.view_as(made) if made is tensor else made
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return ctx.axis.convert(gradient, ctx.gradient, (ctx.unit, "backward")), None, None, None, None, None
 
 
@@ -140,7 +140,7 @@ def convert(
     gradient flows."""
     if gradient is None or not (tensor.requires_grad and torch.is_grad_enabled()):
         return axis.convert(tensor.detach() if gradient is None else tensor, value, (unit, "forward"))
-    made: torch.Tensor = _Convert.apply(tensor, axis, value, gradient, unit, fresh)  # type: ignore[no-untyped-call]
+    made: torch.Tensor = _Convert.apply(tensor, axis, value, gradient, unit, fresh)
     return made
 
 
@@ -149,16 +149,16 @@ class _Sum(torch.autograd.Function):
     uses the result for its own piece, so the gradients are summed too."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, unit: str) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, unit: str) -> torch.Tensor:
         ctx.axis, ctx.unit = axis, unit
         return axis.all_reduce(tensor.clone(), "sum", (unit, "inner"))
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return ctx.axis.all_reduce(gradient.clone(), "sum", (ctx.unit, "inner")), None, None
 
 
 def summed(tensor: torch.Tensor, axis: Axis, unit: str) -> torch.Tensor:
     """The sum over all ranks, used by each for its own piece."""
-    made: torch.Tensor = _Sum.apply(tensor, axis, unit)  # type: ignore[no-untyped-call]
+    made: torch.Tensor = _Sum.apply(tensor, axis, unit)
     return made

@@ -3,7 +3,6 @@
 What has no rule here runs whole on every rank, between conversions: always right, and reported.
 """
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from shardwright.backends.torch.tensor_parallel import lookups, random, statisti
 from shardwright.backends.torch.tensor_parallel.layouts import Hop
 from shardwright.backends.torch.tensor_parallel.source import Var
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, Site
-from shardwright.core.layout import Partial, Replicate, Split
+from shardwright.core.layout import Partial, Replicate
 
 if TYPE_CHECKING:
     from shardwright.backends.torch.tensor_parallel.lower import Call
@@ -132,9 +131,7 @@ def expand(call: "Call") -> bool:
 def split(call: "Call") -> bool:
     op, layout = call.pieces[0]
     dim = call.argument("dim", 0) % len(op.labels[0])
-    sizes = [
-        call.lowering.local(t, place)[dim] for t, place in zip(op.outputs, layout.signature.outputs, strict=True)
-    ]
+    sizes = [call.lowering.local(t, place)[dim] for t, place in zip(op.outputs, layout.signature.outputs, strict=True)]
     result = call.lowering.source.call(torch.split, call.inputs(0)[0], sizes, dim)
     call.give_all(result)
     return True
@@ -150,14 +147,19 @@ def cut(call: "Call") -> bool:
         return True
     step = call.argument("step", 1)
     if step != 1:
-        result = call.lowering.source.call(
-            torch.ops.aten.slice.Tensor, call.inputs(0)[0], dim, 0, None, step
-        )
+        result = call.lowering.source.call(torch.ops.aten.slice.Tensor, call.inputs(0)[0], dim, 0, None, step)
     else:
         size = call.lowering.local(op.outputs[0], layout.signature.outputs[0])[dim]
         start = op.offsets[0] // call.lowering.axis.size
         result = call.lowering.source.call(torch.narrow, call.inputs(0)[0], dim, start, size)
     call.give(0, 0, result)
+    return True
+
+
+@rule("select", "unbind")
+def part(call: "Call") -> bool:
+    """The dim that goes is never split."""
+    as_recorded(call)
     return True
 
 
@@ -197,24 +199,19 @@ def _write_back(call: "Call") -> None:
     op, layout = call.pieces[0]
     lowering = call.lowering
     given = []
-    for position, (tensor, var) in enumerate(zip(op.inputs, call.inputs(0), strict=True)):
+    for position, var in enumerate(call.inputs(0)):
         hop = layout.inputs[position]
         place = layout.signature.inputs[position]
         gradient = None if hop.gradient is None else (R, hop.gradient[0])
         given.append(lowering.hop(var, Hop((place, R), gradient)))
-        del tensor
     if len(given) == 1:
         shape, dtype = lowering.shape(op.outputs[0]), lowering.dtype(op.outputs[0])
         old = lowering.source.call(_empty, list(shape), dtype, lowering.device)
     else:
         old = given[0]
     args, kwargs = call.arguments({0: old})
-    made = lowering.source.call(_written, call.site.function, args[1:], kwargs_of(kwargs), old, given[-1])
+    made = lowering.source.call(_written, call.site.function, args[1:], _Keywords(kwargs), old, given[-1])
     call.give(0, 0, made, whole=True)
-
-
-def kwargs_of(kwargs: dict[str, Any]) -> "_Keywords":
-    return _Keywords(kwargs)
 
 
 class _Keywords:
@@ -510,11 +507,3 @@ def negative_log_likelihood(call: "Call") -> bool:
             made = source.call(lookups.count_of_targets, operands[0], ignored, dtype)
         call.give(which, 0, made)
     return True
-
-
-def is_small(shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is a number."""
-    return math.prod(shape) <= 1
-
-
-__all__ = ["Split", "as_recorded", "lower", "returns_sequence", "run_whole"]

@@ -12,10 +12,8 @@ def _local_index(index: torch.Tensor, held: int, axis: Axis) -> tuple[torch.Tens
     return local.masked_fill(outside, 0), outside
 
 
-def embedding(
-    weight: torch.Tensor, index: torch.Tensor, padding: int, by_frequency: bool, axis: Axis
-) -> torch.Tensor:
-    """A term of the rows that ``index`` names. ``padding``: the row, of the whole table, that gets no gradient, or -1."""
+def embedding(weight: torch.Tensor, index: torch.Tensor, padding: int, by_frequency: bool, axis: Axis) -> torch.Tensor:
+    """A term of the rows that ``index`` names. ``padding``: the row of the whole table that gets no gradient, or -1."""
     held = weight.shape[0]
     local, outside = _local_index(index, held, axis)
     own = padding - axis.coordinate * held

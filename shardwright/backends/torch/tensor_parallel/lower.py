@@ -190,10 +190,13 @@ class Call:
     @property
     def is_replicated(self) -> bool:
         """Whether every rank does all of it, on whole tensors."""
-        return all(
-            all(isinstance(p, Replicate) for p in (*layout.signature.inputs, *layout.signature.outputs))
-            for _, layout in self.pieces
-        ) and not self.converts_between
+        return (
+            all(
+                all(isinstance(p, Replicate) for p in (*layout.signature.inputs, *layout.signature.outputs))
+                for _, layout in self.pieces
+            )
+            and not self.converts_between
+        )
 
     @property
     def between(self) -> set[int]:
@@ -226,9 +229,7 @@ class Call:
         op, layout = self.pieces[which]
         slots = self.site.template.pieces[self.numbers[which]].inputs if not self.site.is_write else ()
         return [
-            self.detached(
-                slots[i] if i < len(slots) else None, self.lowering.operand(tensor, layout.inputs[i])
-            )
+            self.detached(slots[i] if i < len(slots) else None, self.lowering.operand(tensor, layout.inputs[i]))
             for i, tensor in enumerate(op.inputs)
         ]
 

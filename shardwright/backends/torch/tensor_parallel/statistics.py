@@ -15,7 +15,7 @@ class _Normalize(torch.autograd.Function):
     """(x - mean) / sqrt(mean of squares + eps) over ``dims``, of which one is split; without the mean for RMS norms."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, source: torch.Tensor, dims: list[int], eps: float, centered: bool, axis: Axis, unit: str
     ) -> torch.Tensor:
         wide = source.float() if source.dtype in (torch.float16, torch.bfloat16) else source
@@ -33,7 +33,7 @@ class _Normalize(torch.autograd.Function):
         return normed.to(source.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         normed, scale = ctx.saved_tensors
         wide = gradient.to(normed.dtype)
         sums = [(wide * normed).sum(ctx.dims, keepdim=True)]
@@ -50,7 +50,7 @@ class _Softmax(torch.autograd.Function):
     """Softmax, or its logarithm, over a dim that is split."""
 
     @staticmethod
-    def forward(ctx: Any, source: torch.Tensor, dim: int, log: bool, axis: Axis, unit: str) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, source: torch.Tensor, dim: int, log: bool, axis: Axis, unit: str) -> torch.Tensor:
         key = (unit, "inner")
         top = axis.all_reduce(source.amax(dim, keepdim=True), "max", key)
         shifted = source - top.masked_fill(torch.isneginf(top), 0.0)
@@ -62,7 +62,7 @@ class _Softmax(torch.autograd.Function):
         return made
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (made,) = ctx.saved_tensors
         weighed = gradient if ctx.log else gradient * made
         total = ctx.axis.all_reduce(weighed.sum(ctx.dim, keepdim=True), "sum", ctx.key)
@@ -74,11 +74,11 @@ def normalize(
     source: torch.Tensor, dims: Sequence[int], eps: float, centered: bool, axis: Axis, unit: str
 ) -> torch.Tensor:
     """A rank's piece of the normalised tensor. ``dims`` counts from 0."""
-    made: torch.Tensor = _Normalize.apply(source, list(dims), eps, centered, axis, unit)  # type: ignore[no-untyped-call]
+    made: torch.Tensor = _Normalize.apply(source, list(dims), eps, centered, axis, unit)
     return made
 
 
 def softmax(source: torch.Tensor, dim: int, log: bool, axis: Axis, unit: str) -> torch.Tensor:
     """A rank's piece of a softmax, or of its logarithm."""
-    made: torch.Tensor = _Softmax.apply(source, dim, log, axis, unit)  # type: ignore[no-untyped-call]
+    made: torch.Tensor = _Softmax.apply(source, dim, log, axis, unit)
     return made

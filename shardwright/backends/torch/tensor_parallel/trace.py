@@ -187,7 +187,9 @@ class TracingRecorder(Recorder):
         self.drafts[-1].pieces = 1
         return whole
 
-    def _draft(self, template: Template, first: int, call: int, detached: tuple[bool, ...], slots: Sequence[int]) -> None:
+    def _draft(
+        self, template: Template, first: int, call: int, detached: tuple[bool, ...], slots: Sequence[int]
+    ) -> None:
         function, arguments, keywords = self._prototypes[id(template)]
         where = self.calls[call]
         context = (where.path, where.occurrence, self._finished.get(call, 0))
@@ -220,9 +222,7 @@ class _TracingSession(_Session):
     returned = 0
 
 
-def trace(
-    model: nn.Module, sample: Any, *, asked: tuple[int, ...] | None = None, batch_dims: Any = None
-) -> Traced:
+def trace(model: nn.Module, sample: Any, *, asked: tuple[int, ...] | None = None, batch_dims: Any = None) -> Traced:
     """Capture a model and keep its calls.
 
     Args:
@@ -247,9 +247,7 @@ def _traced(graph: Graph, small: _Run, large: _Run, session: _TracingSession) ->
     a, b = small.recorder, large.recorder
     assert isinstance(a, TracingRecorder) and isinstance(b, TracingRecorder)
     origin = _origins(a, small.outputs)
-    if len(origin) != len(graph.ops) or any(
-        a.ops[r].name != op.name for r, op in zip(origin, graph.ops, strict=True)
-    ):
+    if len(origin) != len(graph.ops) or any(a.ops[r].name != op.name for r, op in zip(origin, graph.ops, strict=True)):
         raise NotReplayableError(f"the calls of {graph.model_name} do not match its captured ops")
     in_graph = {recorded: i for i, recorded in enumerate(origin)}
     number = _numbers(graph, a, origin)

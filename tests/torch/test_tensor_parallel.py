@@ -1,0 +1,68 @@
+"""Models replayed on pieces by the solver's layouts: loss and every gradient are the unsplit model's, and what goes over
+the wire is what the layouts say."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.torch.launch import torchrun
+
+CASES = ("least memory", "more memory", "slow links")
+MODELS = {
+    2: ("gpt2", "bert", "t5", "llama", "albert", "mixtral", "vit", "ncf", "fused"),
+    4: ("gpt2-heads4", "llama-heads4", "bert-heads4"),
+}
+
+
+def run(folder: Path, processes: int) -> dict[str, dict]:
+    out = folder / f"{processes}.json"
+    outcome = torchrun("tensor_parallel.py", processes, str(out), *MODELS[processes], timeout_s=240)
+    assert outcome.code == 0, outcome.text[-4000:]
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    return run(tmp_path_factory.mktemp("tensor_parallel"), 2)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    return run(tmp_path_factory.mktemp("tensor_parallel"), 4)
+
+
+def require_same(result: dict) -> None:
+    assert result["missing"] == [], "gradients on one side only"
+    assert result["loss"] <= 1e-5
+    assert result["gradient"] <= 1.0  # in units of what is allowed: 1e-4 ‖g_ref‖ + 1e-6 ‖all g_ref‖
+    assert result["moved"]["forward"] == result["planned"]["forward"]
+    assert result["moved"]["backward"] <= result["planned"]["backward"]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("model", MODELS[2])
+def test_a_model_on_pieces_is_the_unsplit_one(two: dict[str, dict], model: str, case: str) -> None:
+    require_same(two[f"{model}, {case}"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("model", MODELS[4])
+def test_on_four_ranks(four: dict[str, dict], model: str, case: str) -> None:
+    require_same(four[f"{model}, {case}"])
+
+
+@pytest.mark.parametrize("model", MODELS[2])
+def test_parameters_are_held_once(two: dict[str, dict], model: str) -> None:
+    """Under the tightest limit nearly everything is split."""
+    result = two[f"{model}, least memory"]
+    assert result["held"] <= 1.15 * result["whole"] / 2
+
+
+def test_a_fused_projection_is_split_block_by_block_and_nothing_is_gathered_behind_it(two: dict[str, dict]) -> None:
+    result = two["gpt2, slow links"]
+    assert result["split"]["transformer.h.1.attn.c_attn.weight"] == "S1[32|32|32]"
+    # Megatron's f and g: the sum after each of two sublayers, and of the gradients before them.
+    assert result["calls"]["unit 2 forward"] == result["calls"]["unit 2 backward"] == 2
+    assert "unit 2 inner" not in result["calls"]

@@ -1,0 +1,132 @@
+"""Replays models on pieces, under layouts that hold as little as possible, more, and with slow links, and compares loss
+and every gradient with the unsplit model; counts what went over the wire.
+
+Usage: tensor_parallel.py OUT.json MODEL...
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from tp_models import batch, build
+
+from shardwright.backends.torch.tensor_parallel.collectives import Axis
+from shardwright.backends.torch.tensor_parallel.layouts import UnitLayout, unit_layouts
+from shardwright.backends.torch.tensor_parallel.pieces import piece_of, whole_of
+from shardwright.backends.torch.tensor_parallel.replay import Replay, lower_all
+from shardwright.backends.torch.tensor_parallel.trace import Traced, trace
+from shardwright.core.conversions import table_bytes
+from shardwright.core.cost.work import WorkCounter
+from shardwright.core.fold import fold
+from shardwright.core.layout import Placement, Split
+from shardwright.core.solver import AxisCost, Setting, lightest_bytes, solve
+
+SAMPLES = 2
+CASES = {"least memory": (1.01, 1e-9), "more memory": (1.3, 1e-9), "slow links": (1.3, 1e-4)}
+"""How much of the lightest layouts' memory a rank may hold, and what a message costs."""
+
+
+def layouts_of(traced: Traced, ranks: int, slack: float, latency_s: float) -> tuple[UnitLayout, ...]:
+    folded, counter = fold(traced.graph), WorkCounter(traced.graph)
+    axis = AxisCost("tp", ranks, 2e11, latency_s)
+    setting = Setting((axis,), flops_per_s=4e10, memory_bytes_per_s=1.5e9, batch=SAMPLES, precision="fp32")
+    limit = slack * lightest_bytes(folded, setting, counter)
+    found = solve(folded, setting, memory_limit_bytes=limit, counter=counter)
+    return unit_layouts(folded, setting, found, counter)
+
+
+def planned_bytes(layouts: tuple[UnitLayout, ...], traced: Traced, ranks: int) -> dict[str, float]:
+    """What the layouts say goes over the wire, forward and backward; parameters' gradients apart."""
+    found = {"forward": 0.0, "backward": 0.0}
+
+    def add(kind: str, tensor: int, before: Placement, after: Placement) -> None:
+        size = traced.graph.tensors[tensor].size_bytes(SAMPLES)
+        found[kind] += table_bytes(before, after, ranks, size)
+
+    for layout in layouts:
+        ops = traced.graph.ops[layout.unit.first_op : layout.unit.end_op]
+        hops = [(t, h) for op, x in zip(ops, layout.ops, strict=True) for t, h in zip(op.inputs, x.inputs, strict=True)]
+        hops += list(layout.shared.items())
+        hops += [(t, hop) for t, (_, hop) in layout.leaves.items()]
+        for tensor, hop in hops:
+            if tensor in layout.parameters:
+                continue
+            add("forward", tensor, *hop.value)
+            if hop.gradient is not None:
+                add("backward", tensor, *hop.gradient)
+    return found
+
+
+def put_pieces(model: nn.Module, replay: Replay, axis: Axis) -> None:
+    for name, place in replay.parameters.items():
+        if isinstance(place, Split):
+            parameter = model.get_parameter(name)
+            parameter.data = piece_of(parameter.detach(), place, axis.size, axis.coordinate).clone()
+
+
+def run(name: str, case: str, axis: Axis) -> dict[str, Any]:
+    model, plain = build(name), build(name)
+    sample = {key: tensor[:SAMPLES] for key, tensor in batch(name, 0).items()}
+    traced = trace(model, sample)
+    layouts = layouts_of(traced, axis.size, *CASES[case])
+    replay = lower_all(traced, layouts, axis, SAMPLES, torch.device("cpu"), lambda context: None)
+    put_pieces(model, replay, axis)
+    expected = plain(**sample).loss
+    expected.backward()
+    held = replay.held(model)
+    values = dict(zip(traced.graph.inputs, sample.values(), strict=True))
+    axis.traffic.clear()
+    for unit in replay.units:
+        made = unit.function(*[values[t] for t in unit.entering], *[held(t) for t in unit.held])
+        values.update(zip(unit.leaves, made, strict=True))
+    loss = values[traced.graph.outputs[0]]
+    loss.backward()
+    moved = {kind: sum(b for (_, k), b in axis.traffic.moved_bytes.items() if k == kind) for kind in
+             ("forward", "backward", "inner")}  # fmt: skip
+    every = torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None]).norm()
+    worst, missing = 0.0, []
+    for key, parameter in model.named_parameters():
+        wanted = plain.get_parameter(key).grad
+        found = parameter.grad
+        if found is None or wanted is None:
+            if (found is None) != (wanted is None):
+                missing.append(key)
+            continue
+        if key in replay.summed:
+            found = axis.all_reduce(found.clone(), "sum", ("test", "parameters"))
+        place = replay.parameters[key]
+        if isinstance(place, Split):
+            found = whole_of(axis.all_gather(found), place)
+        worst = max(worst, float((found - wanted).norm() / (1e-4 * wanted.norm() + 1e-6 * every)))
+    return {
+        "loss": abs(float(loss.detach() - expected.detach()) / float(expected.detach())),
+        "gradient": worst,
+        "missing": missing,
+        "held": sum(p.numel() for p in model.parameters()),
+        "whole": sum(p.numel() for p in plain.parameters()),
+        "split": {key: str(place) for key, place in replay.parameters.items() if isinstance(place, Split)},
+        "moved": moved,
+        "planned": planned_bytes(layouts, traced, axis.size),
+        "whole_ops": [op for unit in replay.units for op in unit.whole_ops],
+        "calls": {f"{unit} {kind}": n for (unit, kind), n in axis.traffic.calls.items()},
+    }
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    axis = Axis(group, range(dist.get_world_size()), dist.get_rank())
+    results = {f"{name}, {case}": run(name, case, axis) for name in sys.argv[2:] for case in CASES}
+
+    if dist.get_rank() == 0:
+        with open(sys.argv[1], "w") as file:
+            json.dump(results, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
