@@ -25,6 +25,7 @@ from shardwright.core.layout import Placement, Split
 from shardwright.core.solver import AxisCost, Setting, lightest_bytes, solve
 
 SAMPLES = 2
+INSIDE = ("view", "slice", "copy", "attention")
 CASES = {"least memory": (1.01, 1e-9), "more memory": (1.3, 1e-9), "slow links": (1.3, 1e-4)}
 """How much of the lightest layouts' memory a rank may hold, and what a message costs."""
 
@@ -110,9 +111,22 @@ def run(name: str, case: str, axis: Axis) -> dict[str, Any]:
         "split": {key: str(place) for key, place in replay.parameters.items() if isinstance(place, Split)},
         "moved": moved,
         "planned": planned_bytes(layouts, traced, axis.size),
+        "in_attention": _conversions_in_attention(layouts, traced),
         "whole_ops": [op for unit in replay.units for op in unit.whole_ops],
         "calls": {f"{unit} {kind}": n for (unit, kind), n in axis.traffic.calls.items()},
     }
+
+
+def _conversions_in_attention(layouts: tuple[UnitLayout, ...], traced: Traced) -> int:
+    """Of values that only views, slices and the attention itself read."""
+    found = 0
+    for layout in layouts:
+        ops = traced.graph.ops[layout.unit.first_op : layout.unit.end_op]
+        has_attention = any(op.kind == "attention" for op in ops)
+        for op, chosen in zip(ops, layout.ops, strict=True):
+            if has_attention and op.kind in INSIDE and traced.graph.tensors[op.inputs[0]].is_floating:
+                found += sum(not hop.is_idle for hop in chosen.inputs)
+    return found
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Models for tensor parallelism, the same in every process: those of `models`, wider ones, and one that nobody knows."""
+"""Models for tensor parallelism, the same in every process: those of `models`, wider ones, one that nobody knows."""
 
 from typing import Any
 

@@ -140,25 +140,5 @@ def convert(
     gradient flows."""
     if gradient is None or not (tensor.requires_grad and torch.is_grad_enabled()):
         return axis.convert(tensor.detach() if gradient is None else tensor, value, (unit, "forward"))
-    made: torch.Tensor = _Convert.apply(tensor, axis, value, gradient, unit, fresh)
-    return made
-
-
-class _Sum(torch.autograd.Function):
-    """A sum over all ranks of terms whose gradient every rank needs whole: that of a sum inside an op, where each rank
-    uses the result for its own piece, so the gradients are summed too."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, unit: str) -> torch.Tensor:
-        ctx.axis, ctx.unit = axis, unit
-        return axis.all_reduce(tensor.clone(), "sum", (unit, "inner"))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.axis.all_reduce(gradient.clone(), "sum", (ctx.unit, "inner")), None, None
-
-
-def summed(tensor: torch.Tensor, axis: Axis, unit: str) -> torch.Tensor:
-    """The sum over all ranks, used by each for its own piece."""
-    made: torch.Tensor = _Sum.apply(tensor, axis, unit)
+    made: torch.Tensor = _Convert.apply(tensor, axis, value, gradient, unit, fresh)  # type: ignore[no-untyped-call]
     return made

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from shardwright.backends.torch.program import Context
+from shardwright.backends.torch.tensor_parallel import compute as compute
 from shardwright.backends.torch.tensor_parallel import local
+from shardwright.backends.torch.tensor_parallel import views as views
 from shardwright.backends.torch.tensor_parallel.collectives import Axis, convert
 from shardwright.backends.torch.tensor_parallel.layouts import Hop, OpLayout, UnitLayout
 from shardwright.backends.torch.tensor_parallel.pieces import local_shape

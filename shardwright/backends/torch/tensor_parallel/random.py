@@ -12,7 +12,8 @@ from shardwright.core.layout import Split
 
 def dropout(source: torch.Tensor, probability: float, place: Split, shape: Sequence[int], axis: Axis) -> torch.Tensor:
     """Dropout of a piece of a tensor of ``shape``, whose memory is laid out as the piece's is."""
-    order = sorted(range(source.dim()), key=lambda d: (-source.stride(d), d))
+    strides = source.stride()
+    order = sorted(range(source.dim()), key=lambda d: (-strides[d], d))
     ones = torch.empty_permuted(list(shape), order, dtype=source.dtype, device=source.device).fill_(1.0)
     mask = torch.dropout(ones, probability, True)
     return source * piece_of(mask, place, axis.size, axis.coordinate)

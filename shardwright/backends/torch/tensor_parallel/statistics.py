@@ -74,11 +74,11 @@ def normalize(
     source: torch.Tensor, dims: Sequence[int], eps: float, centered: bool, axis: Axis, unit: str
 ) -> torch.Tensor:
     """A rank's piece of the normalised tensor. ``dims`` counts from 0."""
-    made: torch.Tensor = _Normalize.apply(source, list(dims), eps, centered, axis, unit)
+    made: torch.Tensor = _Normalize.apply(source, list(dims), eps, centered, axis, unit)  # type: ignore[no-untyped-call]
     return made
 
 
 def softmax(source: torch.Tensor, dim: int, log: bool, axis: Axis, unit: str) -> torch.Tensor:
     """A rank's piece of a softmax, or of its logarithm."""
-    made: torch.Tensor = _Softmax.apply(source, dim, log, axis, unit)
+    made: torch.Tensor = _Softmax.apply(source, dim, log, axis, unit)  # type: ignore[no-untyped-call]
     return made

@@ -1,7 +1,7 @@
 """Capture that keeps, beside the core's graph, the calls that its ops came from, so that they can be run again.
 
-One run makes both, so calls and ops are aligned one to one. Calls are kept in functional form: a tensor written in place
-is a new value. Sizes among the arguments are linear in the batch, as those of tensors are.
+One run makes both, so calls and ops are aligned one to one. Calls are kept in functional form: a tensor written in
+place is a new value. Sizes among the arguments are linear in the batch, as those of tensors are.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -245,7 +245,8 @@ def trace(model: nn.Module, sample: Any, *, asked: tuple[int, ...] | None = None
 
 def _traced(graph: Graph, small: _Run, large: _Run, session: _TracingSession) -> Traced:
     a, b = small.recorder, large.recorder
-    assert isinstance(a, TracingRecorder) and isinstance(b, TracingRecorder)
+    assert isinstance(a, TracingRecorder)
+    assert isinstance(b, TracingRecorder)
     origin = _origins(a, small.outputs)
     if len(origin) != len(graph.ops) or any(a.ops[r].name != op.name for r, op in zip(origin, graph.ops, strict=True)):
         raise NotReplayableError(f"the calls of {graph.model_name} do not match its captured ops")

@@ -1,0 +1,249 @@
+"""Products, attention, statistics, look-ups, dropout and losses on pieces."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional as F
+
+from shardwright.backends.torch.tensor_parallel import lookups, random, statistics
+from shardwright.backends.torch.tensor_parallel.local import as_recorded, rule
+from shardwright.backends.torch.tensor_parallel.source import Var
+from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
+from shardwright.core.layout import Partial
+
+if TYPE_CHECKING:
+    from shardwright.backends.torch.tensor_parallel.lower import Call
+
+
+@rule("dropout")
+def dropout(call: "Call") -> bool:
+    op = call.pieces[0][0]
+    place = call.split_of(0, 0)
+    if place is None:
+        as_recorded(call)
+        return True
+    call.lowering.seeded(call.site)
+    shape = list(call.lowering.shape(op.inputs[0]))
+    made = call.lowering.source.call(
+        random.dropout, call.inputs(0)[0], call.argument("p"), place, shape, call.lowering.axis, is_kept=True
+    )
+    call.give(0, 0, made)
+    return True
+
+
+# -- products ---------------------------------------------------------------------------------------------------------
+
+
+@rule("linear")
+def linear(call: "Call") -> bool:
+    return _product(call, F.linear, lambda source, out, bias: source.call(torch.add, out, bias))
+
+
+@rule("addmm", "baddbmm", "addmv", "mm")
+def product_and_sum(call: "Call") -> bool:
+    if call.argument("alpha", 1) != 1 or call.argument("beta", 1) != 1:
+        if call.is_flat_product:
+            raise NotReplayableError(f"{call.site.name} with factors over flattened dims")
+        if call.is_replicated:
+            as_recorded(call)
+            return True
+        return False
+    if call.is_replicated and not call.is_flat_product:
+        as_recorded(call)
+        return True
+    return _product(call, _flat_product if call.is_flat_product else torch.matmul, None)
+
+
+def _flat_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """[…, k] · [k, n] (+ [n]), as one product over flattened leading dims."""
+    flat = left.reshape(-1, left.shape[-1])
+    made = flat @ right if bias is None else torch.addmm(bias, flat, right)
+    return made.view(*left.shape[:-1], right.shape[-1])
+
+
+def _product(call: "Call", product: Callable[..., Any], add: Any) -> bool:
+    """A product and its bias; in one kernel when nothing is converted in between."""
+    source = call.lowering.source
+    left, right = call.inputs(0)
+    if len(call.pieces) == 1:
+        call.give(0, 0, source.call(product, left, right))
+        return True
+    is_term = isinstance(call.pieces[0][1].signature.outputs[0], Partial)
+    in_one = product in (F.linear, _flat_product) and not call.converts_between and not is_term
+    if in_one and not _read_elsewhere(call):
+        bias = call.lowering.operand(call.pieces[1][0].inputs[1], call.pieces[1][1].inputs[1])
+        call.give(1, 0, source.call(product, left, right, bias))
+        return True
+    call.give(0, 0, source.call(product, left, right))
+    out, bias = call.inputs(1)
+    call.give(1, 0, source.call(torch.add, out, bias))
+    return True
+
+
+def _read_elsewhere(call: "Call") -> bool:
+    """Whether more than the next piece reads what lies between."""
+    tensor = call.pieces[0][0].outputs[0]
+    return tensor in call.lowering.layout.leaves or tensor in call.lowering.layout.shared
+
+
+@rule("conv1d", "conv2d", "conv3d")
+def convolution(call: "Call") -> bool:
+    if call.is_replicated:
+        as_recorded(call)
+        return True
+    groups = call.argument("groups", 1)
+    kernel = call.split_of(0, 1)
+    if groups != 1 and kernel is not None:
+        groups //= call.lowering.axis.size
+    source = call.lowering.source
+    stride, padding, dilation = (call.argument(n) for n in ("stride", "padding", "dilation"))
+    left, right = call.inputs(0)
+    call.give(0, 0, source.call(call.site.function, left, right, None, stride, padding, dilation, groups))
+    if len(call.pieces) > 1:
+        out, bias = call.inputs(1)
+        spatial = len(call.pieces[0][0].labels[1]) - 2
+        aligned = source.call(torch.Tensor.reshape, bias, [-1] + [1] * spatial)
+        call.give(1, 0, source.call(torch.add, out, aligned))
+    return True
+
+
+@rule("_grouped_mm")
+def grouped_product(call: "Call") -> bool:
+    as_recorded(call)
+    return True
+
+
+@rule("scaled_dot_product_attention")
+def attention(call: "Call") -> bool:
+    signature = call.pieces[0][1].signature
+    probability = call.argument("dropout_p", 0.0)
+    op = call.pieces[0][0]
+    split = call.split_of(0, 0)
+    if not probability or split is None or any(isinstance(p, Partial) for p in signature.inputs):
+        as_recorded(call)
+        return True
+    slots = call.slots()
+    mask = slots[3] if len(op.inputs) > 3 else None
+    query, key = call.lowering.shape(op.inputs[0]), call.lowering.shape(op.inputs[1])
+    call.lowering.seeded(call.site)
+    made = call.lowering.source.call(
+        random.attention, slots[0], slots[1], slots[2], mask, probability, call.argument("is_causal", False),
+        call.argument("scale"), call.argument("enable_gqa", False), split, [*query[:-1], key[-2]],
+        call.lowering.axis, is_kept=True,
+    )  # fmt: skip
+    call.give(0, 0, made)
+    return True
+
+
+# -- statistics and look-ups ------------------------------------------------------------------------------------------
+
+
+@rule("softmax", "_softmax", "log_softmax", "_log_softmax")
+def softmax(call: "Call") -> bool:
+    layout = call.pieces[0][1]
+    if layout.signature.need != "combine":
+        as_recorded(call)
+        return True
+    source, lowering = call.lowering.source, call.lowering
+    op = call.pieces[0][0]
+    (given,) = call.inputs(0)
+    wanted = lowering.dtype(op.outputs[0])
+    if wanted != lowering.dtype(op.inputs[0]):
+        given = source.call(torch.Tensor.to, given, wanted)
+    dim = call.argument("dim") % len(op.labels[0])
+    made = source.call(statistics.softmax, given, dim, "log" in call.site.name, lowering.axis, lowering.name)
+    call.give(0, 0, made)
+    return True
+
+
+@rule("layer_norm", "rms_norm", "native_layer_norm")
+def normalization(call: "Call") -> bool:
+    if call.is_replicated:
+        as_recorded(call)
+        return True
+    if call.site.name == "native_layer_norm":
+        return False
+    layout = call.pieces[0][1]
+    splits_statistic = layout.signature.need == "combine"
+    if not splits_statistic and not call.converts_between and len(call.site.ops) == len(call.pieces):
+        as_recorded(call)
+        return True
+    source, lowering = call.lowering.source, call.lowering
+    op = call.pieces[0][0]
+    rank = len(op.labels[0])
+    shape = call.argument("normalized_shape")
+    dims = list(range(rank - len(shape), rank))
+    centered = call.site.name == "layer_norm"
+    eps = call.argument("eps")
+    if eps is None:
+        eps = torch.finfo(lowering.dtype(op.inputs[0])).eps
+    (given,) = call.inputs(0)
+    if splits_statistic:
+        made = source.call(statistics.normalize, given, dims, eps, centered, lowering.axis, lowering.name)
+    elif centered:
+        made = source.call(F.layer_norm, given, shape, None, None, eps)
+    else:
+        made = source.call(F.rms_norm, given, shape, None, eps)
+    call.give(0, 0, made)
+    for which in range(1, len(call.pieces)):
+        left, right = call.inputs(which)
+        is_scale = call.pieces[which][0].name.endswith("/weight")
+        call.give(which, 0, source.call(torch.mul if is_scale else torch.add, left, right))
+    return True
+
+
+@rule("embedding")
+def embedding(call: "Call") -> bool:
+    layout = call.pieces[0][1]
+    if layout.signature.need != "offset":
+        as_recorded(call)
+        return True
+    weight, index = call.inputs(0)
+    padding = call.argument("padding_idx", -1)
+    by_frequency = bool(call.argument("scale_grad_by_freq", False))
+    made = call.lowering.source.call(lookups.embedding, weight, index, padding, by_frequency, call.lowering.axis)
+    call.give(0, 0, made)
+    return True
+
+
+@rule("index_select", "gather")
+def take(call: "Call") -> bool:
+    op, layout = call.pieces[0]
+    if layout.signature.need != "offset":
+        as_recorded(call)
+        return True
+    given, index = call.inputs(0)
+    dim = call.argument("dim") % len(op.labels[0])
+    function = lookups.select if call.site.name == "index_select" else lookups.take_along
+    call.give(0, 0, call.lowering.source.call(function, given, dim, index, call.lowering.axis))
+    return True
+
+
+@rule("nll_loss_forward", "nll_loss2d_forward")
+def negative_log_likelihood(call: "Call") -> bool:
+    """The log-probabilities of the targets, each from the rank that holds its class; then their mean or sum."""
+    if call.is_replicated:
+        as_recorded(call)
+        return True
+    needs = [layout.signature.need for _, layout in call.pieces]
+    if call.argument("weight") is not None or any(needs[1:]) or needs[0] not in ("offset", ""):
+        return False
+    lowering = call.lowering
+    source = lowering.source
+    ignored = call.argument("ignore_index", -100)
+    given, target = call.inputs(0)
+    axis = lowering.axis if needs[0] == "offset" else None
+    call.give(0, 0, source.call(lookups.picked, given, target, ignored, axis))
+    for which in range(1, len(call.pieces)):
+        op = call.pieces[which][0]
+        operands = call.inputs(which)
+        if op.name.endswith("/mean"):
+            made: Var = source.call(lookups.mean_of_targets, operands[0], operands[1], ignored)
+        elif op.name.endswith("/sum"):
+            made = source.call(torch.sum, operands[0])
+        else:
+            dtype = lowering.dtype(op.outputs[0])
+            made = source.call(lookups.count_of_targets, operands[0], ignored, dtype)
+        call.give(which, 0, made)
+    return True
