@@ -23,11 +23,11 @@ from scipy.optimize import minimize
 
 import shardwright.core.cost.unit as unit_module
 from shardwright.core.cluster import Cluster
-from shardwright.core.cost.unit import UnitCost, unit_cost
+from shardwright.core.cost.unit import UnitCost, seconds_of, unit_cost
 from shardwright.core.cost.work import UnitWork, WorkCounter
 from shardwright.core.fold import fold
 from shardwright.core.hardware import load_profile
-from shardwright.core.rules.axes import dim_groups
+from shardwright.core.tensor_layouts import Rates, Terms, choose
 
 PRIORS: dict[str, tuple[float, float]] = {
     "matmul_efficiency": (0.85, 0.15),
@@ -79,17 +79,20 @@ class Machine:
         return Cluster(device, nodes=run.devices // per_node, devices_per_node=per_node, intra_node=link)
 
 
+RATES = Rates(2.5e14, 1.6e12, 2e11)
+"""By which the layouts of a layer are chosen: those of an A100, roughly; the answer does not hang on them."""
+
+
 @lru_cache(maxsize=1024)
 def works(hidden: int, heads: int, sequence: int, tp: int, microbatch: int) -> tuple[UnitWork, UnitWork, UnitWork]:
     """Embedding, layer and head, with everything split that can be."""
     graph = graph_of(hidden, heads, 2, sequence)
-    folded = fold(graph)
+    folded, counter = fold(graph), WorkCounter(graph)
+    layouts = choose(folded, counter, Terms(tp, RATES, "fp16", 16.0))
     found = []
     for index in (0, 1, 3):
         unit = folded.units[index]
-        groups = [g for g in dim_groups(graph, unit) if tp > 1 and not g.obstacle and g.divisor % tp == 0]
-        dims = frozenset(dim for group in groups for dim in group.dims)
-        found.append(WorkCounter(graph).count(unit, microbatch, "fp16", dims, tp))
+        found.append(counter.count(unit, microbatch, "fp16", layouts.realised(index) if tp > 1 else None))
     return found[0], found[1], found[2]
 
 
@@ -98,13 +101,17 @@ def predicted_s(run: Run, machine: Machine, known: dict[object, tuple[UnitCost, 
     key = (run.hidden, run.heads, run.sequence, run.tp, run.microbatch)
     cluster = machine.cluster(run)
     if key not in known:
-        reduce_s = cluster.group(range(run.tp)).all_reduce_s if run.tp > 1 else None
+        collective_s = seconds_of(cluster.group(range(run.tp)), run.tp) if run.tp > 1 else None
         # Gradients add up in fp16 in the runs of one node (DeepSpeed), in fp32 in the larger ones (Megatron-LM).
         added_bytes = 10 if run.model in LARGER else 6
         held = (51200 * run.hidden, 12 * run.hidden**2, 51200 * run.hidden)
         known[key] = tuple(
             unit_cost(
-                work, cluster.device(0), "fp16", reduce_s=reduce_s, gradient_bytes=entries // run.tp * added_bytes
+                work,
+                cluster.device(0),
+                "fp16",
+                collective_s=collective_s,
+                gradient_bytes=entries // run.tp * added_bytes,
             )
             for work, entries in zip(works(*key), held, strict=True)
         )

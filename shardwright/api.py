@@ -66,7 +66,7 @@ def plan(
     optimizer: str = "adamw",
     loss_scope: LossScope = "replica",
     stage_starts: Sequence[int] | None = None,
-    sequence_parallel: bool = False,
+    sequence_parallel: bool | None = None,
     gradient_precision: Literal["fp32", "bf16", "fp16"] | None = None,
     progress: Progress | None = None,
 ) -> Plan:
@@ -87,7 +87,8 @@ def plan(
         optimizer: whose states are counted.
         loss_scope: whether what depends on the batch as a whole is taken over the replica's batch or the global one.
         stage_starts: the first unit of every stage, where the cut is not to be searched.
-        sequence_parallel: divide what the tensor axis leaves whole along the sequence.
+        sequence_parallel: divide what the tensor axis leaves whole along the sequence; None searches, within what the
+            framework's runtime can do.
         gradient_precision: in which gradients add up over microbatches; default: as the parameters.
         progress: called with (candidates scored, candidates in all).
 

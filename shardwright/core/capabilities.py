@@ -22,6 +22,8 @@ class Capabilities:
     single_controller: bool
     """One process drives all devices."""
     reduce_ops: tuple[str, ...] = ("sum",)
+    sequence_parallel: bool = False
+    """Values between units can be divided along the sequence on the tensor axis."""
 
     def require_axes(self, degrees: dict[str, int]) -> None:
         """Raise MissingCapabilityError for a degree above 1 on an axis that the runtime does not realise."""

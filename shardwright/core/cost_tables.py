@@ -4,17 +4,26 @@ from collections import OrderedDict
 
 from shardwright.core.cluster import Cluster
 from shardwright.core.cost.collectives import send_s
-from shardwright.core.cost.unit import UnitCost, throughput_s, unit_cost
+from shardwright.core.cost.unit import UnitCost, seconds_of, unit_cost
 from shardwright.core.cost.work import PRECISION_BYTES, UnitWork, WorkCounter
 from shardwright.core.fold import Folded, Unit, crossing_bytes, fold
 from shardwright.core.graph import Graph
 from shardwright.core.layout import Layout
-from shardwright.core.memory import Recompute
+from shardwright.core.memory import Recompute, state_bytes_per_element
 from shardwright.core.mesh import Mesh
-from shardwright.core.rules.axes import Dim
-from shardwright.core.stages import MemoryRequest, UnitTable
+from shardwright.core.realised import RealisedUnit
+from shardwright.core.stages import UnitTable
 from shardwright.core.structure import Binding, Structure, structure_of
-from shardwright.core.tensor_parallel import UnitSplit, choose_splits
+from shardwright.core.tensor_layouts import (
+    Rates,
+    TensorLayouts,
+    Terms,
+    choose,
+    choose_form,
+    pins_of,
+    slot_layouts,
+    unsplit,
+)
 
 REMEMBERED_GRAPHS = 8
 
@@ -29,14 +38,10 @@ class _Reading:
         self.counter = WorkCounter(graph)
         self._work: dict[object, UnitWork] = {}
 
-    def work(
-        self, unit: Unit, batch: int, precision: str, dims: frozenset[Dim], degree: int, *, sequence_parallel: bool
-    ) -> UnitWork:
-        key = (unit.index, batch, precision, dims, degree, sequence_parallel)
+    def work(self, unit: Unit, batch: int, precision: str, layouts: RealisedUnit | None) -> UnitWork:
+        key = (unit.index, batch, precision, layouts)
         if key not in self._work:
-            self._work[key] = self.counter.count(
-                unit, batch, precision, dims, degree, sequence_parallel=sequence_parallel
-            )
+            self._work[key] = self.counter.count(unit, batch, precision, layouts)
         return self._work[key]
 
 
@@ -71,10 +76,10 @@ class CostTables:
         precision: str | None,
         optimizer: str,
         gradient_precision: str | None = None,
-        sequence_parallel: bool = False,
+        sequence_parallel: bool | None = None,
     ) -> None:
         self.graph, self.cluster, self.optimizer = graph, cluster, optimizer
-        self.gradient_precision, self.sequence_parallel = gradient_precision, sequence_parallel
+        self.gradient_precision, self._sequence_parallel = gradient_precision, sequence_parallel
         self.device = cluster.device(0)
         self.precision = precision or next((p for p in ("bf16", "fp16") if p in self.device.peak_flops_per_s), "fp32")
         self._read = _read(graph)
@@ -82,48 +87,51 @@ class CostTables:
         self.structure: Structure = self._read.structure
         self.binding: Binding = self._read.binding
         self.counter = self._read.counter
-        self._splits: dict[int, dict[int, UnitSplit]] = {}
+        self._chosen: dict[int, TensorLayouts] = {}
+        self._layouts: dict[int, tuple[tuple[str, Layout], ...]] = {}
         self._tables: dict[tuple[int, int, int, Recompute], UnitTable] = {}
         self._costs: dict[tuple[int, int], tuple[UnitCost, ...]] = {}
         self._held: dict[int, tuple[tuple[tuple[tuple[int, ...], int], ...], int]] = {}
         self._boundary: tuple[tuple[int, int], ...] | None = None
 
-    def split(self, tp: int) -> dict[int, UnitSplit]:
-        if tp not in self._splits:
-            group = self.cluster.group(range(tp))
-            state = MemoryRequest(
-                0, self.precision, self.optimizer, 0, 1, self.gradient_precision
-            ).state_bytes_per_element
+    def chosen(self, tp: int) -> TensorLayouts:
+        """The layouts on a tensor axis of so many ranks."""
+        if tp not in self._chosen:
+            state = state_bytes_per_element(self.precision, self.optimizer, gradient_precision=self.gradient_precision)
+            terms = Terms(tp, self.rates(tp), self.precision, state)
+            found = choose_form(self.folded, self.counter, terms, self._sequence_parallel if tp > 1 else False)
+            # What is counted is what the plan says: from its slots alone, as a runtime reads them.
+            self._layouts[tp] = slot_layouts(self.folded, self.structure, found)
+            pins = pins_of(self.folded, self.structure, dict(self._layouts[tp]))
+            self._chosen[tp] = choose(self.folded, self.counter, found.terms, pins)
+        return self._chosen[tp]
 
-            reduce_s_per_byte = group.all_reduce_s(LARGE_BYTES) / LARGE_BYTES
+    def rates(self, tp: int) -> Rates:
+        """The rates of large work on the device and on the tensor axis."""
+        device = self.device
+        ring_bytes = 2 * (tp - 1) / tp * LARGE_BYTES
+        return Rates(
+            device.flops_per_s(self.precision) * device.matmul_efficiency,
+            device.memory_bandwidth_bytes_per_s * device.memory_efficiency,
+            ring_bytes / self.cluster.group(range(tp)).all_reduce_s(LARGE_BYTES) if tp > 1 else 1.0,
+        )
 
-            def occupancy(work: UnitWork, elements: int) -> float:
-                """Seconds × bytes held: a tensor axis is there to save both."""
-                seconds = throughput_s(work, self.device, self.precision, reduce_s_per_byte)
-                return seconds * (elements * state + work.saved_bytes)
-
-            self._splits[tp] = choose_splits(self.folded, self.counter, tp, occupancy, self.precision)
-        return self._splits[tp]
+    def sequence_parallel(self, tp: int) -> bool:
+        """Whether what goes from unit to unit is divided along the sequence."""
+        return self.chosen(tp).terms.sequence_parallel
 
     def layouts(self, tp: int) -> tuple[tuple[str, Layout], ...]:
-        """Layouts by structural class; units of one structural class take those of its first unit."""
-        splits = self.split(tp)
-        found: dict[str, Layout] = {}
-        seen: set[int] = set()
-        for unit, structural in zip(self.folded.units, self.structure.unit_classes, strict=True):
-            if structural not in seen:
-                seen.add(structural)
-                for role, layout in splits[unit.fold_class].layouts().items():
-                    found[f"{structural}/{role}"] = layout
-        return tuple(sorted(found.items()))
+        """Layouts by slot."""
+        self.chosen(tp)
+        return self._layouts[tp]
 
     def unsplit(self, tp: int) -> tuple[tuple[str, str], ...]:
-        splits = self.split(tp)
-        found: dict[str, str] = {}
-        for unit, structural in zip(self.folded.units, self.structure.unit_classes, strict=True):
-            for role, reason in splits[unit.fold_class].unsplit:
-                found.setdefault(f"{structural}/{role}", reason)
-        return tuple(sorted(found.items()))
+        """The matrices that stay whole, and why."""
+        return unsplit(self.folded, self.structure, self.chosen(tp))
+
+    def variants(self, tp: int) -> tuple[int, ...]:
+        """For every unit its place in `class_costs`: units that are alike and laid out alike share one."""
+        return self.chosen(tp).variants
 
     def table(self, mesh: Mesh, microbatch: int, recompute: Recompute) -> UnitTable:
         tp = mesh.axis_size("tp")
@@ -134,10 +142,9 @@ class CostTables:
 
     def _make_table(self, mesh: Mesh, microbatch: int, recompute: Recompute) -> UnitTable:
         tp = mesh.axis_size("tp")
-        classes = self.class_costs(tp, microbatch)
-
+        classes, chosen = self.class_costs(tp, microbatch), self.chosen(tp)
         boundary = tuple(fixed + slope * microbatch for fixed, slope in self._boundaries())
-        if self.sequence_parallel:
+        if chosen.terms.sequence_parallel:
             boundary = tuple(-(-size // tp) for size in boundary)
         seconds = tuple(0.0 for _ in boundary)
         if mesh.axis_size("pp") > 1:
@@ -145,7 +152,7 @@ class CostTables:
             seconds = tuple(known[size] for size in boundary)
         ties, largest = self._held_parameters(tp)
         return UnitTable(
-            tuple(classes[unit.fold_class] for unit in self.folded.units),
+            tuple(classes[variant] for variant in chosen.variants),
             boundary,
             seconds,
             ties,
@@ -158,22 +165,21 @@ class CostTables:
         """What one rank holds of parameters at a tensor degree: of each tied one its users and entries, and the entries
         of the largest of all. Counted once for each degree."""
         if tp not in self._held:
-            graph, units, classes, splits = self.graph, self.folded.units, self.folded.classes, self.split(tp)
-            cut = {c: {tensor for tensor, _ in split.dims} for c, split in splits.items()}
             ties: list[tuple[tuple[int, ...], int]] = []
             largest = 0
             for parameter, users in self._users().items():
-                # Only its class's first unit names the tensor that is split: repeated blocks are all alike.
-                first = units[users[0]]
-                place = first.parameters.index(parameter)
-                named = graph.parameters[units[classes[first.fold_class][0]].parameters[place]].tensor
-                entries = graph.tensors[graph.parameters[parameter].tensor].elements(1)
-                elements = entries // (tp if named in cut[first.fold_class] else 1)
+                elements = self._entries(parameter, users[0], tp)
                 largest = max(largest, elements)
                 if len(users) > 1:
                     ties.append((users, elements))
             self._held[tp] = (tuple(ties), largest)
         return self._held[tp]
+
+    def _entries(self, parameter: int, unit: int, tp: int) -> int:
+        """Entries of a parameter that one rank holds, which ``unit`` uses."""
+        tensor = self.graph.parameters[parameter].tensor
+        layout = dict(self.chosen(tp).solution.units[unit].parameters)[tensor]
+        return self.graph.tensors[tensor].elements(1) // (1 if layout.is_replicated else tp)
 
     @property
     def _added_bytes(self) -> int:
@@ -197,7 +203,7 @@ class CostTables:
         per_node = max(1, self.cluster.world_size // self.cluster.nodes)
         link = self.cluster.link_between(0, mesh.rank({"pp": 1}), concurrent=min(per_stage, per_node))
         whole = send_s(size_bytes, link)
-        if tp == 1 or self.sequence_parallel:
+        if tp == 1 or self.sequence_parallel(tp):
             return whole
         return min(whole, send_s(size_bytes / tp, link) + self.cluster.group(range(tp)).all_gather_s(size_bytes))
 
@@ -228,33 +234,23 @@ class CostTables:
         return {parameter: tuple(units) for parameter, units in users.items()}
 
     def class_costs(self, tp: int, microbatch: int) -> tuple[UnitCost, ...]:
+        """What a unit of every variant costs."""
         if (tp, microbatch) not in self._costs:
-            group = self.cluster.group(range(tp)) if tp > 1 else None
-            splits = self.split(tp)
+            chosen = self.chosen(tp)
+            collective_s = seconds_of(self.cluster.group(range(tp)), tp) if tp > 1 else None
             found = []
-            for members in self.folded.classes:
-                unit = self.folded.units[members[0]]
-                dims = splits[unit.fold_class].dims
-                work = self._read.work(
-                    unit, microbatch, self.precision, dims, tp, sequence_parallel=self.sequence_parallel and tp > 1
-                )
-                cut = {tensor for tensor, _ in dims}
-                elements = sum(
-                    self.graph.tensors[t].elements(1) // (tp if t in cut else 1)
-                    for t in (self.graph.parameters[p].tensor for p in unit.parameters)
-                )
-                trained = sum(
-                    self.graph.tensors[p.tensor].elements(1) // (tp if p.tensor in cut else 1)
-                    for p in (self.graph.parameters[index] for index in unit.parameters)
-                    if p.trainable
-                )
+            for unit in (self.folded.units[first] for first in chosen.firsts):
+                layouts = chosen.realised(unit.index) if tp > 1 else None
+                like = unit if layouts is None else self.folded.units[layouts.unit]
+                held = {p: self._entries(p, unit.index, tp) for p in unit.parameters}
+                trained = sum(n for p, n in held.items() if self.graph.parameters[p].trainable)
                 found.append(
                     unit_cost(
-                        work,
+                        self._read.work(like, microbatch, self.precision, layouts),
                         self.device,
                         self.precision,
-                        reduce_s=group.all_reduce_s if group else None,
-                        parameters=elements,
+                        collective_s=collective_s,
+                        parameters=sum(held.values()),
                         gradient_bytes=trained * self._added_bytes,
                     )
                 )

@@ -62,6 +62,14 @@ def state_bytes(
     return parts[0], parts[1], parts[2]
 
 
+def state_bytes_per_element(
+    precision: str, optimizer: str, shard: int = 0, ways: int = 1, gradient_precision: str | None = None
+) -> float:
+    """Bytes of one parameter with its gradient and optimizer state, on one rank: see `state_bytes`."""
+    many = 1 << 20
+    return sum(state_bytes(many, precision, optimizer, shard, ways, gradient_precision)) / many
+
+
 def unit_recompute(recompute: Recompute, repeated: bool) -> Recompute:
     """What one unit does: only repeated units are recomputed in full."""
     return "none" if recompute == "full" and not repeated else recompute

@@ -12,7 +12,8 @@ from shardwright.core.layout import Layout, Split
 from shardwright.core.memory import MemoryUse, Recompute
 from shardwright.core.mesh import Mesh
 from shardwright.core.schedule import Schedule, StageCosts
-from shardwright.core.structure import Binding, Structure, require_names, structure_of
+from shardwright.core.structure import Binding, Structure, layout_of, require_names, structure_of
+from shardwright.core.tensor_layouts import Rates
 
 LossScope = Literal["replica", "global"]
 
@@ -30,7 +31,8 @@ class Decision:
     stage_starts: tuple[int, ...]
     """The first unit of every stage."""
     layouts: tuple[tuple[str, Layout], ...] = ()
-    """``class/role`` of every parameter slot that is not replicated, in slot dims (`core.structure`)."""
+    """``class/role`` of every parameter slot that is not replicated, in slot dims (`core.structure`); ``@unit/role``
+    for a unit that differs from its class."""
     virtual_stages: int = 1
     recompute: Recompute = "none"
     shard: int = 0
@@ -92,6 +94,8 @@ class Costs:
     """For every unit, the bytes of activations that enter it from before: what a cut there sends."""
     boundary_s: tuple[float, ...]
     """Seconds to send them to the next stage."""
+    rates: Rates
+    """What the tensor layouts were chosen by: `core.realise` completes them by the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +168,11 @@ class Plan:
         units = len(self.model.unit_classes)
         if self.decision.stage_starts[-1] >= units:
             raise PlanError(f"stage_starts {self.decision.stage_starts} name units that the model's {units} lack")
-        known = {f"{c}/{role}" for c, slots in enumerate(self.model.class_slots) for role, _ in slots}
+        shapes = self.model.slot_shapes
         for slot, layout in self.decision.layouts:
-            if slot not in known:
-                raise PlanError(f"a layout is given for {slot!r}, which the model lacks: {nearest(slot, known)}")
-            fold_class, role = slot.split("/")
-            layout.check(dict(self.model.class_slots[int(fold_class)])[role], self.mesh)
+            if slot not in shapes:
+                raise PlanError(f"a layout is given for {slot!r}, which the model lacks: {nearest(slot, shapes)}")
+            layout.check(shapes[slot], self.mesh)
 
     # What runtimes ask -------------------------------------------------------------------------------------------
 
@@ -250,7 +253,7 @@ class Plan:
         found: dict[str, Layout] = {}
         for unit, bound in enumerate(self.binding(framework).units):
             for role, name, dims in bound.parameters:
-                layout = decided.get(f"{self.model.unit_classes[unit]}/{role}", Layout())
+                layout = layout_of(decided, unit, self.model.unit_classes[unit], role)
                 own = Layout(
                     tuple(
                         (axis, Split(dims[p.dim], p.blocks) if isinstance(p, Split) else p)

@@ -16,6 +16,7 @@ from shardwright.core.mesh import Mesh
 from shardwright.core.plan_schema import FORMAT, VERSION, BindingFile, DecisionFile, PlacementFile, PlanFile, Section
 from shardwright.core.schedule import schedule_names
 from shardwright.core.structure import Binding, Structure, UnitBinding
+from shardwright.core.tensor_layouts import Rates
 
 
 def write(plan: p.Plan, path: Path) -> None:
@@ -83,6 +84,7 @@ def to_document(plan: p.Plan) -> dict[str, Any]:
             "classes": [_fields(c) for c in plan.costs.classes],
             "boundary_bytes": list(plan.costs.boundary_bytes),
             "boundary_s": list(plan.costs.boundary_s),
+            "rates": _fields(plan.costs.rates),
         },
         "predicted": {
             "step_time_s": plan.predicted.step_time_s,
@@ -182,6 +184,7 @@ def _plan(file: PlanFile) -> p.Plan:
             tuple(p.ClassCost(**_fields_of(c)) for c in file.costs.classes),
             tuple(file.costs.boundary_bytes),
             tuple(file.costs.boundary_s),
+            Rates(**_fields_of(file.costs.rates)),
         ),
         predicted=p.Predicted(
             step_time_s=file.predicted.step_time_s,

@@ -5,11 +5,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 FORMAT = "shardwright-plan"
-VERSION = 2
+VERSION = 3
 
 Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
@@ -70,11 +71,18 @@ class ClassCostFile(Section):
     parameter_elements: Amount
 
 
+class RatesFile(Section):
+    flops_per_s: Rate
+    memory_bytes_per_s: Rate
+    link_bytes_per_s: Rate
+
+
 class CostsFile(Section):
     unit_classes: list[Amount]
     classes: list[ClassCostFile]
     boundary_bytes: list[Amount]
     boundary_s: list[Seconds]
+    rates: RatesFile
 
 
 class MemoryFile(Section):

@@ -40,16 +40,17 @@ class StepModel:
         mesh = Mesh.of(pp=decision.pp, dp=decision.dp, tp=decision.tp)
         work = [0.0] * decision.pp
         collective = [0.0] * decision.pp
-        elements = [0] * decision.pp
+        elements, once = [0] * decision.pp, [0.0] * decision.pp
         ends = (*starts[1:], len(table.units))
         for stage, (a, b) in enumerate(zip(starts, ends, strict=True)):
             rank = placement[stage]
             work[rank] += float(table.seconds[a:b].sum()) * decision.microbatches
             collective[rank] += sum(u.collective_s for u in table.units[a:b]) * decision.microbatches
             elements[rank] += int(table.range_elements[a, b])
+            once[rank] += sum(u.step_s for u in table.units[a:b])
         pipeline = pipeline_s if pipeline_s is not None else max(work)
         reduce_s, update_s = self._tail(mesh, decision, max(elements), pipeline)
-        reduce_s += self._tied_s(mesh, table, starts, placement)
+        reduce_s += self._tied_s(mesh, table, starts, placement) + max(once)
         return Predicted(
             step_time_s=pipeline + reduce_s + update_s,
             pipeline_s=pipeline,

@@ -27,7 +27,7 @@ class Request:
     optimizer: str = "adamw"
     loss_scope: LossScope = "replica"
     stage_starts: tuple[int, ...] | None = None
-    sequence_parallel: bool = False
+    sequence_parallel: bool | None = None
     gradient_precision: str | None = None
 
     def __post_init__(self) -> None:
@@ -47,8 +47,8 @@ class Request:
         if self.gradient_precision is not None and self.gradient_precision not in PRECISION_BYTES:
             given = str(self.gradient_precision)
             raise PlanError(f"gradient_precision={given!r}: {nearest(given, PRECISION_BYTES)}")
-        if not isinstance(self.sequence_parallel, bool):
-            raise PlanError(f"sequence_parallel={self.sequence_parallel!r}: expected True or False")
+        if not isinstance(self.sequence_parallel, bool | None):
+            raise PlanError(f"sequence_parallel={self.sequence_parallel!r}: expected True or False, or None to search")
         if self.stage_starts is not None and self.pp is None:
             raise PlanError("stage_starts are given without pp: pin pp as well, there is one entry for each stage")
         if self.optimizer not in OPTIMIZER_STATES:

@@ -242,7 +242,7 @@ class _Search:
             precision=self.precision,
             optimizer=request.optimizer,
             loss_scope=request.loss_scope,
-            sequence_parallel=request.sequence_parallel,
+            sequence_parallel=self.tables.sequence_parallel(tp),
             gradient_precision=request.gradient_precision,
         )
         costs = stage_costs(table, starts)
@@ -282,9 +282,9 @@ class _Search:
     def _plan(self, best: _Scored, others: list[_Scored], tight: list[_Scored]) -> Plan:
         request, decision, table = self.request, best.decision, best.table
         classes = []
-        costs = self.tables.class_costs(decision.tp, decision.microbatch)
-        for cost, members in zip(costs, self.folded.classes, strict=True):
-            mode = unit_recompute(decision.recompute, len(members) > 1)
+        variants = self.tables.variants(decision.tp)
+        for variant, cost in enumerate(self.tables.class_costs(decision.tp, decision.microbatch)):
+            mode = unit_recompute(decision.recompute, self.tables.repeated[variants.index(variant)])
             backward = cost.input_grad_s + recomputed_s(cost, mode)
             kept = kept_bytes(cost, mode)
             classes.append(ClassCost(cost.forward_s, backward, cost.weight_grad_s, kept, cost.parameter_elements))
@@ -316,10 +316,11 @@ class _Search:
             model=self.tables.structure,
             bindings=((self.graph.framework, self.tables.binding),),
             costs=Costs(
-                tuple(unit.fold_class for unit in self.folded.units),
+                variants,
                 tuple(classes),
                 table.boundary_bytes,
                 table.boundary_s,
+                self.tables.rates(decision.tp),
             ),
             predicted=best.predicted,
             alternatives=tuple(alternatives),

@@ -9,7 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.cost.unit import UnitCost
-from shardwright.core.memory import MemoryUse, Recompute, kept_bytes, recomputed_s, state_bytes, unit_recompute
+from shardwright.core.memory import (
+    MemoryUse,
+    Recompute,
+    kept_bytes,
+    recomputed_s,
+    state_bytes,
+    state_bytes_per_element,
+    unit_recompute,
+)
 from shardwright.core.partition.exact import Matrix, min_max_cut, range_sums
 
 EVEN_SHARE = 1.15
@@ -159,9 +167,7 @@ class MemoryRequest:
     @property
     def state_bytes_per_element(self) -> float:
         """Bytes of one parameter with its gradient and optimizer state, on one rank."""
-        many = 1 << 20
-        parts = state_bytes(many, self.precision, self.optimizer, self.shard, self.ways, self.gradient_precision)
-        return sum(parts) / many
+        return state_bytes_per_element(self.precision, self.optimizer, self.shard, self.ways, self.gradient_precision)
 
 
 def _range_max(values: Sequence[int] | NDArray[np.float64]) -> Matrix:

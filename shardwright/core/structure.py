@@ -9,13 +9,14 @@ import difflib
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from shardwright.core.errors import PlanError
 from shardwright.core.fold import CallRef, Folded, Unit
 from shardwright.core.graph import Graph
+from shardwright.core.layout import Layout
 
 SlotDims = tuple[int, ...]
 
@@ -68,6 +69,13 @@ class Structure:
         """A short hash that two captures of the same model share."""
         text = json.dumps([self.unit_classes, self.class_slots, self.ties])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @cached_property
+    def slot_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every slot, as ``class/role`` and as ``@unit/role``."""
+        classes = {f"{c}/{role}": shape for c, slots in enumerate(self.class_slots) for role, shape in slots}
+        units = {f"@{u}/{role}": shape for u, c in enumerate(self.unit_classes) for role, shape in self.class_slots[c]}
+        return classes | units
 
     @property
     def parameter_count(self) -> int:
@@ -138,6 +146,11 @@ def unit_slots(graph: Graph, unit: Unit) -> tuple[Slot, ...]:
         sizes = tuple(math.prod(shape[d] for d in group) for group in groups)
         matrices.append(Slot(f"w{len(matrices)}", sizes, tuple(group[0] for group in groups), parameter))
     return (*matrices, *vectors)
+
+
+def layout_of(layouts: Mapping[str, Layout], unit: int, structural: int, role: str) -> Layout:
+    """What layouts by slot (``class/role``, ``@unit/role``) say of one unit's slot."""
+    return layouts.get(f"@{unit}/{role}", layouts.get(f"{structural}/{role}", Layout()))
 
 
 def matrix_dims(graph: Graph, unit: Unit, tensor: int) -> tuple[list[int], list[int]]:

@@ -51,7 +51,8 @@ class Kept:
 
     def __init__(self, graph: Graph, alias: dict[int, int], needs_gradient: Collection[int]) -> None:
         self.graph = graph
-        self._alias = alias | _parts(graph, alias)
+        self.roots = alias | _parts(graph, alias)
+        """Tensor → the tensor whose memory is kept for it: of views and parts, the whole."""
         self._needs_gradient = needs_gradient
         self._parameters = {p.tensor for p in graph.parameters}
         self._scores: set[int] = set()
@@ -81,7 +82,7 @@ class Kept:
             case "elementwise" if not self._is_linear(op):
                 # A normalised value is computed again from the norm's input, which is kept already.
                 wanted = [t for t in op.inputs if self._kind_of_producer(t) != "normalization"]
-        roots = dict.fromkeys(self._alias.get(t, t) for t in wanted)
+        roots = dict.fromkeys(self.roots.get(t, t) for t in wanted)
         return [t for t in roots if t not in self._parameters and self.graph.tensors[t].role in ("activation", "input")]
 
     def masks(self, op: Op) -> tuple[int, ...]:

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shardwright.core.cost.groups import Group
 from shardwright.core.cost.products import product_s
-from shardwright.core.cost.work import Product, UnitWork
+from shardwright.core.cost.work import Collective, Product, UnitWork
 from shardwright.core.hardware.device import Device
 
 FUSED_ATTENTION_EFFICIENCY = 0.75
@@ -40,6 +41,8 @@ class UnitCost:
     passing_bytes: int
     parameter_elements: int
     """Entries of the parameters that the rank holds for this unit, tied ones included."""
+    step_s: float = 0.0
+    """Tensor-axis communication for the gradients of its parameters, once a step."""
 
     @property
     def total_s(self) -> float:
@@ -51,15 +54,15 @@ def unit_cost(
     device: Device,
     precision: str,
     *,
-    reduce_s: Callable[[float], float] | None = None,
+    collective_s: Callable[[Collective], float] | None = None,
     parameters: int = 0,
     gradient_bytes: int = 0,
 ) -> UnitCost:
     """Time of a unit's work on a device.
 
     The device takes the time of its products (`cost.products`), of the bytes that everything else moves (once forward;
-    twice backward, for values and gradients), of a launch for each kernel, and of the reductions over the tensor axis
-    (``reduce_s`` gives the seconds of one from its bytes; None: there is no tensor axis). The host meanwhile issues the
+    twice backward, for values and gradients), of a launch for each kernel, and of the collectives over the tensor axis
+    (``collective_s`` gives the seconds of one; None: there is no tensor axis). The host meanwhile issues the
     kernels, one after the other; where that takes longer, the device waits for it.
 
     ``parameters`` is how many entries the rank holds, ``gradient_bytes`` what it moves in all to add the gradients of
@@ -77,11 +80,11 @@ def unit_cost(
     weight_grad += launches + gradient_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
     collective = 0.0
     issued = float(work.kernels)
-    if reduce_s is not None:
-        ahead, back = sum(map(reduce_s, work.forward_reduced)), sum(map(reduce_s, work.backward_reduced))
+    if collective_s is not None:
+        ahead, back = sum(map(collective_s, work.forward_moved)), sum(map(collective_s, work.backward_moved))
         forward, input_grad, collective = forward + ahead, input_grad + back, ahead + back
-        input_grad += sum(map(reduce_s, work.backward_gathered)) / 2 * SLOWED_BY_COLLECTIVE
-        issued += (len(work.forward_reduced) + len(work.backward_reduced)) / 2
+        input_grad += sum(map(collective_s, work.backward_gathered)) * SLOWED_BY_COLLECTIVE
+        issued += sum(0.5 if c.kind == "all_reduce" else 0.25 for c in (*work.forward_moved, *work.backward_moved))
     host = issued * device.dispatched_s
     forward = _overlapped(forward, host)
     backward = input_grad + weight_grad
@@ -103,17 +106,25 @@ def unit_cost(
         work.entering_bytes,
         work.passing_bytes,
         parameters,
+        sum(map(collective_s, work.step_moved)) if collective_s is not None else 0.0,
     )
 
 
-def throughput_s(work: UnitWork, device: Device, precision: str, reduce_s_per_byte: float) -> float:
-    """Seconds of forward and backward were everything large: rates alone count, no latency, launch or tile. What a
-    layout is chosen by, so that a small model is laid out as its large sibling is."""
-    peak = device.flops_per_s(precision) * device.matmul_efficiency
-    bandwidth = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
-    products = (work.forward_flops + work.backward_flops) / peak
-    reduced = sum(work.forward_reduced) + sum(work.backward_reduced)
-    return products + 3 * work.vector_bytes / bandwidth + reduced * reduce_s_per_byte
+def seconds_of(group: Group, ranks: int) -> Callable[[Collective], float]:
+    """What a collective takes on a tensor axis of ``ranks`` that lies like ``group``."""
+
+    def seconds(collective: Collective) -> float:
+        match collective.kind:
+            case "all_reduce":
+                return group.all_reduce_s(collective.size_bytes)
+            case "reduce_scatter":
+                return group.reduce_scatter_s(collective.size_bytes)
+            case "all_gather":
+                return group.all_gather_s(collective.size_bytes)
+            case _:  # all to all: each rank's piece, cut again
+                return group.all_gather_s(collective.size_bytes / ranks)
+
+    return seconds
 
 
 def _overlapped(device_s: float, host_s: float) -> float:

@@ -5,15 +5,16 @@ every operand that needs a gradient; the bytes of the rest are those of the forw
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from shardwright.core.cost.kept import Kept, aliases
 from shardwright.core.cost.live import LiveBytes
+from shardwright.core.cost.pieces import Pieces
 from shardwright.core.fold import Unit
 from shardwright.core.graph import ITEM_BYTES, Graph, Op
-from shardwright.core.rules.axes import Dim
+from shardwright.core.realised import Link, RealisedUnit, Step
 
 Precision = Literal["fp32", "bf16", "fp16"]
 PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -37,6 +38,17 @@ class Product:
     backward_input: float
     """The backward for the activations, as a multiple of the forward's FLOPs."""
     backward_weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective over a tensor axis."""
+
+    kind: str
+    """``all_reduce``, ``reduce_scatter``, ``all_gather`` or ``all_to_all``."""
+    size_bytes: int
+    """One member's whole tensor: what is reduced, what a gather gives."""
+    axis: str = "tp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +76,13 @@ class UnitWork:
     """Activations that come from earlier units: all that is kept under full recompute."""
     passing_bytes: int
     """The most that a forward and backward hold beside what is kept: values and gradients under way."""
-    forward_reduced: tuple[int, ...]
-    """Bytes of every all-reduce over the tensor axis in the forward pass."""
-    backward_reduced: tuple[int, ...]
-    backward_gathered: tuple[int, ...] = ()
-    """Bytes of every operand that sequence parallelism gathers again for the gradient of a weight."""
+    forward_moved: tuple[Collective, ...]
+    """Every collective over the tensor axis in the forward pass."""
+    backward_moved: tuple[Collective, ...]
+    backward_gathered: tuple[Collective, ...] = ()
+    """The gathers of operands that are kept in pieces, once more for the gradient of a weight."""
+    step_moved: tuple[Collective, ...] = ()
+    """Every collective over the tensor axis for the gradients of parameters, once a step."""
 
     @property
     def forward_flops(self) -> int:
@@ -130,96 +144,67 @@ class WorkCounter:
         width = PRECISION_BYTES[precision] if value.is_floating else ITEM_BYTES[value.dtype]
         return value.elements(batch) * width
 
-    def count(
-        self,
-        unit: Unit,
-        batch: int,
-        precision: str = "fp32",
-        split: Collection[Dim] = (),
-        degree: int = 1,
-        *,
-        sequence_parallel: bool = False,
-    ) -> UnitWork:
-        """The work of one microbatch of ``batch`` samples with the dims in ``split`` cut into ``degree`` pieces.
-
-        ``sequence_parallel``: what ``split`` leaves whole on every rank of the tensor axis is divided along the
-        sequence (arXiv 2205.05198, section 4.2.2), and gathered only as the operand of a split product.
-        """
-        graph, cut = self.graph, frozenset(split)
-        cut_tensors = {tensor for tensor, _ in cut}
+    def count(self, unit: Unit, batch: int, precision: str = "fp32", layouts: RealisedUnit | None = None) -> UnitWork:
+        """The work of one microbatch of ``batch`` samples, on one rank when laid out as ``layouts`` says (of this unit;
+        None: on one rank alone)."""
+        graph, cut = self.graph, Pieces(unit, layouts, self._kept.roots)
         kept: dict[int, int] = {}
         kept_by: dict[int, list[int]] = {}
         mask_bytes: dict[int, int] = {}
         attended: dict[int, int] = {}  # what attention with dropout keeps where it is one kernel
         products: list[Product] = []
-        forward: list[int] = []
-        partial_gradients: dict[int, int] = {}
         again: list[Product] = []
+        small: list[Collective] = []
         vector_bytes = vector_again = scores = unfused = statistics = 0
 
-        def gathered(tensor: int) -> int:
-            size = self.size_bytes(tensor, batch, precision)
-            return size // degree if tensor in cut_tensors else size
+        def memory(tensor: int) -> int:
+            return self.size_bytes(tensor, batch, precision) // cut.memory_ways(tensor)
 
-        def held(tensor: int) -> int:
-            if sequence_parallel and tensor not in cut_tensors and self._along_the_sequence(tensor):
-                return self.size_bytes(tensor, batch, precision) // degree
-            return gathered(tensor)
+        def held(index: int, position: int) -> int:
+            op = graph.ops[index]
+            return self.size_bytes((*op.inputs, *op.outputs)[position], batch, precision) // cut.ways(index, position)
 
         ops = range(unit.first_op, unit.end_op)
         made_here = {t: i for i in ops for t in graph.ops[i].outputs}
         for index in ops:
             op = graph.ops[index]
-            labels = self._split_labels(op, cut) if cut else set()
-            share = degree if labels else 1
-            for label in labels:
-                role = op.role(label)
-                if role in ("sum", "index"):
-                    forward.extend(gathered(t) for t in op.outputs)
-                elif role == "statistic":
-                    whole = graph.label_sizes(op, batch)[label]
-                    forward.extend(2 * self.size_bytes(t, batch, precision) // whole for t in op.outputs[:1])
-            if labels:
-                for tensor, of_tensor in zip(op.inputs, op.input_labels, strict=True):
-                    if (
-                        tensor in self._needs_gradient
-                        and not labels & set(of_tensor)
-                        and tensor not in self._parameters
-                    ):
-                        root = self._root(tensor)
-                        partial_gradients[root] = gathered(root)
+            operands = len(op.inputs) + len(op.outputs)
+            share = cut.share(index)
+            for axis, label in cut.combined(index, op):
+                whole = graph.label_sizes(op, batch)[label]
+                size = 2 * self.size_bytes(op.outputs[0], batch, precision) // whole
+                small.append(Collective("all_reduce", size, axis))
             if op.kind in PRODUCT_KINDS:
-                size = sum(gathered(t) for t in (*op.inputs, *op.outputs))
-                products.append(self._product(op, batch, share, labels, degree, size))
+                size = sum(held(index, i) for i in range(operands))
+                products.append(self._product(op, batch, cut.of_labels(index, op), size))
                 if index in self._kept.computed_again:
                     again.append(products[-1])
             elif op.kind not in FREE_KINDS:
-                moved = self._unfused_bytes(op, unit, made_here, held)
+                moved = self._unfused_bytes(index, unit, made_here, held)
                 vector_bytes += moved
                 vector_again += moved if index in self._kept.computed_again else 0
             entries = self._kept.score_elements(op, batch)
             scores += entries * PRECISION_BYTES[precision] // share
-            if rows := self._kept.statistics(op, batch):
-                along = sequence_parallel and self._along_the_sequence(op.outputs[0])
-                statistics += rows // (degree if along else share)
+            statistics += self._kept.statistics(op, batch) // (share if not any(cut.combined(index, op)) else 1)
             drops = self._kept.drops_scores(op)
             if drops:
                 copies = self._kept.unfused_elements(op, batch) - entries
                 unfused += copies * PRECISION_BYTES[precision] // share
             if roots := self._kept.by(op):
                 kept_by[index] = roots
-                (attended if drops else kept).update((root, held(root)) for root in roots)
+                (attended if drops else kept).update((root, memory(root)) for root in roots)
             for mask in self._kept.masks(op):
-                kept[-1 - mask] = mask_bytes[index] = held(mask) // PRECISION_BYTES[precision]
+                kept[-1 - mask] = mask_bytes[index] = held(index, len(op.inputs)) // PRECISION_BYTES[precision]
         unfused -= sum(size for key, size in attended.items() if key not in kept)
         kept.update(attended)
         masks = {key: size * (PRECISION_BYTES[precision] - 1) for key, size in kept.items() if key < 0}
         entering = {
-            self._root(t)
+            self._root(t): cut.entering_ways(t)
             for op in graph.ops[unit.first_op : unit.end_op]
             for t in op.inputs
             if t not in made_here and t in self._needs_gradient and t not in self._parameters
         }
+        forward, backward, gathered, at_the_end = self._collectives(layouts, batch, precision)
         return UnitWork(
             products=tuple(products),
             vector_bytes=vector_bytes,
@@ -233,41 +218,57 @@ class WorkCounter:
             ),
             selective_products=tuple(again),
             selective_vector_bytes=vector_again,
-            entering_bytes=sum(held(t) for t in entering),
-            passing_bytes=self._live.beside_kept(ops, kept_by, mask_bytes, held),
-            forward_reduced=tuple(forward),
-            backward_reduced=tuple(partial_gradients.values()),
-            backward_gathered=tuple(partial_gradients.values()) if sequence_parallel else (),
+            entering_bytes=sum(self.size_bytes(t, batch, precision) // ways for t, ways in entering.items()),
+            passing_bytes=self._live.beside_kept(ops, kept_by, mask_bytes, memory),
+            forward_moved=(*forward, *small),
+            backward_moved=backward,
+            backward_gathered=gathered,
+            step_moved=at_the_end,
         )
 
-    def _along_the_sequence(self, tensor: int) -> bool:
-        """Whether the tensor is an activation with a batch, a sequence and features."""
-        value = self.graph.tensors[tensor]
-        return value.role == "activation" and value.has_batch and len(value.fixed) >= 3
+    def _collectives(
+        self, layouts: RealisedUnit | None, batch: int, precision: str
+    ) -> tuple[tuple[Collective, ...], ...]:
+        """Of the forward pass, of the backward pass, what the backward pass gathers again, and once a step."""
+        found: tuple[list[Collective], ...] = ([], [], [], [])
+        forward, backward, again, at_the_end = found
+        if layouts is None:
+            return (), (), (), ()
+
+        def collectives(link: Link, taken: Iterable[Step]) -> list[Collective]:
+            whole = self.size_bytes(link.tensor, batch, precision)
+            return [
+                Collective(step.collective, whole // layouts.ways(step.others), layouts.axes[step.axis][0])
+                for step in taken
+                if step.collective
+            ]
+
+        for link in layouts.links:
+            if link.is_parameter:
+                at_the_end += collectives(link, link.backward)
+                continue  # cut where it lies
+            ahead = collectives(link, link.forward)
+            forward += ahead
+            backward += collectives(link, link.backward)
+            if link.flows and self._is_read_by_a_product(link.tensor):
+                again += [c for c in ahead if c.kind == "all_gather"]
+        return tuple(map(tuple, found))
+
+    def _is_read_by_a_product(self, tensor: int) -> bool:
+        return any(self._is_far(user) for user in self._users.get(tensor, []))
 
     def _root(self, tensor: int) -> int:
         return self._alias.get(tensor, tensor)
 
-    def _split_labels(self, op: Op, cut: frozenset[Dim]) -> set[int]:
-        return {
-            label
-            for tensor, labels in zip((*op.inputs, *op.outputs), op.labels, strict=True)
-            for dim, label in enumerate(labels)
-            if label >= 0 and (tensor, dim) in cut
-        }
-
-    def _product(self, op: Op, batch: int, share: int, split: Collection[int], degree: int, size_bytes: int) -> Product:
-        flops = contraction_flops(self.graph, op, batch) // share
+    def _product(self, op: Op, batch: int, ways: Mapping[int, int], size_bytes: int) -> Product:
+        flops = contraction_flops(self.graph, op, batch) // math.prod(ways.values())
         if op.kind == "attention":
             # Five products against two: the scores are computed again (FlashAttention, arXiv 2205.14135).
             back = 2.5 if any(t in self._needs_gradient for t in op.inputs) else 0.0
             return Product(flops, size_bytes, 0, 0, 0, 0, back, 0.0)
         trained = [t for t in op.inputs if t in self._needs_gradient]
         weights = [t for t in trained if self._is_weight(t)]
-        sizes = {
-            label: max(1, size // degree) if label in split else size
-            for label, size in self.graph.label_sizes(op, batch).items()
-        }
+        sizes = {label: max(1, size // ways.get(label, 1)) for label, size in self.graph.label_sizes(op, batch).items()}
         left, right, out = (
             set(labels) for labels in (op.labels[0], op.labels[min(1, len(op.inputs) - 1)], op.labels[-1])
         )
@@ -287,19 +288,22 @@ class WorkCounter:
             tensor = self.graph.ops[made].inputs[0]
         return True
 
-    def _unfused_bytes(self, op: Op, unit: Unit, made_here: dict[int, int], held: Callable[[int], int]) -> int:
+    def _unfused_bytes(
+        self, index: int, unit: Unit, made_here: Mapping[int, int], held: Callable[[int, int], int]
+    ) -> int:
         """Bytes that remain when chains of elementwise ops run as one kernel: operands that a product or another unit
         made, and results that one of those reads."""
-        moved = 0
-        for tensor in op.inputs:
+        moved, op = 0, self.graph.ops[index]
+        for position, tensor in enumerate(op.inputs):
             made = made_here.get(self._root(tensor))
             if made is None or self.graph.ops[made].kind in PRODUCT_KINDS:
                 # A lookup reads only the rows that it returns.
-                moved += held(op.outputs[0]) if op.kind == "gather" and tensor == op.inputs[0] else held(tensor)
-        for tensor in op.outputs:
+                is_table = op.kind == "gather" and tensor == op.inputs[0]
+                moved += held(index, len(op.inputs) if is_table else position)
+        for position, tensor in enumerate(op.outputs, start=len(op.inputs)):
             users = self._users.get(tensor, [])
             if any(not unit.first_op <= u < unit.end_op or self._is_far(u) for u in users):
-                moved += held(tensor)
+                moved += held(index, position)
         return moved
 
     def _chains(self, unit: Unit) -> int:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from shardwright.core.cost.work import WorkCounter
 from shardwright.core.fold import Folded
 from shardwright.core.solver.chain import solve
-from shardwright.core.solver.problem import Setting
+from shardwright.core.solver.prices import Setting
 
 
 def slow_axes(folded: Folded, setting: Setting, *, memory_limit_bytes: float = float("inf")) -> tuple[str, ...]:

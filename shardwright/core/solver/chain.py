@@ -1,6 +1,7 @@
 """The units of a model in a row: one network per class of identical units, boundaries chosen along the chain."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +12,11 @@ from shardwright.core.cost.work import WorkCounter
 from shardwright.core.errors import PlanError
 from shardwright.core.fold import Folded
 from shardwright.core.layout import Layout, Placement
-from shardwright.core.rules.axes import dim_groups
+from shardwright.core.realised import RealisedUnit
+from shardwright.core.rules.axes import Dim, dim_groups
 from shardwright.core.solver.network import Choices
-from shardwright.core.solver.problem import Move, Places, R, Setting, UnitProblem
+from shardwright.core.solver.prices import Setting
+from shardwright.core.solver.problem import Move, R, UnitProblem
 
 Pins = Mapping[int, tuple[Placement | None, ...]]
 """Tensor of a parameter → its placement on every axis, None where it is free."""
@@ -30,6 +33,8 @@ class UnitSolution:
     enters: Layout
     leaves: Layout
     moves: tuple[Move, ...]
+    like: RealisedUnit
+    """All layouts, of the first unit that is solved like this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +58,18 @@ def solve(
     setting: Setting,
     *,
     memory_limit_bytes: float = float("inf"),
+    price_s_per_byte: float = 0.0,
     pins: Pins | None = None,
     counter: WorkCounter | None = None,
 ) -> Solution:
-    """Layouts of least time whose weight stays within the limit.
+    """Layouts of least time, and ``price_s_per_byte`` for every byte of weight, whose weight stays within the limit.
 
     Exact without a binding limit. With one, a price on bytes is bisected and the distance from the bound stated
     (`gap`).
     Parameters that units share are placed alike. Raises PlanError when nothing fits or pins contradict each other.
     """
     chain = _Chain(folded, setting, counter or WorkCounter(folded.graph))
-    free = _best_agreeing(chain, dict(pins or {}), 0.0)
+    free = _best_agreeing(chain, dict(pins or {}), price_s_per_byte)
     if free.weight_bytes <= memory_limit_bytes:
         return free
     low, high = 0.0, free.time_s / memory_limit_bytes * 1e4
@@ -103,7 +109,12 @@ def _best_agreeing(chain: "_Chain", pins: dict[int, tuple[Placement | None, ...]
         seen = {dict(unit.parameters)[tensor] for unit in found.units if tensor in dict(unit.parameters)}
         if len(seen) < 2:
             continue
-        tried = [(chain.solve({**pins, tensor: places}, price), places) for places in chain.choices(tensor)]
+        tried = []
+        for places in chain.choices(tensor):
+            with suppress(PlanError):  # what one of its units cannot do
+                tried.append((chain.solve({**pins, tensor: places}, price), places))
+        if not tried:
+            raise PlanError(f"no layout of {chain.folded.graph.tensors[tensor].name} suits all units that share it")
         found, places = min(tried, key=lambda item: item[0].time_s + price * item[0].weight_bytes)
         pins = {**pins, tensor: places}
     return found
@@ -136,6 +147,7 @@ class _Chain:
         self.shared = tuple(t for t, classes in users.items() if len(classes) > 1)
         self._problems: dict[object, UnitProblem] = {}
         self._tables: dict[object, tuple[NDArray[np.float64], Choices]] = {}
+        self._answers: dict[tuple[int, tuple[int, ...]], RealisedUnit] = {}
         self._main = self._main_tensors()
 
     def _main_tensors(self) -> list[int | None]:
@@ -174,15 +186,20 @@ class _Chain:
         return list(found)
 
     def _problem(self, index: int, pins: Pins) -> UnitProblem:
-        unit = self.folded.units[index]
-        mine = {self.folded.graph.parameters[p].tensor for p in unit.parameters}
-        own = tuple(sorted(((t, p) for t, p in pins.items() if t in mine), key=lambda item: item[0]))
-        # Pins name tensors, so units of one class share a problem only where nothing is pinned.
-        key = (unit.fold_class, index if own else -1, own)
+        graph, unit = self.folded.graph, self.folded.units[index]
+        tensors = [graph.parameters[p].tensor for p in unit.parameters]
+        # Units of one class that are pinned alike share a problem: parameters stand in order of first use in all.
+        borders = [self._main[index - 1] if index else None, self._main[index]]
+        key = (unit.fold_class, tuple(pins.get(t) for t in tensors), tuple(border is None for border in borders))
         if key not in self._problems:
-            graph = self.folded.graph
-            blocks = {dim: sizes for group in dim_groups(graph, unit) for dim, sizes in group.blocks}
-            self._problems[key] = UnitProblem(graph, self.counter, unit, self.setting, self._kept, dict(own), blocks)
+            groups = dim_groups(graph, unit)
+            blocks = {dim: sizes for group in groups for dim, sizes in group.blocks}
+            dims = None
+            if not self.setting.free_activations:
+                inner = [group.dims for group in groups if not any(t in borders for t, _ in group.dims)]
+                dims = frozenset[Dim]().union(*inner)
+            own = {tensor: pins[tensor] for tensor in tensors if tensor in pins}
+            self._problems[key] = UnitProblem(graph, self.counter, unit, self.setting, self._kept, own, blocks, dims)
         return self._problems[key]
 
     def _table(self, index: int, pins: Pins, price: float) -> _Step:
@@ -266,7 +283,30 @@ class _Chain:
             return problem.layout(problem.options[found[0]][chosen[found[0]]][0]) if found else Layout()
 
         enters, leaves = border([*problem.entering.values()]), border([*problem.leaving.values()])
-        return UnitSolution(index, chosen, layouts, enters, leaves, problem.moves(chosen))
+        like = self._realised(problem, chosen)
+        return UnitSolution(index, chosen, layouts, enters, leaves, problem.moves(like.links), like)
+
+    def _realised(self, problem: UnitProblem, chosen: tuple[int, ...]) -> RealisedUnit:
+        """The layouts of a problem's own unit."""
+        key = (id(problem), chosen)
+        if key not in self._answers:
+
+            def lies(nodes: Mapping[int, int]) -> tuple[tuple[int, Layout], ...]:
+                return tuple((t, problem.layout(problem.options[n][chosen[n]][0])) for t, n in nodes.items())
+
+            outside = {t: n for t, n in problem.choice_of_tensor.items() if t not in problem.parameters}
+            made = {t for op in problem.ops for t in op.outputs}
+            self._answers[key] = RealisedUnit(
+                problem.unit.index,
+                problem.unit.first_op,
+                tuple((axis.name, axis.size) for axis in self.setting.axes),
+                tuple(problem.signatures[i][chosen[problem.choice_of_op[i]]] for i in range(len(problem.ops))),
+                problem.links(chosen),
+                tuple(problem.parameter_layouts(chosen).items()),
+                lies({t: n for t, n in outside.items() if t not in made}),
+                lies(problem.leaving),
+            )
+        return self._answers[key]
 
 
-__all__ = ["Pins", "Places", "Solution", "UnitSolution", "solve"]
+__all__ = ["Pins", "Solution", "UnitSolution", "solve"]

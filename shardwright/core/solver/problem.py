@@ -8,55 +8,24 @@ replicated.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 
 import numpy as np
 
 from shardwright.core.conversions.table import table_bytes
 from shardwright.core.cost.kept import Kept
-from shardwright.core.cost.work import PRODUCT_KINDS, WorkCounter, contraction_flops
+from shardwright.core.cost.work import WorkCounter
 from shardwright.core.fold import Unit
 from shardwright.core.graph import Graph, Op
 from shardwright.core.layout import Layout, Partial, Placement, Replicate, Split
+from shardwright.core.realised import Link, Places
+from shardwright.core.rules.axes import Dim
 from shardwright.core.rules.legal import divides, signatures
 from shardwright.core.rules.signature import Signature
 from shardwright.core.solver.network import Network
+from shardwright.core.solver.prices import AxisCost, Prices, Setting, State
 
 R, P = Replicate(), Partial("sum")
-Places = tuple[Placement, ...]
-"""One placement per axis."""
-
-
-@dataclass(frozen=True, slots=True)
-class AxisCost:
-    """A tensor-like axis: its size, and what a byte and a message cost on it."""
-
-    name: str
-    size: int
-    bandwidth_bytes_per_s: float
-    latency_s: float = 0.0
-    splits_batch: bool = False
-    """Whether the axis may split the batch dim; tensor axes leave it to the data-parallel ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What the solver is told about devices and the step."""
-
-    axes: tuple[AxisCost, ...]
-    flops_per_s: float
-    memory_bytes_per_s: float
-    batch: int = 1
-    precision: str = "bf16"
-    state_bytes_per_element: float = 16.0
-    """Parameter, gradient and optimizer state of one entry."""
-    microbatches: int = 1
-    """Gradients of parameters are reduced once for so many microbatches."""
-
-
-State = tuple[Places, Places]
-"""Where a value lies, and where its gradient does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +38,10 @@ class Edge:
     wanted: tuple[State, ...]
     flows: bool
     is_parameter: bool = False
+    reader: int | None = None
+    """The op of the unit that reads it; None: the state that all readers, or later units, share."""
+    position: int = 0
+    leaves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +73,10 @@ def operand_gradient(signature: Signature, position: int) -> Placement:
 
 
 class UnitProblem:
-    """The network of one unit. ``pins`` fix the placement of parameters: tensor → one per axis, None where free."""
+    """The network of one unit. ``pins`` fix the placement of parameters: tensor → one per axis, None where free.
+
+    ``dims`` are those that may be split; None: all.
+    """
 
     def __init__(
         self,
@@ -110,29 +86,29 @@ class UnitProblem:
         setting: Setting,
         kept: Kept,
         pins: Mapping[int, tuple[Placement | None, ...]] | None = None,
-        blocks: Mapping[tuple[int, int], tuple[int, ...]] | None = None,
+        blocks: Mapping[Dim, tuple[int, ...]] | None = None,
+        dims: frozenset[Dim] | None = None,
     ) -> None:
-        self.graph, self.counter, self.unit, self.setting = graph, counter, unit, setting
-        self.pins, self.blocks = dict(pins or {}), dict(blocks or {})
-        self._kept = kept
-        self._bytes: dict[int, float] = {}
-        self._sizes = tuple(axis.size for axis in setting.axes)
-        self._conversions: dict[tuple[int, Places, Places, bool], float] = {}
+        self.graph, self.unit, self.setting = graph, unit, setting
+        self.pins, self.blocks, self.dims = dict(pins or {}), dict(blocks or {}), dims
+        if not graph.capabilities.block_layouts:
+            self.blocks = {}
         self.network = Network()
         self.edges: list[Edge] = []
-        self._answers: dict[tuple[int, ...], tuple[Move, ...]] = {}
         self.parameters = {graph.parameters[p].tensor for p in unit.parameters}
         self.ops = graph.ops[unit.first_op : unit.end_op]
+        self.prices = Prices(graph, counter, self.ops, setting, kept, self.parameters)
         self.choice_of_op: dict[int, int] = {}
         self.choice_of_tensor: dict[int, int] = {}
         """Nodes of parameters, boundary tensors and values with several readers."""
-        self.options: dict[int, list[tuple[Places, Places]]] = {}
+        self.options: dict[int, list[State]] = {}
         """For the nodes of tensors: (value, gradient)."""
         self.signatures: dict[int, list[tuple[Signature, ...]]] = {}
         self._made = {t for op in self.ops for t in op.outputs}
         self.leaving: dict[int, int] = {}
         """Tensors that later units read → their nodes."""
-        self._shape = {t: graph.tensors[t].shape(setting.batch) for op in self.ops for t in (*op.inputs, *op.outputs)}
+        self._shape = self.prices.shape
+        self._flows = self.prices.flows
         self._build()
 
     # -- building ------------------------------------------------------------------------------------------------
@@ -166,14 +142,16 @@ class UnitProblem:
             flows = self._flows(tensor)
             if tensor not in readers:
                 node = self._tensor_node(tensor, self._border_options(tensor, flows))
-                self._connect_made(tensor, made[tensor], self.ops[made[tensor]].outputs.index(tensor), node, flows)
+                self._connect_made(
+                    tensor, made[tensor], self.ops[made[tensor]].outputs.index(tensor), node, flows, leaves=True
+                )
                 self.leaving[tensor] = node
                 continue
             states = self._border_options(tensor, flows)
             out = self.network.node([0.0] * len(states))
             self.options[out] = states
             between = self.choice_of_tensor[tensor]
-            self._connect(tensor, (between, out), self.options[between], states, flows)
+            self._connect(tensor, (between, out), self.options[between], states, flows, leaves=True)
             self.leaving[tensor] = out
 
     @property
@@ -189,9 +167,6 @@ class UnitProblem:
     @property
     def _n(self) -> int:
         return len(self.setting.axes)
-
-    def _flows(self, tensor: int) -> bool:
-        return self.counter.needs_gradient(tensor) and self.graph.tensors[tensor].is_floating
 
     def _leaving(self, made: Mapping[int, int]) -> list[int]:
         outside = set(self.graph.outputs)
@@ -210,8 +185,8 @@ class UnitProblem:
             if not self._fits(op, chosen):
                 continue
             found.append(chosen)
-            seconds.append(self._seconds(op, chosen))
-            weights.append(self._kept_bytes(op, chosen))
+            seconds.append(self.prices.seconds(op, chosen))
+            weights.append(self.prices.kept_bytes(op, chosen))
         self.signatures[index] = found
         self.choice_of_op[index] = self.network.node(seconds, weights)
 
@@ -227,16 +202,27 @@ class UnitProblem:
         return found
 
     def _allowed(self, op: Op, signature: Signature, axis: AxisCost) -> bool:
+        able = self.graph.capabilities
         for tensor, place in zip((*op.inputs, *op.outputs), (*signature.inputs, *signature.outputs), strict=True):
-            if isinstance(place, Partial) and (place.op != "sum" or tensor not in self._made):
-                return False  # nothing that comes from outside the unit is a term of a sum
-            if not isinstance(place, Split):
-                continue
-            if self.graph.tensors[tensor].per_sample[place.dim] and not axis.splits_batch:
-                return False
-            if not divides(self._shape[tensor], [(place, axis.size)]):
+            if isinstance(place, Partial):
+                # Nothing that comes from outside the unit is a term of a sum.
+                if place.op != "sum" or tensor not in self._made or not able.partial_layouts or axis.size == 1:
+                    return False
+            elif isinstance(place, Split) and (
+                not self._may_split(tensor, place, axis) or (place.blocks and not able.block_layouts)
+            ):
                 return False
         return True
+
+    def _may_split(self, tensor: int, place: Split, axis: AxisCost) -> bool:
+        """Whether an axis may cut a dim: the batch dim belongs to others, and pieces are equal."""
+        if axis.size == 1:
+            return False
+        if self.graph.tensors[tensor].per_sample[place.dim] and not axis.splits_batch:
+            return False
+        if self.dims is not None and (tensor, place.dim) not in self.dims:
+            return False
+        return divides(self._shape[tensor], [(place, axis.size)])
 
     def _fits(self, op: Op, chosen: tuple[Signature, ...]) -> bool:
         for i, tensor in enumerate((*op.inputs, *op.outputs)):
@@ -249,108 +235,13 @@ class UnitProblem:
                 return False
         return True
 
-    # -- costs ---------------------------------------------------------------------------------------------------
-
-    def _local(self, tensor: int, places: Places) -> float:
-        """Bytes of a rank's piece."""
-        size = self._bytes.get(tensor)
-        if size is None:
-            size = float(self.counter.size_bytes(tensor, self.setting.batch, self.setting.precision))
-            self._bytes[tensor] = size
-        for place, ranks in zip(places, self._sizes, strict=True):
-            if isinstance(place, Split):
-                size /= ranks
-        return size
-
-    def _operand(self, chosen: tuple[Signature, ...], i: int) -> Places:
-        return tuple((*s.inputs, *s.outputs)[i] for s in chosen)
-
-    def _seconds(self, op: Op, chosen: tuple[Signature, ...]) -> float:
-        tensors = (*op.inputs, *op.outputs)
-        if op.kind in ("view", "create"):
-            return 0.0
-        share = 1
-        for signature, axis in zip(chosen, self.setting.axes, strict=True):
-            if any(isinstance(p, Split) for p in (*signature.inputs, *signature.outputs)):
-                share *= axis.size
-        moved = sum(self._local(t, self._operand(chosen, i)) for i, t in enumerate(tensors))
-        if op.kind == "gather":  # a lookup reads only the rows that it returns
-            moved -= self._local(op.inputs[0], self._operand(chosen, 0))
-        trained = sum(self._flows(t) for t in op.inputs)
-        seconds = moved / self.setting.memory_bytes_per_s * (3 if trained else 1)
-        if op.kind in PRODUCT_KINDS:
-            flops = contraction_flops(self.graph, op, self.setting.batch) / share
-            again = 2.5 if op.kind == "attention" and trained else float(trained)
-            seconds = max(flops / self.setting.flops_per_s * (1 + again), seconds)
-        for signature, axis in zip(chosen, self.setting.axes, strict=True):
-            if signature.need == "combine":  # two small reductions forward, one backward
-                whole = next((p.dim for p in signature.inputs if isinstance(p, Split)), 0)
-                rows = (
-                    self._local(op.inputs[0], self._operand(chosen, 0)) * axis.size / self._shape[op.inputs[0]][whole]
-                )
-                seconds += 3 * self._reduce_s(rows, axis)
-        return seconds
-
-    def _reduce_s(self, size_bytes: float, axis: AxisCost) -> float:
-        steps = 2 * (axis.size - 1)
-        return steps * (axis.latency_s + size_bytes / axis.size / axis.bandwidth_bytes_per_s)
-
-    def _kept_bytes(self, op: Op, chosen: tuple[Signature, ...]) -> float:
-        """Bytes that the op's backward needs of its inputs, counted where they are made: a share for each reader would
-        count twice, so results are counted, once, when something non-linear or a product reads them."""
-        if op.kind in ("view", "create") or not any(self._flows(t) for t in op.inputs):
-            return 0.0
-        size = 0.0
-        for i, tensor in enumerate(op.outputs):
-            if tensor in self._read_in_backward:
-                size += self._local(tensor, self._operand(chosen, len(op.inputs) + i))
-        return size
-
-    @cached_property
-    def _read_in_backward(self) -> set[int]:
-        return {t for op in self.ops for t in self._kept.by(op)}
-
-    def conversion_s(self, tensor: int, before: Places, after: Places, *, bucketed: bool = False) -> float:
-        """Seconds to convert, axis after axis, on what the other axes leave of the tensor. ``bucketed`` conversions go
-        with many others in one message: they pay no latency of their own."""
-        if before == after:
-            return 0.0
-        key = (tensor, before, after, bucketed)
-        found = self._conversions.get(key)
-        if found is None:
-            found = self._conversions[key] = self._conversion_s(tensor, before, after, bucketed=bucketed)
-        return found
-
-    def _conversion_s(self, tensor: int, before: Places, after: Places, *, bucketed: bool) -> float:
-        total, now = 0.0, list(before)
-        # Cut first what shrinks the tensor, gather last: the cheapest order of independent axes.
-        order = sorted(range(len(before)), key=lambda a: _rank(before[a], after[a]))
-        for a in order:
-            if now[a] == after[a]:
-                continue
-            axis = self.setting.axes[a]
-            others = tuple(p if i != a else R for i, p in enumerate(now))
-            size = self._local(tensor, others)
-            moved = table_bytes(now[a], after[a], axis.size, size) / axis.size
-            if moved:
-                steps = (axis.size - 1) * (2 if isinstance(now[a], Partial) and isinstance(after[a], Replicate) else 1)
-                total += (0.0 if bucketed else steps * axis.latency_s) + moved / axis.bandwidth_bytes_per_s
-            now[a] = after[a]
-        return total
-
     # -- nodes and edges -----------------------------------------------------------------------------------------
 
     def _splits(self, tensor: int, axis: AxisCost) -> list[Placement]:
-        found: list[Placement] = []
-        for dim in range(len(self._shape[tensor])):
-            if self.graph.tensors[tensor].per_sample[dim] and not axis.splits_batch:
-                continue
-            place = Split(dim, self.blocks.get((tensor, dim), ()))
-            if self._shape[tensor][dim] > 1 and divides(self._shape[tensor], [(place, axis.size)]):
-                found.append(place)
-        return found
+        places = [Split(dim, self.blocks.get((tensor, dim), ())) for dim in range(len(self._shape[tensor]))]
+        return [p for p in places if self._shape[tensor][p.dim] > 1 and self._may_split(tensor, p, axis)]
 
-    def _combined(self, tensor: int, per_axis: list[list[tuple[Placement, Placement]]]) -> list[tuple[Places, Places]]:
+    def _combined(self, tensor: int, per_axis: list[list[tuple[Placement, Placement]]]) -> list[State]:
         found = []
         for chosen in product(*per_axis):
             splits = [
@@ -360,7 +251,7 @@ class UnitProblem:
                 found.append((tuple(v for v, _ in chosen), tuple(g for _, g in chosen)))
         return found
 
-    def _parameter_options(self, tensor: int) -> list[tuple[Places, Places]]:
+    def _parameter_options(self, tensor: int) -> list[State]:
         per_axis: list[list[tuple[Placement, Placement]]] = []
         pinned = self.pins.get(tensor, (None,) * self._n)
         for axis, pin in zip(self.setting.axes, pinned, strict=True):
@@ -368,16 +259,26 @@ class UnitProblem:
             per_axis.append([(p, p) for p in places])
         return self._combined(tensor, per_axis)
 
-    def _boundary_options(self, tensor: int) -> list[tuple[Places, Places]]:
-        """Between units: whole, or split along a dim that is not the batch's. The gradient lies like the value."""
-        return self._combined(tensor, [[(p, p) for p in (R, *self._splits(tensor, a))] for a in self.setting.axes])
-
     def _border_options(self, tensor: int, flows: bool) -> list[State]:
-        """Values without a gradient (masks, positions) cross whole: every rank can make them."""
+        """Between units: whole, or split along a dim that is not the batch's; the gradient lies like the value. Values
+        without a gradient (masks, positions) cross whole: every rank can make them."""
         whole: Places = (R,) * self._n
-        return self._boundary_options(tensor) if flows else [(whole, whole)]
+        if not flows:
+            return [(whole, whole)]
+        found = self._combined(tensor, [[(p, p) for p in (R, *self._splits(tensor, a))] for a in self.setting.axes])
+        along = self._along_the_sequence(tensor)
+        if not self.setting.split_borders or along is None:
+            return found
+        return [(v, g) for v, g in found if all(p == Split(along) for p in v)] or found
 
-    def _middle_options(self, tensor: int) -> list[tuple[Places, Places]]:
+    def _along_the_sequence(self, tensor: int) -> int | None:
+        """The dim of an activation with a batch, a sequence and features that is its sequence."""
+        slopes = self.graph.tensors[tensor].per_sample
+        return (
+            next((d for d, slope in enumerate(slopes) if not slope), None) if any(slopes) and len(slopes) > 2 else None
+        )
+
+    def _middle_options(self, tensor: int) -> list[State]:
         """What several readers share: one conversion of the value, one of the sum of their gradients."""
         per_axis: list[list[tuple[Placement, Placement]]] = []
         for axis in self.setting.axes:
@@ -391,12 +292,10 @@ class UnitProblem:
         self._connect(tensor, (border, node), self.options[border], states, flows=True)
         return node
 
-    def _tensor_node(self, tensor: int, options: list[tuple[Places, Places]], *, is_parameter: bool = False) -> int:
+    def _tensor_node(self, tensor: int, options: list[State], *, is_parameter: bool = False) -> int:
         weights = [0.0] * len(options)
         if is_parameter:
-            entries = self.graph.tensors[tensor].elements(1) * self.setting.state_bytes_per_element
-            whole = self._local(tensor, (R,) * self._n)
-            weights = [entries * self._local(tensor, value) / whole if whole else 0.0 for value, _ in options]
+            weights = [self.prices.state_bytes(tensor, value) for value, _ in options]
         node = self.network.node([0.0] * len(options), weights)
         self.choice_of_tensor[tensor] = node
         self.options[node] = options
@@ -404,15 +303,17 @@ class UnitProblem:
 
     def _connect_ops(self, tensor: int, source: int, at: int, reader: int, position: int, flows: bool) -> None:
         nodes = self.choice_of_op[source], self.choice_of_op[reader]
-        self._connect(tensor, nodes, self._made_states(source, at), self._read_states(reader, position), flows)
+        given, wanted = self._made_states(source, at), self._read_states(reader, position)
+        self._connect(tensor, nodes, given, wanted, flows, reader, position)
 
-    def _connect_made(self, tensor: int, source: int, at: int, node: int, flows: bool) -> None:
+    def _connect_made(self, tensor: int, source: int, at: int, node: int, flows: bool, *, leaves: bool = False) -> None:
         nodes = self.choice_of_op[source], node
-        self._connect(tensor, nodes, self._made_states(source, at), self.options[node], flows)
+        self._connect(tensor, nodes, self._made_states(source, at), self.options[node], flows, leaves=leaves)
 
     def _connect_reader(self, tensor: int, node: int, reader: int, position: int, flows: bool) -> None:
         nodes = node, self.choice_of_op[reader]
-        self._connect(tensor, nodes, self.options[node], self._read_states(reader, position), flows)
+        states = self._read_states(reader, position)
+        self._connect(tensor, nodes, self.options[node], states, flows, reader, position)
 
     def _made_states(self, source: int, at: int) -> list[State]:
         values = [tuple(s.outputs[at] for s in chosen) for chosen in self.signatures[source]]
@@ -425,30 +326,26 @@ class UnitProblem:
         ]
 
     def _connect(
-        self, tensor: int, nodes: tuple[int, int], given: Sequence[State], wanted: Sequence[State], flows: bool
+        self,
+        tensor: int,
+        nodes: tuple[int, int],
+        given: Sequence[State],
+        wanted: Sequence[State],
+        flows: bool,
+        reader: int | None = None,
+        position: int = 0,
+        *,
+        leaves: bool = False,
     ) -> None:
-        is_parameter = tensor in self.parameters
-        price = self._parameter_s if is_parameter else self._edge_s
         rows = {state: i for i, state in enumerate(dict.fromkeys(given))}
         columns = {state: j for j, state in enumerate(dict.fromkeys(wanted))}
-        table = np.array([[price(tensor, a, b, flows) for b in columns] for a in rows])
+        table = np.array([[self.prices.edge_s(tensor, a, b, flows) for b in columns] for a in rows])
         spread = table[np.ix_([rows[a] for a in given], [columns[b] for b in wanted])]
         self.network.edge(*nodes, spread)
-        self.edges.append(Edge(tensor, nodes, tuple(given), tuple(wanted), flows, is_parameter))
-
-    def _edge_s(self, tensor: int, given: tuple[Places, Places], wanted: tuple[Places, Places], flows: bool) -> float:
-        ahead = self.conversion_s(tensor, given[0], wanted[0])
-        return ahead + (self.conversion_s(tensor, wanted[1], given[1]) if flows else 0.0)
-
-    def _parameter_s(self, tensor: int, held: tuple[Places, Places], used: tuple[Places, Places], flows: bool) -> float:
-        """A parameter is used as it is held: gathering parameters is a sharding policy, not a tensor layout. Its
-        gradient is reduced once a step."""
-        for place, use in zip(held[0], used[0], strict=True):
-            if place != use and not (isinstance(place, Replicate) and isinstance(use, Split)):
-                return float("inf")
-        if not flows:
-            return 0.0
-        return self.conversion_s(tensor, used[1], held[1], bucketed=True) / self.setting.microbatches
+        is_parameter = tensor in self.parameters
+        self.edges.append(
+            Edge(tensor, nodes, tuple(given), tuple(wanted), flows, is_parameter, reader, position, leaves)
+        )
 
     # -- reading an answer ---------------------------------------------------------------------------------------
 
@@ -460,33 +357,25 @@ class UnitProblem:
         nodes = {t: n for t, n in self.choice_of_tensor.items() if t in self.parameters}
         return {t: self.layout(self.options[n][chosen[n]][0]) for t, n in nodes.items()}
 
-    def moves(self, chosen: tuple[int, ...]) -> tuple[Move, ...]:
-        """The conversions that an answer needs, in order of the ops."""
-        if chosen in self._answers:
-            return self._answers[chosen]
-        found: list[Move] = []
+    def links(self, chosen: tuple[int, ...]) -> tuple[Link, ...]:
+        """How every tensor gets from where it lies to where it is read."""
+        found = []
         for edge in self.edges:
             given, wanted = edge.given[chosen[edge.nodes[0]]], edge.wanted[chosen[edge.nodes[1]]]
-            if not edge.is_parameter:
-                found += self._moves(edge, given[0], wanted[0], is_backward=False)
-            if edge.flows:
-                found += self._moves(edge, wanted[1], given[1], is_backward=True)
-        return self._answers.setdefault(chosen, tuple(found))
+            reader = None if edge.reader is None else self.unit.first_op + edge.reader
+            ahead = edge.tensor, reader, edge.position, given[0], wanted[0]
+            found.append(Link(*ahead, wanted[1], given[1], edge.flows, edge.is_parameter, edge.leaves))
+        return tuple(found)
 
-    def _moves(self, edge: Edge, before: Places, after: Places, *, is_backward: bool) -> list[Move]:
-        found, now = [], list(before)
-        for a in sorted(range(len(before)), key=lambda a: _rank(before[a], after[a])):
-            axis = self.setting.axes[a]
-            size = self._local(edge.tensor, tuple(p if i != a else R for i, p in enumerate(now)))
-            if table_bytes(now[a], after[a], axis.size, size) > 0:
-                found.append(Move(edge.tensor, axis.name, now[a], after[a], is_backward, size, edge.is_parameter))
-            now[a] = after[a]
-        return found
-
-
-def _rank(before: Placement, after: Placement) -> int:
-    if isinstance(before, Replicate):
-        return 0
-    if isinstance(after, Split):
-        return 1
-    return 2 if isinstance(before, Partial) else 3
+    def moves(self, links: Sequence[Link]) -> tuple[Move, ...]:
+        """The conversions among them that move anything, in order of the ops."""
+        found = []
+        for link in links:
+            ahead = () if link.is_parameter else link.forward
+            taken = [(step, False) for step in ahead] + [(step, True) for step in link.backward]
+            for step, is_backward in taken:
+                axis, size = self.setting.axes[step.axis], self.prices.local(link.tensor, step.others)
+                if table_bytes(step.before, step.after, axis.size, size) > 0:
+                    ends = link.tensor, axis.name, step.before, step.after
+                    found.append(Move(*ends, is_backward, size, link.is_parameter))
+        return tuple(found)

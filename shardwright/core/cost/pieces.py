@@ -1,0 +1,80 @@
+"""Into how many pieces each operand of a unit's ops is cut, from the unit's layouts."""
+
+import math
+from collections.abc import Iterator, Mapping
+
+from shardwright.core.fold import Unit
+from shardwright.core.graph import Op
+from shardwright.core.layout import Split
+from shardwright.core.realised import RealisedUnit
+
+
+class Pieces:
+    """``layouts`` is of this unit; None: nothing is cut. ``alias`` gives the tensor whose memory a view shares."""
+
+    def __init__(self, unit: Unit, layouts: RealisedUnit | None, alias: Mapping[int, int]) -> None:
+        self._unit, self._layouts, self._alias = unit, layouts, alias
+        self._lies: dict[int, int] = {}
+        """Memory → the most pieces in which it lies before anything reads it."""
+        self._read: dict[int, int] = {}
+        """Memory → the fewest pieces in which an op reads it."""
+        if layouts is not None:
+            for link in layouts.links:
+                root = alias.get(link.tensor, link.tensor)
+                self._lies[root] = max(self._lies.get(root, 1), layouts.ways(link.before))
+                if link.reader is not None:
+                    ways = layouts.ways(link.after)
+                    self._read[root] = min(self._read.get(root, ways), ways)
+            self._enters = {t: math.prod(_sizes(layouts, dict(p.placements))) for t, p in layouts.enters}
+
+    def ways(self, op: int, position: int) -> int:
+        """Of an operand, inputs and then outputs."""
+        return 1 if self._layouts is None else self._layouts.ways(self._layouts.operand(op, position))
+
+    def entering_ways(self, tensor: int) -> int:
+        """Of a value that comes from earlier units."""
+        return 1 if self._layouts is None else self._enters.get(tensor, 1)
+
+    def share(self, op: int) -> int:
+        """Among how many ranks an op's work is divided."""
+        if self._layouts is None:
+            return 1
+        chosen = self._layouts.signatures[op - self._unit.first_op]
+        cut = [any(isinstance(p, Split) for p in (*s.inputs, *s.outputs)) for s in chosen]
+        return math.prod(size for (_, size), is_cut in zip(self._layouts.axes, cut, strict=True) if is_cut)
+
+    def of_labels(self, index: int, op: Op) -> dict[int, int]:
+        """Label → the pieces that it is cut into, for those that are."""
+        found: dict[int, int] = {}
+        if self._layouts is None:
+            return found
+        chosen = self._layouts.signatures[index - self._unit.first_op]
+        for signature, (_, size) in zip(chosen, self._layouts.axes, strict=True):
+            labels = {
+                dims[place.dim]
+                for dims, place in zip(op.labels, (*signature.inputs, *signature.outputs), strict=True)
+                if isinstance(place, Split)
+            }
+            for label in labels - {-1}:
+                found[label] = found.get(label, 1) * size
+        return found
+
+    def combined(self, index: int, op: Op) -> Iterator[tuple[str, int]]:
+        """(axis, label) of every reduction inside the op: the statistics of a softmax or norm along a split dim."""
+        if self._layouts is None:
+            return
+        chosen = self._layouts.signatures[index - self._unit.first_op]
+        for signature, (axis, _) in zip(chosen, self._layouts.axes, strict=True):
+            if signature.need == "combine":
+                place = next(p for p in signature.inputs if isinstance(p, Split))
+                yield axis, op.labels[signature.inputs.index(place)][place.dim]
+
+    def memory_ways(self, tensor: int) -> int:
+        """Of a value in memory: as it lies before anything reads it, or, where that is less, as all of its readers
+        read it. What is gathered for one op is not kept."""
+        root = self._alias.get(tensor, tensor)
+        return max(self._lies.get(root, 1), self._read.get(root, 1))
+
+
+def _sizes(layouts: RealisedUnit, placements: Mapping[str, object]) -> Iterator[int]:
+    return (size for name, size in layouts.axes if isinstance(placements.get(name), Split))

@@ -1,0 +1,167 @@
+"""What the solver counts: seconds of an op as its operands lie, seconds of a conversion, bytes that are held."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardwright.core.conversions.table import table_bytes
+from shardwright.core.cost.kept import Kept
+from shardwright.core.cost.work import PRODUCT_KINDS, WorkCounter, contraction_flops
+from shardwright.core.graph import Graph, Op
+from shardwright.core.layout import Partial, Replicate, Split
+from shardwright.core.realised import Places, steps
+from shardwright.core.rules.signature import Signature
+
+State = tuple[Places, Places]
+"""Where a value lies, and where its gradient does."""
+
+
+@dataclass(frozen=True, slots=True)
+class AxisCost:
+    """A tensor-like axis: its size, and what a byte and a message cost on it."""
+
+    name: str
+    size: int
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+    splits_batch: bool = False
+    """Whether the axis may split the batch dim; tensor axes leave it to the data-parallel ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the solver is told about devices and the step."""
+
+    axes: tuple[AxisCost, ...]
+    flops_per_s: float
+    memory_bytes_per_s: float
+    batch: int = 1
+    precision: str = "bf16"
+    state_bytes_per_element: float = 16.0
+    """Parameter, gradient and optimizer state of one entry."""
+    microbatches: int = 1
+    """Gradients of parameters are reduced once for so many microbatches."""
+    free_activations: bool = True
+    """Whether values may be split along dims that no parameter has, such as the sequence. Without it a unit is split
+    along the dims of its parameters that do not leave it: Megatron's first form (arXiv 1909.08053)."""
+    split_borders: bool = False
+    """Whether what units hand on must be split along the sequence where it divides (arXiv 2205.05198)."""
+
+
+class Prices:
+    """Prices of the ops of one unit."""
+
+    def __init__(
+        self, graph: Graph, counter: WorkCounter, ops: Sequence[Op], setting: Setting, kept: Kept, parameters: set[int]
+    ) -> None:
+        self.graph, self.counter, self.ops, self.setting = graph, counter, ops, setting
+        self.shape = {t: graph.tensors[t].shape(setting.batch) for op in ops for t in (*op.inputs, *op.outputs)}
+        self._kept, self._parameters = kept, parameters
+        self._sizes = tuple(axis.size for axis in setting.axes)
+        self._bytes: dict[int, float] = {}
+        self._conversions: dict[tuple[int, Places, Places, bool], float] = {}
+
+    def flows(self, tensor: int) -> bool:
+        return self.counter.needs_gradient(tensor) and self.graph.tensors[tensor].is_floating
+
+    def local(self, tensor: int, places: Places) -> float:
+        """Bytes of a rank's piece."""
+        size = self._bytes.get(tensor)
+        if size is None:
+            size = float(self.counter.size_bytes(tensor, self.setting.batch, self.setting.precision))
+            self._bytes[tensor] = size
+        for place, ranks in zip(places, self._sizes, strict=True):
+            if isinstance(place, Split):
+                size /= ranks
+        return size
+
+    def state_bytes(self, tensor: int, places: Places) -> float:
+        """Bytes of a parameter with its gradient and optimizer state."""
+        whole = self.local(tensor, (Replicate(),) * len(self._sizes))
+        entries = self.graph.tensors[tensor].elements(1) * self.setting.state_bytes_per_element
+        return entries * self.local(tensor, places) / whole if whole else 0.0
+
+    def seconds(self, op: Op, chosen: tuple[Signature, ...]) -> float:
+        """Forward and backward of an op on what a rank holds."""
+        tensors = (*op.inputs, *op.outputs)
+        if op.kind in ("view", "create"):
+            return 0.0
+        share = 1
+        for signature, axis in zip(chosen, self.setting.axes, strict=True):
+            if any(isinstance(p, Split) for p in (*signature.inputs, *signature.outputs)):
+                share *= axis.size
+        moved = sum(self.local(t, operand(chosen, i)) for i, t in enumerate(tensors))
+        if op.kind == "gather":  # a lookup reads only the rows that it returns
+            moved -= self.local(op.inputs[0], operand(chosen, 0))
+        trained = sum(self.flows(t) for t in op.inputs)
+        seconds = moved / self.setting.memory_bytes_per_s * (3 if trained else 1)
+        if op.kind in PRODUCT_KINDS:
+            flops = contraction_flops(self.graph, op, self.setting.batch) / share
+            again = 2.5 if op.kind == "attention" and trained else float(trained)
+            seconds = max(flops / self.setting.flops_per_s * (1 + again), seconds)
+        for signature, axis in zip(chosen, self.setting.axes, strict=True):
+            if signature.need == "combine":  # two small reductions forward, one backward
+                whole = next((p.dim for p in signature.inputs if isinstance(p, Split)), 0)
+                rows = self.local(op.inputs[0], operand(chosen, 0)) * axis.size / self.shape[op.inputs[0]][whole]
+                hops = 2 * (axis.size - 1)
+                seconds += 3 * hops * (axis.latency_s + rows / axis.size / axis.bandwidth_bytes_per_s)
+        return seconds
+
+    def kept_bytes(self, op: Op, chosen: tuple[Signature, ...]) -> float:
+        """Bytes that the op's backward needs of its inputs, counted where they are made: a share for each reader would
+        count twice, so results are counted, once, when something non-linear or a product reads them."""
+        if op.kind in ("view", "create") or not any(self.flows(t) for t in op.inputs):
+            return 0.0
+        size = 0.0
+        for i, tensor in enumerate(op.outputs):
+            if tensor in self._read_in_backward:
+                size += self.local(tensor, operand(chosen, len(op.inputs) + i))
+        return size
+
+    @cached_property
+    def _read_in_backward(self) -> set[int]:
+        return {t for op in self.ops for t in self._kept.by(op)}
+
+    def conversion_s(self, tensor: int, before: Places, after: Places, *, bucketed: bool = False) -> float:
+        """Seconds to convert, axis after axis, on what the other axes leave of the tensor. ``bucketed`` conversions go
+        with many others in one message: they pay no latency of their own."""
+        if before == after:
+            return 0.0
+        key = (tensor, before, after, bucketed)
+        found = self._conversions.get(key)
+        if found is None:
+            found = self._conversions[key] = self._conversion_s(tensor, before, after, bucketed=bucketed)
+        return found
+
+    def _conversion_s(self, tensor: int, before: Places, after: Places, *, bucketed: bool) -> float:
+        total = 0.0
+        for step in steps(before, after):
+            axis = self.setting.axes[step.axis]
+            moved = table_bytes(step.before, step.after, axis.size, self.local(tensor, step.others)) / axis.size
+            if moved:
+                is_twice = isinstance(step.before, Partial) and isinstance(step.after, Replicate)
+                hops = (axis.size - 1) * (2 if is_twice else 1)
+                total += (0.0 if bucketed else hops * axis.latency_s) + moved / axis.bandwidth_bytes_per_s
+        return total
+
+    def edge_s(self, tensor: int, given: State, wanted: State, flows: bool) -> float:
+        """Seconds to hand a value on, and its gradient back."""
+        if tensor in self._parameters:
+            return self._parameter_s(tensor, given, wanted, flows)
+        ahead = self.conversion_s(tensor, given[0], wanted[0])
+        return ahead + (self.conversion_s(tensor, wanted[1], given[1]) if flows else 0.0)
+
+    def _parameter_s(self, tensor: int, held: State, used: State, flows: bool) -> float:
+        """A parameter is used as it is held: gathering parameters is a sharding policy, not a tensor layout. Its
+        gradient is reduced once a step."""
+        for place, use in zip(held[0], used[0], strict=True):
+            if place != use and not (isinstance(place, Replicate) and isinstance(use, Split)):
+                return float("inf")
+        if not flows:
+            return 0.0
+        return self.conversion_s(tensor, used[1], held[1], bucketed=True) / self.setting.microbatches
+
+
+def operand(chosen: tuple[Signature, ...], i: int) -> Places:
+    """How operand ``i`` lies, inputs and then outputs."""
+    return tuple((*s.inputs, *s.outputs)[i] for s in chosen)

@@ -1,0 +1,194 @@
+"""How a model lies on the tensor axis: chosen by the layout solver, kept in a plan by slot, realised from a plan.
+
+The solver minimises seconds and, at a price, bytes held: a tensor axis is there to save both. The price makes twice the
+memory as dear as twice the time, both taken as if everything were divided evenly; it follows from FLOPs and parameters
+alone, which the twins of a model share, so that both get the same layouts. Megatron's column/row pairs (arXiv
+1909.08053, section 3) and split vocabularies come out of this, they are not put in.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from shardwright.core.cost.work import PRODUCT_KINDS, WorkCounter, forward_flops
+from shardwright.core.fold import Folded
+from shardwright.core.layout import Layout, Placement, Split
+from shardwright.core.realised import RealisedUnit
+from shardwright.core.rules.axes import DimGroup, dim_groups
+from shardwright.core.solver import AxisCost, Pins, Setting, Solution, solve
+from shardwright.core.structure import Slot, Structure, layout_of, unit_slots
+
+AXIS = "tp"
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What layouts are chosen by, kept in the plan: rates of large work, so that a small model is laid out as its large
+    sibling is."""
+
+    flops_per_s: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    """What each rank of a ring over the tensor axis sends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Everything but the graph that decides layouts on the tensor axis."""
+
+    degree: int
+    rates: Rates
+    precision: str
+    state_bytes_per_element: float
+    sequence_parallel: bool = False
+
+    def setting(self) -> Setting:
+        axis = AxisCost(AXIS, self.degree, self.rates.link_bytes_per_s)
+        return Setting(
+            (axis,),
+            self.rates.flops_per_s,
+            self.rates.memory_bytes_per_s,
+            precision=self.precision,
+            state_bytes_per_element=self.state_bytes_per_element,
+            free_activations=self.sequence_parallel,
+            split_borders=self.sequence_parallel,
+        )
+
+    def price_s_per_byte(self, folded: Folded) -> float:
+        """Seconds that a byte is worth."""
+        held = folded.graph.parameter_count() * self.state_bytes_per_element / self.degree
+        products = 3 * forward_flops(folded.graph, 1) / self.degree / self.rates.flops_per_s
+        return (products + held / self.rates.memory_bytes_per_s) / max(held, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayouts:
+    """The layouts of a whole model at one degree."""
+
+    terms: Terms
+    solution: Solution
+    variants: tuple[int, ...]
+    """For every unit its variant: units of one fold class that are laid out alike. Numbered in order of first use."""
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The first unit of every variant."""
+        found: dict[int, int] = {}
+        for unit, variant in enumerate(self.variants):
+            found.setdefault(variant, unit)
+        return tuple(found.values())
+
+    def realised(self, unit: int) -> RealisedUnit:
+        """All layouts of the first unit that is solved like this one."""
+        return self.solution.units[unit].like
+
+
+def choose(folded: Folded, counter: WorkCounter, terms: Terms, pins: Pins | None = None) -> TensorLayouts:
+    """The layouts of least time and price. ``pins``: a parameter's tensor → its placement, None where free.
+
+    Raises PlanError when the pins leave nothing that is legal.
+    """
+    found = solve(folded, terms.setting(), price_s_per_byte=terms.price_s_per_byte(folded), pins=pins, counter=counter)
+    known: dict[object, int] = {}
+    variants = tuple(
+        known.setdefault((unit.fold_class, answer.like.unit, answer.chosen), len(known))
+        for unit, answer in zip(folded.units, found.units, strict=True)
+    )
+    return TensorLayouts(terms, found, variants)
+
+
+def choose_form(
+    folded: Folded, counter: WorkCounter, terms: Terms, sequence_parallel: bool | None, pins: Pins | None = None
+) -> TensorLayouts:
+    """`choose`, with the sequence divided between units or not: as asked, or where that is better and the framework's
+    runtime can do it."""
+    if sequence_parallel is None and not folded.graph.capabilities.sequence_parallel:
+        sequence_parallel = False
+    forms = (False, True) if sequence_parallel is None else (sequence_parallel,)
+    found = [choose(folded, counter, replace(terms, sequence_parallel=form), pins) for form in forms]
+    price = terms.price_s_per_byte(folded)
+    return min(found, key=lambda f: f.solution.time_s + price * f.solution.weight_bytes)
+
+
+# By slot ---------------------------------------------------------------------------------------------------------
+
+
+def slot_layouts(folded: Folded, structure: Structure, chosen: TensorLayouts) -> tuple[tuple[str, Layout], ...]:
+    """Layouts in slot dims: ``class/role`` as in the first unit of a structural class, ``@unit/role`` where another
+    unit of it differs."""
+    graph = folded.graph
+    first: dict[int, dict[str, Layout]] = {}
+    found: dict[str, Layout] = {}
+    for unit, structural, answer in zip(folded.units, structure.unit_classes, chosen.solution.units, strict=True):
+        layouts = dict(answer.parameters)
+        mine = {
+            slot.role: slot_layout(slot, layouts[graph.parameters[slot.parameter].tensor])
+            for slot in unit_slots(graph, unit)
+        }
+        usual = first.setdefault(structural, mine)
+        if usual is mine:
+            found.update((f"{structural}/{role}", layout) for role, layout in mine.items() if not layout.is_replicated)
+        found.update((f"@{unit.index}/{role}", layout) for role, layout in mine.items() if layout != usual[role])
+    return tuple(sorted(found.items()))
+
+
+def slot_layout(slot: Slot, layout: Layout) -> Layout:
+    """A parameter's layout, given in its own dims, in slot dims; a dim that follows another stands as that one."""
+    places: dict[str, Placement] = {}
+    for axis, place in layout.placements:
+        if isinstance(place, Split) and place.dim in slot.dims:
+            places[axis] = Split(slot.dims.index(place.dim), place.blocks)
+    return Layout.of(places)
+
+
+def pins_of(folded: Folded, structure: Structure, layouts: Mapping[str, Layout]) -> Pins:
+    """The pins that bring a plan's layouts about."""
+    graph = folded.graph
+    found: dict[int, tuple[Placement | None, ...]] = {}
+    for unit, structural in zip(folded.units, structure.unit_classes, strict=True):
+        for slot in unit_slots(graph, unit):
+            place = layout_of(layouts, unit.index, structural, slot.role).on(AXIS)
+            if isinstance(place, Split):
+                place = Split(slot.dims[place.dim], place.blocks)
+            found[graph.parameters[slot.parameter].tensor] = (place,)
+    return found
+
+
+# What stays whole ------------------------------------------------------------------------------------------------
+
+
+def unsplit(folded: Folded, structure: Structure, chosen: TensorLayouts) -> tuple[tuple[str, str], ...]:
+    """(``class/role``, reason) of every matrix that is whole on the tensor axis, and (``class/name of the op``, reason)
+    of every product that each rank computes whole."""
+    graph, degree = folded.graph, chosen.terms.degree
+    found: dict[str, str] = {}
+    for unit in (folded.units[first] for first in chosen.firsts):
+        structural = structure.unit_classes[unit.index]
+        layouts = dict(chosen.solution.units[unit.index].parameters)
+        whole = [
+            (slot.role, graph.parameters[slot.parameter].tensor)
+            for slot in unit_slots(graph, unit)
+            if len(slot.shape) > 1 and layouts[graph.parameters[slot.parameter].tensor].is_replicated
+        ]
+        groups = dim_groups(graph, unit)
+        for role, tensor in whole:
+            found.setdefault(f"{structural}/{role}", _why_whole(groups, {tensor}, degree))
+        like = chosen.realised(unit.index)
+        for op, signatures in zip(graph.ops[unit.first_op : unit.end_op], like.signatures, strict=True):
+            if op.kind not in PRODUCT_KINDS or any(
+                isinstance(p, Split) for s in signatures for p in s.outputs + s.inputs
+            ):
+                continue
+            uneven = [group for group in groups if group.divisor % degree]
+            if reason := _why_whole(uneven, {*op.inputs, *op.outputs}, degree):
+                found.setdefault(f"{structural}/{op.kind}", f"every rank computes {op.name} whole: {reason}")
+    return tuple(sorted(found.items()))
+
+
+def _why_whole(groups: Iterable[DimGroup], tensors: set[int], degree: int) -> str:
+    def reason(group: DimGroup) -> str:
+        if group.divisor % degree:
+            padded = -(-group.divisor // degree) * degree
+            return f"{degree} does not divide {group.divisor}: pad it to {padded}, or use a degree that divides it"
+        return group.obstacle or "splitting it costs more than it saves"
+
+    return "; ".join(dict.fromkeys(reason(g) for g in groups if any(t in tensors for t, _ in g.dims)))
