@@ -47,6 +47,12 @@ class Gradients:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
         self._before = {}
 
+    def abandon(self) -> None:
+        """Put back what was set aside: the step has failed."""
+        for name, parameter in self.holding.local_parameters().items():
+            parameter.grad = self._before.get(name)
+        self._before = {}
+
     def _sum_ties(self, parameters: dict[str, nn.Parameter]) -> None:
         placement = self.holding.placement
         if placement is None:

@@ -31,15 +31,18 @@ class Watch:
     def __init__(self, who: str) -> None:
         self.who = who
         self._doing = "between steps"
-        self._waiting: tuple[str, float] | None = None
+        self._waiting: tuple[object, float] | None = None
 
     def doing(self, what: str) -> None:
         """Note what the rank does now: ``stage 1, action 1F3``."""
         self._doing = what
 
     @contextlib.contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Note a wait, and turn its failure into a PeerError that says who waited for what."""
+    def waiting(self, what: object) -> Iterator[None]:
+        """Note a wait, and turn its failure into a PeerError that says who waited for what.
+
+        ``what`` is made text when it is said.
+        """
         self._waiting = (what, time.monotonic())
         try:
             yield

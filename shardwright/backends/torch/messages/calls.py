@@ -1,0 +1,336 @@
+"""Calls of modules, here or on the rank that owns them, and their backward."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.backends.torch.holding import Holding
+from shardwright.backends.torch.messages.crossing import Gradients, as_inputs, as_outputs
+from shardwright.backends.torch.messages.draws import Draws
+from shardwright.backends.torch.messages.failure import Failure, again, describe, note_path
+from shardwright.backends.torch.messages.ghosts import GhostBuffer
+from shardwright.backends.torch.messages.modes import Modes
+from shardwright.backends.torch.messages.owners import Owners
+from shardwright.backends.torch.messages.packing import (
+    Reference,
+    State,
+    mutable_objects,
+    pack,
+    put_state,
+    same_state,
+    state_of,
+    unpack,
+)
+from shardwright.backends.torch.messages.strands import Strand, Turns
+from shardwright.backends.torch.messages.wire import Envelope, Kind, Wire
+from shardwright.core.errors import ShardwrightError
+
+Original = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A call as it travels. ``path`` is a module's, or with ``is_tensor`` the name of a parameter or buffer."""
+
+    path: str
+    is_tensor: bool
+    modes: Modes
+    data: bytes
+    needs_grad: tuple[bool, ...]
+    """For every tensor."""
+    objects: int
+    """How many objects a walk over the arguments meets."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """``written``: (input, tensor) pairs; ``changed``: (object, state) pairs; both packed with the result."""
+
+    data: bytes
+    needs_grad: tuple[bool, ...]
+
+
+@dataclass(slots=True)
+class _Served:
+    """What the backward of a served call starts from, and where the gradients of its inputs will be."""
+
+    outputs: list[torch.Tensor]
+    gradients: Gradients
+
+
+class Calls:
+    """One rank's calls: those that it makes and those that it serves.
+
+    Args:
+        before_backward: called before the first gradient of a step is added to a parameter's.
+    """
+
+    def __init__(
+        self,
+        owners: Owners,
+        holding: Holding,
+        wire: Wire,
+        turns: Turns,
+        draws: Draws,
+        device: torch.device,
+        who: str,
+        ranks: Sequence[int],
+        before_backward: Callable[[], None],
+    ) -> None:
+        self.owners, self.holding, self.wire, self.turns, self.draws = owners, holding, wire, turns, draws
+        self.device, self.who, self.ranks = device, who, tuple(ranks)
+        self.before_backward = before_backward
+        self.microbatches: Sequence[Sequence[torch.Tensor]] = ()
+        self._paths = {id(module): path for path, module in holding.model.named_modules()}
+        self._original: Original = nn.Module.__call__
+        self.crossings = 0
+
+    # The caller's side -------------------------------------------------------------------------------------------
+
+    def module(self, original: Original, strand: Strand, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A call of any module by the code of a strand."""
+        path = self._paths.get(id(module))
+        if path is None:
+            return original(module, *args, **kwargs)
+        recomputing = strand.backward_depth > 0
+        if self.owners.of_path[path] == self.wire.me:
+            with self.draws.call(strand, path, recomputing):
+                try:
+                    return original(module, *args, **kwargs)
+                except Exception as error:
+                    note_path(error, path)
+                    raise
+        result = self._ask(strand, self.owners.of_path[path], path, args, kwargs)
+        self.draws.resume(strand)
+        return result
+
+    def fetch(self, strand: Strand, name: str) -> torch.Tensor:
+        """The values of a parameter or buffer that another rank holds."""
+        first = self.holding.first_name[name]
+        key = (first, torch.is_grad_enabled())
+        if key not in strand.fetched:
+            placement = self.holding.placement
+            assert placement is not None
+            strand.fetched[key] = self._ask(strand, placement.holders(first)[0], first, (), {}, is_tensor=True)
+        return strand.fetched[key]
+
+    def _ask(self, strand: Strand, owner: int, path: str, args: Any, kwargs: Any, *, is_tensor: bool = False) -> Any:
+        objects = mutable_objects((*args, *kwargs.values()))
+        batch = {id(tensor): index for index, tensor in strand.batch.items() if _untouched(tensor)}
+
+        def refer(item: Any) -> Reference | None:
+            if isinstance(item, torch.Tensor) and id(item) in batch:
+                return ("batch", batch[id(item)])
+            return self._reference(item)
+
+        packed = pack((args, kwargs), refer, f"the arguments of {path!r}")
+        modes = Modes.here(self.device, recomputing=strand.backward_depth > 0)
+        needs = tuple(modes.grad and tensor.requires_grad for tensor in packed.tensors)
+        request = _Request(path, is_tensor, modes, packed.data, needs, len(objects))
+        strand.calls_made += 1
+        call = strand.calls_made
+        self.crossings += 1
+        self.wire.send(owner, Kind.CALL, strand.microbatch, call, request, packed.tensors)
+        answer = self._await(strand, owner, call, f"the answer of {path!r} (call {call})")
+        return self._receive(strand, owner, call, answer, packed.tensors, needs, objects)
+
+    def _receive(
+        self, strand: Strand, owner: int, call: int, answer: Envelope, given: Sequence[torch.Tensor],
+        needs: Sequence[bool], objects: Sequence[Any],
+    ) -> Any:  # fmt: skip
+        """The result of a call, in the graph of this rank; what the call wrote to is written here."""
+        body: _Answer = answer.body
+        tensors = [tensor.to(self.device) for tensor in answer.tensors]
+        with_grad = [position for position, needed in enumerate(body.needs_grad) if needed]
+        if with_grad:
+            inputs = [tensor for tensor, needed in zip(given, needs, strict=True) if needed]
+
+            def back(gradients: Gradients) -> Gradients:
+                return self._ask_gradients(strand, owner, call, gradients)
+
+            made = as_outputs([tensors[position] for position in with_grad], inputs, back)
+            for position, tensor in zip(with_grad, made, strict=True):
+                tensors[position] = tensor
+
+        def resolve(reference: Reference) -> Any:
+            kind, value = reference
+            if kind == "given":
+                return given[value]
+            if kind == "object":
+                return objects[value]
+            if kind == "batch":
+                return strand.batch[value]
+            return self._named(reference)
+
+        result, written, changed = unpack(body.data, tensors, resolve)
+        for target, tensor in written:
+            target.copy_(tensor)
+        for target, state in changed:
+            put_state(target, state)
+        return result
+
+    def _ask_gradients(self, strand: Strand, owner: int, call: int, gradients: Gradients) -> Gradients:
+        if not strand.backward_depth:
+            raise ShardwrightError(
+                "gradients are asked for inside the step, of what another rank computed: torch.autograd.grad and "
+                "Tensor.backward do not work there; give the loss to model.backward"
+            )
+        present = tuple(gradient is not None for gradient in gradients)
+        tensors = [gradient for gradient in gradients if gradient is not None]
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        self.wire.send(owner, Kind.GRADIENT, strand.microbatch, call, (present, keep), tensors)
+        answer = self._await(strand, owner, call, f"gradients of call {call}")
+        return _spread(answer.body, [tensor.to(self.device) for tensor in answer.tensors])
+
+    def _await(self, strand: Strand, owner: int, call: int, what: str) -> Envelope:
+        """The answer of a call. Calls of this microbatch that come in the meantime are served."""
+        while True:
+            strand.waits_for = (what, owner)
+            envelope = self.turns.take(strand)
+            strand.waits_for = None
+            if envelope.kind is Kind.RETURN and envelope.source == owner and envelope.call == call:
+                return envelope
+            if envelope.kind is Kind.RAISED:
+                raise again(envelope.body)
+            self.serve(strand, envelope)
+
+    # The owner's side --------------------------------------------------------------------------------------------
+
+    def serve(self, strand: Strand, envelope: Envelope) -> None:
+        """Answer a call or a request for gradients."""
+        try:
+            if envelope.kind is Kind.CALL:
+                with self.draws.served(strand):
+                    self._serve_call(strand, envelope)
+            elif envelope.kind is Kind.GRADIENT:
+                self._serve_gradients(strand, envelope)
+            else:
+                raise ShardwrightError(f"a message {envelope.kind.name} came out of order from pp {envelope.source}")
+        except Exception as error:
+            failure: Failure = describe(error, self.who, strand.microbatch)
+            self.wire.send(envelope.source, Kind.RAISED, strand.microbatch, envelope.call, failure)
+
+    def _serve_call(self, strand: Strand, envelope: Envelope) -> None:
+        request: _Request = envelope.body
+        with request.modes.applied(self.device):
+            tensors = [tensor.to(self.device) for tensor in envelope.tensors]
+            with_grad = [position for position, needed in enumerate(request.needs_grad) if needed]
+            gradients: Gradients = []
+            if with_grad:
+                made, gradients = as_inputs([tensors[position] for position in with_grad])
+                for position, tensor in zip(with_grad, made, strict=True):
+                    tensors[position] = tensor
+            args, kwargs = unpack(request.data, tensors, lambda reference: self._resolve(strand, reference))
+            objects = mutable_objects((*args, *kwargs.values()))
+            if len(objects) != request.objects:
+                objects = []  # classes that pickle only a part of what they hold: they cannot be written back
+            before = [state_of(item) for item in objects]
+            watched = [*tensors, *strand.batch.values()]
+            versions = [_version(tensor) for tensor in watched]
+            result = self._run(strand, request, args, kwargs)
+            written = [t for t, version in zip(watched, versions, strict=True) if _version(t) != version]
+            after = [state_of(item) for item in objects]
+            answer, outputs = self._answer(strand, request.path, result, tensors, written, objects, before, after)
+        needs = tuple(request.modes.grad and tensor.requires_grad for tensor in outputs)
+        if any(needs):
+            roots = [tensor for tensor, needed in zip(outputs, needs, strict=True) if needed]
+            strand.served[envelope.source, envelope.call] = _Served(roots, gradients)
+        self.wire.send(envelope.source, Kind.RETURN, strand.microbatch, envelope.call, _Answer(answer, needs), outputs)
+
+    def _run(self, strand: Strand, request: _Request, args: Any, kwargs: Any) -> Any:
+        if request.is_tensor:
+            tensor = self.holding.tensor(request.path)
+            return tensor.view_as(tensor)
+        strand_depth = strand.backward_depth
+        strand.backward_depth = strand_depth + int(request.modes.recomputing)
+        try:
+            return self.module(self._original, strand, self.holding.modules[request.path], args, kwargs)
+        finally:
+            strand.backward_depth = strand_depth
+
+    def _answer(
+        self, strand: Strand, path: str, result: Any, given: Sequence[torch.Tensor], written: Sequence[torch.Tensor],
+        objects: Sequence[Any], before: Sequence[State], after: Sequence[State],
+    ) -> tuple[bytes, list[torch.Tensor]]:  # fmt: skip
+        """(result, tensors written to with their new values, objects changed with their new states), packed."""
+        known: dict[int, Reference] = {id(item): ("object", number) for number, item in enumerate(objects)}
+        known |= {id(tensor): ("batch", index) for index, tensor in strand.batch.items()}
+        known |= {id(tensor): ("given", number) for number, tensor in enumerate(given)}
+        changed = [
+            (item, new) for item, old, new in zip(objects, before, after, strict=True) if not same_state(old, new)
+        ]
+        aliases = [(tensor, tensor.view_as(tensor)) for tensor in written]
+
+        def refer(item: Any) -> Reference | None:
+            return known.get(id(item)) or self._reference(item)
+
+        packed = pack((result, aliases, changed), refer, f"the result of {path!r}")
+        return packed.data, packed.tensors
+
+    def _serve_gradients(self, strand: Strand, envelope: Envelope) -> None:
+        present, keep = envelope.body
+        tensors = [tensor.to(self.device) for tensor in envelope.tensors]
+        key = (envelope.source, envelope.call)
+        served: _Served = strand.served[key] if keep else strand.served.pop(key)
+        gradients = _spread(present, tensors)
+        roots = [(t, g) for t, g in zip(served.outputs, gradients, strict=True) if g is not None]
+        self.before_backward()
+        self.backward(strand, [root for root, _ in roots], [gradient for _, gradient in roots], keep)
+        back = served.gradients
+        answer = tuple(gradient is not None for gradient in back)
+        self.wire.send(
+            envelope.source, Kind.RETURN, strand.microbatch, envelope.call, answer, [g for g in back if g is not None]
+        )
+
+    def backward(
+        self, strand: Strand, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], keep: bool = False
+    ) -> None:
+        """A backward pass of a strand, on its own thread whatever the device: it may wait for other ranks inside."""
+        strand.backward_depth += 1
+        try:
+            with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+                torch.autograd.backward(list(roots), list(gradients), retain_graph=keep)
+        finally:
+            strand.backward_depth -= 1
+
+    # Names -------------------------------------------------------------------------------------------------------
+
+    def _reference(self, item: Any) -> Reference | None:
+        if isinstance(item, nn.Parameter):
+            name = self.holding.name_of(item)
+            return None if name is None else ("tensor of the model", name)
+        if isinstance(item, GhostBuffer):
+            return ("tensor of the model", item._shardwright_name)
+        if isinstance(item, nn.Module):
+            path = self._paths.get(id(item))
+            return None if path is None else ("module", path)
+        return None
+
+    def _named(self, reference: Reference) -> Any:
+        kind, value = reference
+        return self.holding.modules[value] if kind == "module" else self.holding.tensor(value)
+
+    def _resolve(self, strand: Strand, reference: Reference) -> Any:
+        kind, value = reference
+        if kind == "batch":
+            if value not in strand.batch:
+                strand.batch[value] = self.microbatches[strand.microbatch][value].clone()
+            return strand.batch[value]
+        return self._named(reference)
+
+
+def _spread(present: Mapping[int, bool] | Sequence[bool], tensors: Sequence[torch.Tensor]) -> Gradients:
+    """Gradients in their places, None where there is none."""
+    left = iter(tensors)
+    return [next(left) if is_there else None for is_there in present]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _untouched(tensor: torch.Tensor) -> bool:
+    return not tensor.requires_grad and _version(tensor) == 0

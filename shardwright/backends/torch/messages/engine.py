@@ -1,0 +1,435 @@
+"""Training steps of a program whose control flow depends on values, over the ranks of a pipeline.
+
+The rank at pp coordinate 0, the driver, runs the step body for every microbatch; the others serve calls of their
+modules until it tells them that the step is over. At most ``active`` microbatches are under way at once.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from shardwright.backends.torch.data_parallel import Gradients
+from shardwright.backends.torch.holding import Holding
+from shardwright.backends.torch.mesh import BoundMesh
+from shardwright.backends.torch.messages.calls import Calls
+from shardwright.backends.torch.messages.draws import Draws
+from shardwright.backends.torch.messages.failure import Failure, StepFailedError, describe
+from shardwright.backends.torch.messages.ghosts import make_ghosts
+from shardwright.backends.torch.messages.modes import Modes
+from shardwright.backends.torch.messages.outcome import MicrobatchResult, Outcome
+from shardwright.backends.torch.messages.owners import Owners
+from shardwright.backends.torch.messages.strands import StoppedError, Strand, Threads, Turns, current_strand
+from shardwright.backends.torch.messages.wire import Envelope, Kind, Wire
+from shardwright.backends.torch.program import Tree
+from shardwright.backends.torch.randomness import kept_generators
+from shardwright.backends.torch.results import Returned
+from shardwright.backends.torch.watch import PeerError, Watch, report
+from shardwright.core.errors import ShardwrightError
+
+StepBody = Callable[[list[torch.Tensor]], Any]
+
+DRIVER = 0
+"""The pp coordinate that runs the step body."""
+
+MORE_THAN_RANKS = 2
+"""SageMaker's default of active microbatches: the pipeline's degree and two more."""
+
+FORWARD_FIRST = frozenset({"simple", "gpipe"})
+"""Schedules that finish the forwards before they start the backwards."""
+
+LOOK_S = 1.0
+"""How often a waiting rank looks whether its peers still answer."""
+
+UNWIND_S = 30.0
+"""How long a failed step may take to unwind on this rank and to be heard of on the others."""
+
+
+class Messages:
+    """One rank's part of the steps. Every rank of the run makes one at the same time.
+
+    Args:
+        holding: the model, split by ``owners``.
+        active: how many microbatches are under way at once; None for the number of ranks and two more.
+        schedule: the name of the schedule; it says whether forwards or backwards come first.
+    """
+
+    def __init__(
+        self,
+        owners: Owners,
+        holding: Holding,
+        gradients: Gradients,
+        bound: BoundMesh,
+        watch: Watch,
+        *,
+        timeout_s: float,
+        active: int | None,
+        schedule: str,
+    ) -> None:
+        self.holding, self.gradients, self.bound, self.watch = holding, gradients, bound, watch
+        self.timeout_s = timeout_s
+        self.me, self.size = bound.coordinate("pp"), bound.size("pp")
+        self.active = active or self.size + MORE_THAN_RANKS
+        self.turns = Turns(schedule not in FORWARD_FIRST)
+        self.threads = Threads()
+        self.wire = Wire(_group(bound, timedelta(seconds=timeout_s)), self.me, self.size, self._deliver, self._lost)
+        self.draws = Draws(bound.device)
+        self.calls = Calls(
+            owners, holding, self.wire, self.turns, self.draws, bound.device, bound.describe(), bound.groups["pp"],
+            self._begin_gradients,
+        )  # fmt: skip
+        held = {*holding.local_parameters(), *holding.local_buffers()}
+        absent = [n for n in (*holding.parameter_names, *holding.buffer_names) if n not in held]
+        make_ghosts(((name, holding.tensor(name)) for name in sorted(absent)), self.calls.fetch, bound.device)
+        self._writes: dict[bool, bool] = {}
+        """Whether modules write to their buffers, in training and else: then the forwards of two microbatches may not
+        overlap. Not known before the first step, which is run in order."""
+        self._strands: dict[int, Strand] = {}
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._failure: Failure | None = None
+        self._told_last = False
+        self._broken: str | None = None
+        self._begun = False
+        self._outcome: Outcome | None = None
+        self._wrote = False
+        self._ordered = True
+        self._body: StepBody | None = None
+        self._modes = Modes(True, False, None)
+        self._results: dict[int, MicrobatchResult] = {}
+        self._next_microbatch = 0
+        self._under_way = 0
+
+    # A step ------------------------------------------------------------------------------------------------------
+
+    def step(
+        self, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]], *, seed: int, step: int
+    ) -> tuple[Tree, dict[int, Returned], bool]:
+        """Run a step; every rank calls this at the same time.
+
+        Returns:
+            the result as a tree, its tensors by position, and whether a loss was given to ``backward``.
+
+        Raises:
+            StepFailedError: a module, or the body, failed on some rank. The next step may be run.
+            PeerError: a peer died, or did not answer in time.
+        """
+        if self._broken is not None:
+            raise PeerError(f"an earlier step has lost a peer, and none can be run: {self._broken}")
+        self._begin(body, microbatches)
+        self.draws.seed, self.draws.step = seed, step
+        self.draws.first_microbatch = self.bound.coordinate("dp") * len(microbatches)
+        self.watch.doing(f"step {step}, by messages")
+        self.wire.open()
+        with kept_generators(True, self.bound.device), _patched_calls(self.calls), self.watch.waiting(_Waits(self)):
+            try:
+                outcome = self._run(len(microbatches))
+            except BaseException as error:
+                self._fail(error)
+                self._unwind()
+                raise
+            finally:
+                self._clear()
+        self.watch.doing("the end of the step")
+        if outcome.training:
+            self._begin_gradients()
+            self.gradients.finish(outcome.total_weight)
+        self.watch.doing("between steps")
+        return *outcome.returned(), outcome.training
+
+    def _run(self, count: int) -> Outcome:
+        versions = self._buffer_versions()
+        if self.me == DRIVER:
+            self._admit()
+        self._wait_for(self._done)
+        self._raise_if_failed()
+        if not self.turns.ended(self.timeout_s):
+            raise PeerError(f"{self.bound.describe()}: a microbatch that was over did not end")
+        wrote = self._buffer_versions() != versions
+        if self.me == DRIVER:
+            results = [self._results[m] for m in range(count)]
+            self._outcome = Outcome.of(results).over_dp(self.bound, self.watch)
+            self._say_last(Kind.END, *self._outcome.packed())
+        else:
+            self._say_last(Kind.BYE, wrote)
+        if not self.wire.quiet(self.timeout_s):
+            raise PeerError(f"{self.bound.describe()}: a peer did not end its step in time")
+        self._raise_if_failed()
+        self.wire.drain()
+        self._note_writes(wrote or self._wrote)
+        assert self._outcome is not None
+        return self._outcome
+
+    def _note_writes(self, wrote: bool) -> None:
+        if self.me != DRIVER:
+            return
+        if wrote and not self._ordered:
+            report(
+                f"{self.bound.describe()}: a module wrote to its buffers for the first time, in a step whose "
+                f"microbatches overlapped: they may have come to it in another order; from now on they do not overlap"
+            )
+        training = self.holding.model.training
+        self._writes[training] = wrote or self._writes.get(training, False)
+
+    def backward(self, loss: Any, weight: Any) -> None:
+        """``model.backward`` inside the body: noted, and run when the body has ended.
+
+        Raises ShardwrightError for what is no loss.
+        """
+        strand = current_strand()
+        if strand is None:
+            raise ShardwrightError("model.backward(loss) belongs inside a function decorated with @sw.step")
+        if not isinstance(loss, torch.Tensor):
+            raise ShardwrightError(f"model.backward takes the loss, a tensor: given a {type(loss).__name__}")
+        if loss.numel() != 1:
+            raise ShardwrightError(
+                f"model.backward takes a loss of one element: given shape {tuple(loss.shape)}; reduce it by mean or sum"
+            )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ShardwrightError("model.backward was given a loss that depends on no trainable parameter")
+        if isinstance(weight, torch.Tensor):
+            weight = weight.detach()
+        elif weight is not None:
+            weight = float(weight)
+        strand.losses.append((loss, weight))
+
+    def close(self) -> None:
+        """End the threads. Nothing is run afterwards."""
+        self.threads.close()
+        self.wire.close()
+
+    # The driver --------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Start microbatches, in order, as many as may be under way."""
+        while True:
+            with self._lock:
+                limit = 1 if self._ordered and self._forwards_open() else self.active
+                if self._next_microbatch >= len(self.calls.microbatches) or self._under_way >= limit:
+                    return
+                strand = Strand(self._next_microbatch)
+                self._strands[strand.microbatch] = strand
+                self._next_microbatch += 1
+                self._under_way += 1
+            self.turns.add(strand, self._guarded(self._drive), self.threads)
+
+    def _forwards_open(self) -> bool:
+        return len(self._results) < self._next_microbatch
+
+    def _drive(self, strand: Strand) -> None:
+        """One microbatch on the driver: the body, then the backward pass."""
+        m = strand.microbatch
+        strand.batch = {i: _copied(tensor) for i, tensor in enumerate(self.calls.microbatches[m])}
+        self.draws.body(strand)
+        assert self._body is not None
+        with self._modes.applied(self.bound.device):
+            result = self._body([strand.batch[i] for i in range(len(strand.batch))])
+        losses, strand.losses = strand.losses, []
+        found = self._results[m] = MicrobatchResult.of(result, losses)
+        del result
+        if self._ordered:
+            self._admit()
+        if losses and self._modes.grad:
+            strand.backward_depth += 1
+            self.turns.rest(strand)
+            self._begin_gradients()
+            scale = found.weight
+            if scale is None:
+                scale = 1.0 / (len(self.calls.microbatches) * self.bound.size("dp"))
+            gradients = [torch.full_like(loss, scale) for loss, _ in losses]
+            self.calls.backward(strand, [loss for loss, _ in losses], gradients)
+            strand.backward_depth -= 1
+        del losses
+        for peer in self.wire.peers:
+            self.wire.send(peer, Kind.DONE, m, 0, None)
+        with self._lock:
+            del self._strands[m]
+            self._under_way -= 1
+            finished = not self._under_way and self._next_microbatch == len(self.calls.microbatches)
+        if finished:
+            self._done.set()
+        else:
+            self._admit()
+
+    # Every rank --------------------------------------------------------------------------------------------------
+
+    def _begin(self, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]]) -> None:
+        self._modes = Modes.here(self.bound.device)
+        self._error, self._failure, self._outcome = None, None, None
+        self._told_last = self._begun = self._wrote = False
+        self._ordered = self._writes.get(self.holding.model.training, True)
+        self._clear()
+        self._body, self.calls.microbatches = body, microbatches
+        self._next_microbatch = self._under_way = 0
+        self._done.clear()
+        self.turns.begin()
+
+    def _clear(self) -> None:
+        """Let go of everything that belongs to one step."""
+        self._body, self.calls.microbatches = None, ()
+        self._strands, self._results = {}, {}
+
+    def _begin_gradients(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self.gradients.begin()
+
+    def _buffer_versions(self) -> list[tuple[int, int]]:
+        return [(id(b), 0 if b.is_inference() else b._version) for b in self.holding.local_buffers().values()]
+
+    def _serve(self, strand: Strand) -> None:
+        """One microbatch on a rank that is not the driver."""
+        while True:
+            envelope = self.turns.take(strand)
+            if envelope.kind is Kind.DONE:
+                break
+            self.calls.serve(strand, envelope)
+
+    def _guarded(self, work: Callable[[Strand], None]) -> Callable[[Strand], None]:
+        def run(strand: Strand) -> None:
+            try:
+                work(strand)
+            except StoppedError:
+                raise
+            except BaseException as error:  # sys.exit in a model, too, must not leave the others waiting
+                self._fail(error, describe(error, self.bound.describe(), strand.microbatch))
+
+        return run
+
+    def _deliver(self, envelope: Envelope) -> None:
+        """A message has come; on the thread that receives from its sender."""
+        if envelope.kind is Kind.ABORT:
+            failure: Failure = envelope.body
+            self._fail(StepFailedError(failure.text), failure)
+        elif envelope.kind is Kind.END:
+            self._outcome = Outcome.unpacked(envelope.body, envelope.tensors, self.bound.device)
+            self._done.set()
+        elif envelope.kind is Kind.BYE:
+            self._wrote = self._wrote or bool(envelope.body)
+        else:
+            with self._lock:
+                strand = self._strands.get(envelope.microbatch)
+                is_new = strand is None
+                if strand is None:
+                    if envelope.kind is Kind.DONE:
+                        return
+                    strand = self._strands[envelope.microbatch] = Strand(envelope.microbatch)
+            self.turns.deliver(strand, envelope)
+            if is_new:
+                self.turns.add(strand, self._guarded(self._serve), self.threads)
+            if envelope.kind is Kind.DONE:
+                with self._lock:
+                    del self._strands[envelope.microbatch]
+
+    def _say_last(self, kind: Kind, body: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
+        with self._lock:
+            if self._told_last:
+                return
+            self._told_last = True
+        for peer in self.wire.peers:
+            self.wire.send(peer, kind, 0, 0, body, tensors)
+
+    # Failure -----------------------------------------------------------------------------------------------------
+
+    def _lost(self, peer: int, error: Exception) -> None:
+        """The connection with a peer is broken."""
+        first = (str(error).splitlines() or [""])[0]
+        said = f"{self.watch.describe()}; the connection with rank {self.bound.peer('pp', peer)} is lost: {first}"
+        report(said)
+        self._broken = said
+        self._fail(PeerError(said))
+
+    def _fail(self, error: BaseException, failure: Failure | None = None) -> None:
+        """The step has failed here, or was told to have failed elsewhere: the first reason stands."""
+        with self._lock:
+            if self._error is None:
+                text = f"{self.bound.describe()}: {type(error).__name__}: {error}"
+                self._error, self._failure = error, failure or Failure(text, None)
+            failure = self._failure
+        self.turns.fail()
+        with contextlib.suppress(RuntimeError):  # a peer that is gone needs no telling
+            self._say_last(Kind.ABORT, failure)
+        self._done.set()
+
+    def _raise_if_failed(self) -> None:
+        error = self._error
+        if error is None:
+            return
+        if isinstance(error, ShardwrightError) and not hasattr(error, "_shardwright_text"):
+            raise error
+        assert self._failure is not None
+        raise StepFailedError(self._failure.text) from error
+
+    def _unwind(self) -> None:
+        """Wait until nothing of a failed step is under way, so that the next may be run."""
+        if self._broken is None and not (self.turns.ended(UNWIND_S) and self.wire.quiet(UNWIND_S)):
+            self._broken = f"{self.bound.describe()}: a failed step did not end on every rank"
+        if self._begun:
+            self.gradients.abandon()
+
+    def _wait_for(self, event: threading.Event) -> None:
+        """Wait for the end of the step's work; raises PeerError when nothing comes from any peer for too long."""
+        waited_s, seen = 0.0, None
+        while not event.wait(LOOK_S):
+            now = self.turns.progress()
+            waited_s = waited_s + LOOK_S if now is not None and now == seen else 0.0
+            seen = now
+            if waited_s >= self.timeout_s:
+                said = f"{self.watch.describe()}; nothing came for {self.timeout_s:.0f} s"
+                report(said)
+                raise PeerError(f"{said}. A peer died, or was slower than wait_timeout_s")
+
+
+class _Waits:
+    """What this rank waits for, said when somebody asks."""
+
+    def __init__(self, engine: Messages) -> None:
+        self._engine = engine
+
+    def __str__(self) -> str:
+        engine = self._engine
+        waits = engine.turns.waits()
+        if not waits:
+            return f"calls from the driver, rank {engine.bound.peer('pp', DRIVER)}" if engine.me else "its own work"
+        return "; ".join(f"microbatch {m}: {what} from rank {engine.bound.peer('pp', peer)}" for m, what, peer in waits)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the batch for the body, which may write to it: the other ranks have the batch as it was."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _group(bound: BoundMesh, timeout: timedelta) -> ProcessGroup | None:
+    """A Gloo group over this rank's pipeline peers; every rank of the run takes part in making all of them."""
+    mine: ProcessGroup | None = None
+    for ranks in bound.mesh.groups("pp"):
+        group = dist.new_group(list(ranks), timeout, "gloo") if len(ranks) > 1 else None
+        if bound.rank in ranks and isinstance(group, ProcessGroup):
+            mine = group
+    return mine
+
+
+@contextmanager
+def _patched_calls(calls: Calls) -> Iterator[None]:
+    """Module calls of strands go through ``calls``; those of other threads are as ever."""
+    original = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        strand = current_strand()
+        if strand is None:
+            return original(module, *args, **kwargs)
+        return calls.module(original, strand, module, args, kwargs)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]

@@ -1,0 +1,49 @@
+"""Errors that happen on one rank and are told on every one."""
+
+import pickle
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from shardwright.core.errors import ShardwrightError
+
+
+class StepFailedError(ShardwrightError, RuntimeError):
+    """A module or the step body failed on some rank: which module, rank and microbatch, and the traceback there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What travels of an error. ``error`` is the exception itself where it can be pickled."""
+
+    text: str
+    error: bytes | None
+
+
+def note_path(error: BaseException, path: str) -> None:
+    """Remember the innermost module in which an error happened."""
+    if not hasattr(error, "_shardwright_path"):
+        error._shardwright_path = path  # type: ignore[attr-defined]
+
+
+def describe(error: BaseException, who: str, microbatch: int) -> Failure:
+    """An error as it is told to the other ranks."""
+    told = getattr(error, "_shardwright_text", None)
+    if told is None:
+        path = getattr(error, "_shardwright_path", None)
+        where = "the step body" if path is None else f"module {path!r}" if path else "the model itself"
+        trace = "".join(traceback.format_exception(error))
+        told = f"{where} failed on {who}, microbatch {microbatch}: {type(error).__name__}: {error}\n{trace}"
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:  # whatever a class of the user's does on its way
+        data = None
+    return Failure(told, data)
+
+
+def again(failure: Failure) -> BaseException:
+    """The error of another rank, to be raised here: the same where it could be pickled."""
+    error: Any = StepFailedError(failure.text) if failure.error is None else pickle.loads(failure.error)
+    error._shardwright_text = failure.text
+    return error  # type: ignore[no-any-return]

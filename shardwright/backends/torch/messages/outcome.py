@@ -1,0 +1,193 @@
+"""What a step by messages gives: the results of all microbatches, the same on every rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from shardwright.backends.torch.mesh import BoundMesh
+from shardwright.backends.torch.messages.packing import pack, unpack
+from shardwright.backends.torch.program import Literal, Tree, tensors_in
+from shardwright.backends.torch.results import Returned
+from shardwright.backends.torch.watch import Watch
+from shardwright.core.errors import ShardwrightError
+
+Weight = torch.Tensor | float | None
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchResult:
+    """What the body returned for one microbatch, detached.
+
+    Attributes:
+        losses: the positions of leaves that were given to ``backward``.
+        has_loss: whether any loss was.
+        weight: that of the microbatch; None when none was given.
+    """
+
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    losses: frozenset[int]
+    has_loss: bool
+    weight: float | None
+
+    @classmethod
+    def of(cls, result: Any, losses: Sequence[tuple[torch.Tensor, Weight]]) -> "MicrobatchResult":
+        """Raises ShardwrightError for losses with different weights, and for objects with tensors inside."""
+        leaves, spec = pytree.tree_flatten(result)
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor) and tensors_in(leaf):
+                raise ShardwrightError(
+                    f"the step returns a {type(leaf).__name__}, which holds tensors: return tensors, or lists, tuples "
+                    f"and dicts of them"
+                )
+        weights = [None if weight is None else float(weight) for _, weight in losses]
+        if any(weight != weights[0] for weight in weights):
+            raise ShardwrightError(
+                "model.backward is called several times in one step with different weights: give all of them the same "
+                "weight, or none"
+            )
+        positions = (i for i, leaf in enumerate(leaves) if any(leaf is loss for loss, _ in losses))
+        return cls(
+            tuple(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
+            spec, frozenset(positions), bool(losses), weights[0] if weights else None,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What every rank gets of a step.
+
+    Attributes:
+        tree: the result with the leaves that are no tensors, and numbers for those that are.
+        outputs: for the latter the value of every microbatch of this replica.
+        everywhere: for floating scalars those of all replicas.
+        total_weight: the sum of the weights of all microbatches of all replicas, if any were given.
+        weights: each of them.
+    """
+
+    tree: Any
+    outputs: dict[int, list[torch.Tensor]]
+    losses: frozenset[int]
+    training: bool
+    weights: torch.Tensor | None = None
+    everywhere: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, microbatches: Sequence[MicrobatchResult]) -> "Outcome":
+        """Raises ShardwrightError when the microbatches returned results of different structures."""
+        first = microbatches[0]
+        for number, other in enumerate(microbatches):
+            if other.spec != first.spec:
+                raise ShardwrightError(
+                    f"the step returned {other.spec} for microbatch {number} and {first.spec} for microbatch 0: return "
+                    f"the same structure for all of them"
+                )
+        leaves: list[Any] = []
+        outputs: dict[int, list[torch.Tensor]] = {}
+        for position, values in enumerate(zip(*(m.leaves for m in microbatches), strict=True)):
+            found = _together(position, values)
+            if isinstance(found, _Each):
+                outputs[position] = found.values
+            leaves.append(None if isinstance(found, _Each) else found)
+        training = any(m.has_loss for m in microbatches)
+        weights = _weights([m for m in microbatches if m.has_loss], microbatches)
+        return cls(pytree.tree_unflatten(leaves, first.spec), outputs, first.losses, training, weights)
+
+    @property
+    def total_weight(self) -> float | None:
+        return None if self.weights is None else float(self.weights.sum())
+
+    def over_dp(self, bound: BoundMesh, watch: Watch) -> "Outcome":
+        """The same with what the other replicas have; the drivers of all replicas call this together.
+
+        Raises ShardwrightError when the replicas differ in what they return, or the weights add up to zero.
+        """
+        scalars = {
+            position: torch.stack([value.reshape(()) for value in values])
+            for position, values in self.outputs.items()
+            if all(value.numel() == 1 and value.is_floating_point() for value in values)
+        }
+        mine = (str(pytree.tree_structure(self.tree)), self.training, _host(self.weights), _host(scalars))
+        every: list[Any] = [mine]
+        if bound.size("dp") > 1:
+            every = [None] * bound.size("dp")
+            with watch.waiting(f"the results of dp peers, ranks {list(bound.groups['dp'])}"):
+                dist.all_gather_object(every, mine, group=bound.handles["dp"])
+        if any(other[0] != mine[0] or (other[2] is None) != (mine[2] is None) for other in every):
+            raise ShardwrightError(
+                "the data-parallel replicas returned results of different structures, or gave weights on some of them "
+                "only: the step must return the same structure everywhere"
+            )
+        weights = None if self.weights is None else torch.cat([other[2] for other in every])
+        if weights is not None and float(weights.sum()) == 0.0:
+            raise ShardwrightError(
+                f"the weights given to model.backward add up to 0 over all {weights.numel()} microbatches: there is "
+                f"nothing to take the mean of"
+            )
+        shared = [p for p in sorted(scalars) if all(p in other[3] for other in every)]
+        everywhere = {p: torch.cat([other[3][p] for other in every]).to(bound.device) for p in shared}
+        training = any(other[1] for other in every)
+        return replace(self, weights=weights, everywhere=everywhere, training=training)
+
+    def packed(self) -> tuple[bytes, list[torch.Tensor]]:
+        """As a message."""
+        found = pack(self, lambda _: None, "the results of the step")
+        return found.data, found.tensors
+
+    @classmethod
+    def unpacked(cls, data: bytes, tensors: Sequence[torch.Tensor], device: torch.device) -> "Outcome":
+        """From a message."""
+        found: Outcome = unpack(data, [tensor.to(device) for tensor in tensors], lambda _: None)
+        return found
+
+    def returned(self) -> tuple[Tree, dict[int, Returned]]:
+        """The result as recorded steps give it: a tree, and the tensors by position."""
+        leaves, spec = pytree.tree_flatten(self.tree)
+        found = {
+            position: Returned(
+                values, self.everywhere.get(position), self.weights if position in self.losses else None
+            )
+            for position, values in self.outputs.items()
+        }  # fmt: skip
+        return Tree(tuple(Literal(leaf) for leaf in leaves), spec), found
+
+
+@dataclass(frozen=True, slots=True)
+class _Each:
+    """A leaf with one tensor for each microbatch."""
+
+    values: list[torch.Tensor]
+
+
+def _together(position: int, values: Sequence[Any]) -> Any:
+    """One leaf of all microbatches. Numbers that differ become tensors; raises ShardwrightError for other leaves."""
+    if all(isinstance(value, torch.Tensor) for value in values):
+        return _Each(list(values))
+    first = values[0]
+    if all(type(value) is type(first) and value == first for value in values):
+        return first
+    if all(isinstance(value, (bool, int, float)) for value in values):
+        dtype = torch.float64 if any(isinstance(value, float) for value in values) else torch.int64
+        return _Each([torch.tensor(value, dtype=dtype) for value in values])
+    kinds = sorted({type(value).__name__ for value in values})
+    raise ShardwrightError(
+        f"leaf {position} of what the step returned differs between the microbatches ({', '.join(kinds)}): return "
+        f"tensors or numbers, or the same value for all of them"
+    )
+
+
+def _weights(given: Sequence[MicrobatchResult], every: Sequence[MicrobatchResult]) -> torch.Tensor | None:
+    """The weight of each microbatch, 0 for one without a loss; None when none was given."""
+    if all(m.weight is None for m in given):
+        return None
+    if any(m.weight is None for m in given):
+        raise ShardwrightError("model.backward was given a weight in some microbatches and none in others")
+    return torch.tensor([m.weight or 0.0 for m in every], dtype=torch.float32)
+
+
+def _host(item: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, item)

@@ -1,0 +1,232 @@
+"""Strands: one thread of control for each microbatch on each rank, of which one runs at a time.
+
+A microbatch is a single program, whose calls pass from rank to rank; on each rank the part of it that is under way
+there is a stack on one thread. A strand that waits for a message lets another one run. Which one is the schedule: of
+those that have a message, a backward before a forward (or the other way round), then the earliest microbatch. Autograd
+runs a backward pass on the thread that asks for it, so that it may wait inside, too.
+"""
+
+import queue
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwright.backends.torch.messages.wire import Envelope, Kind
+
+JOIN_S = 5.0
+"""How long `Threads.close` waits for a thread that does not end."""
+
+
+class StoppedError(BaseException):
+    """Unwinds a strand whose step has failed. No Exception, so that a model's own handlers do not catch it."""
+
+
+class Strand:
+    """What one rank keeps of one microbatch."""
+
+    def __init__(self, microbatch: int) -> None:
+        self.microbatch = microbatch
+        self.inbox: deque[Envelope] = deque()
+        self.turn = threading.Semaphore(0)
+        self.waiting = False
+        self.waits_for: tuple[str, int] | None = None
+        """What this strand waits for, and the peer's pp coordinate."""
+        self.backward_depth = 0
+        self.calls_made = 0
+        self.served: dict[tuple[int, int], Any] = {}
+        """What the backward pass of a call served here needs, by (caller, call)."""
+        self.fetched: dict[tuple[str, bool], torch.Tensor] = {}
+        self.batch: dict[int, torch.Tensor] = {}
+        self.frames: list[list[Any]] = []
+        self.counts: defaultdict[str, int] = defaultdict(int)
+        self.losses: list[tuple[torch.Tensor, torch.Tensor | float | None]] = []
+
+
+class Turns:
+    """Says which strand of this rank runs."""
+
+    def __init__(self, backward_first: bool) -> None:
+        self.backward_first = backward_first
+        self.failed = False
+        self._lock = threading.Lock()
+        self._running: Strand | None = None
+        self._ready: list[Strand] = []
+        self._alive: set[Strand] = set()
+        self._progress = 0
+        self._changed = threading.Condition(self._lock)
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.failed = False
+        self._running, self._ready, self._alive = None, [], set()
+
+    def add(self, strand: Strand, work: Callable[[Strand], None], threads: "Threads") -> None:
+        """A strand that is ready to run ``work``."""
+        with self._lock:
+            self._alive.add(strand)
+            self._ready.append(strand)
+        threads.run(lambda: self._live(strand, work), lambda: self._leave(strand))
+        with self._lock:
+            self._next()
+
+    def deliver(self, strand: Strand, envelope: Envelope) -> None:
+        """Give a strand a message."""
+        with self._lock:
+            self._progress += 1
+            strand.inbox.append(envelope)
+            if strand.waiting:
+                strand.waiting = False
+                self._ready.append(strand)
+                self._next()
+
+    def take(self, strand: Strand) -> Envelope:
+        """The next message of the running strand; others run while it waits."""
+        with self._lock:
+            if strand.inbox:
+                self._ready.append(strand)
+            else:
+                strand.waiting = True
+            self._running = None
+            self._next()
+        self._resume(strand)
+        return strand.inbox.popleft()
+
+    def rest(self, strand: Strand) -> None:
+        """Let others that come first run before this strand goes on."""
+        with self._lock:
+            self._ready.append(strand)
+            self._running = None
+            self._next()
+        self._resume(strand)
+
+    def fail(self) -> None:
+        """End every strand at its next wait."""
+        with self._lock:
+            self.failed = True
+            for strand in self._alive:
+                strand.turn.release()
+            self._changed.notify_all()
+
+    def ended(self, timeout_s: float) -> bool:
+        """Wait until no strand is left."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._alive, timeout_s)
+
+    def progress(self) -> int | None:
+        """A number that grows as messages come; None while a strand of this rank runs."""
+        with self._lock:
+            return None if self._running is not None or self._ready else self._progress
+
+    def waits(self) -> list[tuple[int, str, int]]:
+        """(microbatch, what, peer) of every strand that waits for an answer. Takes no lock: it reports on trouble."""
+        return [(s.microbatch, *s.waits_for) for s in sorted(self._alive, key=_number) if s.waits_for]
+
+    def _resume(self, strand: Strand) -> None:
+        if not self.failed:
+            strand.turn.acquire()
+        if self.failed:
+            raise StoppedError
+
+    def _next(self) -> None:
+        if self._running is None and self._ready and not self.failed:
+            best = min(self._ready, key=self._rank)
+            self._ready.remove(best)
+            self._running = best
+            best.turn.release()
+
+    def _rank(self, strand: Strand) -> tuple[bool, int]:
+        backward = strand.backward_depth > 0 or (bool(strand.inbox) and strand.inbox[0].kind is Kind.GRADIENT)
+        return backward != self.backward_first, strand.microbatch
+
+    def _live(self, strand: Strand, work: Callable[[Strand], None]) -> None:
+        try:
+            self._resume(strand)
+            _current.strand = strand
+            work(strand)
+        except StoppedError:
+            pass
+        finally:
+            _current.strand = None
+
+    def _leave(self, strand: Strand) -> None:
+        with self._changed:
+            self._alive.discard(strand)
+            if self._running is strand:
+                self._running = None
+                self._next()
+            self._changed.notify_all()
+
+
+def _number(strand: Strand) -> int:
+    return strand.microbatch
+
+
+class _Current(threading.local):
+    strand: Strand | None = None
+
+
+_current = _Current()
+
+
+def current_strand() -> Strand | None:
+    """The strand that runs on this thread."""
+    return _current.strand
+
+
+class Threads:
+    """Threads that are kept from step to step, as many as ran at once."""
+
+    def __init__(self) -> None:
+        self._idle: list[_Thread] = []
+        self._all: list[_Thread] = []
+        self._lock = threading.Lock()
+
+    def run(self, work: Callable[[], None], finish: Callable[[], None]) -> None:
+        """Run ``work``, and ``finish`` once the thread counts as idle again."""
+        with self._lock:
+            thread = self._idle.pop() if self._idle else None
+        if thread is None:
+            thread = _Thread(self._rest)
+            self._all.append(thread)
+        thread.give((work, finish))
+
+    def close(self) -> None:
+        """End all threads; those that still run something end after it."""
+        for thread in self._all:
+            thread.give(None)
+        for thread in self._all:
+            thread.join()
+        self._all.clear()
+        self._idle.clear()
+
+    def _rest(self, thread: "_Thread") -> None:
+        with self._lock:
+            self._idle.append(thread)
+
+
+_Work = tuple[Callable[[], None], Callable[[], None]]
+
+
+class _Thread:
+    def __init__(self, rest: Callable[["_Thread"], None]) -> None:
+        self._given: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._rest = rest
+        self._thread = threading.Thread(target=self._loop, name="shardwright-strand", daemon=True)
+        self._thread.start()
+
+    def give(self, work: _Work | None) -> None:
+        self._given.put(work)
+
+    def join(self) -> None:
+        self._thread.join(JOIN_S)
+
+    def _loop(self) -> None:
+        while (given := self._given.get()) is not None:
+            work, finish = given
+            work()
+            self._rest(self)
+            finish()
+            del given, work, finish

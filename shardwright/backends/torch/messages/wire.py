@@ -1,0 +1,235 @@
+"""Messages of any size between the ranks of a pipeline, in any order, over a Gloo group of their own.
+
+A message is a frame: a pickled head, and small tensors behind it. Larger tensors follow by themselves, without a copy.
+Between two ranks messages keep their order. Each peer has a thread that receives from it while a step runs, so that a
+send never waits for what the receiver computes. Every rank ends its part of a step by a last message to every other
+one, after which nothing is under way.
+
+Pickled heads come from the ranks of this run alone, as those of torch.distributed's own object collectives do.
+"""
+
+import enum
+import pickle
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup, Work
+
+FRAME_BYTES = 64 * 1024
+"""A message up to this size travels at once."""
+SMALL_BYTES = 16 * 1024
+"""Tensors up to this size travel in the frame."""
+UNSENT_BYTES = 16 * 2**20
+UNSENT_MESSAGES = 32
+"""How much is sent before the oldest send must have left: Gloo tells of a finished send only to who waits for it."""
+FOREVER = timedelta(days=365)
+_ALIGNMENT = 16
+_LENGTH_BYTES = 8
+_TAG = 1
+
+
+class Kind(enum.IntEnum):
+    """What a message asks or tells."""
+
+    CALL = 0
+    RETURN = 1
+    RAISED = 2
+    GRADIENT = 3
+    """Gradients of what a call returned; answered by RETURN with those of what it was given."""
+    DONE = 4
+    """A microbatch is over: what is kept for it can go."""
+    END = 5
+    """The driver's last message of a step: its results."""
+    BYE = 6
+    """The last message of a step of every other rank."""
+    ABORT = 7
+    """The last message of a rank whose step has failed."""
+
+    @property
+    def last(self) -> bool:
+        return self >= Kind.END
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """One message: ``call`` numbers the calls that one rank makes for one microbatch."""
+
+    kind: Kind
+    source: int
+    microbatch: int
+    call: int
+    body: Any
+    tensors: list[torch.Tensor]
+
+
+class Wire:
+    """One rank's end of the connections with its pipeline peers.
+
+    Args:
+        me: this rank's pp coordinate; ``group`` has the peers in that order.
+        deliver: called with every message, on the thread that received it.
+        lost: called with the peer and the error when a connection breaks.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        me: int,
+        size: int,
+        deliver: Callable[[Envelope], None],
+        lost: Callable[[int, Exception], None],
+    ) -> None:
+        self._group, self.me, self.size = group, me, size
+        self._deliver, self._lost = deliver, lost
+        self._sending: deque[tuple[Work, torch.Tensor]] = deque()
+        self._unsent_bytes = 0
+        self._lock = threading.Lock()
+        self._gates = {peer: threading.Semaphore(0) for peer in range(size) if peer != me}
+        self._quiet = {peer: threading.Event() for peer in self._gates}
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._receive, args=(peer,), name=f"shardwright-from-{peer}", daemon=True)
+            for peer in self._gates
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        return tuple(self._gates)
+
+    def open(self) -> None:
+        """Begin a step: messages are received until every peer has sent its last."""
+        for peer in self._gates:
+            self._quiet[peer].clear()
+            self._gates[peer].release()
+
+    def quiet(self, timeout_s: float) -> bool:
+        """Wait until every peer has sent its last message of this step. False when one has not in time."""
+        return all(event.wait(timeout_s) for event in self._quiet.values())
+
+    def close(self) -> None:
+        """End the receiving threads; between steps only."""
+        self._closing = True
+        for gate in self._gates.values():
+            gate.release()
+        for thread in self._threads:
+            thread.join(1.0)
+        self._group = None
+
+    def send(
+        self, target: int, kind: Kind, microbatch: int, call: int, body: Any, tensors: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Send without waiting for the receiver. Raises RuntimeError when the connection is broken."""
+        whole = [_as_bytes(tensor) for tensor in tensors]
+        small = [piece.numel() <= SMALL_BYTES for piece in whole]
+        shapes = [(tuple(t.shape), t.dtype, s) for t, s in zip(tensors, small, strict=True)]
+        head = pickle.dumps((kind, microbatch, call, body, shapes), protocol=pickle.HIGHEST_PROTOCOL)
+        frame = _frame(head, [piece for piece, is_small in zip(whole, small, strict=True) if is_small])
+        with self._lock:
+            if frame.numel() > FRAME_BYTES:
+                self._post(_frame_of_length(frame.numel()), target)
+            self._post(frame, target)
+            for piece, is_small in zip(whole, small, strict=True):
+                if not is_small:
+                    self._post(piece, target)
+
+    def drain(self) -> None:
+        """Wait until everything has left. Raises RuntimeError when a connection is broken."""
+        with self._lock:
+            while self._sending:
+                self._wait_for_oldest()
+
+    def _post(self, data: torch.Tensor, target: int) -> None:
+        assert self._group is not None
+        self._sending.append((self._group.send([data], target, _TAG), data))
+        self._unsent_bytes += data.numel()
+        while len(self._sending) > UNSENT_MESSAGES or (self._unsent_bytes > UNSENT_BYTES and len(self._sending) > 1):
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        work, data = self._sending.popleft()
+        self._unsent_bytes -= data.numel()
+        work.wait()
+
+    def _receive(self, peer: int) -> None:
+        while True:
+            self._gates[peer].acquire()
+            if self._closing:
+                return
+            try:
+                while not self._receive_one(peer):
+                    pass
+            except Exception as error:  # a thread that ended in silence would leave the step waiting
+                self._lost(peer, error)
+                return
+            finally:
+                self._quiet[peer].set()
+
+    def _receive_one(self, peer: int) -> bool:
+        """Receive and deliver a message; whether it was the peer's last of this step."""
+        frame = self._take(torch.empty(FRAME_BYTES, dtype=torch.uint8), peer)
+        length = _read_number(frame, 0)
+        if length > FRAME_BYTES:
+            frame = self._take(torch.empty(length, dtype=torch.uint8), peer)
+            length = _read_number(frame, 0)
+        start = _LENGTH_BYTES * 2
+        end = start + _read_number(frame, _LENGTH_BYTES)
+        number, microbatch, call, body, shapes = pickle.loads(frame[start:end].numpy().tobytes())
+        kind = Kind(number)
+        tensors = []
+        offset = _aligned(end)
+        for shape, dtype, is_small in shapes:
+            tensor = torch.empty(shape, dtype=dtype)
+            data = tensor.reshape(-1).view(torch.uint8)
+            if is_small:
+                data.copy_(frame[offset : offset + data.numel()])
+                offset = _aligned(offset + data.numel())
+            else:
+                self._take(data, peer)
+            tensors.append(tensor)
+        self._deliver(Envelope(kind, peer, microbatch, call, body, tensors))
+        return kind.last
+
+    def _take(self, buffer: torch.Tensor, peer: int) -> torch.Tensor:
+        assert self._group is not None
+        self._group.recv([buffer], peer, _TAG).wait(FOREVER)
+        return buffer
+
+
+def _frame(head: bytes, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[length of the frame][length of the head][head][pieces, each aligned]."""
+    end = _LENGTH_BYTES * 2 + len(head)
+    total = _aligned(end) + sum(_aligned(piece.numel()) for piece in pieces)
+    data = bytearray(total)
+    data[:_LENGTH_BYTES] = total.to_bytes(_LENGTH_BYTES, "little")
+    data[_LENGTH_BYTES : 2 * _LENGTH_BYTES] = len(head).to_bytes(_LENGTH_BYTES, "little")
+    data[2 * _LENGTH_BYTES : end] = head
+    frame = torch.frombuffer(data, dtype=torch.uint8)
+    offset = _aligned(end)
+    for piece in pieces:
+        frame[offset : offset + piece.numel()].copy_(piece)
+        offset += _aligned(piece.numel())
+    return frame
+
+
+def _frame_of_length(length: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(length.to_bytes(_LENGTH_BYTES, "little")), dtype=torch.uint8)
+
+
+def _read_number(frame: torch.Tensor, offset: int) -> int:
+    return int.from_bytes(frame[offset : offset + _LENGTH_BYTES].numpy().tobytes(), "little")
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor, on the host."""
+    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
