@@ -13,6 +13,8 @@ _ALIASES = {"partitions": "pipeline_parallel_degree"}
 _AXIS_LETTERS = {"P": "pp", "D": "dp", "T": "tp"}
 _STRATEGIES = {"cluster": "DPT", "spread": "TPD"}
 
+PIPELINE_MODES = ("auto", "recorded", "messages")
+
 _LATER: dict[str, tuple[Any, str]] = {
     "auto_partition": (True, "stages are cut by the planner"),
     "shard_optimizer_state": (False, "optimizer states are kept whole on every replica"),
@@ -41,6 +43,8 @@ class Config:
 
     Attributes:
         pipeline: the name of a schedule, "auto" for the one that is searched for the planned costs, or a schedule.
+        pipeline_mode: "recorded" runs the step body once and replays it; "messages" runs it as a program whose control
+            flow may depend on values, and calls modules where they are; "auto" takes messages where recording fails.
         wait_timeout_s: how long this rank waits for a peer before it stops with an error.
         axes: the mesh axes, outermost first.
     """
@@ -57,6 +61,7 @@ class Config:
     cluster: str | None = None
     seed: int = 0
     wait_timeout_s: float = 600.0
+    pipeline_mode: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_degree", "tensor_parallel_degree", "microbatches", "virtual_stages"):
@@ -70,6 +75,10 @@ class Config:
             raise ShardwrightError(f"pipeline={self.pipeline!r} is no schedule: {hint}")
         if self.ddp_dist_backend not in ("auto", "nccl", "gloo"):
             raise ShardwrightError(f"ddp_dist_backend={self.ddp_dist_backend!r}: expected auto, nccl or gloo")
+        if self.pipeline_mode not in PIPELINE_MODES:
+            raise ShardwrightError(
+                f"pipeline_mode={self.pipeline_mode!r}: {nearest(str(self.pipeline_mode), PIPELINE_MODES)}"
+            )
         letters = _STRATEGIES.get(self.placement_strategy, self.placement_strategy)
         if sorted(letters) != sorted(_AXIS_LETTERS):
             raise ShardwrightError(

@@ -12,6 +12,7 @@ from shardwright.backends.torch.results import compare_over_pp
 from shardwright.backends.torch.runtime import StageMap, StepBody
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import PlanError
+from shardwright.core.graph import Graph
 from shardwright.core.hardware import Device, load_profile
 from shardwright.core.plan import Plan
 from shardwright.core.schedule import AUTO, Schedule, schedule_names
@@ -20,19 +21,23 @@ from shardwright.torch.model import DistributedModel
 from shardwright.torch.session import Session
 
 
-def plan_at_first_step(
-    session: Session, model: DistributedModel, body: StepBody, microbatch: list[torch.Tensor]
-) -> StageMap:
-    """Capture the model as the step calls it and plan it with the configuration's degrees. Every rank calls this and
-    comes to the same plan, which is compared. Raises PlanError when no plan satisfies the degrees."""
-    from shardwright.api import plan as search
+def capture_at_first_step(model: DistributedModel, body: StepBody, microbatch: list[torch.Tensor]) -> Graph:
+    """The model as the step calls it. Raises CaptureError."""
     from shardwright.backends.torch import TorchBackend
 
-    config, bound = session.config, session.bound
     args, kwargs = model.runtime.find_model_call(body, microbatch)
     sample = _sample(model.module, args, kwargs)
-    graph = TorchBackend().capture(model.module, sample, require_loss=False)
-    samples = _batch_size(sample)
+    _require_batch(sample)
+    return TorchBackend().capture(model.module, sample, require_loss=False)
+
+
+def plan_at_first_step(session: Session, model: DistributedModel, graph: Graph) -> StageMap:
+    """Plan the captured model with the configuration's degrees. Every rank calls this and comes to the same plan, which
+    is compared. Raises PlanError when no plan satisfies the degrees."""
+    from shardwright.api import plan as search
+
+    config, bound = session.config, session.bound
+    samples = graph.sample_batch
     dp, pp = bound.size("dp"), bound.size("pp")
     plan: Plan = search(
         graph,
@@ -72,12 +77,10 @@ def _sample(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     return dict(bound.arguments)
 
 
-def _batch_size(sample: Any) -> int:
+def _require_batch(sample: Any) -> None:
     items = sample.values() if isinstance(sample, dict) else sample
-    sizes = [t.shape[0] for t in items if isinstance(t, torch.Tensor) and t.dim() > 0]
-    if not sizes:
+    if not any(isinstance(t, torch.Tensor) and t.dim() > 0 for t in items):
         raise PlanError("the model is called without any tensor that has a batch dim: nothing to plan by")
-    return int(sizes[0])
 
 
 def _precision(module: torch.nn.Module) -> Literal["fp32", "bf16", "fp16"]:

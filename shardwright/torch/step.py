@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 from shardwright.backends.torch.program import tensors_in
 from shardwright.core.errors import ShardwrightError
 from shardwright.torch import session as sessions
+from shardwright.torch.mode import run_step
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.output import StepOutput
-from shardwright.torch.planning import plan_at_first_step
 
 StepFunction = Callable[..., Any]
 
@@ -101,10 +101,8 @@ class _Step:
         if id(self) not in runtime.checked_steps:
             runtime.check_peers([leaves[p] for p in positions])
             runtime.checked_steps.add(id(self))
-        if runtime.stage_map is None:
-            runtime.split(plan_at_first_step(session, model, body, microbatches[0]))
         key = self._key(model, spec, literals, microbatches[0])
-        tree, returned = runtime.step(key, body, microbatches)
+        tree, returned = run_step(session, model, key, body, microbatches)
         return tree.build(_Leaves(returned).next)
 
     def _slices(self, tensor: torch.Tensor, name: str, count: int, position: int) -> list[torch.Tensor]:

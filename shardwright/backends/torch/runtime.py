@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch import nn
 from shardwright.backends.torch import CAPABILITIES
 from shardwright.backends.torch.data_parallel import Gradients
 from shardwright.backends.torch.fake_state import find_model_call
-from shardwright.backends.torch.holding import Holding, place
+from shardwright.backends.torch.holding import Holding, Placement, place
 from shardwright.backends.torch.measure import Recorder
 from shardwright.backends.torch.mesh import BoundMesh
+from shardwright.backends.torch.messages.engine import Messages
+from shardwright.backends.torch.messages.owners import Owners
 from shardwright.backends.torch.pipeline import Pipeline
 from shardwright.backends.torch.program import Program, Tree
 from shardwright.backends.torch.randomness import Streams
@@ -138,6 +141,7 @@ class Runtime:
         self, model: nn.Module, bound: BoundMesh, watch: Watch, *, timeout_s: float, seed: int, weights: Weights | None
     ) -> None:
         self.model, self.bound, self.watch, self.seed = model, bound, watch, seed
+        self.timeout_s = timeout_s
         self.weights = weights
         self.holding = Holding(model, bound.coordinate("pp"))
         self.gradients = Gradients(self.holding, bound, watch)
@@ -145,7 +149,10 @@ class Runtime:
         assert group is not None
         self.mailroom = Mailroom(bound.groups["pp"], bound.coordinate("pp"), bound.device, watch, timeout_s, group)
         self.stage_map: StageMap | None = None
-        self.recorder: StepRecorder | None = None
+        self.messages: Messages | None = None
+        """What runs the steps when the model's control flow depends on values."""
+        self.recorder: StepRecorder | Messages | _Unheard | None = None
+        """Who hears of the losses that the body gives to ``backward``."""
         self.in_body = False
         """Whether the body of a step runs now, on stand-ins."""
         self.steps_run = 0
@@ -156,6 +163,7 @@ class Runtime:
         self.recorders: list[Recorder] | None = None
         """While timelines are recorded: of each step when its actions ran."""
         self._compiled: dict[Hashable, _Compiled] = {}
+        self._ahead: tuple[Hashable, Division] | None = None
         self._synchronized = False
 
     # Splitting ---------------------------------------------------------------------------------------------------
@@ -166,6 +174,9 @@ class Runtime:
         schedule = stage_map.schedule
         calls = [[path for path, _ in held] for held in stage_map.calls]
         placement = place(self.model, calls, stage_map.parameter_stages, schedule.stage_to_rank, schedule.ranks)
+        self._hold(placement)
+
+    def _hold(self, placement: Placement) -> None:
         wanting = self.holding.split(placement)
         materialize(self.holding, wanting, self.weights, self.bound.device, self.seed)
         self.weights = None
@@ -263,9 +274,11 @@ class Runtime:
         Returns:
             the result of the body as a tree, and its tensors by their position among the leaves.
         """
+        count = len(microbatches)
+        if self.messages is not None:
+            return self._step_by_messages(self.messages, body, microbatches, samples or [1] * count)
         stage_map = self.stage_map
         assert stage_map is not None
-        count = len(microbatches)
         key = (signature, tuple(tuple((tuple(t.shape), t.dtype) for t in mb) for mb in microbatches))
         if key not in self._compiled:
             self._compiled[key] = self._compile(stage_map, key, body, microbatches)
@@ -297,6 +310,50 @@ class Runtime:
         self.watch.doing("between steps")
         return compiled.result, returned
 
+    def run_by_messages(self, owners: Owners, *, microbatches: int, active: int | None, schedule: str) -> None:
+        """Run steps by messages from now on; every rank calls this at the same time. See `messages.engine.Messages`."""
+        if self.holding.placement is None:
+            self._hold(owners.placement(self.model))
+        self.messages = Messages(
+            owners, self.holding, self.gradients, self.bound, self.watch, timeout_s=self.timeout_s, active=active,
+            schedule=schedule, microbatches=microbatches,
+        )  # fmt: skip
+
+    def _step_by_messages(
+        self, messages: Messages, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]], samples: Sequence[int]
+    ) -> tuple[Tree, dict[int, Returned]]:
+        if not self._synchronized:
+            self._synchronize()
+            self._synchronized = True
+        with self._heard_by(messages):
+            tree, returned, trained = messages.step(body, microbatches, samples, seed=self.seed, step=self.steps_run)
+        self.steps_run += int(trained)
+        return tree, returned
+
+    @contextmanager
+    def _heard_by(self, listener: "StepRecorder | Messages | _Unheard") -> Iterator[None]:
+        """A step body runs, and gives its losses to ``listener``."""
+        self.recorder, self.in_body = listener, True
+        try:
+            yield
+        finally:
+            self.recorder, self.in_body = None, False
+
+    def try_running(self, body: StepBody, inputs: Sequence[torch.Tensor]) -> None:
+        """Run a step body on tensors, on a model that is not split, without a backward pass."""
+        with self._heard_by(_Unheard()):
+            body(list(inputs))
+
+    def try_recording(self, body: StepBody, inputs: Sequence[torch.Tensor]) -> None:
+        """Record a step body for no plan. Raises CaptureError."""
+        recorder = StepRecorder(self.model, {}, self.bound.device)
+        with self._heard_by(recorder):
+            recorder.record(body, list(inputs))
+
+    def record_ahead(self, stage_map: StageMap, body: StepBody, inputs: Sequence[torch.Tensor]) -> None:
+        """Record the step that comes next, before the model is split."""
+        self._ahead = (_shapes(inputs), self.record(stage_map, body, inputs))
+
     def find_model_call(self, body: StepBody, inputs: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with which a step body first calls the model; see `step_recorder.find_model_call`."""
         self.in_body = True
@@ -308,11 +365,8 @@ class Runtime:
     def record(self, stage_map: StageMap, body: StepBody, inputs: Sequence[torch.Tensor]) -> Division:
         """Record a step body and divide it into stages."""
         recorder = StepRecorder(self.model, stage_map.stage_of_call, self.bound.device)
-        self.recorder, self.in_body = recorder, True
-        try:
+        with self._heard_by(recorder):
             program = recorder.record(body, list(inputs))
-        finally:
-            self.recorder, self.in_body = None, False
         missing = [call for held in stage_map.calls for call in held if call not in recorder.seen_calls]
         if missing and program.losses:
             path, occurrence = missing[0]
@@ -329,10 +383,13 @@ class Runtime:
         of_shapes: dict[Hashable, Division] = {}
         divisions = []
         for microbatch in microbatches:
-            shapes = tuple((tuple(t.shape), t.dtype) for t in microbatch)
+            shapes = _shapes(microbatch)
+            if self._ahead is not None and self._ahead[0] == shapes:
+                of_shapes[shapes] = self._ahead[1]
             if shapes not in of_shapes:
                 of_shapes[shapes] = self.record(stage_map, body, microbatch)
             divisions.append(of_shapes[shapes])
+        self._ahead = None
         programs = [division.program for division in of_shapes.values()]
         _require_alike(programs)
         digest = hashlib.blake2b("\n".join(program.digest_text() for program in programs).encode(), digest_size=8)
@@ -374,7 +431,20 @@ class Runtime:
         for compiled in self._compiled.values():
             compiled.pipeline.streams.close()
         self._compiled.clear()
+        if self.messages is not None:
+            self.messages.close()
         self.mailroom.close()
+
+
+class _Unheard:
+    """Takes losses and does nothing with them."""
+
+    def backward(self, loss: Any, weight: Any) -> None:
+        pass
+
+
+def _shapes(inputs: Sequence[torch.Tensor]) -> Hashable:
+    return tuple((tuple(t.shape), t.dtype) for t in inputs)
 
 
 def _signed(digest: Any) -> int:

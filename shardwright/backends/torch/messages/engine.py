@@ -30,7 +30,7 @@ from shardwright.backends.torch.messages.strands import StoppedError, Strand, Th
 from shardwright.backends.torch.messages.wire import Envelope, Kind, Wire
 from shardwright.backends.torch.program import Tree
 from shardwright.backends.torch.randomness import kept_generators
-from shardwright.backends.torch.results import Returned
+from shardwright.backends.torch.results import Returned, Shares, shares_over_dp
 from shardwright.backends.torch.watch import PeerError, Watch, report
 from shardwright.core.errors import ShardwrightError
 
@@ -58,6 +58,7 @@ class Messages:
     Args:
         holding: the model, split by ``owners``.
         active: how many microbatches are under way at once; None for the number of ranks and two more.
+        microbatches: the most that a replica gives in one step.
         schedule: the name of the schedule; it says whether forwards or backwards come first.
     """
 
@@ -72,9 +73,10 @@ class Messages:
         timeout_s: float,
         active: int | None,
         schedule: str,
+        microbatches: int,
     ) -> None:
         self.holding, self.gradients, self.bound, self.watch = holding, gradients, bound, watch
-        self.timeout_s = timeout_s
+        self.timeout_s, self.microbatches = timeout_s, microbatches
         self.me, self.size = bound.coordinate("pp"), bound.size("pp")
         self.active = active or self.size + MORE_THAN_RANKS
         self.turns = Turns(schedule not in FORWARD_FIRST)
@@ -99,6 +101,7 @@ class Messages:
         self._told_last = False
         self._broken: str | None = None
         self._begun = False
+        self._shares = Shares(((1,),), 0)
         self._outcome: Outcome | None = None
         self._wrote = False
         self._ordered = True
@@ -111,9 +114,18 @@ class Messages:
     # A step ------------------------------------------------------------------------------------------------------
 
     def step(
-        self, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]], *, seed: int, step: int
+        self,
+        body: StepBody,
+        microbatches: Sequence[Sequence[torch.Tensor]],
+        samples: Sequence[int],
+        *,
+        seed: int,
+        step: int,
     ) -> tuple[Tree, dict[int, Returned], bool]:
         """Run a step; every rank calls this at the same time.
+
+        Args:
+            samples: how many each microbatch has: the weight of its losses, where the step gives none.
 
         Returns:
             the result as a tree, its tensors by position, and whether a loss was given to ``backward``.
@@ -125,8 +137,9 @@ class Messages:
         if self._broken is not None:
             raise PeerError(f"an earlier step has lost a peer, and none can be run: {self._broken}")
         self._begin(body, microbatches)
+        self._shares = shares_over_dp(samples, self.microbatches, self.bound, self.watch)
         self.draws.seed, self.draws.step = seed, step
-        self.draws.first_microbatch = self.bound.coordinate("dp") * len(microbatches)
+        self.draws.first_microbatch = self._shares.first
         self.watch.doing(f"step {step}, by messages")
         self.wire.open()
         with kept_generators(True, self.bound.device), _patched_calls(self.calls), self.watch.waiting(_Waits(self)):
@@ -156,7 +169,7 @@ class Messages:
         wrote = self._buffer_versions() != versions
         if self.me == DRIVER:
             results = [self._results[m] for m in range(count)]
-            self._outcome = Outcome.of(results).over_dp(self.bound, self.watch)
+            self._outcome = Outcome.of(results).over_dp(self._shares, self.bound, self.watch)
             self._say_last(Kind.END, *self._outcome.packed())
         else:
             self._say_last(Kind.BYE, wrote)
@@ -243,7 +256,7 @@ class Messages:
             self._begin_gradients()
             scale = found.weight
             if scale is None:
-                scale = 1.0 / (len(self.calls.microbatches) * self.bound.size("dp"))
+                scale = self._shares.scales[m]
             gradients = [torch.full_like(loss, scale) for loss, _ in losses]
             self.calls.backward(strand, [loss for loss, _ in losses], gradients)
             strand.backward_depth -= 1

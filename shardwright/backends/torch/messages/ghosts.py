@@ -15,7 +15,7 @@ from shardwright.backends.torch.messages.strands import current_strand
 
 _ABOUT = {
     getattr(torch.Tensor, name).__get__
-    for name in ("shape", "dtype", "layout", "ndim", "requires_grad", "is_meta", "is_leaf", "grad", "grad_fn", "names",
+    for name in ("shape", "dtype", "layout", "ndim", "requires_grad", "is_meta", "is_leaf", "grad", "grad_fn",
                  "is_sparse", "is_quantized", "is_cuda", "is_nested", "_version", "itemsize")
 } | {
     getattr(torch.Tensor, name)

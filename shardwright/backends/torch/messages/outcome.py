@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from shardwright.backends.torch.mesh import BoundMesh
 from shardwright.backends.torch.messages.packing import pack, unpack
 from shardwright.backends.torch.program import Literal, Tree, tensors_in
-from shardwright.backends.torch.results import Returned
+from shardwright.backends.torch.results import Returned, Shares
 from shardwright.backends.torch.watch import Watch
 from shardwright.core.errors import ShardwrightError
 
@@ -75,6 +75,8 @@ class Outcome:
     training: bool
     weights: torch.Tensor | None = None
     everywhere: dict[int, torch.Tensor] = field(default_factory=dict)
+    by_samples: torch.Tensor | None = None
+    """How many samples each microbatch has, where they differ."""
 
     @classmethod
     def of(cls, microbatches: Sequence[MicrobatchResult]) -> "Outcome":
@@ -101,7 +103,7 @@ class Outcome:
     def total_weight(self) -> float | None:
         return None if self.weights is None else float(self.weights.sum())
 
-    def over_dp(self, bound: BoundMesh, watch: Watch) -> "Outcome":
+    def over_dp(self, shares: Shares, bound: BoundMesh, watch: Watch) -> "Outcome":
         """The same with what the other replicas have; the drivers of all replicas call this together.
 
         Raises ShardwrightError when the replicas differ in what they return, or the weights add up to zero.
@@ -131,7 +133,8 @@ class Outcome:
         shared = [p for p in sorted(scalars) if all(p in other[3] for other in every)]
         everywhere = {p: torch.cat([other[3][p] for other in every]).to(bound.device) for p in shared}
         training = any(other[1] for other in every)
-        return replace(self, weights=weights, everywhere=everywhere, training=training)
+        by_samples = None if shares.equal else torch.tensor(shares.flat, dtype=torch.float32)
+        return replace(self, weights=weights, everywhere=everywhere, training=training, by_samples=by_samples)
 
     def packed(self) -> tuple[bytes, list[torch.Tensor]]:
         """As a message."""
@@ -149,7 +152,9 @@ class Outcome:
         leaves, spec = pytree.tree_flatten(self.tree)
         found = {
             position: Returned(
-                values, self.everywhere.get(position), self.weights if position in self.losses else None
+                values,
+                self.everywhere.get(position),
+                self.weights if position in self.losses and self.weights is not None else self.by_samples,
             )
             for position, values in self.outputs.items()
         }  # fmt: skip

@@ -1,0 +1,155 @@
+"""The choice between recorded pipelines and message passing, and the steps under either."""
+
+import warnings
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.backends.torch.messages.owners import Owners
+from shardwright.backends.torch.messages.planning import count_flops, divide_modules, with_containers
+from shardwright.backends.torch.program import Tree
+from shardwright.backends.torch.results import Returned
+from shardwright.backends.torch.runtime import StepBody
+from shardwright.core.errors import CaptureError, UnrecordableError
+from shardwright.core.graph import Graph
+from shardwright.torch.model import DistributedModel
+from shardwright.torch.planning import capture_at_first_step, plan_at_first_step
+from shardwright.torch.session import Session
+
+
+def run_step(
+    session: Session,
+    model: DistributedModel,
+    signature: Hashable,
+    body: StepBody,
+    microbatches: Sequence[Sequence[torch.Tensor]],
+    samples: Sequence[int] | None = None,
+) -> tuple[Tree, dict[int, Returned]]:
+    """Run a step, recorded or by messages; see `Runtime.step`. Planning comes first, at the first step.
+
+    Raises UnrecordableError: the step cannot be recorded, and ``pipeline_mode`` is "recorded".
+    """
+    runtime, mode = model.runtime, session.config.pipeline_mode
+    if mode == "messages" and runtime.messages is None:
+        start_messages(session, model, body, microbatches[0])
+    if runtime.messages is None and runtime.stage_map is None:
+        _split(session, model, body, microbatches[0])
+    try:
+        return runtime.step(signature, body, microbatches, samples)
+    except UnrecordableError as error:
+        if mode == "recorded" or runtime.messages is not None:
+            raise
+        _say(session, error)
+    start_messages(session, model, body, microbatches[0])
+    return runtime.step(signature, body, microbatches, samples)
+
+
+def start_messages(
+    session: Session, model: DistributedModel, body: StepBody, microbatch: Sequence[torch.Tensor]
+) -> None:
+    """From now on steps run by messages. A model that is not split yet is divided by its module tree; every rank takes
+    the division of rank 0."""
+    runtime, config = model.runtime, session.config
+    stage_map = runtime.stage_map
+    if stage_map is not None:
+        given: dict[str, int] = {}
+        for stage, calls in enumerate(stage_map.calls):
+            for path, _ in calls:
+                given.setdefault(path, stage_map.schedule.stage_to_rank(stage))
+        given = with_containers(given)
+    else:
+        session.plan = None
+        given = _divided(session, model, body, microbatch)
+    pipeline = config.pipeline if isinstance(config.pipeline, str) else config.pipeline.name
+    runtime.run_by_messages(
+        Owners.of(model.module, given),
+        microbatches=session.microbatches,
+        active=config.active_microbatches,
+        schedule=pipeline,
+    )
+
+
+def _split(session: Session, model: DistributedModel, body: StepBody, microbatch: Sequence[torch.Tensor]) -> None:
+    """Plan and split the model; without a plan, and by messages, where the step cannot be recorded."""
+    runtime = model.runtime
+    recorded_only = session.config.pipeline_mode == "recorded"
+    graph: Graph | None = None
+    failed: CaptureError | None = None
+    try:
+        graph = capture_at_first_step(model, body, list(microbatch))
+    except CaptureError as error:
+        if recorded_only:
+            raise
+        failed = error
+        reason = _why_unrecordable(model, body, microbatch)
+        if reason is None:
+            raise
+        failed = reason
+    if not recorded_only and _anywhere(failed is not None, session):
+        # Ops that depend on values are captured on real ones, which may differ between ranks that are not in line yet.
+        _say(session, failed)
+        start_messages(session, model, body, microbatch)
+        return
+    assert graph is not None
+    stage_map = plan_at_first_step(session, model, graph)
+    try:
+        runtime.record_ahead(stage_map, body, microbatch)
+    except UnrecordableError as error:
+        if recorded_only:
+            raise
+        _say(session, error)
+        start_messages(session, model, body, microbatch)
+    else:
+        runtime.split(stage_map)
+
+
+def _why_unrecordable(
+    model: DistributedModel, body: StepBody, microbatch: Sequence[torch.Tensor]
+) -> UnrecordableError | None:
+    """Why a step cannot be recorded; None when it is something else that capture did not like."""
+    try:
+        model.runtime.try_recording(body, microbatch)
+    except UnrecordableError as error:
+        return error
+    except CaptureError:
+        return None
+    return None
+
+
+def _anywhere(here: bool, session: Session) -> bool:
+    flag = torch.tensor([int(here)], dtype=torch.int32, device=session.bound.device)
+    with session.watch.waiting("all ranks, to agree on how the step is run"):
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+def _say(session: Session, error: CaptureError | None) -> None:
+    if session.bound.rank == 0:
+        reason = error if error is not None else "another rank could not record the step"
+        warnings.warn(
+            f"this model runs by message passing from now on, not as a recorded pipeline: {reason}. Set "
+            f"'pipeline_mode': 'messages' to say so beforehand, or 'recorded' to make this an error",
+            stacklevel=4,
+        )
+
+
+def _divided(
+    session: Session, model: DistributedModel, body: StepBody, microbatch: Sequence[torch.Tensor]
+) -> dict[str, int]:
+    found: list[Any] = [None]
+    session.watch.doing("dividing the model")
+    if session.bound.rank == 0:
+        flops: dict[str, int] = {}
+        runtime = model.runtime
+        if not any(tensor.is_meta for tensor in (*model.module.parameters(), *model.module.buffers())):
+            place = next((p.device for p in model.module.parameters()), session.bound.device)
+            inputs = [tensor.detach().to(place).clone() for tensor in microbatch]
+            flops = count_flops(model.module, lambda: runtime.try_running(body, inputs))
+        found = [dict(divide_modules(model.module, session.bound.size("pp"), flops).owners)]
+    if session.bound.mesh.size > 1:
+        with session.watch.waiting("rank 0, which divides the model"):
+            dist.broadcast_object_list(found, 0)
+    given: dict[str, int] = found[0]
+    return given
