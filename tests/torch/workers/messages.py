@@ -5,6 +5,7 @@ Usage: messages.py OUT.json CASE...; a case is model:pp:dp:pipeline.
 
 import json
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,9 @@ def train_step(model, batch):
     loss = model(**batch)
     model.backward(loss)
     return loss
+
+
+warnings.simplefilter("always")
 
 
 def run(case: str) -> dict[str, object]:
