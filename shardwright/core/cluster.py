@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -14,6 +14,7 @@ from shardwright.core.errors import ClusterError
 from shardwright.core.hardware import Device, Link, Profile, check, load_link, load_preset, load_profile, profile_names
 
 _NO_INTER_NODE = "a cluster of several nodes needs inter_node: the name of a link, or a Link"
+_NO_INTER_REGION = "a cluster of several regions needs inter_region: the name of a link, or a Link"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class NodeGroup:
     nodes: int
     devices_per_node: int
     intra_node: Link
+    region: str = ""
+    """Where the nodes stand; groups of one name stand together."""
 
     def __post_init__(self) -> None:
         check.whole("cluster", "nodes", self.nodes, at_least=1)
@@ -43,7 +46,8 @@ class Cluster:
     """Devices, their memory and speed, and the links between them.
 
     Ranks are counted node after node: rank = node · devices_per_node + place in the node, group after group where
-    groups of unlike nodes stand side by side. ``inter_node`` is None only where there is one node.
+    groups of unlike nodes stand side by side. ``inter_node`` is None only where there is one node, ``inter_region``
+    only where there is one region.
 
     Cluster("a100-80gb", nodes=64, devices_per_node=8) takes the links of that hardware's profile; ``intra_node`` and
     ``inter_node`` replace them, by name ("nvlink3", "ib-hdr200", "ethernet-100g" …) or as a ``Link``. The hardware is
@@ -54,6 +58,7 @@ class Cluster:
 
     groups: tuple[NodeGroup, ...]
     inter_node: Link | None
+    inter_region: Link | None
     # Where each group begins, in ranks and in nodes, and where the last one ends: looked up for every member of a ring.
     _first_ranks: tuple[int, ...] = field(compare=False, repr=False)
     _first_nodes: tuple[int, ...] = field(compare=False, repr=False)
@@ -68,7 +73,7 @@ class Cluster:
         inter_node: str | Link | None = None,
     ) -> None:
         known, inside, outside = _resolve(device, intra_node, inter_node)
-        self._settle((NodeGroup(known, nodes, devices_per_node, inside),), outside)
+        self._settle((NodeGroup(known, nodes, devices_per_node, inside),), outside, None)
 
     @classmethod
     def preset(cls, name: str, nodes: int = 1) -> "Cluster":
@@ -86,21 +91,31 @@ class Cluster:
         )
 
     @classmethod
-    def of_groups(cls, groups: Sequence[NodeGroup], inter_node: str | Link | None = None) -> "Cluster":
-        """A cluster of unlike nodes. Raises ClusterError when there is no group, or several nodes and no link."""
+    def of_groups(
+        cls,
+        groups: Sequence[NodeGroup],
+        inter_node: str | Link | None = None,
+        inter_region: str | Link | None = None,
+    ) -> "Cluster":
+        """A cluster of unlike nodes. Raises ClusterError when there is no group, or several nodes or regions and no
+        link between them."""
         if not groups:
             raise ClusterError("a cluster needs at least one group of nodes; given none")
         self = object.__new__(cls)
-        self._settle(tuple(groups), load_link(inter_node) if isinstance(inter_node, str) else inter_node)
+        between = [load_link(link) if isinstance(link, str) else link for link in (inter_node, inter_region)]
+        self._settle(tuple(groups), *between)
         return self
 
-    def _settle(self, groups: tuple[NodeGroup, ...], inter_node: Link | None) -> None:
+    def _settle(self, groups: tuple[NodeGroup, ...], inter_node: Link | None, inter_region: Link | None) -> None:
         if inter_node is None and sum(group.nodes for group in groups) > 1:
             raise ClusterError(_NO_INTER_NODE)
+        if inter_region is None and len({group.region for group in groups}) > 1:
+            raise ClusterError(_NO_INTER_REGION)
         first_ranks = tuple(accumulate((group.devices for group in groups), initial=0))
         first_nodes = tuple(accumulate((group.nodes for group in groups), initial=0))
         object.__setattr__(self, "groups", groups)
         object.__setattr__(self, "inter_node", inter_node)
+        object.__setattr__(self, "inter_region", inter_region)
         object.__setattr__(self, "_first_ranks", first_ranks)
         object.__setattr__(self, "_first_nodes", first_nodes)
 
@@ -118,20 +133,20 @@ class Cluster:
         try:
             for group in parsed.groups:
                 device, inside, outside = _resolve(group.device, group.intra_node, inter_node)
-                groups.append(NodeGroup(device, group.nodes, group.devices_per_node, inside))
+                groups.append(NodeGroup(device, group.nodes, group.devices_per_node, inside, group.region))
                 if len(parsed.groups) == 1:
                     inter_node = outside
-            return cls.of_groups(groups, inter_node)
+            return cls.of_groups(groups, inter_node, parsed.inter_region)
         except ClusterError as error:
             raise ClusterError(f"{source}: {error}") from error
 
     def to_document(self) -> dict[str, Any]:
         """This cluster as plain values, names where the catalogue has them and every constant where it has not."""
         groups = [
-            cluster_file.Group(group.device, group.nodes, group.devices_per_node, group.intra_node)
+            cluster_file.Group(group.device, group.nodes, group.devices_per_node, group.intra_node, group.region)
             for group in self.groups
         ]
-        return cluster_file.document(groups, self.inter_node)
+        return cluster_file.document(groups, self.inter_node, self.inter_region)
 
     def save(self, path: str | Path) -> None:
         """Write the TOML file that ``load`` reads."""
@@ -205,7 +220,7 @@ class Cluster:
             return self.groups[next(iter(members_of_node))[0]].intra_node
         crowded = {group for (group, _), count in members_of_node.items() if count > 1}
         inside = [self.groups[group].intra_node for group in sorted(crowded)]
-        outside = self._ports(members_of_node.values(), concurrent)
+        outside = self._ports(members_of_node, concurrent)
         slowest = min((*inside, outside), key=lambda link: link.effective_bandwidth_bytes_per_s)
         return replace(slowest, latency_s=max(link.latency_s for link in (*inside, outside)))
 
@@ -222,16 +237,25 @@ class Cluster:
         crowded = {group for (group, _), count in members_of_node.items() if count > 1}
         links = [self.groups[group].intra_node for group in sorted(crowded)]
         slowest = min(links, key=lambda link: link.effective_bandwidth_bytes_per_s, default=inside)
-        outside = self._ports(members_of_node.values(), max(1, largest // fewest))
+        outside = self._ports(members_of_node, max(1, largest // fewest))
         return Group(len(members), len(members_of_node), slowest, outside)
 
-    def _ports(self, members_per_node: Iterable[int], concurrent: int) -> Link:
-        """The link out of a node as one ring sees it, the node with the fewest members deciding."""
+    def _ports(self, members_of_node: Mapping[tuple[int, int], int], concurrent: int) -> Link:
+        """The link out of a node as one ring sees it, the node with the fewest members deciding; between regions, the
+        slower of that and the link between them."""
         if self.inter_node is None:  # _settle gives every cluster of several nodes a link
             raise ClusterError(_NO_INTER_NODE)
-        if self.inter_node.sharing == "device":
-            return self.inter_node.scaled(min(members_per_node))
-        return self.inter_node.scaled(1 / concurrent)
+        port = self._shared(self.inter_node, members_of_node, concurrent)
+        if self.inter_region is None or len({self.groups[group].region for group, _ in members_of_node}) == 1:
+            return port
+        far = self._shared(self.inter_region, members_of_node, concurrent)
+        slower = min((port, far), key=lambda link: link.effective_bandwidth_bytes_per_s)
+        return replace(slower, latency_s=max(port.latency_s, far.latency_s))
+
+    def _shared(self, link: Link, members_of_node: Mapping[tuple[int, int], int], concurrent: int) -> Link:
+        if link.sharing == "device":
+            return link.scaled(min(members_of_node.values()))
+        return link.scaled(1 / concurrent)
 
     def _place(self, rank: int) -> tuple[int, int]:
         """The group and the node that hold ``rank``."""

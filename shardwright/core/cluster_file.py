@@ -20,6 +20,7 @@ class Group:
     nodes: int
     devices_per_node: int
     intra_node: str | Link | None
+    region: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Contents:
 
     groups: tuple[Group, ...]
     inter_node: str | Link | None
+    inter_region: str | Link | None
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -54,13 +56,14 @@ def parse(document: dict[str, Any], source: str) -> Contents:
             group.nodes,
             group.devices_per_node,
             _link(group.intra_node, source),
+            group.region,
         )
         for group in table.groups
     )
-    return Contents(groups, _link(table.inter_node, source))
+    return Contents(groups, _link(table.inter_node, source), _link(table.inter_region, source))
 
 
-def document(groups: Sequence[Group], inter_node: Link | None) -> dict[str, Any]:
+def document(groups: Sequence[Group], inter_node: Link | None, inter_region: Link | None) -> dict[str, Any]:
     """The document that ``parse`` reads: names where the catalogue has just that value, tables elsewhere."""
     tables = [
         {
@@ -69,9 +72,11 @@ def document(groups: Sequence[Group], inter_node: Link | None) -> dict[str, Any]
             "devices_per_node": group.devices_per_node,
             "intra_node": _link_entry(group.intra_node),
         }
+        | ({"region": group.region} if group.region else {})
         for group in groups
     ]
-    between = {} if inter_node is None else {"inter_node": _link_entry(inter_node)}
+    links = {"inter_node": inter_node, "inter_region": inter_region}
+    between = {name: _link_entry(link) for name, link in links.items() if link is not None}
     inside: dict[str, Any] = tables[0] if len(tables) == 1 else {"groups": tables}
     return {"format": schema.FORMAT} | inside | between
 

@@ -27,6 +27,28 @@ def unlike() -> Cluster:
     )
 
 
+def of_regions(inter_region: str | Link | None = "wan-ocean") -> Cluster:
+    """Two nodes of two T4 in the east, one in the west: ranks 0-3 and 4-5."""
+    device, inside = load_device("t4"), load_link("pcie3")
+    return Cluster.of_groups(
+        [NodeGroup(device, 2, 2, inside, "east"), NodeGroup(device, 1, 2, inside, "west")],
+        "ethernet-100g",
+        inter_region,
+    )
+
+
+def test_between_regions_the_far_link_decides() -> None:
+    cluster, far = of_regions(), load_link("wan-ocean")
+    assert cluster.link_between(0, 2).name == "ethernet-100g"
+    assert cluster.link_between(3, 4).name == "wan-ocean"
+    assert cluster.link_between(3, 4).latency_s == far.latency_s
+    size = 1 << 20
+    assert cluster.group((0, 4)).all_reduce_s(size) > size / far.effective_bandwidth_bytes_per_s
+    assert cluster.group((0, 2)).all_reduce_s(size) < far.latency_s
+    with pytest.raises(ClusterError, match="several regions needs inter_region"):
+        of_regions(None)
+
+
 def test_a_cluster_takes_the_links_of_its_profile() -> None:
     cluster = Cluster("a100-80gb", nodes=64, devices_per_node=8)
     assert (cluster.world_size, cluster.nodes, str(cluster)) == (512, 64, "64 × 8 a100-80gb")
@@ -157,6 +179,7 @@ def test_clusters_are_values() -> None:
         Cluster(dataclasses.replace(load_device("v100"), memory_bytes=16 * 2**30), devices_per_node=8),
         Cluster(dataclasses.replace(load_device("t4"), name='say "hi"\n'), intra_node="pcie3"),
         unlike(),
+        of_regions(),
         Cluster.of_groups([unlike().groups[0], NodeGroup(load_device("t4"), 1, 1, FAST)], PORT),
     ],
     ids=str,

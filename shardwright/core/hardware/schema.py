@@ -164,6 +164,7 @@ class GroupTable(_Section):
     nodes: Annotated[int, Field(ge=1)]
     devices_per_node: Annotated[int, Field(ge=1)]
     intra_node: AnyLink | None = None
+    region: str = ""
 
 
 class ClusterFile(_Section):
@@ -171,6 +172,7 @@ class ClusterFile(_Section):
 
     format: int
     inter_node: AnyLink | None = None
+    inter_region: AnyLink | None = None
     groups: Annotated[list[GroupTable], Field(min_length=1)]
 
 
