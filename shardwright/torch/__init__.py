@@ -27,6 +27,7 @@ from shardwright import (  # noqa: E402
     plan,
     simulate,
 )
+from shardwright.core.measured import measured_costs  # noqa: E402
 from shardwright.torch.data import DistributedSampler, sampler  # noqa: E402
 from shardwright.torch.model import DistributedModel, delay_param_initialization  # noqa: E402
 from shardwright.torch.optimizer import DistributedOptimizer  # noqa: E402
@@ -90,6 +91,7 @@ __all__ = [
     "init",
     "is_initialized",
     "local_rank",
+    "measured_costs",
     "plan",
     "pp_rank",
     "pp_size",

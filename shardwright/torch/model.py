@@ -13,6 +13,7 @@ from shardwright.backends.torch import checkpoint
 from shardwright.backends.torch.runtime import Runtime, StageMap
 from shardwright.backends.torch.weights import Weights
 from shardwright.core.errors import ShardwrightError
+from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.torch import session as sessions
 
 
@@ -89,6 +90,30 @@ class DistributedModel(nn.Module):
         if self.runtime.recorder is None:
             raise ShardwrightError("model.backward(loss) belongs inside a function decorated with @sw.step")
         self.runtime.recorder.backward(loss, weight)
+
+    def use_schedule(self, schedule: str | Schedule, costs: StageCosts | None = None) -> None:
+        """Run the steps from now on under another schedule of the same stages; every rank calls this.
+
+        Args:
+            schedule: one of as many ranks, stages and microbatches, that places the stages as before; or the name of
+                one, "auto" among them.
+            costs: of the stages, for "auto": those that `sw.measured_costs` found, say. Default: the planned ones.
+
+        Raises:
+            ShardwrightError: the model is not split yet, or the schedule does not fit.
+        """
+        stage_map, plan = self.runtime.stage_map, self.session.plan
+        if isinstance(schedule, str):
+            if stage_map is None:
+                raise ShardwrightError("the model is not split yet: run a step first")
+            if costs is None and plan is not None:
+                costs = plan.stage_costs()
+            before = stage_map.schedule
+            schedule = Schedule.build(
+                schedule, ranks=before.ranks, microbatches=before.microbatches, virtual_stages=before.virtual_stages,
+                costs=costs,
+            )  # fmt: skip
+        self.runtime.use_schedule(schedule)
 
     # Parameters --------------------------------------------------------------------------------------------------
 

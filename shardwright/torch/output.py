@@ -24,9 +24,10 @@ class StepOutput:
         self._weights = weights
 
     def reduce_mean(self) -> torch.Tensor:
-        """The mean over microbatches; weighted for a loss that was given weights."""
+        """The mean over microbatches: by weight for a loss that was given weights, and by samples where microbatches
+        have different numbers of them."""
         if self._everywhere is None:
-            return torch.stack(self.outputs).mean(dim=0)
+            return self.stack().mean(dim=0)
         if self._weights is None:
             return self._everywhere.mean()
         weights = self._weights.to(self._everywhere.dtype)
@@ -40,7 +41,7 @@ class StepOutput:
 
     def reduce_sum(self) -> torch.Tensor:
         """The sum over microbatches."""
-        return torch.stack(self.outputs).sum(dim=0) if self._everywhere is None else self._everywhere.sum()
+        return self.stack().sum(dim=0) if self._everywhere is None else self._everywhere.sum()
 
     def concat(self) -> torch.Tensor:
         """This replica's values joined along the first dim, in order of the samples."""
@@ -49,7 +50,14 @@ class StepOutput:
         return torch.cat(self.outputs)
 
     def stack(self) -> torch.Tensor:
-        """This replica's values along a new first dim of size microbatches."""
+        """This replica's values along a new first dim of size microbatches. Raises ShardwrightError when their shapes
+        differ, as those of microbatches of different sizes do."""
+        shapes = {tuple(t.shape) for t in self.outputs}
+        if len(shapes) > 1:
+            raise ShardwrightError(
+                f"the microbatches gave values of shapes {sorted(shapes)}, which do not stack: call .concat(), or "
+                f"return something that does not depend on the number of samples"
+            )
         return torch.stack(self.outputs)
 
     def __len__(self) -> int:

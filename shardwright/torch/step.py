@@ -3,8 +3,9 @@
 import copy
 import functools
 import inspect
+import warnings
 from collections import UserDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 from shardwright.backends.torch.program import tensors_in
 from shardwright.core.errors import ShardwrightError
 from shardwright.torch import session as sessions
+from shardwright.torch.batch import Batch
 from shardwright.torch.mode import run_step
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.output import StepOutput
@@ -34,7 +36,9 @@ def step(
 ) -> Any:
     """Make a training or evaluation step of a function of (model, batch …).
 
-    The tensors among its arguments are split into microbatches along axis 0. The body runs once for each signature, on
+    The tensors among its arguments are split into microbatches along axis 0. A batch that does not divide makes
+    microbatches that differ by one sample, and one of fewer samples than microbatches makes fewer of them: each counts
+    by its samples, unless ``model.backward`` is given a weight. The body runs once for each signature, on
     stand-ins with the shapes of one microbatch; reading a tensor's value in it is an error. Each tensor that it returns
     becomes a `StepOutput`, the same on every rank.
 
@@ -43,8 +47,8 @@ def step(
         input_split_axes: for arguments whose batch is not on axis 0, the axis.
 
     Raises:
-        ShardwrightError: when called: the batch does not divide into the microbatches; pipeline peers were given
-            different batches.
+        ShardwrightError: when called: pipeline peers were given different batches; arguments of different sizes do not
+            divide into the microbatches.
         CaptureError: when first called: the body cannot be recorded.
     """
     if function is None:
@@ -57,6 +61,7 @@ class _Step:
         functools.update_wrapper(self, function)
         self.function = function
         self.whole, self.axes = whole, axes
+        self._said: set[int] = set()
         self._signature = inspect.signature(function)
         named = set(self._signature.parameters)
         takes_any = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
@@ -73,18 +78,16 @@ class _Step:
         arguments = {name: _plain(value) for name, value in bound.arguments.items()}
         leaves, spec = pytree.tree_flatten(arguments, is_leaf=lambda item: item is model)
         names = [str(path[0].key) for path, _ in pytree.tree_flatten_with_path(arguments)[0]]  # type: ignore[attr-defined]
-        count = session.microbatches
         device = session.bound.device
-        positions, inputs = [], []
-        literals: list[Any] = []
-        for position, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
-            if isinstance(leaf, torch.Tensor):
-                positions.append(position)
-                inputs.append(self._slices(leaf.to(device, non_blocking=True), name, count, position))
-                literals.append(None)
-            else:
-                literals.append(leaf)
-        microbatches = [[pieces[m] for pieces in inputs] for m in range(count)]
+        positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        literals = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        given_tensors = {names[p] + f" (number {p})": (leaves[p], self._axis(leaves[p], names[p])) for p in positions}
+        batch = Batch.of(given_tensors, session.microbatches)
+        self._say_of_size(session, batch)
+        inputs = [
+            batch.slices(leaves[p].to(device, non_blocking=True), self._axis(leaves[p], names[p])) for p in positions
+        ]
+        microbatches = [[pieces[m] for pieces in inputs] for m in range(len(batch.samples))]
 
         def body(stand_ins: list[torch.Tensor]) -> Any:
             given = list(literals)
@@ -102,23 +105,32 @@ class _Step:
             runtime.check_peers([leaves[p] for p in positions])
             runtime.checked_steps.add(id(self))
         key = self._key(model, spec, literals, microbatches[0])
-        tree, returned = run_step(session, model, key, body, microbatches)
+        tree, returned = run_step(session, model, key, body, microbatches, batch.samples)
         return tree.build(_Leaves(returned).next)
 
-    def _slices(self, tensor: torch.Tensor, name: str, count: int, position: int) -> list[torch.Tensor]:
+    def _axis(self, tensor: torch.Tensor, name: str) -> int | None:
+        """The axis along which an argument is split into microbatches; None: every microbatch gets it whole."""
         if name in self.whole or tensor.dim() == 0:
-            return [tensor] * count
+            return None
         axis = self.axes.get(name, 0)
         if not -tensor.dim() <= axis < tensor.dim():
             raise ShardwrightError(f"input_split_axes has axis {axis} for {name!r}, of shape {tuple(tensor.shape)}")
-        size = tensor.shape[axis]
-        if size % count:
-            raise ShardwrightError(
-                f"argument {name!r} has {size} samples, which {count} microbatches do not divide: give a batch of "
-                f"{max(1, round(size / count)) * count}, or choose microbatches that divide {size}; what is no batch "
-                f"goes into non_split_inputs"
+        return axis
+
+    def _say_of_size(self, session: sessions.Session, batch: Batch) -> None:
+        """Warn, once for each size, of a training batch that is not the one that was planned for."""
+        total = sum(batch.samples)
+        if total in self._said or not torch.is_grad_enabled():
+            return
+        self._said.add(total)
+        planned = None if session.plan is None else session.plan.decision.microbatch * session.plan.microbatches
+        if planned is not None and total != planned and batch.whole_axis:
+            warnings.warn(
+                f"a step was given {total} samples, and the plan has {planned} on each replica: it runs microbatches "
+                f"of {_counted(batch.samples)} samples, each weighted by its size, and time and memory are not those "
+                f"that were predicted",
+                stacklevel=3,
             )
-        return list(tensor.chunk(count, dim=axis))
 
     def _key(self, model: DistributedModel, spec: Any, literals: list[Any], inputs: list[torch.Tensor]) -> Hashable:
         def hashable(item: Any) -> Hashable:
@@ -130,7 +142,7 @@ class _Step:
                 return id(item)
             return (type(item), item)
 
-        modes = tuple(module.training for module in model.module.modules())
+        modes = tuple([module.training for module in model.runtime.holding.modules.values()])
         kind = model.session.bound.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         shapes = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs)
@@ -150,6 +162,11 @@ class _Leaves:
         if found is None:
             return getattr(leaf, "value", None)
         return StepOutput(found.outputs, found.everywhere, found.weights)
+
+
+def _counted(samples: Sequence[int]) -> str:
+    """``3 x 2, 1 x 1``."""
+    return ", ".join(f"{samples.count(size)} x {size}" for size in sorted(set(samples), reverse=True))
 
 
 def _plain(value: Any) -> Any:

@@ -113,8 +113,9 @@ class Holding:
                     path, _, last = name.rpartition(".")
                     self.first_name[name] = first
                     self._slots.setdefault(first, []).append((self.modules[path], last))
-        self._parameters = frozenset(parameter_names(model))
-        self._buffers = frozenset(buffer_names(model))
+        # Tuples, since order counts: that of the model.
+        self._parameter_order, self._buffer_order = tuple(parameter_names(model)), tuple(buffer_names(model))
+        self._parameters, self._buffers = frozenset(self._parameter_order), frozenset(self._buffer_order)
         for name in self._parameters:
             self._know(self.tensor(name), name)
 
@@ -141,10 +142,10 @@ class Holding:
 
     def local_parameters(self) -> dict[str, nn.Parameter]:
         """What this rank holds, by first name, in the model's order."""
-        return {name: p for name, p in self.model.named_parameters() if self.holds(self.first_name[name])}
+        return {name: self.parameter(name) for name in self._parameter_order if self.holds(name)}
 
     def local_buffers(self) -> dict[str, torch.Tensor]:
-        return {name: b for name, b in self.model.named_buffers() if self.holds(self.first_name[name])}
+        return {name: self.tensor(name) for name in self._buffer_order if self.holds(name)}
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Replace a parameter or buffer everywhere it stands. What is on the right device keeps its identity."""

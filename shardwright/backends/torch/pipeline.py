@@ -71,7 +71,7 @@ class Pipeline:
         out = StepValues()
         self._kept.clear()
         self._arrivals.clear()
-        self.mailroom.expect(self.traffic.incoming)
+        self.mailroom.expect(self.traffic.incoming, self.traffic.taken)
         self.streams.enabled = self.streams.active
         try:
             with kept_generators(self.streams.active, self.mailroom.device):

@@ -23,6 +23,17 @@ def stream_seed(seed: int, step: int, microbatch: int, context: Context) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
+def draws(function: torch._ops.OpOverload, args: Any, kwargs: Any) -> bool:
+    """Whether a call of an op draws random numbers: attention without dropout does not, though its op may."""
+    if torch.Tag.nondeterministic_seeded not in function.tags:
+        return False
+    for position, argument in enumerate(function._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(given != 0.0)
+    return True
+
+
 class Streams:
     """Seeds the generators while one rank runs the programs of a step."""
 
@@ -102,7 +113,11 @@ class Streams:
             self._seed(context)
 
     def _seed(self, context: Context) -> None:
-        torch.manual_seed(stream_seed(self.seed, self._step, self._microbatch, context))
+        # Not torch.manual_seed, which queues a call for every kind of accelerator, with the text of the stack.
+        seed = stream_seed(self.seed, self._step, self._microbatch, context)
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(seed)
 
 
 @contextmanager

@@ -93,7 +93,7 @@ def keep_microbatches(schedule: Schedule, count: int) -> Schedule:
 
     def kept(action: Action) -> Iterator[Action]:
         parts = tuple(part for part in action.flat if part.microbatch is None or part.microbatch < count)
-        if parts == action.parts:
+        if len(parts) == len(action.flat):
             yield action
         else:
             yield from parts
@@ -149,6 +149,7 @@ class Runtime:
         assert group is not None
         self.mailroom = Mailroom(bound.groups["pp"], bound.coordinate("pp"), bound.device, watch, timeout_s, group)
         self.stage_map: StageMap | None = None
+        self._schedule_digest = ""
         self.messages: Messages | None = None
         """What runs the steps when the model's control flow depends on values."""
         self.recorder: StepRecorder | Messages | _Unheard | None = None
@@ -170,7 +171,7 @@ class Runtime:
 
     def split(self, stage_map: StageMap) -> None:
         """Keep this rank's parameters and drop the others; give data to those on the meta device."""
-        self.stage_map = stage_map
+        self.stage_map, self._schedule_digest = stage_map, stage_map.schedule.digest
         schedule = stage_map.schedule
         calls = [[path for path, _ in held] for held in stage_map.calls]
         placement = place(self.model, calls, stage_map.parameter_stages, schedule.stage_to_rank, schedule.ranks)
@@ -182,6 +183,26 @@ class Runtime:
         self.weights = None
         self.holding.to(self.bound.device)
         self._changed()
+
+    def use_schedule(self, schedule: Schedule) -> None:
+        """Run the steps from now on under another schedule of the same stages. Every rank calls this.
+
+        Raises ShardwrightError when it places stages on other ranks than the one that the model was split for.
+        """
+        stage_map = self.stage_map
+        if stage_map is None:
+            raise ShardwrightError("the model is not split yet: run a step first")
+        if schedule.placement != stage_map.schedule.placement:
+            raise ShardwrightError(
+                f"{schedule.name} places the stages on ranks {schedule.placement}, and the model was split for "
+                f"{stage_map.schedule.placement}: choose a schedule with that placement"
+            )
+        if schedule.microbatches != stage_map.schedule.microbatches:
+            raise ShardwrightError(
+                f"{schedule.name} is for {schedule.microbatches} microbatches, and the steps have "
+                f"{stage_map.schedule.microbatches}: build it for that number"
+            )
+        self.stage_map, self._schedule_digest = replace(stage_map, schedule=schedule), schedule.digest
 
     def _changed(self) -> None:
         for listener in self.listeners:
@@ -279,9 +300,10 @@ class Runtime:
             return self._step_by_messages(self.messages, body, microbatches, samples or [1] * count)
         stage_map = self.stage_map
         assert stage_map is not None
-        key = (signature, tuple(tuple((tuple(t.shape), t.dtype) for t in mb) for mb in microbatches))
+        shapes = tuple(tuple((tuple(t.shape), t.dtype) for t in mb) for mb in microbatches)
+        key = (signature, shapes, self._schedule_digest)
         if key not in self._compiled:
-            self._compiled[key] = self._compile(stage_map, key, body, microbatches)
+            self._compiled[key] = self._compile(stage_map, body, microbatches)
         compiled = self._compiled[key]
         if not self._synchronized:
             self._synchronize()
@@ -377,7 +399,7 @@ class Runtime:
         return divide(program, stage_map.stage_of_call, stage_map.parameter_stages, stage_map.schedule.stages)
 
     def _compile(
-        self, stage_map: StageMap, key: Hashable, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]]
+        self, stage_map: StageMap, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]]
     ) -> _Compiled:
         self.watch.doing("recording the step")
         of_shapes: dict[Hashable, Division] = {}

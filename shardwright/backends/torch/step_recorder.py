@@ -38,6 +38,7 @@ from shardwright.backends.torch.program import (
     make_template,
     tensors_in,
 )
+from shardwright.backends.torch.randomness import draws
 from shardwright.backends.torch.refusals import reads_a_value, refuse_function, said, where
 from shardwright.core.errors import CaptureError
 
@@ -254,7 +255,7 @@ class StepRecorder:
                     draft.buffers.add(ref.name)
                 elif isinstance(ref, ValueRef) and draft.path is not None:
                     draft.reads.add(self._use_value(item))
-        if torch.Tag.nondeterministic_seeded in function.tags:
+        if draws(function, args, kwargs):
             frame = self.frames[-1] if self.frames else _Frame("", 0, 0)
             draft.random[(frame.path, frame.occurrence, frame.segment)] = None
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from shardwright.backends.torch.stages import Division, Edge
-from shardwright.backends.torch.transfer import Message, Shape
+from shardwright.backends.torch.transfer import Key, Message, Shape
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action, Kind
 
@@ -29,6 +29,7 @@ class Traffic:
     Attributes:
         actions: what this rank runs, in order.
         incoming: what the others send to this rank, each in the order of its own schedule.
+        taken: for some of these, what this rank had sent to their source and the source had taken before it made them.
         pairs: the (source, target) coordinates between which anything is sent, on any rank.
     """
 
@@ -39,14 +40,18 @@ class Traffic:
         self._backward: dict[tuple[int, int], Message] = {}
         self._make()
         self.actions = self._run_by(rank)
-        self.incoming = tuple(
-            message
-            for source in range(schedule.ranks)
-            if source != rank
-            for action in self._run_by(source)
-            for message in self.departures(action)
-            if message.target == rank
-        )
+        incoming: list[Message] = []
+        self.taken: dict[Key, tuple[Key, ...]] = {}
+        for source in range(schedule.ranks):
+            taken: list[Key] = []
+            for action in self._run_by(source) if source != rank else ():
+                taken += [message.key for message in self.needs(action) if message.source == rank]
+                for message in self.departures(action):
+                    if message.target == rank:
+                        incoming.append(message)
+                        self.taken[message.key] = tuple(taken)
+                        taken.clear()
+        self.incoming = tuple(incoming)
         self.pairs = sorted({(m.source, m.target) for m in (*self._forward.values(), *self._backward.values())})
 
     def _run_by(self, rank: int) -> tuple[Action, ...]:

@@ -4,12 +4,14 @@ Between two ranks each direction is a channel of its own. Messages leave a chann
 schedule makes them, and the receiver posts its receives in that same order, which it knows because every rank has the
 whole schedule. A sender never waits. So a wait always ends: the earliest unfinished action of the schedule has all that
 it needs under way. NCCL gets one communicator per channel, since it matches messages by order alone; Gloo gets tags.
+
+A tensor that is sent lives until the send is over. Gloo tells that to who waits for it and to nobody else; but the
+schedule says which messages a peer had taken before it made the one that has just come in, and to wait for those takes
+no time. So no thread is needed that would wait for sends, and take its share of a core.
 """
 
-import queue
-import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -28,12 +30,15 @@ class Shape:
     dtype: torch.dtype
 
 
+Key = tuple[int, int, bool]
+"""(edge, microbatch, whether these are gradients)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """Tensors that one rank sends to another in one go. ``key`` names it within a step on both sides."""
 
-    key: tuple[int, int, bool]
-    """(edge, microbatch, whether these are gradients)."""
+    key: Key
     source: int
     target: int
     """Coordinates on pp."""
@@ -68,9 +73,9 @@ class Mailroom:
         self.by_order = device.type == "cuda"
         self._channels: dict[tuple[int, int], ProcessGroup] = {}
         self._expected: dict[int, deque[Message]] = {}
-        self._posted: dict[tuple[int, int, bool], _Posted] = {}
-        self._sending: deque[tuple[Work, torch.Tensor]] = deque()
-        self._reaper = _Reaper() if not self.by_order else None
+        self._posted: dict[Key, _Posted] = {}
+        self._sending: dict[Key, list[tuple[Work, torch.Tensor]]] = {}
+        self._taken: Mapping[Key, Sequence[Key]] = {}
 
     def open(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Make the channels (source, target) that are not there yet. All pp peers call this with the same pairs."""
@@ -83,12 +88,19 @@ class Mailroom:
                 assert isinstance(handle, ProcessGroup)
                 self._channels[source, target] = handle
 
-    def expect(self, messages: Sequence[Message]) -> None:
-        """Begin a step: the messages that will come, those of each source in the order in which it sends them."""
+    def expect(self, messages: Sequence[Message], taken: Mapping[Key, Sequence[Key]]) -> None:
+        """Begin a step.
+
+        Args:
+            messages: what will come, of each source in the order in which it sends.
+            taken: for some of these, what this rank had sent to their source and the source had taken before it made
+                them.
+        """
         self._expected = {}
         for message in messages:
             self._expected.setdefault(message.source, deque()).append(message)
         self._posted.clear()
+        self._taken = taken
 
     def post(self, message: Message) -> None:
         """Post the receive of a message, and of those that its sender sends before it."""
@@ -111,45 +123,44 @@ class Mailroom:
         with self.watch.waiting(f"{message.text} from rank {self.ranks[message.source]}"):
             for work in posted.works:
                 self._wait(work)
+        for key in self._taken.get(message.key, ()):
+            self._settle(key)
         return posted.buffers
 
     def send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
         """Send without waiting. The tensors must not change afterwards."""
-        if self._reaper is not None:
-            self._reaper.check(self.watch)
-        for offset, tensor in enumerate(tensors):
-            whole = as_carried(tensor.detach())
-            with self.watch.waiting(f"the start of a send of {message.text} to rank {self.ranks[message.target]}"):
+        target, going = self.ranks[message.target], []
+        with self.watch.waiting(f"the start of a send of {message.text} to rank {target}"):
+            for offset, tensor in enumerate(tensors):
+                whole = as_carried(tensor.detach())
                 if self.by_order:
-                    work = dist.isend(whole, self.ranks[message.target], self._channels[message.source, message.target])
+                    work = dist.isend(whole, target, self._channels[message.source, message.target])
                 else:
-                    work = dist.isend(whole, self.ranks[message.target], self.group, tag=message.tag + offset)
-            if work is None:
-                continue
-            if self._reaper is not None:
-                self._reaper.put(work, whole, self.timeout)
-            else:
-                self._sending.append((work, whole))
-        while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()
+                    assert self.group is not None
+                    work = self.group.send([whole], target, message.tag + offset)
+                if work is not None:
+                    going.append((work, whole))
+        self._sending[message.key] = going
+
+    def _settle(self, key: Key) -> None:
+        """Let go of what a peer has taken."""
+        for work, _ in self._sending.pop(key, ()):
+            with self.watch.waiting("the end of a send that was taken"):
+                self._wait(work)
 
     def close(self) -> None:
-        """End the thread that waits for sends, and let the process groups go. Nothing is sent afterwards."""
-        if self._reaper is not None:
-            self._reaper.close()
+        """Let the process groups go. Nothing is sent afterwards."""
         self._channels.clear()
         self.group = None
 
     def drain(self) -> None:
-        """End a step: every send is under way to the end. Raises PeerError when one failed."""
-        if self._reaper is not None:
-            self.watch.doing("end of the step")
-            with self.watch.waiting("peers to receive what this rank sent"):
-                self._reaper.drain()
-            self._reaper.check(self.watch)
-        while self._sending:
-            work, _ = self._sending.popleft()
-            self._wait(work)
+        """End a step: every send is over. Raises PeerError when one failed."""
+        self.watch.doing("end of the step")
+        with self.watch.waiting("peers to receive what this rank sent"):
+            for going in self._sending.values():
+                for work, _ in going:
+                    self._wait(work)
+        self._sending.clear()
 
     def _receive(self, message: Message, buffer: torch.Tensor, offset: int) -> Work:
         source = self.ranks[message.source]
@@ -158,7 +169,8 @@ class Mailroom:
             if self.by_order:
                 work = dist.irecv(flat, source, self._channels[message.source, message.target])
             else:
-                work = dist.irecv(flat, source, self.group, tag=message.tag + offset)
+                assert self.group is not None
+                work = self.group.recv([flat], source, message.tag + offset)
         if work is None:
             raise PeerError(f"torch.distributed made no receive from rank {source}")
         return work
@@ -176,45 +188,3 @@ def as_carried(tensor: torch.Tensor) -> torch.Tensor:
     if whole.dtype is torch.bool:
         return whole.view(torch.uint8)
     return torch.view_as_real(whole) if whole.dtype.is_complex else whole
-
-
-class _Reaper:
-    """Waits for Gloo's sends on a thread of its own, and lets their buffers go as soon as they are out.
-
-    Gloo tells of a finished send only to who waits for it.
-    """
-
-    def __init__(self) -> None:
-        self._queue: queue.Queue[tuple[Work, torch.Tensor, timedelta] | None] = queue.Queue()
-        self._error: RuntimeError | None = None
-        threading.Thread(target=self._run, name="shardwright-sends", daemon=True).start()
-
-    def put(self, work: Work, tensor: torch.Tensor, timeout: timedelta) -> None:
-        self._queue.put((work, tensor, timeout))
-
-    def drain(self) -> None:
-        self._queue.join()
-
-    def close(self) -> None:
-        self._queue.put(None)
-
-    def check(self, watch: Watch) -> None:
-        if self._error is not None:
-            with watch.waiting("a peer to receive what this rank sent"):
-                raise self._error
-
-    def _run(self) -> None:
-        while True:
-            item = self._queue.get()
-            if item is None:
-                return
-            work, tensor, timeout = item
-            del item
-            try:
-                if self._error is None:
-                    work.wait(timeout)
-            except RuntimeError as error:
-                self._error = error
-            finally:
-                del work, tensor
-                self._queue.task_done()

@@ -14,6 +14,7 @@ from models import every_kind_of_weight
 import shardwright.torch as sw
 from shardwright.backends.torch.runtime import StageMap
 from shardwright.core.errors import ShardwrightError
+from shardwright.core.graph import Graph
 from shardwright.core.plan import Plan
 from shardwright.core.schedule import AUTO, schedule_names
 
@@ -59,8 +60,15 @@ def sizes(name: str, ranks: int) -> int | None:
 
 PLANS: dict[int, Plan] = {}
 """By virtual stages: the model is captured and cut once for each."""
-steps = import_module("shardwright.torch.step")
-plan_anew = steps.plan_at_first_step
+GRAPHS: list[Graph] = []
+mode = import_module("shardwright.torch.mode")
+plan_anew, capture_anew = mode.plan_at_first_step, mode.capture_at_first_step
+
+
+def capture_once(*args) -> Graph:
+    if not GRAPHS:
+        GRAPHS.append(capture_anew(*args))
+    return GRAPHS[0]
 
 
 def plan_once(session, *args) -> StageMap:
@@ -111,7 +119,7 @@ def run(name: str, virtual: int, loss: float, expected: dict[str, torch.Tensor |
 
 def main() -> None:
     dist.init_process_group("gloo")
-    steps.plan_at_first_step = plan_once
+    mode.plan_at_first_step, mode.capture_at_first_step = plan_once, capture_once
     loss, expected = reference()
     results = {}
     for name in (*schedule_names(), AUTO):

@@ -250,7 +250,8 @@ def wrong_inputs() -> None:
     expect(ShardwrightError, "init was called twice", lambda: sw.init(CONFIG))
     model = sw.DistributedModel(build("gpt2"))
     expect(ShardwrightError, "one DistributedModel", lambda: sw.DistributedModel(build("gpt2")))
-    seven = {k: t[:7] for k, t in batch("gpt2", 0).items()}
+    seven = batch("gpt2", 0)
+    seven["labels"] = seven["labels"][:7]
     expect(ShardwrightError, "7 samples, which 4 microbatches do not divide", lambda: train_step(model, seven))
     expect(ShardwrightError, "ranks 0 and 1 are pipeline peers", lambda: train_step(model, batch("gpt2", sw.rank())))
     expect(ShardwrightError, "inside a function decorated", lambda: model.backward(torch.ones(())))

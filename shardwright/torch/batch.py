@@ -1,0 +1,59 @@
+"""The microbatches of a batch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from shardwright.core.errors import ShardwrightError
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """How a batch is cut.
+
+    Attributes:
+        samples: of each microbatch; all 1 where arguments of different sizes are cut into equal parts.
+        whole_axis: whether these are samples of one batch axis that all arguments share.
+    """
+
+    samples: tuple[int, ...]
+    whole_axis: bool
+
+    @classmethod
+    def of(cls, given: Mapping[str, tuple[torch.Tensor, int | None]], microbatches: int) -> "Batch":
+        """Cut into so many microbatches, or into as many as there are samples.
+
+        Args:
+            given: tensors by what to call them in errors, and the axis along which each is cut; None: not cut.
+
+        Raises:
+            ShardwrightError: there are no samples, or sizes that differ do not divide.
+        """
+        sizes = {name: tensor.shape[axis] for name, (tensor, axis) in given.items() if axis is not None}
+        if not sizes:
+            return cls((1,) * microbatches, False)
+        first = next(iter(sizes.values()))
+        if min(sizes.values()) == 0:
+            empty = next(name for name, size in sizes.items() if size == 0)
+            raise ShardwrightError(f"argument {empty} has no samples: leave such batches out")
+        if len(set(sizes.values())) > 1:
+            for name, size in sizes.items():
+                if size % microbatches:
+                    raise ShardwrightError(
+                        f"argument {name} has {size} samples, which {microbatches} microbatches do not divide, and the "
+                        f"arguments have different sizes ({', '.join(f'{n}: {s}' for n, s in sizes.items())}): give a "
+                        f"batch of {max(1, round(size / microbatches)) * microbatches}; what is no batch goes into "
+                        f"non_split_inputs"
+                    )
+            return cls((1,) * microbatches, False)
+        count = min(microbatches, first)
+        return cls(tuple(first // count + (m < first % count) for m in range(count)), True)
+
+    def slices(self, tensor: torch.Tensor, axis: int | None) -> list[torch.Tensor]:
+        """One argument's part of each microbatch."""
+        if axis is None:
+            return [tensor] * len(self.samples)
+        if self.whole_axis:
+            return list(tensor.split(list(self.samples), dim=axis))
+        return list(tensor.chunk(len(self.samples), dim=axis))

@@ -1,0 +1,171 @@
+"""Checks of how steps run, on two ranks, in one launch. Prints `ok NAME` for each; any failure ends the launch."""
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import batch, build
+
+import shardwright.torch as sw
+from shardwright.core.errors import ShardwrightError
+
+CONFIG = {"pipeline_parallel_degree": 2, "microbatches": 4, "wait_timeout_s": 60.0}
+
+
+@sw.step
+def train_step(model, batch):
+    out = model(**batch)
+    model.backward(out.loss)
+    return {"loss": out.loss, "logits": out.logits}
+
+
+def cut(whole: dict[str, torch.Tensor], parts: int) -> list[dict[str, torch.Tensor]]:
+    return [{key: t.tensor_split(parts)[m] for key, t in whole.items()} for m in range(parts)]
+
+
+def plain_run(model: torch.nn.Module, parts: list[dict[str, torch.Tensor]]) -> float:
+    """The mean loss over the samples of all parts, in order; gradients add up in the model."""
+    sizes = [len(part["input_ids"]) for part in parts]
+    total = 0.0
+    for part, size in zip(parts, sizes, strict=True):
+        loss = model(**part).loss * size / sum(sizes)
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def same_gradients(model: Any, plain: torch.nn.Module) -> None:
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    everything = torch.stack([g.norm() for g in wanted.values() if g is not None]).norm()
+    for name, parameter in model.local_named_parameters():
+        expected = wanted[name]
+        assert (parameter.grad is None) == (expected is None), name
+        if expected is not None:
+            error = (parameter.grad - expected).norm()
+            assert error <= 1e-4 * expected.norm() + 1e-6 * everything, (name, float(error), float(expected.norm()))
+
+
+def warned(run: Callable[[], Any], match: str) -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = run()
+    assert any(match in str(w.message) for w in caught), [str(w.message) for w in caught]
+    return result
+
+
+def batches_of_every_size() -> None:
+    for pipeline in ("1f1b", "zb-h1", "interleaved"):
+        sw.init(CONFIG, pipeline=pipeline)
+        plain = build("gpt2")
+        model = sw.DistributedModel(copy.deepcopy(plain))
+        train_step(model, batch("gpt2", 0))
+        for samples in (7, 3, 1, 8, 11):
+            model.zero_grad()
+            plain.zero_grad()
+            whole = batch("gpt2", 1, samples=samples)
+            expected = plain_run(plain, cut(whole, min(4, samples)))
+            if samples == 7 and pipeline == "1f1b":
+                out = warned(lambda: train_step(model, whole), "given 7 samples, and the plan has 8")  # noqa: B023
+            else:
+                out = train_step(model, whole)
+            assert abs(float(out["loss"].reduce_mean()) - expected) <= 1e-5 * abs(expected)
+            assert out["logits"].concat().shape[0] == samples
+            same_gradients(model, plain)
+            if samples == 7:
+                with pytest.raises(ShardwrightError, match=r"do not stack: call .concat\(\)"):
+                    out["logits"].reduce_mean()
+        with pytest.raises(ShardwrightError, match="has no samples"):
+            train_step(model, batch("gpt2", 0, samples=0))
+        sw.shutdown()
+
+
+def replicas_with_batches_of_different_sizes() -> None:
+    sw.init({"microbatches": 2, "ddp": True, "wait_timeout_s": 60.0})
+    plain = build("gpt2")
+    model = sw.DistributedModel(copy.deepcopy(plain))
+    for first, second in ((4, 3), (1, 4), (4, 4)):
+        model.zero_grad()
+        plain.zero_grad()
+        whole = batch("gpt2", 1, samples=first + second)
+        halves = [{k: t[:first] for k, t in whole.items()}, {k: t[first:] for k, t in whole.items()}]
+        parts = [part for half, n in zip(halves, (first, second), strict=True) for part in cut(half, min(2, n))]
+        expected = plain_run(plain, parts)
+        out = train_step(model, halves[sw.dp_rank()])
+        assert abs(float(out["loss"].reduce_mean()) - expected) <= 1e-5 * abs(expected)
+        same_gradients(model, plain)
+    sw.shutdown()
+
+
+def timelines_are_measured_and_predict() -> None:
+    sw.init(CONFIG)
+    model = sw.DistributedModel(build("gpt2"))
+    with pytest.raises(ShardwrightError, match="not split yet"):
+        model.use_schedule("zb-h1")
+    train_step(model, batch("gpt2", 0))
+    first = model.runtime.stage_map.schedule
+    with sw.record_timeline() as timelines:
+        for step in range(3):
+            train_step(model, batch("gpt2", step))
+        with pytest.raises(ShardwrightError, match="recorded already"), sw.record_timeline():
+            pass
+    assert len(timelines) == 3
+    for timeline in timelines:
+        assert timeline.actions == first.table
+        for rank in range(2):
+            spans = timeline.spans(rank)
+            assert all(a.end_s <= b.start_s for a, b in pairwise(spans))
+        # On one clock: nothing starts before what it needs has ended, but for the error of the clocks.
+        ends = {str(s.action): s.end_s for rank in range(2) for s in timeline.spans(rank)}
+        starts = {str(s.action): s.start_s for rank in range(2) for s in timeline.spans(rank)}
+        for mb in range(4):
+            assert starts[f"1F{mb}"] > ends[f"0F{mb}"] - 5e-3
+            assert starts[f"0B{mb}"] > ends[f"1B{mb}"] - 5e-3
+    every: list[Any] = [None, None]
+    dist.all_gather_object(every, [t.makespan_s for t in timelines])
+    assert every[0] == every[1], "the ranks were told different timelines"
+    costs = sw.measured_costs(timelines)
+    assert min(costs.forward_s) > 0
+    assert costs.input_grad_s == costs.weight_grad_s
+    with pytest.raises(ShardwrightError, match="for 8 microbatches"):
+        model.use_schedule(sw.Schedule.build("1f1b", ranks=2, microbatches=8))
+    with pytest.raises(ShardwrightError, match="places the stages"):
+        model.use_schedule(sw.Schedule.build("zbv", ranks=2, microbatches=4, virtual_stages=2))
+    plain = build("gpt2")
+    plain_run(plain, cut(batch("gpt2", 0), 4))
+    for name in ("zb-h1", "auto", "gpipe"):
+        model.use_schedule(name, sw.StageCosts.uniform(2))
+        model.zero_grad()
+        with sw.record_timeline() as timelines:
+            train_step(model, batch("gpt2", 0))
+        same_gradients(model, plain)
+        assert {a.kind for a in timelines[0].actions[0]} == {a.kind for a in model.runtime.stage_map.schedule.table[0]}
+    sw.shutdown()
+
+
+CHECKS: tuple[Callable[[], None], ...] = (
+    batches_of_every_size,
+    replicas_with_batches_of_different_sizes,
+    timelines_are_measured_and_predict,
+)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    for check in CHECKS:
+        if len(sys.argv) > 1 and check.__name__ not in sys.argv[1:]:
+            continue
+        check()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print(f"ok {check.__name__}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
