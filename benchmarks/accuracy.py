@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+from horovod import horovod_lines
 from predict import plan_of
 from published import DATA, Run, held_out, selective, single_node
 from sagemaker import sagemaker_lines
@@ -38,7 +39,7 @@ def main() -> int:
     lines = ["# Predictions against published measurements", "", "    python benchmarks/accuracy.py", ""]
     lines += one_node_lines(single_node(options.data / "a100_single_node_gpt.csv"))
     lines += selective_lines(options.data / "a100_selective_recompute.csv")
-    lines += sagemaker_lines()
+    lines += [*sagemaker_lines(), "", *horovod_lines()]
     lines += ["", f"Whole benchmark: {time.perf_counter() - started:.0f} s."]
     text = "\n".join(lines) + "\n"
     print(text)
