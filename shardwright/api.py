@@ -1,11 +1,13 @@
 """The entry points that are the same for both frameworks."""
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from shardwright.backends import protocol
 from shardwright.core.cluster import Cluster
+from shardwright.core.cost.unpriced import unpriced_text
 from shardwright.core.errors import CaptureError, PlanError
 from shardwright.core.graph import Graph
 from shardwright.core.plan import LossScope, Plan
@@ -118,6 +120,8 @@ def plan(
         sequence_parallel=sequence_parallel,
         gradient_precision=gradient_precision,
     )
+    if (unpriced := unpriced_text(graph)) is not None:
+        warnings.warn(f"{graph.model_name}: {unpriced}", stacklevel=2)
     return make_plan(graph, cluster, request, progress)
 
 

@@ -94,7 +94,8 @@ class UnitWork:
 
 
 def contraction_flops(graph: Graph, op: Op, batch: int) -> int:
-    """2 · (product of all label sizes) for a contraction; both products of an attention; 0 for other kinds."""
+    """2 · (product of all label sizes) for a contraction; both products of an attention; of an op that nothing is known
+    of, those of the product that its operands would allow; 0 for other kinds."""
     if op.kind == "contraction":
         return 2 * math.prod(graph.label_sizes(op, batch).values())
     if op.kind == "attention":
@@ -103,7 +104,16 @@ def contraction_flops(graph: Graph, op: Op, batch: int) -> int:
         sizes = graph.label_sizes(op, batch)
         keys = math.prod(sizes[x] for x in set(labels[1]) - set(labels[0]) - {-1})  # -1: one head for all queries
         return 2 * keys * (math.prod(query) + math.prod(query[:-1]) * value[-1])
-    return 0
+    return _most_flops(graph, op, batch) if op.kind == "opaque" else 0
+
+
+def _most_flops(graph: Graph, op: Op, batch: int) -> int:
+    """Of a product of the two largest operands with this result: m·k, k·n and m·n entries give m·n·k."""
+    sizes = sorted(graph.tensors[t].elements(batch) for t in op.inputs if graph.tensors[t].is_floating)
+    if len(sizes) < 2 or not op.outputs:
+        return 0
+    result = max(graph.tensors[t].elements(batch) for t in op.outputs)
+    return 2 * math.isqrt(sizes[-1] * sizes[-2] * result)
 
 
 def forward_flops(graph: Graph, batch: int) -> int:
@@ -174,7 +184,7 @@ class WorkCounter:
                 whole = graph.label_sizes(op, batch)[label]
                 size = 2 * self.size_bytes(op.outputs[0], batch, precision) // whole
                 small.append(Collective("all_reduce", size, axis))
-            if op.kind in PRODUCT_KINDS:
+            if op.kind in PRODUCT_KINDS or (op.kind == "opaque" and contraction_flops(graph, op, batch)):
                 size = sum(held(index, i) for i in range(operands))
                 products.append(self._product(op, batch, cut.of_labels(index, op), size))
                 if index in self._kept.computed_again:
@@ -262,9 +272,10 @@ class WorkCounter:
 
     def _product(self, op: Op, batch: int, ways: Mapping[int, int], size_bytes: int) -> Product:
         flops = contraction_flops(self.graph, op, batch) // math.prod(ways.values())
-        if op.kind == "attention":
+        if op.kind in ("attention", "opaque"):
             # Five products against two: the scores are computed again (FlashAttention, arXiv 2205.14135).
-            back = 2.5 if any(t in self._needs_gradient for t in op.inputs) else 0.0
+            often = 2.5 if op.kind == "attention" else 2.0
+            back = often if any(t in self._needs_gradient for t in op.inputs) else 0.0
             return Product(flops, size_bytes, 0, 0, 0, 0, back, 0.0)
         trained = [t for t in op.inputs if t in self._needs_gradient]
         weights = [t for t in trained if self._is_weight(t)]
