@@ -112,7 +112,7 @@ def mean_square(model: nn.Module, given: list[torch.Tensor]) -> torch.Tensor:
 
 def test_a_skip_connection_goes_straight_to_its_stage() -> None:
     runtime = compare(Skip, [["a"], ["b"], ["c"]], mean_square, [samples(WIDTH)])
-    (compiled,) = runtime._compiled.values()
+    ((compiled,),) = runtime._compiled.values()
     assert {(e.source, e.target) for e in compiled.pipeline.divisions[0].edges} == {(0, 1), (0, 2), (1, 2)}
 
 

@@ -23,8 +23,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parameter import is_lazy
 
 from shardwright.backends.torch.record import Recorder, dtype_name
+from shardwright.backends.torch.refusals import REAL_LIMIT_BYTES
 from shardwright.backends.torch.sample import Leaf, Sample
-from shardwright.backends.torch.stand_in import fake_like, real_like, swapped_in, tensors_of
+from shardwright.backends.torch.stand_in import fake_like, no_remembered_results, real_like, swapped_in, tensors_of
 from shardwright.backends.torch.unflatten import unflatten_products, without_unused
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.errors import CaptureError
@@ -33,9 +34,6 @@ from shardwright.core.rules.labels import meet
 
 SIZES = (2, 3)
 """Batch 1 would specialise: size-1 dims broadcast."""
-
-REAL_LIMIT_BYTES = 4 << 30
-"""Up to this size a model whose ops depend on values is copied and run for real."""
 
 
 def capture(
@@ -69,14 +67,15 @@ def capture(
         runs = session.run_fake()
     except _NeedsValuesError as needs:
         runs = session.run_real(needs)
+    except CaptureError as failed:
+        if not isinstance(failed.__cause__, RuntimeError | NotImplementedError) or not session.has_values():
+            raise
+        runs = session.run_real(_NeedsValuesError(str(failed)))  # an op that has no fake counterpart
     return session.graph(*runs, capabilities)
 
 
 class _NeedsValuesError(Exception):
     """An op asked a fake tensor for its values."""
-
-    def __init__(self, op: str, path: str) -> None:
-        super().__init__(f"{op} in {path or 'the model itself'!r}")
 
 
 class _Run:
@@ -111,13 +110,12 @@ class _Session:
 
     def run_real(self, needs: _NeedsValuesError) -> tuple[_Run, _Run]:
         """Both runs on a copy with values, on the CPU."""
-        held = [tensor for _, tensor in self.tensors.values()] + [leaf.tensor for leaf in self.sample.leaves]
-        if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in held):
+        if not self.has_values():
             raise CaptureError(
                 f"{needs}: its result depends on values, and the model or the sample has none (meta or fake tensors). "
                 "Build a small version of the model with real values and capture that, or keep the op out of forward"
             ) from needs
-        size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held)
+        size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._held())
         if size_bytes > REAL_LIMIT_BYTES:
             raise CaptureError(
                 f"{needs}: its result depends on values, so the model would have to run for real, and its "
@@ -129,6 +127,13 @@ class _Session:
             stand_ins = {key: real_like(tensor) for key, (_, tensor) in self.tensors.items()}
             runs.append(self._run(size, nullcontext(), stand_ins, self._real_leaf(size)))
         return runs[0], runs[1]
+
+    def _held(self) -> list[torch.Tensor]:
+        return [tensor for _, tensor in self.tensors.values()] + [leaf.tensor for leaf in self.sample.leaves]
+
+    def has_values(self) -> bool:
+        """Whether model and sample could run for real."""
+        return not any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in self._held())
 
     def _fake_leaf(self, size: int) -> Callable[[Leaf], torch.Tensor]:
         def make(leaf: Leaf) -> torch.Tensor:
@@ -153,7 +158,7 @@ class _Session:
         self, size: int, mode: Any, stand_ins: Mapping[int, torch.Tensor], make: Callable[[Leaf], torch.Tensor]
     ) -> _Run:
         recorder = self.make_recorder(self.templates)
-        with swapped_in(self.model, stand_ins), mode, _plain_torch():
+        with swapped_in(self.model, stand_ins), mode, _plain_torch(), no_remembered_results(self.model):
             args, kwargs, made = self.sample.arguments(make)
             self._name_all(recorder, stand_ins, made)
             try:
@@ -162,7 +167,8 @@ class _Session:
                     output = self.model(*args, **kwargs)
                     result = self._result(output)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                raise _NeedsValuesError(recorder.failed_op or str(error), recorder.failed_path or "") from error
+                where = recorder.failed_path or "the model itself"
+                raise _NeedsValuesError(f"{recorder.failed_op or error} in {where!r}") from error
             except CaptureError:
                 raise
             except Exception as error:

@@ -1,7 +1,8 @@
-"""A model on fake tensors: its parameters and buffers have shapes and no memory while a step body runs."""
+"""A model on stand-ins for its parameters and buffers, which have shapes and no memory, or values that mean nothing."""
 
+import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,31 +21,55 @@ VALUE_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 """What torch raises when the value of a fake tensor is asked for."""
 
 
-@contextmanager
-def fake_state(
-    model: nn.Module, device: torch.device
-) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
-    """The model with fake parameters and buffers; afterwards every attribute of every module is as it was."""
-    modules = list(model.modules())
-    before = [(dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in modules]
-    fakes: dict[int, torch.Tensor] = {}
+State = AbstractContextManager[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]
+
+
+def fake_state(model: nn.Module, device: torch.device) -> State:
+    """The model with fake parameters and buffers, under a fake tensor mode; see `_swapped`."""
 
     def fake_of(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in fakes:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-            if isinstance(tensor, nn.Parameter):
-                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-            fakes[id(tensor)] = fake
-        return fakes[id(tensor)]
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
-    parameters = {name: fake_of(p) for name, p in model.named_parameters()}
-    buffers = {name: fake_of(b) for name, b in model.named_buffers()}
+    return _swapped(model, lambda name, tensor: fake_of(tensor))
+
+
+def real_state(model: nn.Module, device: torch.device) -> State:
+    """The model with small random parameters and with buffers of zeros, the same on every rank whatever it holds."""
+
+    def real_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+        if isinstance(tensor, nn.Parameter) and made.is_floating_point():
+            made.normal_(0.0, 0.02, generator=torch.Generator(device).manual_seed(zlib.crc32(name.encode())))
+        return made
+
+    return _swapped(model, real_of)
+
+
+@contextmanager
+def _swapped(
+    model: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor]
+) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+    """The model with other parameters and buffers; afterwards every attribute of every module is as it was."""
+    modules = list(model.modules())
+    before = [(dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in modules]
+    made: dict[int, torch.Tensor] = {}
+
+    def stand_in(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            new = make(name, tensor)
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+            made[id(tensor)] = new
+        return made[id(tensor)]
+
+    parameters = {name: stand_in(name, p) for name, p in model.named_parameters()}
+    buffers = {name: stand_in(name, b) for name, b in model.named_buffers()}
     try:
         for module in modules:
             for store in (module._parameters, module._buffers):
                 for name, tensor in store.items():
                     if tensor is not None:
-                        store[name] = fake_of(tensor)  # type: ignore[assignment]
+                        store[name] = made[id(tensor)]  # type: ignore[assignment]
         yield parameters, buffers
     finally:
         for module, (attributes, own_parameters, own_buffers) in zip(modules, before, strict=True):

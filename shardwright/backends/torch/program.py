@@ -138,6 +138,8 @@ class Step:
     counts: tuple[tuple[str, int], ...] = ()
     views_parameter: bool = False
     """A function of parameters alone whose result shares their memory, such as a transposition."""
+    drawn_before: tuple[int, ...] = ()
+    """Functions that drew in the same stretch: their numbers come first from its generator."""
 
     @property
     def name(self) -> str:
@@ -155,6 +157,16 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
+class Guard:
+    """A value that the model read and that follows from the batch alone: the program holds where it is the same."""
+
+    function: Callable[..., Any]
+    arguments: Tree
+    reads: frozenset[int]
+    found: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """A whole step body. ``templates`` belong to (object, stage)."""
 
@@ -163,10 +175,15 @@ class Program:
     losses: tuple[Loss, ...]
     result: Tree
     templates: dict[tuple[int, int], Template] = field(repr=False)
+    guards: tuple[Guard, ...] = ()
     children: dict[str, tuple[str, ...]] = field(repr=False, default_factory=dict)
     """For modules that draw random numbers after calling others: the modules that they call."""
     call_totals: dict[str, int] = field(repr=False, default_factory=dict)
     """How often each module that draws random numbers is called in one microbatch."""
+    unsteady: tuple[str, ...] = ()
+    """Units that draw random numbers and may do so elsewhere next time, since what they do depends on values."""
+    draws_on_host: bool = False
+    """Whether units draw from Python's or NumPy's generator too."""
 
     @property
     def draws_random_numbers(self) -> bool:
@@ -176,6 +193,7 @@ class Program:
         """A text that two ranks share when they recorded the same program."""
         lines = [f"{v.shape} {v.dtype} {v.step} {v.input}" for v in self.values]
         lines += [f"{s.name} {sorted(s.reads)} {s.outputs} {s.renewals}" for s in self.steps]
+        lines += [f"{g.function} {sorted(g.reads)} {g.found}" for g in self.guards]
         return "\n".join(lines)
 
 

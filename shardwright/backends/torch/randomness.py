@@ -6,14 +6,16 @@ modules alone that recording saw draw random numbers, and on the modules they ca
 """
 
 import hashlib
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from shardwright.backends.torch.program import Context, Program, Step
+from shardwright.backends.torch.program import ConstantRef, Context, Leaf, Literal, Program, Step, ValueRef
 from shardwright.core.errors import CaptureError
 
 
@@ -37,8 +39,10 @@ def draws(function: torch._ops.OpOverload, args: Any, kwargs: Any) -> bool:
 class Streams:
     """Seeds the generators while one rank runs the programs of a step."""
 
-    def __init__(self, programs: Sequence[Program], modules: Mapping[str, nn.Module], seed: int) -> None:
-        self.seed = seed
+    def __init__(
+        self, programs: Sequence[Program], modules: Mapping[str, nn.Module], seed: int, device: torch.device
+    ) -> None:
+        self.seed, self._device = seed, device
         self.contexts = {context for program in programs for step in program.steps for context in step.random}
         self.totals: dict[str, int] = {}
         for program in programs:
@@ -55,7 +59,10 @@ class Streams:
         self._handles: list[Any] = []
         watched = {context[0] for context in self.contexts}
         watched |= {child for program in programs for held in program.children.values() for child in held}
-        for path in sorted(watched):
+        unsteady = [unit for program in programs for unit in program.unsteady]
+        self._always = {path for path in modules for unit in unsteady if not unit or f"{path}.".startswith(f"{unit}.")}
+        self._host = any(program.draws_on_host for program in programs)
+        for path in sorted(watched | self._always):
             if path in modules:
                 self._watch(path, modules[path])
 
@@ -69,13 +76,15 @@ class Streams:
         self._step, self._microbatch, self._recomputing = step, microbatch, recomputing
         self._frames.clear()
 
-    def enter(self, step: Step) -> None:
-        """Before a step of the program."""
+    def enter(self, program: Program, step: Step) -> None:
+        """Before a step of a program."""
         if step.path is not None:
             self._counts = dict(step.counts)
             self._frames.clear()
         elif step.random:
             self._seed(step.random[0])
+            for earlier in step.drawn_before:
+                _draw_again(program, program.steps[earlier], self._device)
 
     def _watch(self, path: str, module: nn.Module) -> None:
         def before(_: nn.Module, __: Any) -> None:
@@ -109,15 +118,49 @@ class Streams:
         self._handles.append(module.register_forward_hook(after))
 
     def _seed_if_random(self, context: Context) -> None:
-        if context in self.contexts:
+        if context in self.contexts or context[0] in self._always:
             self._seed(context)
 
     def _seed(self, context: Context) -> None:
-        # Not torch.manual_seed, which queues a call for every kind of accelerator, with the text of the stack.
-        seed = stream_seed(self.seed, self._step, self._microbatch, context)
-        torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed(seed)
+        seed_generators(stream_seed(self.seed, self._step, self._microbatch, context), self._host)
+
+
+def seed_generators(seed: int, host: bool) -> None:
+    """Seed torch's generators, and with ``host`` Python's and NumPy's."""
+    # Not torch.manual_seed, which queues a call for every kind of accelerator, with the text of the stack.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+    if host:
+        seed_host(seed)
+
+
+def seed_host(seed: int) -> None:
+    """Seed Python's and NumPy's generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _draw_again(program: Program, step: Step, device: torch.device) -> None:
+    """Advance the generator by what a function of shapes like these draws."""
+
+    def like(leaf: Leaf) -> Any:
+        if isinstance(leaf, ValueRef):
+            value = program.values[leaf.value]
+            return torch.zeros(value.shape, dtype=value.dtype, device=device)
+        if isinstance(leaf, ConstantRef):
+            return leaf.tensor.clone()
+        if isinstance(leaf, Literal):
+            return leaf.value
+        raise CaptureError(
+            f"{step.name} draws random numbers for a parameter, a buffer or an object outside of every unit, and is "
+            f"followed by another draw: put them into modules of their own"
+        )
+
+    assert step.function is not None
+    args, kwargs = step.arguments.build(like)
+    with torch.no_grad():
+        step.function(*args, **kwargs)
 
 
 @contextmanager
@@ -127,10 +170,13 @@ def kept_generators(active: bool, device: torch.device) -> Iterator[None]:
         yield
         return
     host = torch.get_rng_state()
+    python, numpy = random.getstate(), np.random.get_state()
     own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
         yield
     finally:
         torch.set_rng_state(host)
+        random.setstate(python)
+        np.random.set_state(numpy)
         if own is not None:
             torch.cuda.set_rng_state(own, device)

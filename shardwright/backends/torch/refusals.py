@@ -15,6 +15,8 @@ _FUNCTIONS = {
     "register_hook": "hooks on tensors inside a step cannot fire on replay; put them inside a module",
     "retain_grad": "gradients of tensors inside a step are not kept; read them inside a module",
 }
+REAL_LIMIT_BYTES = 4 << 30
+"""Up to this size a model whose ops depend on values is run for real while it is captured or recorded."""
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parents[2])
 
@@ -29,17 +31,64 @@ def refuse_function(function: Callable[..., Any], args: Any) -> None:
 def reads_a_value(model: nn.Module, path: str | None, error: Exception) -> CaptureError:
     """The error for a value that was asked of a stand-in: by the module at ``path``, or by the step body when None."""
     asked = f"by .item(), bool(), .tolist() or a result whose shape depends on values: {getattr(error, 'func', None)}"
+    return _reads(model, path, f"reads the value of a tensor at {where(error)} ({asked})")
+
+
+def reads_what_it_computed(model: nn.Module, path: str | None, function: Any) -> CaptureError:
+    """The error for a value that was read between units, and that follows from more than the batch."""
+    asked = getattr(function, "__name__", str(function))
+    return _reads(
+        model, path, f"reads the value of a tensor that it computed with parameters or random numbers, at {where()} "
+        f"(by {asked})",
+    )  # fmt: skip
+
+
+def _reads(model: nn.Module, path: str | None, what: str) -> CaptureError:
     if path is not None:
         return UnrecordableError(
-            f"{type(model).__name__} cannot be recorded, because {path or 'its forward'!r} reads the value of a tensor "
-            f"at {where(error)} ({asked}), and what it does next may depend on it: keep the code inside a module that "
-            f"one stage holds whole, or let the model run by message passing"
+            f"{type(model).__name__} cannot be recorded, because {path or 'its forward'!r} {what}, and what it does "
+            f"next may depend on it: keep the code inside a module that one stage holds whole, or let the model run by "
+            f"message passing"
         )
     return CaptureError(
-        f"the step reads the value of a tensor at {where(error)} ({asked}); its body runs once on stand-ins without "
-        f"values. Return the tensor from the step and read it there, or move the code inside a module that one stage "
-        f"holds whole"
+        f"the step {what}; its body runs once on stand-ins. Return the tensor from the step and read it there, or move "
+        f"the code inside a module that one stage holds whole"
     )
+
+
+def draws_on_the_host(model: nn.Module, path: str | None) -> CaptureError:
+    """The error for numbers drawn by Python or NumPy between units, which to a recording are constants."""
+    what = f"draws random numbers from Python's or NumPy's generator before {where()}"
+    if path is not None:
+        return UnrecordableError(
+            f"{type(model).__name__} cannot be recorded, because {path or 'its forward'!r} {what}, and they would be "
+            f"the same in every step: draw them by torch, or let the model run by message passing"
+        )
+    return CaptureError(
+        f"the step {what}, and they would be the same in every step: draw them before the step and pass them in the "
+        f"batch, or draw them by torch"
+    )
+
+
+def sets_an_attribute(model: nn.Module, path: str | None, module: str, name: str) -> CaptureError:
+    """The error for an attribute of a module inside a unit that is set from outside of it."""
+    what = f"sets {module}.{name} at {where()}, which is replayed whole and would not be set again"
+    if path is not None:
+        return UnrecordableError(
+            f"{type(model).__name__} cannot be recorded, because {path or 'its forward'!r} {what}: pass the value as "
+            f"an argument, or let the model run by message passing"
+        )
+    return CaptureError(f"the step {what}: set it before the step, or pass the value as an argument")
+
+
+def require_room_for_values(model: nn.Module, needs: Exception) -> None:
+    """Raise UnrecordableError for a model that is too large to be recorded with values."""
+    size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
+    if size_bytes > REAL_LIMIT_BYTES:
+        raise UnrecordableError(
+            f"{needs}. To record it with values takes {size_bytes / 2**30:.1f} GiB on every rank, more than the "
+            f"{REAL_LIMIT_BYTES / 2**30:.0f} GiB that are taken for that"
+        ) from needs
 
 
 def said(item: Any) -> str:

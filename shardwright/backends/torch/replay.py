@@ -93,7 +93,7 @@ class Replay:
             sent = {v for edge in part.sends for v in edge.values} & part.copied
             copies: dict[int, torch.Tensor] = {}
             for step, release in zip(part.steps, part.release, strict=True):
-                self.streams.enter(step)
+                self.streams.enter(program, step)
                 for value in self._execute(program, stage, step, env, objects):
                     if value in sent:
                         copies[value] = env[value].clone()
@@ -166,10 +166,10 @@ class Replay:
             else:
                 assert step.function is not None
                 result = step.function(*args, **kwargs)
-        yield from _store(step, step.outputs, result, env)
+        yield from _store(program, step, step.outputs, result, env)
         for index, outputs in step.object_outputs:
             if any(v is not None for v in outputs):
-                yield from _store(step, outputs, objects[index], env)
+                yield from _store(program, step, outputs, objects[index], env)
         for new, old in step.renewals:
             env[new] = env[old]
             yield new
@@ -217,7 +217,9 @@ class Replay:
         return torch.as_tensor(tensor).detach()
 
 
-def _store(step: Step, outputs: Sequence[int | None], result: Any, env: dict[int, torch.Tensor]) -> Iterator[int]:
+def _store(
+    program: Program, step: Step, outputs: Sequence[int | None], result: Any, env: dict[int, torch.Tensor]
+) -> Iterator[int]:
     found = tensors_in(result)
     if len(found) != len(outputs):
         raise CaptureError(
@@ -226,5 +228,10 @@ def _store(step: Step, outputs: Sequence[int | None], result: Any, env: dict[int
         )
     for value, tensor in zip(outputs, found, strict=True):
         if value is not None:
+            if tensor.shape != program.values[value].shape:
+                raise CaptureError(
+                    f"{step.name} made a tensor of shape {tuple(tensor.shape)}, and of {program.values[value].shape} "
+                    f"when the step was recorded: its shapes depend on values or on state outside the step"
+                )
             env[value] = tensor
             yield value

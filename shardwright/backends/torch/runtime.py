@@ -1,6 +1,7 @@
 """A model split over this run's ranks, and the training steps that it runs."""
 
 import hashlib
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from torch import nn
 from shardwright.backends.torch import CAPABILITIES
 from shardwright.backends.torch.data_parallel import Gradients
 from shardwright.backends.torch.fake_state import find_model_call
+from shardwright.backends.torch.guards import holds
 from shardwright.backends.torch.holding import Holding, Placement, place
 from shardwright.backends.torch.measure import Recorder
 from shardwright.backends.torch.mesh import BoundMesh
@@ -23,7 +25,7 @@ from shardwright.backends.torch.program import Program, Tree
 from shardwright.backends.torch.randomness import Streams
 from shardwright.backends.torch.results import Returned, compare_over_pp, share, shares_over_dp, total_weight
 from shardwright.backends.torch.stages import Division, divide
-from shardwright.backends.torch.step_recorder import StepRecorder
+from shardwright.backends.torch.step_recorder import StepRecorder, record
 from shardwright.backends.torch.transfer import Mailroom, as_carried
 from shardwright.backends.torch.watch import Watch
 from shardwright.backends.torch.weights import Weights, materialize
@@ -126,6 +128,11 @@ class _Compiled:
     pipeline: Pipeline
     result: Tree
 
+    def holds(self, microbatches: Sequence[Sequence[torch.Tensor]]) -> bool:
+        """Whether what was read from the batch when this was recorded is read from these microbatches too."""
+        divisions = zip(self.pipeline.divisions, microbatches, strict=True)
+        return all(holds(division.program, inputs) for division, inputs in divisions)
+
 
 class Runtime:
     """One rank's part of a model and of its training.
@@ -163,7 +170,7 @@ class Runtime:
         """Called whenever the parameters of this rank have changed identity."""
         self.recorders: list[Recorder] | None = None
         """While timelines are recorded: of each step when its actions ran."""
-        self._compiled: dict[Hashable, _Compiled] = {}
+        self._compiled: dict[Hashable, list[_Compiled]] = {}
         self._ahead: tuple[Hashable, Division] | None = None
         self._synchronized = False
 
@@ -301,10 +308,11 @@ class Runtime:
         stage_map = self.stage_map
         assert stage_map is not None
         shapes = tuple(tuple((tuple(t.shape), t.dtype) for t in mb) for mb in microbatches)
-        key = (signature, shapes, self._schedule_digest)
-        if key not in self._compiled:
-            self._compiled[key] = self._compile(stage_map, body, microbatches)
-        compiled = self._compiled[key]
+        variants = self._compiled.setdefault((signature, shapes, self._schedule_digest), [])
+        compiled = next((made for made in variants if made.holds(microbatches)), None)
+        if compiled is None:
+            compiled = self._compile(stage_map, body, microbatches)
+            variants.append(compiled)
         if not self._synchronized:
             self._synchronize()
             self._synchronized = True
@@ -353,13 +361,16 @@ class Runtime:
         return tree, returned
 
     @contextmanager
-    def _heard_by(self, listener: "StepRecorder | Messages | _Unheard") -> Iterator[None]:
-        """A step body runs, and gives its losses to ``listener``."""
+    def _heard_by(self, listener: "Messages | _Unheard | None") -> Iterator[None]:
+        """A step body runs, and gives its losses to ``listener``; None: to the recorders that say so themselves."""
         self.recorder, self.in_body = listener, True
         try:
             yield
         finally:
             self.recorder, self.in_body = None, False
+
+    def _listen_to(self, recorder: StepRecorder) -> None:
+        self.recorder = recorder
 
     def try_running(self, body: StepBody, inputs: Sequence[torch.Tensor]) -> None:
         """Run a step body on tensors, on a model that is not split, without a backward pass."""
@@ -368,9 +379,8 @@ class Runtime:
 
     def try_recording(self, body: StepBody, inputs: Sequence[torch.Tensor]) -> None:
         """Record a step body for no plan. Raises CaptureError."""
-        recorder = StepRecorder(self.model, {}, self.bound.device)
-        with self._heard_by(recorder):
-            recorder.record(body, list(inputs))
+        with self._heard_by(None):
+            record(self.model, {}, self.bound.device, body, list(inputs), self._listen_to)
 
     def record_ahead(self, stage_map: StageMap, body: StepBody, inputs: Sequence[torch.Tensor]) -> None:
         """Record the step that comes next, before the model is split."""
@@ -386,9 +396,10 @@ class Runtime:
 
     def record(self, stage_map: StageMap, body: StepBody, inputs: Sequence[torch.Tensor]) -> Division:
         """Record a step body and divide it into stages."""
-        recorder = StepRecorder(self.model, stage_map.stage_of_call, self.bound.device)
-        with self._heard_by(recorder):
-            program = recorder.record(body, list(inputs))
+        with self._heard_by(None):
+            program, recorder = record(
+                self.model, stage_map.stage_of_call, self.bound.device, body, list(inputs), self._listen_to
+            )
         missing = [call for held in stage_map.calls for call in held if call not in recorder.seen_calls]
         if missing and program.losses:
             path, occurrence = missing[0]
@@ -402,17 +413,22 @@ class Runtime:
         self, stage_map: StageMap, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]]
     ) -> _Compiled:
         self.watch.doing("recording the step")
-        of_shapes: dict[Hashable, Division] = {}
+        of_shapes: dict[Hashable, list[Division]] = {}
         divisions = []
         for microbatch in microbatches:
             shapes = _shapes(microbatch)
+            alike = of_shapes.setdefault(shapes, [])
             if self._ahead is not None and self._ahead[0] == shapes:
-                of_shapes[shapes] = self._ahead[1]
-            if shapes not in of_shapes:
-                of_shapes[shapes] = self.record(stage_map, body, microbatch)
-            divisions.append(of_shapes[shapes])
+                alike.append(self._ahead[1])
+                self._ahead = None
+            division = next((made for made in alike if holds(made.program, microbatch)), None)
+            if division is None:
+                division = self.record(stage_map, body, microbatch)
+                alike.append(division)
+            divisions.append(division)
         self._ahead = None
-        programs = [division.program for division in of_shapes.values()]
+        used = [d for d in itertools.chain.from_iterable(of_shapes.values()) if any(d is one for one in divisions)]
+        programs = [division.program for division in used]
         _require_alike(programs)
         digest = hashlib.blake2b("\n".join(program.digest_text() for program in programs).encode(), digest_size=8)
         different = compare_over_pp({"program": _signed(digest)}, self.bound, self.watch).get("program")
@@ -422,9 +438,9 @@ class Runtime:
                 f"step body must do the same on all pipeline peers"
             )
         schedule = keep_microbatches(stage_map.schedule, len(microbatches))
-        for division in of_shapes.values():
+        for division in used:
             self._place_needs(division, schedule)
-        streams = Streams(programs, self.holding.modules, self.seed)
+        streams = Streams(programs, self.holding.modules, self.seed, self.bound.device)
         pipeline = Pipeline(
             divisions, schedule, self.holding.modules, self.bound.coordinate("pp"), self.mailroom, self.watch, streams
         )
@@ -450,7 +466,7 @@ class Runtime:
 
     def close(self) -> None:
         """End what runs beside the main thread, and take the hooks off the model."""
-        for compiled in self._compiled.values():
+        for compiled in itertools.chain.from_iterable(self._compiled.values()):
             compiled.pipeline.streams.close()
         self._compiled.clear()
         if self.messages is not None:

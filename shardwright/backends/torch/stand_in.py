@@ -1,6 +1,9 @@
 """Stand-ins for a model's tensors: swapped in while a forward pass is recorded, and out again whatever happens."""
 
+import functools
 import random
+import sys
+import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -48,6 +51,44 @@ def _dressed(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         if name not in ("fake_device", "fake_mode", "constant", "real_tensor") and not hasattr(made, name):
             setattr(made, name, value)
     return made
+
+
+@contextmanager
+def no_remembered_results(model: nn.Module) -> Iterator[None]:
+    """Functions that remember their results (``functools.lru_cache``) begin and end with none, in the modules that
+    define the model's classes: a stand-in that one of them kept would turn up in a later run."""
+    homes = {cls.__module__ for module in model.modules() for cls in type(module).__mro__ if cls is not nn.Module}
+    caches = [cache for name in sorted(homes) if name in sys.modules for cache in _remembering(sys.modules[name])]
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        yield
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+
+
+def _remembering(home: types.ModuleType) -> list[Any]:
+    """The functions and methods of a module that remember their results, behind decorators too."""
+    found = []
+    pending = list(vars(home).values())
+    for item in vars(home).values():
+        if isinstance(item, type) and item.__module__ == home.__name__:
+            pending += vars(item).values()
+    for member in pending:
+        item = getattr(member, "__func__", member)  # static and class methods
+        cells = (item.__closure__ or ()) if isinstance(item, types.FunctionType) else ()
+        for one in (item, *(cell.cell_contents for cell in cells if _is_filled(cell))):
+            if isinstance(one, functools._lru_cache_wrapper) and one.__module__ == home.__name__:
+                found.append(one)
+    return found
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
 
 
 @contextmanager

@@ -1,79 +1,66 @@
-"""Recording of the step body: it runs once on fake tensors, and what it does becomes a `Program`.
+"""Recording of the step body: it runs once on stand-ins, and what it does becomes a `Program`.
 
 Functions are recorded as the user calls them (`__torch_function__`), above autograd, so that replaying them builds the
 same autograd graph. Module calls that the plan gives to a stage are recorded whole. A dispatch mode below watches what
 happens inside them: which parameters are used, where random numbers are drawn.
+
+The stand-ins are fake tensors. A model that needs values runs on real ones: the batch as it is, parameters at random.
+Inside a unit it may do what it likes with them, since units are replayed whole; between units it may read what follows
+from the batch alone, which becomes a guard of the program (`guards`).
 """
 
+import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.backends.torch.fake_state import GROUPED_PRODUCT, VALUE_DEPENDENT, fake_state, grouped_product
+from shardwright.backends.torch.drafts import Draft, Frame
+from shardwright.backends.torch.fake_state import (
+    VALUE_DEPENDENT,
+    fake_state,
+    real_state,
+)
+from shardwright.backends.torch.guards import READING, masks_of, what_was_read
+from shardwright.backends.torch.ledger import Ledger, memory_of
 from shardwright.backends.torch.program import (
     BufferRef,
     ConstantRef,
     Context,
+    Guard,
     Leaf,
     Literal,
     Loss,
     ObjectRef,
     ParameterRef,
     Program,
-    Step,
     Template,
     Tree,
-    Value,
     ValueRef,
     is_plain,
     make_template,
     tensors_in,
 )
 from shardwright.backends.torch.randomness import draws
-from shardwright.backends.torch.refusals import reads_a_value, refuse_function, said, where
-from shardwright.core.errors import CaptureError
-
-
-@dataclass(slots=True)
-class _Frame:
-    """A module call under way."""
-
-    path: str
-    occurrence: int
-    segment: int = 0
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A step under construction."""
-
-    index: int
-    path: str | None
-    occurrence: int
-    function: Callable[..., Any] | None
-    arguments: Tree
-    reads: set[int]
-    written: set[int] = field(default_factory=set)
-    memories: set[int] = field(default_factory=set)
-    outputs: list[int | None] = field(default_factory=list)
-    object_outputs: list[tuple[int, tuple[int | None, ...]]] = field(default_factory=list)
-    renewals: list[tuple[int, int]] = field(default_factory=list)
-    parameters: set[str] = field(default_factory=set)
-    buffers: set[str] = field(default_factory=set)
-    grad_enabled: bool = True
-    autocast: torch.dtype | None = None
-    random: dict[Context, None] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-    views_parameter: bool = False
+from shardwright.backends.torch.refusals import (
+    draws_on_the_host,
+    reads_a_value,
+    reads_what_it_computed,
+    refuse_function,
+    require_room_for_values,
+    said,
+    sets_an_attribute,
+    where,
+)
+from shardwright.backends.torch.stand_in import no_remembered_results
+from shardwright.backends.torch.watching import Functions, Ops, patched_modules
+from shardwright.core.errors import CaptureError, UnrecordableError
 
 
 class StepRecorder:
@@ -82,63 +69,82 @@ class StepRecorder:
     Args:
         model: the whole model; parameters may be on any device, the meta device too. It is left as it was.
         stage_of_call: the stage of every module call that is to be kept whole: (path, occurrence) → stage.
-        device: where the fake tensors pretend to be.
+        device: where the stand-ins are, or pretend to be.
+        real: whether they have values.
     """
 
-    def __init__(self, model: nn.Module, stage_of_call: Mapping[tuple[str, int], int], device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        stage_of_call: Mapping[tuple[str, int], int],
+        device: torch.device,
+        *,
+        real: bool = False,
+    ) -> None:
         self.model = model
         self.stage_of_call = stage_of_call
         self.device = device
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.real = real
+        self.ledger = Ledger()
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.counts: defaultdict[str, int] = defaultdict(int)
-        self.frames: list[_Frame] = []
+        self.frames: list[Frame] = []
         self.unit_depth = 0
-        self.current: _Draft | None = None
-        self.drafts: list[_Draft] = []
-        self.values: list[Value] = []
+        self.current: Draft | None = None
         self.losses: list[Loss] = []
+        self.guards: list[Guard] = []
         self.templates: dict[tuple[int, int], Template] = {}
         self.children: dict[str, dict[str, None]] = {}
         self.seen_calls: set[tuple[str, int]] = set()
         self.failed_path: str | None = None
         """The innermost module call that an error left first; None when none was under way."""
-        self._known: dict[int, Leaf] = {}
-        self._keep: list[Any] = []
+        self._drawn: dict[Context, list[int]] = {}
         self._objects: dict[int, int] = {}
-        self._mutations: defaultdict[int, list[int]] = defaultdict(list)
-        self._renewed: dict[tuple[int, int], int] = {}
+        self._keep: list[Any] = []
+        self._host_state = _host_state()
 
     # What the user's code meets ------------------------------------------------------------------------------------
 
     def record(self, body: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor]) -> Program:
-        """Run ``body(stand_ins)`` on fakes of ``inputs``, which have the shapes of one microbatch.
+        """Run ``body(stand_ins)`` on stand-ins for ``inputs``, which are those of one microbatch.
 
         Raises CaptureError when what the body does depends on the values of tensors, or cannot be replayed;
         UnrecordableError, a CaptureError, when it is the model that needs values.
         """
-        with self.fake_mode, fake_state(self.model, self.device) as (parameters, buffers):
+        mode = nullcontext() if self.real else FakeTensorMode(allow_non_fake_inputs=True)
+        state = real_state if self.real else fake_state
+        with (
+            mode,
+            state(self.model, self.device) as (parameters, buffers),
+            _kept_generators(),
+            no_remembered_results(self.model),
+        ):
             for name, parameter in parameters.items():
-                self._know(parameter, ParameterRef(name))
+                self.ledger.know(parameter, ParameterRef(name))
             for name, buffer in buffers.items():
-                self._know(buffer, BufferRef(name))
-            fakes: list[torch.Tensor] = []
+                self.ledger.know(buffer, BufferRef(name))
+            stand_ins: list[torch.Tensor] = []
             for position, tensor in enumerate(inputs):
-                fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-                if tensor.requires_grad:
-                    fake.requires_grad_()
-                self._new_value(fake, None, position)
-                fakes.append(fake)
-            with _patched_calls(self), _Functions(self), _Watcher(self):
+                stand_ins.append(self._stand_in(tensor))
+                self.ledger.new_value(stand_ins[-1], None, position)
+            with patched_modules(self), Functions(self), Ops(self):
                 try:
-                    result = body(fakes)
+                    result = body(stand_ins)
                 except VALUE_DEPENDENT as error:
                     raise reads_a_value(self.model, self.failed_path, error) from error
+                self._note_host_draws()
             return self._finish(result)
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.real:
+            made = tensor.detach().to(self.device, copy=True)
+        else:
+            made = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        return made.requires_grad_(tensor.requires_grad)
 
     def backward(self, loss: Any, weight: Any) -> None:
         """``model.backward`` inside the body."""
-        if not isinstance(loss, torch.Tensor) or not isinstance(self._known.get(id(loss)), ValueRef):
+        if not isinstance(loss, torch.Tensor) or not isinstance(self.ledger.ref(loss), ValueRef):
             raise CaptureError(f"model.backward takes the loss, a tensor that this step computed: given {said(loss)}")
         if loss.numel() != 1:
             raise CaptureError(
@@ -150,10 +156,10 @@ class StepRecorder:
         if isinstance(weight, torch.Tensor):
             if weight.numel() != 1:
                 raise CaptureError(f"the weight of a loss has one element: given shape {tuple(weight.shape)}")
-            leaf = self._use(weight)
+            leaf = self.ledger.use(weight)
         elif weight is not None:
             leaf = Literal(float(weight))
-        self.losses.append(Loss(self._use_value(loss), leaf))
+        self.losses.append(Loss(self.ledger.use_value(loss), leaf))
 
     # Module calls --------------------------------------------------------------------------------------------------
 
@@ -161,16 +167,20 @@ class StepRecorder:
         path = self.paths.get(id(module))
         if path is None:
             return original(module, *args, **kwargs)
+        self._note_host_draws()
         occurrence = self.counts[path]
         self.counts[path] += 1
         if self.frames:
             self.children.setdefault(self.frames[-1].path, {})[path] = None
-        self.frames.append(_Frame(path, occurrence))
+        self.frames.append(Frame(path, occurrence))
         try:
             stage = self.stage_of_call.get((path, occurrence)) if self.unit_depth == 0 else None
             if stage is None:
-                return original(module, *args, **kwargs)
-            return self._unit(original, module, path, occurrence, stage, args, kwargs)
+                result = original(module, *args, **kwargs)
+            else:
+                result = self._unit(original, module, path, occurrence, stage, args, kwargs)
+            self._note_host_draws()
+            return result
         except VALUE_DEPENDENT:
             if self.failed_path is None:
                 self.failed_path = path
@@ -199,17 +209,29 @@ class StepRecorder:
         outer, self.current = self.current, draft
         try:
             result = original(module, *args, **kwargs)
+            self._note_host_draws()
         finally:
             self.unit_depth -= 1
             self.current = outer
         for parameter in module.parameters():
-            ref = self._known.get(id(parameter))
+            ref = self.ledger.ref(parameter)
             if isinstance(ref, ParameterRef):
                 draft.parameters.add(ref.name)
-        self._note_writes(draft, given, versions)
+        self.ledger.note_writes(draft, given, versions)
         draft.outputs = self._outputs(draft, result)
         draft.object_outputs = [(index, tuple(self._outputs(draft, item))) for index, item in objects.items()]
         return result
+
+    def assignment(self, module: nn.Module, name: str, value: Any) -> None:
+        """An attribute of a module is about to be set. Raises CaptureError when it is set between units, on a module
+        that replay runs as part of one: it would not be set again."""
+        path = self.paths.get(id(module))
+        if self.unit_depth or path is None or not any(_lies_in(path, unit) for unit, _ in self.stage_of_call):
+            return
+        old = getattr(module, name, None)
+        if old is value or (is_plain(value) and not isinstance(value, nn.Module) and old == value):
+            return
+        raise sets_an_attribute(self.model, self.frames[-1].path if self.frames else None, path, name)
 
     # Functions -----------------------------------------------------------------------------------------------------
 
@@ -219,26 +241,53 @@ class StepRecorder:
         refuse_function(function, args)
         given = tensors_in((args, kwargs))
         versions = [tensor._version for tensor in given]
-        probe = _Draft(-1, None, 0, function, _EMPTY, set())
+        probe = Draft(-1, None, 0, function, _EMPTY, set())
         outer, self.current = self.current, probe
         try:
             result = function(*args, **kwargs)
         finally:
             self.current = outer
+        made = tensors_in(result)
+        if not made and getattr(function, "__name__", "") in READING:
+            probe.reads_value = True
         changed = any(tensor._version != version for tensor, version in zip(given, versions, strict=True))
-        if not changed and not tensors_in(result):
+        if not (changed or made or (probe.reads_value and given)):
             return result
-        draft = self._draft(None, 0, function, (args, kwargs), None)
+        draft = self._draft(None, 0, function, (args, kwargs), None, kept=changed or bool(made))
         draft.parameters |= probe.parameters
         draft.buffers |= probe.buffers
         draft.random = probe.random
-        self._note_writes(draft, given, versions)
+        if draft.random and (changed or made):
+            context = next(iter(draft.random))
+            earlier = self._drawn.setdefault(context, [])
+            draft.drawn_before = tuple(earlier)
+            earlier.append(draft.index)
+        if probe.reads_value and given:
+            self._guard(draft, result)
+        for mask in probe.masks:
+            count = self._draft(None, 0, _count, ((mask,), {}), None, kept=False)
+            self._guard(count, _count(mask))
+        if not changed and not made:
+            return result
+        self.ledger.note_writes(draft, given, versions)
         draft.outputs = self._outputs(draft, result)
-        known = [self._known[id(tensor)] for tensor in given if id(tensor) in self._known]
+        known = [ref for tensor in given if (ref := self.ledger.ref(tensor)) is not None]
         if known and all(isinstance(ref, ParameterRef) for ref in known):
-            memory = {_memory(tensor) for tensor in given}
-            draft.views_parameter = all(_memory(tensor) in memory for tensor in tensors_in(result))
+            memory = {memory_of(tensor) for tensor in given}
+            draft.views_parameter = all(memory_of(tensor) in memory for tensor in made)
         return result
+
+    def _guard(self, draft: Draft, result: Any) -> None:
+        """A value was read between units: note it where the batch alone decides it.
+
+        Raises UnrecordableError where it does not; CaptureError where it is the step's own body that reads.
+        """
+        path = self.frames[-1].path if self.frames else None
+        if path is None or not self.ledger.depends_on_batch_alone(draft):
+            raise reads_what_it_computed(self.model, path, draft.function)
+        assert draft.function is not None
+        found = what_was_read(result)
+        self.guards.append(Guard(draft.function, draft.arguments, frozenset(draft.reads), found))
 
     # What the dispatch mode sees -----------------------------------------------------------------------------------
 
@@ -248,82 +297,45 @@ class StepRecorder:
             return
         for item in pytree.tree_leaves((args, kwargs)):
             if isinstance(item, torch.Tensor):
-                ref = self._known.get(id(item))
+                ref = self.ledger.ref(item)
                 if isinstance(ref, ParameterRef):
                     draft.parameters.add(ref.name)
                 elif isinstance(ref, BufferRef):
                     draft.buffers.add(ref.name)
                 elif isinstance(ref, ValueRef) and draft.path is not None:
-                    draft.reads.add(self._use_value(item))
+                    draft.reads.add(self.ledger.use_value(item))
         if draws(function, args, kwargs):
-            frame = self.frames[-1] if self.frames else _Frame("", 0, 0)
-            draft.random[(frame.path, frame.occurrence, frame.segment)] = None
+            self._note_draw(draft)
+        if torch.Tag.data_dependent_output in function.tags or torch.Tag.dynamic_output_shape in function.tags:
+            masks = masks_of(function, args)
+            if masks is not None and all(self.ledger.ref(mask) is not None for mask in masks):
+                draft.masks += masks
+            else:
+                draft.reads_value = True
+
+    def _note_draw(self, draft: Draft) -> None:
+        frame = self.frames[-1] if self.frames else Frame("", 0, 0)
+        draft.random[(frame.path, frame.occurrence, frame.segment)] = None
+
+    def _note_host_draws(self) -> None:
+        """Draws from Python's or NumPy's generator since the last look: a unit's are its own, as are torch's.
+
+        Raises CaptureError for those between units: the result is a constant to the recording.
+        """
+        state = _host_state()
+        if state == self._host_state:
+            return
+        self._host_state = state
+        if self.current is None:
+            raise draws_on_the_host(self.model, self.frames[-1].path if self.frames else None)
+        self._note_draw(self.current)
+        self.current.draws_on_host = True
 
     # Values --------------------------------------------------------------------------------------------------------
 
-    def _know(self, tensor: torch.Tensor, ref: Leaf) -> None:
-        self._known[id(tensor)] = ref
-        self._keep.append(tensor)
-
-    def _new_value(self, tensor: torch.Tensor, step: int | None, position: int | None = None) -> int:
-        index = len(self.values)
-        memory = _memory(tensor)
-        self.values.append(Value(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, step, position, memory))
-        self._know(tensor, ValueRef(index))
-        return index
-
-    def _use_value(self, tensor: torch.Tensor) -> int:
-        """The value that a known tensor holds now, after the writes to its memory so far."""
-        ref = self._known[id(tensor)]
-        if not isinstance(ref, ValueRef):
-            raise CaptureError(f"{said(tensor)} is not a value of the step")
-        return self._version(ref.value, len(self._mutations[self.values[ref.value].memory]))
-
-    def _version(self, value: int, writes: int) -> int:
-        """The value ``value`` after the first ``writes`` writes to its memory."""
-        made = self.values[value].step
-        for number in reversed(range(writes)):
-            writer = self._mutations[self.values[value].memory][number]
-            if made is not None and writer <= made:
-                break
-            key = (value, writer)
-            if key not in self._renewed:
-                old = self._version(value, number)
-                base = self.values[value]
-                self._renewed[key] = len(self.values)
-                requires_grad = self._renewed_grad(writer, base)
-                self.values.append(Value(base.shape, base.dtype, requires_grad, writer, None, base.memory))
-                draft = self.drafts[writer]
-                draft.reads.add(old)
-                draft.renewals.append((self._renewed[key], old))
-            return self._renewed[key]
-        return value
-
-    def _renewed_grad(self, writer: int, base: Value) -> bool:
-        return base.requires_grad or any(self.values[v].requires_grad for v in self.drafts[writer].reads)
-
-    def _use(self, tensor: torch.Tensor) -> Leaf:
-        ref = self._known.get(id(tensor))
-        if isinstance(ref, ValueRef):
-            return ValueRef(self._use_value(tensor))
-        if ref is not None:
-            return ref
-        if isinstance(tensor, FakeTensor):
-            raise CaptureError(
-                f"a tensor of shape {tuple(tensor.shape)} reached {where()} in a way that cannot be recorded (it was "
-                f"made by no torch function that this step called): compute it inside a module, or pass it in the batch"
-            )
-        if tensor.requires_grad:
-            raise CaptureError(
-                f"a tensor of shape {tuple(tensor.shape)} that requires gradients is used at {where()}, and is no "
-                f"parameter of the model: register it in the model, so that its gradient is reduced"
-            )
-        self._keep.append(tensor)
-        return ConstantRef(tensor)
-
     def _leaf(self, item: Any, stage: int | None) -> Leaf:
         if isinstance(item, torch.Tensor):
-            return self._use(item)
+            return self.ledger.use(item)
         if is_plain(item):
             return Literal(item)
         if id(item) not in self._objects:
@@ -344,18 +356,18 @@ class StepRecorder:
         return ObjectRef(index)
 
     def _name_or_none(self, tensor: torch.Tensor) -> Any:
-        ref = self._known.get(id(tensor))
-        if ref is None:
-            return None if isinstance(tensor, FakeTensor) else ConstantRef(tensor)
-        return self._use(tensor)
+        if self.ledger.ref(tensor) is None:
+            return None if self.ledger.is_made(tensor) else ConstantRef(tensor)
+        return self.ledger.use(tensor)
 
     def _draft(
-        self, path: str | None, occurrence: int, function: Callable[..., Any] | None, arguments: Any, stage: int | None
-    ) -> _Draft:
+        self, path: str | None, occurrence: int, function: Callable[..., Any] | None, arguments: Any,
+        stage: int | None, kept: bool = True,
+    ) -> Draft:  # fmt: skip
         items, spec = pytree.tree_flatten(arguments)
         leaves = tuple(self._leaf(item, stage) for item in items)
-        draft = _Draft(
-            len(self.drafts), path, occurrence, function, Tree(leaves, spec),
+        draft = Draft(
+            len(self.ledger.drafts), path, occurrence, function, Tree(leaves, spec),
             {leaf.value for leaf in leaves if isinstance(leaf, ValueRef)},
         )  # fmt: skip
         draft.parameters |= {leaf.name for leaf in leaves if isinstance(leaf, ParameterRef)}
@@ -363,35 +375,15 @@ class StepRecorder:
         draft.grad_enabled = torch.is_grad_enabled()
         kind = self.device.type
         draft.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        self.drafts.append(draft)
+        if kept:
+            self.ledger.drafts.append(draft)
         return draft
 
-    def _note_writes(self, draft: _Draft, given: list[torch.Tensor], versions: list[int]) -> None:
-        memories = set()
-        for tensor, version in zip(given, versions, strict=True):
-            if tensor._version == version:
-                continue
-            ref = self._known.get(id(tensor))
-            if isinstance(ref, ParameterRef):
-                raise CaptureError(
-                    f"parameter {ref.name} is changed in place inside the step ({where()}): do it outside"
-                )
-            if isinstance(ref, ValueRef):
-                # Read as it was before this write: the step itself is the next writer.
-                draft.reads.add(self._use_value(tensor))
-                draft.written.add(self._use_value(tensor))
-                memories.add(self.values[ref.value].memory)
-        draft.memories |= memories
-        for memory in memories:
-            self._mutations[memory].append(draft.index)
-
-    def _outputs(self, draft: _Draft, result: Any) -> list[int | None]:
+    def _outputs(self, draft: Draft, result: Any) -> list[int | None]:
         found: list[int | None] = []
         for tensor in tensors_in(result):
-            if id(tensor) in self._known or not isinstance(tensor, FakeTensor):
-                found.append(None)
-                continue
-            found.append(self._new_value(tensor, draft.index))
+            known = self.ledger.ref(tensor) is not None or not self.ledger.is_made(tensor)
+            found.append(None if known else self.ledger.new_value(tensor, draft.index))
         return found
 
     # The end -------------------------------------------------------------------------------------------------------
@@ -401,7 +393,7 @@ class StepRecorder:
         leaves: list[Leaf] = []
         for item in items:
             if isinstance(item, torch.Tensor):
-                leaves.append(self._use(item))
+                leaves.append(self.ledger.use(item))
             elif tensors_in(item):
                 raise CaptureError(
                     f"the step returns a {type(item).__name__}, which holds tensors: return tensors, or lists, tuples "
@@ -409,68 +401,71 @@ class StepRecorder:
                 )
             else:
                 leaves.append(Literal(item))
-        random_paths = {context[0] for draft in self.drafts for context in draft.random}
-        late = {c[0] for draft in self.drafts for c in draft.random if c[2] > 0}
-        steps = tuple(
-            Step(
-                d.index, d.path, d.occurrence, d.function, d.arguments, frozenset(d.reads), tuple(d.outputs),
-                tuple(d.object_outputs), tuple(d.renewals), frozenset(d.written), frozenset(d.memories),
-                frozenset(d.parameters), frozenset(d.buffers), d.grad_enabled, d.autocast, tuple(d.random),
-                tuple((path, n) for path, n in d.counts.items() if path in random_paths), d.views_parameter,
-            )
-            for d in self.drafts
-        )  # fmt: skip
+        drafts = self.ledger.drafts
+        random_paths = {context[0] for draft in drafts for context in draft.random}
+        late = {c[0] for draft in drafts for c in draft.random if c[2] > 0}
         return Program(
-            tuple(self.values),
-            steps,
+            tuple(self.ledger.values),
+            tuple(draft.finished(random_paths) for draft in drafts),
             tuple(self.losses),
             Tree(tuple(leaves), spec),
             self.templates,
+            tuple(self.guards),
             {path: tuple(self.children.get(path, ())) for path in late},
             {path: self.counts[path] for path in random_paths},
+            tuple(dict.fromkeys(d.path for d in drafts if d.path is not None and d.random and d.reads_value)),
+            any(draft.draws_on_host for draft in drafts),
         )
+
+
+def record(
+    model: nn.Module,
+    stage_of_call: Mapping[tuple[str, int], int],
+    device: torch.device,
+    body: Callable[[list[torch.Tensor]], Any],
+    inputs: list[torch.Tensor],
+    begin: Callable[[StepRecorder], None],
+) -> tuple[Program, StepRecorder]:
+    """Record a step: on fake tensors, and where the model needs values on real ones.
+
+    ``begin`` is called with the recorder before each run of the body. Raises as `StepRecorder.record`.
+    """
+    recorder = StepRecorder(model, stage_of_call, device)
+    begin(recorder)
+    try:
+        return recorder.record(body, inputs), recorder
+    except (UnrecordableError, RuntimeError, NotImplementedError) as failed:
+        # Values are needed, or an op has no fake counterpart; an error of the model's own comes again.
+        require_room_for_values(model, failed)
+        recorder = StepRecorder(model, stage_of_call, device, real=True)
+        begin(recorder)
+        return recorder.record(body, inputs), recorder
+
+
+def _lies_in(path: str, unit: str) -> bool:
+    return not unit or path == unit or path.startswith(unit + ".")
+
+
+def _count(mask: torch.Tensor) -> int:
+    return int(mask.count_nonzero())
 
 
 _EMPTY = Tree((), pytree.tree_flatten(())[1])
 
 
-class _Functions(TorchFunctionMode):
-    def __init__(self, recorder: StepRecorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.recorder.function_call(func, args, kwargs or {})
-
-
-class _Watcher(TorchDispatchMode):
-    def __init__(self, recorder: StepRecorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.recorder.observe(func, args, kwargs or {})
-        if func is GROUPED_PRODUCT and args[0].device.type == "cpu":
-            return grouped_product(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+def _host_state() -> tuple[Any, ...]:
+    """Changes whenever Python's or NumPy's generator has drawn."""
+    numpy = np.random.get_state(legacy=False)["state"]
+    python = random.getstate()[1]
+    return int(numpy["pos"]), int(numpy["key"][0]), python[-1], python[0]
 
 
 @contextmanager
-def _patched_calls(recorder: StepRecorder) -> Iterator[None]:
-    original = nn.Module.__call__
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return recorder.module_call(original, module, args, kwargs)
-
-    nn.Module.__call__ = call  # type: ignore[method-assign]
+def _kept_generators() -> Iterator[None]:
+    numpy, python, torchs = np.random.get_state(), random.getstate(), torch.get_rng_state()
     try:
         yield
     finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return id(tensor)
+        np.random.set_state(numpy)
+        random.setstate(python)
+        torch.set_rng_state(torchs)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from shardwright.backends.torch.messages.strands import Strand
-from shardwright.backends.torch.randomness import stream_seed
+from shardwright.backends.torch.randomness import seed_host, stream_seed
 from shardwright.core.errors import ShardwrightError
 
 BODY = ""
@@ -77,3 +77,4 @@ class Draws:
         seed = stream_seed(self.seed, self.step, self.first_microbatch + strand.microbatch, (path, occurrence, segment))
         for generator in self._generators:
             generator.manual_seed(seed)
+        seed_host(seed)

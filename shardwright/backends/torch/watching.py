@@ -1,0 +1,82 @@
+"""How a recorder sees what a step does: module calls and attributes, functions above autograd, ops below it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwright.backends.torch.fake_state import GROUPED_PRODUCT, grouped_product
+from shardwright.backends.torch.ledger import Ledger, memory_of
+
+
+class Watching(Protocol):
+    """A recorder."""
+
+    real: bool
+    ledger: Ledger
+
+    def module_call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any: ...
+
+    def assignment(self, module: nn.Module, name: str, value: Any) -> None: ...
+
+    def function_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+
+    def observe(self, function: Any, args: Any, kwargs: Any) -> None: ...
+
+
+class Functions(TorchFunctionMode):
+    """Every function of torch that is called, above autograd."""
+
+    def __init__(self, recorder: Watching) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.recorder.function_call(func, args, kwargs or {})
+
+
+class Ops(TorchDispatchMode):
+    """Every op that runs, below autograd."""
+
+    def __init__(self, recorder: Watching) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.recorder.observe(func, args, kwargs or {})
+        if self.recorder.real:
+            result = func(*args, **(kwargs or {}))
+            given = {memory_of(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+            for tensor in pytree.tree_leaves(result):
+                if isinstance(tensor, torch.Tensor) and memory_of(tensor) not in given:
+                    self.recorder.ledger.note_made(tensor)
+            return result
+        if func is GROUPED_PRODUCT and args[0].device.type == "cpu":
+            return grouped_product(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def patched_modules(recorder: Watching) -> Iterator[None]:
+    """Calls of modules, and assignments to their attributes, go through the recorder."""
+    original, assign = nn.Module.__call__, nn.Module.__setattr__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.module_call(original, module, args, kwargs)
+
+    def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+        recorder.assignment(module, name, value)
+        assign(module, name, value)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+        nn.Module.__setattr__ = assign  # type: ignore[method-assign]

@@ -1,0 +1,187 @@
+"""Models that need values: recorded on real stand-ins, with guards on what the batch decides, or refused."""
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from shardwright.backends.torch.process import Launch, start
+from shardwright.backends.torch.unsplit import seeded_by_rule
+from shardwright.core.errors import CaptureError, UnrecordableError
+from tests.torch.test_dataflow import MICROBATCHES, WIDTH, Block, compare, make_runtime, mean_square, samples
+
+STAGES = [["a"], ["b"]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one() -> Iterator[None]:
+    start(Launch("none"), torch.device("cpu"), 30.0)
+    yield
+    dist.destroy_process_group()
+
+
+class Routed(nn.Module):
+    """Each sample goes to one of two experts; the loop runs over those that have any."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(Block() for _ in range(2))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.router(x).softmax(-1)
+        chosen = scores.argmax(-1)
+        out = torch.zeros_like(x)
+        for index in chosen.unique().tolist():
+            rows = (chosen == index).nonzero()[:, 0]
+            made = self.dropout(self.experts[index](x[rows]) * scores[rows, index, None])
+            out = out.index_add(0, rows, made)
+        return out
+
+
+class Two(nn.Module):
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.a, self.b = first, second
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+def test_values_inside_a_unit() -> None:
+    compare(lambda: Two(Block(), Routed()), STAGES, mean_square, [samples(WIDTH)])
+
+
+def test_dropout_inside_a_unit_that_runs_differently_each_time() -> None:
+    torch.manual_seed(0)
+    plain = Two(Routed(0.5), Routed(0.5))
+    torch.manual_seed(0)
+    runtime = make_runtime(Two(Routed(0.5), Routed(0.5)), [[("a", 0)], [("b", 0)]], {})
+    inputs = samples(WIDTH).chunk(MICROBATCHES)
+    for m, x in enumerate(inputs):
+        with seeded_by_rule(plain, seed=0, step=0, microbatch=m):
+            loss = plain(x).pow(2).mean()
+        (loss / MICROBATCHES).backward()
+
+    def body(given: list[torch.Tensor]) -> torch.Tensor:
+        loss = mean_square(runtime.model, given)
+        assert runtime.recorder is not None
+        runtime.recorder.backward(loss, None)
+        return loss
+
+    runtime.step("a", body, [[x] for x in inputs])
+    for (name, p), (_, q) in zip(plain.named_parameters(), runtime.model.named_parameters(), strict=True):
+        torch.testing.assert_close(q.grad if q.grad is not None else torch.zeros_like(q), _or_zero(p), msg=name)
+
+
+def _or_zero(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+class ByTheBatch(Two):
+    """Between its units: a branch on the batch, a selection by a mask of it, a loop of a length that it gives."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        if not mask.all():
+            x = x * 2
+        for _ in range(int(turns.max())):
+            x = torch.sin(x)
+        return self.b(x[mask])
+
+
+def by_the_batch(model: nn.Module, given: list[torch.Tensor]) -> torch.Tensor:
+    return model(*given).pow(2).mean()
+
+
+def test_what_the_batch_decides_is_recorded_for_each_outcome() -> None:
+    """The two microbatches differ in all of it."""
+    x, mask, turns = samples(WIDTH), torch.tensor([True, True, True, False]), torch.tensor([1, 2, 3, 0])
+    runtime = compare(lambda: ByTheBatch(Block(), Block()), STAGES, by_the_batch, [x, mask, turns])
+    ((compiled,),) = runtime._compiled.values()
+    first, second = (division.program for division in compiled.pipeline.divisions)
+    assert first is not second
+    assert len(first.guards) >= 3
+    assert compiled.holds([[x[:2], mask[:2], turns[:2]], [x[2:], mask[2:], turns[2:]]])
+    assert not compiled.holds([[x[2:], mask[2:], turns[2:]], [x[:2], mask[:2], turns[:2]]])
+
+
+def test_other_batches_are_recorded_anew() -> None:
+    torch.manual_seed(0)
+    model = ByTheBatch(Block(), Block())
+    torch.manual_seed(0)
+    plain = ByTheBatch(Block(), Block())
+    runtime = make_runtime(model, [[("a", 0)], [("b", 0)]], {})
+    x, mask = samples(WIDTH)[:2], torch.ones(2, dtype=torch.bool)
+    for turns in (1, 2, 1):
+        given = [x, mask, torch.full((2,), turns)]
+        _, returned = runtime.step("a", lambda inputs: by_the_batch(runtime.model, inputs), [given] * MICROBATCHES)
+        torch.testing.assert_close(returned[0].outputs[0], by_the_batch(plain, given).detach())
+    assert [len(variants) for variants in runtime._compiled.values()] == [2]
+
+
+def unrecordable(model: nn.Module, match: str) -> None:
+    runtime = make_runtime(model, [[("a", 0)], [("b", 0)]], {})
+    with pytest.raises(UnrecordableError, match=match):
+        runtime.step("a", lambda given: mean_square(runtime.model, given), [[samples(WIDTH)[:2]]] * MICROBATCHES)
+
+
+class LayerDrop(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        return self.b(x) if torch.rand([]) > 0.1 else x
+
+
+class HostMask(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        return self.b(x * torch.from_numpy(np.random.rand(WIDTH).astype(np.float32)))
+
+
+class SetsState(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.b.state = torch.zeros(1)
+        return self.b(self.a(x))
+
+
+def test_what_cannot_be_recorded_is_said_to_be_so() -> None:
+    unrecordable(LayerDrop(Block(), Block()), "random numbers.*message passing")
+    unrecordable(HostMask(Block(), Block()), "NumPy's generator.*message passing")
+    unrecordable(SetsState(Block(), Block()), "sets b.state.*message passing")
+
+
+def test_a_step_that_draws_on_the_host_is_refused_in_every_mode() -> None:
+    runtime = make_runtime(Two(Block(), Block()), [[("a", 0)], [("b", 0)]], {})
+
+    def body(given: list[torch.Tensor]) -> torch.Tensor:
+        return runtime.model(given[0] * random.random()).mean()
+
+    with pytest.raises(CaptureError, match="before the step") as caught:
+        runtime.step("a", body, [[samples(WIDTH)[:2]]] * MICROBATCHES)
+    assert not isinstance(caught.value, UnrecordableError)
+
+
+class DropsTwice(Two):
+    """Two draws with no module call in between, and the second feeds a later stage."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        return self.b(F.dropout(x, 0.5)) * F.dropout(x, 0.5) + F.dropout(F.dropout(x, 0.3), 0.4)
+
+
+def test_draws_between_units_follow_each_other() -> None:
+    torch.manual_seed(0)
+    plain = DropsTwice(Block(), Block())
+    torch.manual_seed(0)
+    runtime = make_runtime(DropsTwice(Block(), Block()), [[("a", 0)], [("b", 0)]], {})
+    x = samples(WIDTH)[:2]
+    with seeded_by_rule(plain, seed=0, step=0, microbatch=0):
+        expected = mean_square(plain, [x]).detach()
+    _, returned = runtime.step("a", lambda given: mean_square(runtime.model, given), [[x]] * MICROBATCHES)
+    torch.testing.assert_close(returned[0].outputs[0], expected)
