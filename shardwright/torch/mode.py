@@ -83,7 +83,8 @@ def _split(session: Session, model: DistributedModel, body: StepBody, microbatch
         if recorded_only:
             raise
         failed = error
-        reason = _why_unrecordable(model, body, microbatch)
+        unrecordable = isinstance(error, UnrecordableError)
+        reason = error if unrecordable else _why_unrecordable(model, body, microbatch)
         if reason is None:
             raise
         failed = reason

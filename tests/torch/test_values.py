@@ -10,6 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from shardwright.backends.torch import CAPABILITIES
+from shardwright.backends.torch.capture import capture
 from shardwright.backends.torch.process import Launch, start
 from shardwright.backends.torch.unsplit import seeded_by_rule
 from shardwright.core.errors import CaptureError, UnrecordableError
@@ -185,3 +187,32 @@ def test_draws_between_units_follow_each_other() -> None:
         expected = mean_square(plain, [x]).detach()
     _, returned = runtime.step("a", lambda given: mean_square(runtime.model, given), [[x]] * MICROBATCHES)
     torch.testing.assert_close(returned[0].outputs[0], expected)
+
+
+def test_capture_of_a_module_that_runs_otherwise_at_each_batch() -> None:
+    """At batch 2 one expert is hit, at batch 3 both: the module's ops are those of batch 2."""
+    torch.manual_seed(0)
+    model = Two(Routed(), Block())
+    rows = samples(WIDTH)
+    chosen = model.a.router(rows).argmax(-1)
+    one, other = rows[chosen == 0], rows[chosen == 1]
+    assert len(one)
+    assert len(other)
+    sample = torch.cat([one[:1], one[:1], other[:1]])
+    graph = capture(model, (sample,), require_loss=False, capabilities=CAPABILITIES)
+    (out,) = graph.outputs
+    assert graph.tensors[out].shape(2) == (2, WIDTH)
+    assert graph.tensors[out].shape(7) == (7, WIDTH)
+    products = [op.call for op in graph.ops if op.kind == "contraction"]
+    assert [graph.calls[call].path for call in products] == ["a.router", "a.experts.0.linear", "b.linear"]
+
+
+def test_capture_refuses_what_values_decide_outside_of_every_module() -> None:
+    class Loops(Two):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(int(x[:, 0].sum())):
+                x = self.a(x)
+            return self.b(x)
+
+    with pytest.raises(UnrecordableError, match="reads values of tensors and runs by them"):
+        capture(Loops(Block(), Block()), (torch.ones(3, WIDTH),), require_loss=False, capabilities=CAPABILITIES)

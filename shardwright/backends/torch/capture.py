@@ -21,7 +21,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
+from shardwright.backends.torch.align import Alignment
+from shardwright.backends.torch.guards import READING
 from shardwright.backends.torch.record import Recorder, dtype_name
 from shardwright.backends.torch.refusals import REAL_LIMIT_BYTES
 from shardwright.backends.torch.sample import Leaf, Sample
@@ -29,8 +32,7 @@ from shardwright.backends.torch.stand_in import fake_like, no_remembered_results
 from shardwright.backends.torch.unflatten import unflatten_products, without_unused
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.errors import CaptureError
-from shardwright.core.graph import Graph, Op, Parameter, Tensor, TensorRole
-from shardwright.core.rules.labels import meet
+from shardwright.core.graph import Graph, Parameter, TensorRole
 
 SIZES = (2, 3)
 """Batch 1 would specialise: size-1 dims broadcast."""
@@ -74,6 +76,19 @@ def capture(
     return session.graph(*runs, capabilities)
 
 
+class _Readings(TorchFunctionMode):
+    """Tells a recorder of values that are read by no op."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in READING:
+            self.recorder.note_reading()
+        return func(*args, **(kwargs or {}))
+
+
 class _NeedsValuesError(Exception):
     """An op asked a fake tensor for its values."""
 
@@ -100,6 +115,8 @@ class _Session:
         self.buffers = {id(buffer) for buffer in model.buffers()}
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.templates: dict[Any, Any] = {}
+        self.with_values = False
+        """Whether the runs were on real tensors, whose values may have decided what was run."""
 
     def run_fake(self) -> tuple[_Run, _Run]:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -122,6 +139,7 @@ class _Session:
                 f"{size_bytes / 2**30:.1f} GiB are above the {REAL_LIMIT_BYTES / 2**30:.0f} GiB that are copied for "
                 "that. Capture a model with fewer layers, or keep the op out of forward"
             ) from needs
+        self.with_values = True
         runs = []
         for size in SIZES:
             stand_ins = {key: real_like(tensor) for key, (_, tensor) in self.tensors.items()}
@@ -163,7 +181,12 @@ class _Session:
             self._name_all(recorder, stand_ins, made)
             try:
                 # Below autograd, composite ops reach the recorder whole, and no graph is kept for a backward pass.
-                with self._calls(recorder), recorder, torch._C._AutoDispatchBelowAutograd():
+                with (
+                    self._calls(recorder),
+                    recorder,
+                    _Readings(recorder) if self.with_values else nullcontext(),
+                    torch._C._AutoDispatchBelowAutograd(),
+                ):
                     output = self.model(*args, **kwargs)
                     result = self._result(output)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -242,18 +265,9 @@ class _Session:
 
     def graph(self, small: _Run, large: _Run, capabilities: Capabilities) -> Graph:
         """The two runs as one graph. Raises CaptureError where they differ."""
-        a, b = small.recorder, large.recorder
-        self._require_same_ops(a, b)
-        values = [
-            Tensor.from_two(x.shape, y.shape, x.dtype, x.role, x.name) for x, y in zip(a.values, b.values, strict=True)
-        ]
-        self._require_linear(a, b, values)
-        recorded = []
-        for x, y in zip(a.ops, b.ops, strict=True):
-            labelled = x.labelled if x.labelled is y.labelled else meet(x.labelled, y.labelled)
-            recorded.append(
-                Op(x.kind, x.name, x.inputs, x.outputs, labelled.labels, labelled.special, labelled.offsets, x.call)
-            )
+        a = small.recorder
+        aligned = Alignment(a, large.recorder, (small.outputs, large.outputs), SIZES, self.with_values)
+        recorded, values = aligned.ops(), aligned.tensors()
         ops, tensors, outputs = without_unused(*unflatten_products(recorded, values, small.outputs), small.outputs)
         inputs = len(self.sample.leaves)  # inputs, then what the model holds, keep their numbers: see `_name_all`
         return Graph(
@@ -278,48 +292,6 @@ class _Session:
             Parameter(name, number[id(p)], tuple(n for n in names[id(p)] if n != name), p.requires_grad)
             for name, p in self.model.named_parameters()
         )
-
-    def _require_linear(self, a: Recorder, b: Recorder, values: Sequence[Tensor]) -> None:
-        """What grows faster than the batch would have less than no entries at batch 1."""
-        for n, value in enumerate(values):
-            if any(fixed + slope < 0 for fixed, slope in zip(value.fixed, value.per_sample, strict=True)):
-                op = next(op for op in a.ops if n in op.outputs)
-                raise CaptureError(
-                    f"{op.name} in {a.calls[op.call].path or 'the model itself'!r} makes a tensor of shape "
-                    f"{a.values[n].shape} at batch {SIZES[0]} and {b.values[n].shape} at batch {SIZES[1]}: a dim that "
-                    "does not grow linearly with the batch. Keep pairs of samples in two dims ([batch, batch]), not "
-                    "flattened into one"
-                )
-
-    def _require_same_ops(self, a: Recorder, b: Recorder) -> None:
-        fix = (
-            f"The model must run the same ops at batch {SIZES[0]} and {SIZES[1]}: does it branch on the batch size, or "
-            "is the batch of an input not dim 0 (then say so with batch_dims=)?"
-        )
-        for i, (x, y) in enumerate(zip(a.ops, b.ops, strict=False)):
-            path = a.calls[x.call].path or "the model itself"
-            if x.name != y.name or a.calls[x.call] != b.calls[y.call]:
-                other = b.calls[y.call].path or "the model itself"
-                raise CaptureError(
-                    f"op {i} is {x.name} in {path!r} at batch {SIZES[0]} and {y.name} in {other!r} at batch "
-                    f"{SIZES[1]}. {fix}"
-                )
-            if x.kind != y.kind or x.inputs != y.inputs or x.outputs != y.outputs:
-                raise CaptureError(f"op {i} ({x.name} in {path!r}) works on other tensors at batch {SIZES[1]}. {fix}")
-            for n in (*x.inputs, *x.outputs):
-                if len(a.values[n].shape) != len(b.values[n].shape) or a.values[n].dtype != b.values[n].dtype:
-                    raise CaptureError(
-                        f"op {i} ({x.name} in {path!r}) has a tensor of shape {a.values[n].shape} at batch {SIZES[0]} "
-                        f"and {b.values[n].shape} at batch {SIZES[1]}. {fix}"
-                    )
-        if len(a.ops) != len(b.ops):
-            longer = a if len(a.ops) > len(b.ops) else b
-            op = longer.ops[min(len(a.ops), len(b.ops))]
-            path = longer.calls[op.call].path or "the model itself"
-            raise CaptureError(
-                f"batch {SIZES[0]} runs {len(a.ops)} ops and batch {SIZES[1]} runs {len(b.ops)}: the first that only "
-                f"one of them has is {op.name} in {path!r}. {fix}"
-            )
 
 
 @contextmanager

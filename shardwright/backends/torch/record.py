@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwright.backends.torch.guards import masks_of
 from shardwright.backends.torch.ops import RULES, OpCall, Ref, Template
 from shardwright.backends.torch.ops.products import WITHOUT_KERNEL, is_plain_einsum
 from shardwright.backends.torch.ops.template import Rule
@@ -64,7 +65,7 @@ class View:
 class Func:
     """What is known about one overload of an op, found out once."""
 
-    __slots__ = ("arguments", "composite", "name", "passing", "pointwise", "rule", "silent", "views", "writes")
+    __slots__ = ("arguments", "composite", "name", "passing", "pointwise", "reads", "rule", "silent", "views", "writes")
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -74,6 +75,7 @@ class Func:
         known = RULES.get(base) or (RULES.get(base[:-1]) if base.endswith("_") else None)
         self.rule: Rule | None = known[1] if known and namespace == "aten" else None
         self.pointwise = torch.Tag.pointwise in func.tags
+        self.reads = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
         self.passing = base in PASSING
         self.silent = base in SILENT or namespace == "prim"
         infos = [a.alias_info for a in schema.arguments]
@@ -97,6 +99,8 @@ class Recorder(TorchDispatchMode):
         self.calls: list[Call] = [Call("", 0)]
         self.failed_path: str | None = None
         self.failed_op: str | None = None
+        self.reading: set[int] = set()
+        """The calls that read values of tensors."""
         self._stack = [0]
         self._occurrences: dict[str, int] = {}
         self._value_of: dict[int, int] = {}
@@ -122,6 +126,10 @@ class Recorder(TorchDispatchMode):
             self.failed_path = self.path
         if len(self._stack) > 1:
             self._stack.pop()
+
+    def note_reading(self) -> None:
+        """The innermost module call reads a value, or makes a tensor whose shape depends on values."""
+        self.reading.add(self._stack[-1])
 
     @property
     def path(self) -> str:
@@ -208,6 +216,8 @@ class Recorder(TorchDispatchMode):
         known = self._functions.get(func)
         if known is None:
             known = self._functions[func] = Func(func)
+        if known.reads and masks_of(func, args) != []:
+            self.note_reading()
         try:
             if known.silent:
                 return func(*args, **kwargs)

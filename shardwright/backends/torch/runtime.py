@@ -29,10 +29,13 @@ from shardwright.backends.torch.step_recorder import StepRecorder, record
 from shardwright.backends.torch.transfer import Mailroom, as_carried
 from shardwright.backends.torch.watch import Watch
 from shardwright.backends.torch.weights import Weights, materialize
-from shardwright.core.errors import CaptureError, MissingCapabilityError, PlanError, ShardwrightError
+from shardwright.core.errors import CaptureError, MissingCapabilityError, PlanError, ShardwrightError, UnrecordableError
 from shardwright.core.plan import Plan
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action
+
+VARIANTS = 16
+"""How often a step is recorded for batches of the same shapes that differ in what the model reads from them."""
 
 StepBody = Callable[[list[torch.Tensor]], Any]
 
@@ -311,6 +314,11 @@ class Runtime:
         variants = self._compiled.setdefault((signature, shapes, self._schedule_digest), [])
         compiled = next((made for made in variants if made.holds(microbatches)), None)
         if compiled is None:
+            if len(variants) >= VARIANTS:
+                raise UnrecordableError(
+                    f"what {type(self.model).__name__} reads from the batch had {VARIANTS} outcomes, each recorded, "
+                    f"and there are more: let the model run by message passing"
+                )
             compiled = self._compile(stage_map, body, microbatches)
             variants.append(compiled)
         if not self._synchronized:
@@ -403,6 +411,12 @@ class Runtime:
         missing = [call for held in stage_map.calls for call in held if call not in recorder.seen_calls]
         if missing and program.losses:
             path, occurrence = missing[0]
+            if program.guards:
+                raise UnrecordableError(
+                    f"{type(self.model).__name__} does not call {path!r} (call {occurrence}) for this batch: which "
+                    f"modules it calls depends on the batch, so that no recording fits the plan; let the model run by "
+                    f"message passing"
+                )
             raise PlanError(
                 f"the plan has {len(missing)} module calls that the step does not make, {path!r} (call {occurrence}) "
                 f"first: plan from a capture with the arguments that the step passes to the model"
