@@ -158,7 +158,7 @@ class Alignment:
                 raise CaptureError(
                     f"{op.name} in {self._path(self.a, op)!r} makes a tensor of shape {self.a.values[n].shape} at "
                     f"batch {self.sizes[0]} and {partner.shape} at batch {self.sizes[1]}: a dim that does not grow "
-                    f"linearly with the batch. Keep pairs of samples in two dims ([batch, batch]), not flattened into one"
+                    f"linearly with it. Keep pairs of samples in two dims ([batch, batch]), not flattened into one"
                 )
 
     # -- words ---------------------------------------------------------------------------------------------------
