@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.errors import MissingFrameworkError, ShardwrightError, nearest
 from shardwright.core.graph import Graph
+from shardwright.core.hardware.measurements import Measurements, MeasureProgress
 from shardwright.core.layout import Layout
 from shardwright.core.mesh import Mesh
 from shardwright.core.plan import Plan
@@ -55,6 +56,11 @@ class Backend(Protocol):
     def compile(self, plan: Plan, model: Any, **options: Any) -> Executable:
         """Bind the plan to the model. Raises PlanError when they do not match, MissingCapabilityError when this
         runtime cannot do what the plan asks."""
+        ...
+
+    def profile(self, *, name: str, budget_s: float, progress: MeasureProgress | None = None) -> Measurements:
+        """Measure the machine that this runs on, as the framework uses it, in about ``budget_s`` seconds. Where a
+        launcher started several processes, all of them call this together."""
         ...
 
 

@@ -1,15 +1,14 @@
 """`shardwright profile`: measure the machine that this runs on, and write a hardware profile."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from shardwright.backends.protocol import require_framework
+from shardwright.backends.protocol import load
 from shardwright.commands.output import JsonOption, print_json, print_view, require_folder
 from shardwright.commands.progress import DelayedProgress
 from shardwright.core.errors import ShardwrightError
-from shardwright.core.hardware.measurements import Measurements
 
 
 def profile_command(
@@ -27,15 +26,15 @@ def profile_command(
     if output.suffix != ".toml":
         raise ShardwrightError(f"{output}: a profile is a TOML file; name it {output.with_suffix('.toml')}")
     require_folder(output)
-    require_framework(framework)
+    backend = load(framework)
     with DelayedProgress() as bar:
 
         def show(what: str, done: int, total: int) -> None:
             bar.stage(what)
             bar.update(done, total)
 
-        measured, writes = _measure(framework, name, budget, show)
-    if not writes:
+        measured = backend.profile(name=name, budget_s=budget, progress=show)
+    if measured.rank:
         return
     measured.save(output)
     document = measured.document()
@@ -49,26 +48,3 @@ def profile_command(
         f"small op, {measured.ranks} {'ranks' if measured.ranks > 1 else 'rank'}",
         f"saved to {output}",
     )
-
-
-def _measure(framework: str, name: str, budget_s: float, show: Any) -> tuple[Measurements, bool]:
-    """The measurements, and whether this process is the one that writes them."""
-    if framework == "jax":
-        from shardwright.backends.jax.profile import profile as profile_jax
-
-        return profile_jax(name=name, budget_s=budget_s, progress=show), True
-    import torch.distributed as dist
-
-    from shardwright.backends.torch.process import choose_device, start, this_launch
-    from shardwright.backends.torch.profile import profile as profile_torch
-
-    launch = this_launch()
-    device = choose_device(launch)
-    joined = launch.world_size > 1 and not dist.is_initialized()
-    if joined:
-        start(launch, device, timeout_s=120.0)
-    try:
-        return profile_torch(device, name=name, budget_s=budget_s, progress=show), launch.rank == 0
-    finally:
-        if joined:
-            dist.destroy_process_group()

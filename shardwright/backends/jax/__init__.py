@@ -11,7 +11,9 @@ from shardwright.backends.jax.capture import capture
 from shardwright.backends.jax.executable import JaxExecutable
 from shardwright.backends.jax.layout import lower_layout
 from shardwright.backends.jax.mesh import bind
+from shardwright.backends.jax.profile import profile
 from shardwright.core.graph import Graph
+from shardwright.core.hardware.measurements import Measurements, MeasureProgress
 from shardwright.core.layout import Layout
 from shardwright.core.mesh import Mesh
 from shardwright.core.plan import Plan
@@ -51,6 +53,10 @@ class JaxBackend:
         Options: ``loss`` and ``optimizer`` (both needed), ``devices``, ``batch_dims``, ``seed``.
         """
         return JaxExecutable(plan, model, **options)
+
+    def profile(self, *, name: str, budget_s: float, progress: MeasureProgress | None = None) -> Measurements:
+        """See `backends.jax.profile.profile`."""
+        return profile(name=name, budget_s=budget_s, progress=progress)
 
 
 BACKEND = JaxBackend()

@@ -11,10 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardwright.core.hardware.device import Kind, MeasuredProduct
-from shardwright.core.hardware.measurements import LinkSample, Measurements
-
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being measured, how much is done, how much there is)."""
+from shardwright.core.hardware.measurements import LinkSample, Measurements, MeasureProgress
 
 SIDES = ((64, 64, 64), (256, 64, 256), (256, 256, 64), (256, 256, 256), (512, 512, 64), (256, 1024, 256),
          (256, 256, 1024), (512, 512, 512), (1024, 1024, 1024), (512, 3072, 768), (512, 768, 3072))  # fmt: skip
@@ -27,7 +24,7 @@ _KINDS: dict[str, Kind] = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "tpu": "tp
 _DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
-def profile(*, name: str, budget_s: float = 20.0, progress: Progress | None = None) -> Measurements:
+def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | None = None) -> Measurements:
     """Measure the first local device, and all-reduces over all of them, in about ``budget_s`` seconds.
 
     Every figure is the median of its runs after one that compiles.

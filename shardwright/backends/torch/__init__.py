@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.graph import Graph
+from shardwright.core.hardware.measurements import Measurements, MeasureProgress
 from shardwright.core.layout import Layout
 from shardwright.core.mesh import Mesh
 
@@ -60,6 +61,13 @@ class TorchBackend:
         """The plan bound to the model, ready to train."""
         executable: Executable = import_module("shardwright.backends.torch.executable").compile(plan, model, **options)
         return executable
+
+    def profile(self, *, name: str, budget_s: float, progress: MeasureProgress | None = None) -> Measurements:
+        """What this process's device and its group take."""
+        measured: Measurements = import_module("shardwright.backends.torch.profile").profile(
+            name=name, budget_s=budget_s, progress=progress
+        )
+        return measured
 
 
 BACKEND: "Backend" = TorchBackend()

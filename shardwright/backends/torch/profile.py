@@ -8,11 +8,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from shardwright.backends.torch.process import choose_device, start, this_launch
 from shardwright.core.hardware.device import MeasuredProduct
-from shardwright.core.hardware.measurements import LinkSample, Measurements
-
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being measured, how much is done, how much there is)."""
+from shardwright.core.hardware.measurements import LinkSample, Measurements, MeasureProgress
 
 SIDES = ((64, 64, 64), (128, 64, 256), (256, 64, 256), (256, 256, 64), (256, 256, 256), (512, 64, 512),
          (512, 512, 64), (256, 1024, 256), (256, 256, 1024), (512, 512, 512), (1024, 1024, 1024), (512, 3072, 768),
@@ -24,8 +22,23 @@ MESSAGES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def profile(
-    device: torch.device, *, name: str, budget_s: float = 20.0, progress: Progress | None = None
+def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | None = None) -> Measurements:
+    """Measure this process's device, and the collectives of all processes that the launcher started (torchrun, mpirun,
+    srun), or of the process group that is there already."""
+    launch = this_launch()
+    device = choose_device(launch)
+    joins = launch.world_size > 1 and not dist.is_initialized()
+    if joins:
+        start(launch, device, timeout_s=120.0)
+    try:
+        return profile_device(device, name=name, budget_s=budget_s, progress=progress)
+    finally:
+        if joins:
+            dist.destroy_process_group()
+
+
+def profile_device(
+    device: torch.device, *, name: str, budget_s: float = 20.0, progress: MeasureProgress | None = None
 ) -> Measurements:
     """Measure ``device``, and the default process group where there is one, in about ``budget_s`` seconds.
 
@@ -91,6 +104,7 @@ def profile(
         vector_efficiency=vector,
         kernel_launch_s=launch,
         host_link_bandwidth_bytes_per_s=host,
+        rank=dist.get_rank() if ranks > 1 else 0,
         ranks=ranks,
         all_reduces=tuple(samples),
     )

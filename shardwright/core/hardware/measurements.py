@@ -1,6 +1,6 @@
 """What a machine measured of itself, and the profile that follows from it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from shardwright.core.hardware import check
 from shardwright.core.hardware.device import Kind, MeasuredProduct
 
 SHARED_MEMORY_LINK = "shared-memory"
+MeasureProgress = Callable[[str, int, int], None]
+"""Called with (what is being measured, how much is done, how much there is)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class Measurements:
     vector_efficiency: float
     kernel_launch_s: float
     host_link_bandwidth_bytes_per_s: float
+    rank: int = 0
+    """The rank that measured, of ``ranks``; rank 0 writes the profile."""
     ranks: int = 1
     all_reduces: tuple[LinkSample, ...] = ()
 
