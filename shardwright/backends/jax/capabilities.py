@@ -4,8 +4,8 @@ from shardwright.core.capabilities import Capabilities
 
 CAPABILITIES = Capabilities(
     framework="jax",
-    axes=("dp", "tp"),
-    split_backward=False,
+    axes=("pp", "dp", "tp"),
+    split_backward=True,
     uneven_shards=False,  # a NamedSharding of a jit argument cuts evenly
     partial_layouts=True,  # inside a jit the compiler keeps partial sums until they are needed
     block_layouts=True,  # a PartitionSpec splits a dim as one piece: the compiler moves the parts of a fused one

@@ -71,7 +71,7 @@ def capture(
 
         with boxed_functions():
             closed = jax.make_jaxpr(run)(source.arrays, inputs)
-        programs.append(flatten(closed, recorder.calls))
+        programs.append(flatten(closed, recorder.calls, len(source.names)))
         inputs_at.append(inputs)
     first, second = programs
     same_structure(first, second, lambda what: _differs(source.name, what))

@@ -1,16 +1,18 @@
 """The loss of one step: microbatches one after the other, replicas beside each other, combined by weight."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.state import Parts, TrainState, fold_random, put_together, take_apart
-from shardwright.backends.jax.trace import recomputed
+from shardwright.backends.jax.trace import Recorder, linen_calls, nnx_calls, recomputed
 from shardwright.core.errors import PlanError
 from shardwright.core.plan import Plan
 
@@ -26,6 +28,8 @@ class LossFunction:
     recompute: str
     blocks: frozenset[str]
     """The modules whose calls are recomputed whole in the backward pass: those of the plan's units."""
+    recorder: Recorder | None = None
+    """Marks module calls, for a program that is cut."""
 
     @classmethod
     def of(cls, function: Callable[..., Any], plan: Plan) -> "LossFunction":
@@ -40,7 +44,9 @@ class LossFunction:
         blocks = frozenset(call.path for unit in plan.binding("jax").units for call in unit.calls)
         # A precision that nobody asked for is what the planner counted with, not an order to change the model.
         precision = plan.decision.precision if plan.is_pinned("precision") else "as given"
-        return cls(function, keywords, precision, plan.decision.recompute, blocks)
+        # A pipeline recomputes by stage and unit, whatever the model is made of.
+        recompute = plan.decision.recompute if plan.decision.pp == 1 else "none"
+        return cls(function, keywords, precision, recompute, blocks)
 
     def __call__(
         self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any
@@ -59,11 +65,13 @@ class LossFunction:
             params = jax.tree.map(lambda p: p.astype(jnp.bfloat16) if p.dtype == jnp.float32 else p, params)
         if graphdef is not None:
             model = put_together(Parts(params, random, other, graphdef))
-            with recomputed(model, self.blocks if self.recompute == "full" else ()):
+            marking = nnx_calls(model, self.recorder) if self.recorder else nullcontext()
+            with marking, recomputed(model, self.blocks if self.recompute == "full" else ()):
                 loss, weight, _ = _three(self.function(model, batch))
             return loss, weight, take_apart(model, 0, None).other
         extra = {name: value for name, value in (("rngs", random), ("state", other)) if name in self.keywords}
-        loss, weight, changed = _three(self.function(params, batch, **extra))
+        with linen_calls(self.recorder) if self.recorder else nullcontext():
+            loss, weight, changed = _three(self.function(params, batch, **extra))
         return loss, weight, other if changed is None else changed
 
 
@@ -85,78 +93,96 @@ def _three(returned: Any) -> tuple[jax.Array, jax.Array, Any]:
     )
 
 
-def accumulate(
-    loss: LossFunction,
-    state: TrainState,
-    leaves: tuple[Any, ...],
-    structure: Any,
-    dims: tuple[int | None, ...],
-    *,
-    mesh: jax.sharding.Mesh,
-    microbatches: int,
-    per_replica: bool,
-    gradients_at: Any,
-) -> tuple[jax.Array, Any, Any]:
-    """Loss and gradients of a global batch, and the model's other state after it.
+@dataclass(frozen=True, slots=True)
+class Microbatches:
+    """A global batch as microbatches, and the loss of the m-th of them.
 
     Replica r of dp holds the r-th of dp equal pieces of the batch, and microbatch m is the m-th piece of that: global
     microbatch r · microbatches + m. ``per_replica`` runs the loss function on every replica's microbatch by itself;
     otherwise (loss scope "global") on the m-th microbatches of all replicas together.
     """
-    replicas = mesh.shape["dp"]
-    split = [_split(leaf, dim, replicas, microbatches, mesh) for leaf, dim in zip(leaves, dims, strict=True)]
-    mapped = per_replica and replicas > 1
 
-    def part(m: Any) -> list[Any]:
-        """The m-th microbatches, stacked over replicas; arrays without a batch dim as they are."""
-        return [leaf if dim is None else leaf[m] for leaf, dim in zip(split, dims, strict=True)]
+    loss: LossFunction
+    graphdef: Any
+    structure: Any
+    """Of the batch as a pytree; its leaves are handed over one by one."""
+    dims: tuple[int | None, ...]
+    """The batch dim of every leaf."""
+    replicas: int
+    microbatches: int
+    per_replica: bool
 
-    def total(params: Any, other: Any, m: Any, part: list[Any]) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-        """Σ weight · loss over replicas, Σ weight, and the other state."""
+    def split(self, leaf: Any, dim: int | None) -> Any:
+        """[…, batch, …] → [microbatch, replica, samples, …]; arrays without a batch dim as they are."""
+        if dim is None:
+            return leaf
+        numbers: Any = jnp if isinstance(leaf, jax.Array) else np
+        front = numbers.moveaxis(numbers.asarray(leaf), dim, 0)
+        pieces = front.reshape(self.replicas, self.microbatches, -1, *front.shape[1:])
+        return numbers.moveaxis(pieces, 1, 0)
+
+    def take(self, split: Sequence[Any], m: Any) -> list[Any]:
+        """The m-th microbatches, stacked over replicas."""
+        return [leaf if dim is None else leaf[m] for leaf, dim in zip(split, self.dims, strict=True)]
+
+    def total(
+        self, params: Any, random: Any, step: Any, other: Any, m: Any, part: Sequence[Any]
+    ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+        """Σ weight · loss over replicas, Σ weight, and the other state after it."""
 
         def one(replica: Any, pieces: list[Any]) -> tuple[jax.Array, jax.Array, Any]:
-            restored = [_restore(p, dim) for p, dim in zip(pieces, dims, strict=True)]
-            random = fold_random(state.random, state.step, replica * microbatches + m)
-            batch = jax.tree.unflatten(structure, restored)
-            return loss(params, random, other, state.graphdef, batch)
+            restored = [_restore(piece, dim) for piece, dim in zip(pieces, self.dims, strict=True)]
+            folded = fold_random(random, step, replica * self.microbatches + m)
+            batch = jax.tree.unflatten(self.structure, restored)
+            return self.loss(params, folded, other, self.graphdef, batch)
 
-        if mapped:
-            over = [None if dim is None else 0 for dim in dims]
+        if self.per_replica and self.replicas > 1:
+            over = [None if dim is None else 0 for dim in self.dims]
             run = jax.vmap(one, in_axes=(0, over), spmd_axis_name="dp")
-            losses, weights, after = run(jnp.arange(replicas), part)
+            losses, weights, after = run(jnp.arange(self.replicas), list(part))
             after = jax.tree.map(_over_replicas, after)
         else:
-            joined = [p if dim is None else p.reshape(-1, *p.shape[2:]) for p, dim in zip(part, dims, strict=True)]
+            joined = [p if dim is None else p.reshape(-1, *p.shape[2:]) for p, dim in zip(part, self.dims, strict=True)]
             losses, weights, after = one(0, joined)
         weights = jax.lax.stop_gradient(weights)
         return jnp.sum(losses * weights), (jnp.sum(weights), after)
 
-    gradient = jax.value_and_grad(total, has_aux=True)
+
+def accumulate(
+    batch: Microbatches, state: TrainState, leaves: Sequence[Any], *, mesh: jax.sharding.Mesh, gradients_at: Any
+) -> tuple[jax.Array, Any, Any]:
+    """Loss and gradients of a global batch, and the model's other state after it, in one program."""
+    along_dp = NamedSharding(mesh, PartitionSpec(None, "dp"))
+    split = [
+        leaf if dim is None else jax.lax.with_sharding_constraint(batch.split(leaf, dim), along_dp)
+        for leaf, dim in zip(leaves, batch.dims, strict=True)
+    ]
+    gradient = jax.value_and_grad(batch.total, has_aux=True)
 
     def one_microbatch(carry: Any, m: Any) -> tuple[Any, None]:
         loss_sum, weight_sum, gradients, other = carry
-        (value, (weight, other)), found = gradient(state.params, other, m, part(m))
+        (value, (weight, other)), found = gradient(
+            state.params, state.random, state.step, other, m, batch.take(split, m)
+        )
         gradients = jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradients, found)
         gradients = jax.lax.with_sharding_constraint(gradients, gradients_at)
         return (loss_sum + value, weight_sum + weight, gradients, other), None
 
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params)
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, accumulated_dtype(p)), state.params)
     start = (jnp.zeros(()), jnp.zeros(()), jax.lax.with_sharding_constraint(zeros, gradients_at), state.other)
-    if microbatches == 1:
+    if batch.microbatches == 1:
         (loss_sum, weight_sum, gradients, other), _ = one_microbatch(start, 0)
     else:
-        (loss_sum, weight_sum, gradients, other), _ = jax.lax.scan(one_microbatch, start, jnp.arange(microbatches))
+        (loss_sum, weight_sum, gradients, other), _ = jax.lax.scan(
+            one_microbatch, start, jnp.arange(batch.microbatches)
+        )
     mean = jax.tree.map(lambda g, p: (g / weight_sum).astype(p.dtype), gradients, state.params)
     return loss_sum / weight_sum, mean, other
 
 
-def _split(leaf: Any, dim: int | None, replicas: int, microbatches: int, mesh: jax.sharding.Mesh) -> Any:
-    """[…, batch, …] → [microbatch, replica, samples, …], the replicas along dp."""
-    if dim is None:
-        return leaf
-    front = jnp.moveaxis(leaf, dim, 0)
-    pieces = front.reshape(replicas, microbatches, -1, *front.shape[1:])
-    return jax.lax.with_sharding_constraint(jnp.moveaxis(pieces, 1, 0), NamedSharding(mesh, PartitionSpec(None, "dp")))
+def accumulated_dtype(parameter: Any) -> Any:
+    """In which the gradients of a parameter add up: at least fp32."""
+    return jnp.promote_types(parameter.dtype, jnp.float32)
 
 
 def _restore(piece: Any, dim: int | None) -> Any:

@@ -44,6 +44,8 @@ class Program:
     constants: list[int] = field(default_factory=list)
     outputs: list[int | None] = field(default_factory=list)
     calls: list[TracedCall] = field(default_factory=list)
+    weights: set[int] = field(default_factory=set)
+    """The arguments that are the model's own arrays."""
 
     def new(self, aval: Any) -> int:
         return self.value(tuple(aval.shape), dtype_name(aval.dtype))
@@ -66,10 +68,12 @@ def dtype_name(dtype: Any) -> str:
     return "key" if name.startswith("key<") else SHORT_DTYPES.get(name, name)
 
 
-def flatten(closed: Any, calls: Sequence[TracedCall]) -> Program:
-    """The flat program of a closed jaxpr. Raises CaptureError for what cannot be read."""
+def flatten(closed: Any, calls: Sequence[TracedCall], weights: int = 0) -> Program:
+    """The flat program of a closed jaxpr whose first ``weights`` arguments are the model's arrays. Raises CaptureError
+    for what cannot be read."""
     program = Program(calls=list(calls))
     program.arguments = [program.new(variable.aval) for variable in closed.jaxpr.invars]
+    program.weights = set(program.arguments[:weights])
     program.constants = [program.new(variable.aval) for variable in closed.jaxpr.constvars]
     _Flattener(program).run(closed.jaxpr, program.arguments, program.constants, program.outputs)
     return _drop_unused(_collapse_whole_calls(program))
@@ -78,6 +82,7 @@ def flatten(closed: Any, calls: Sequence[TracedCall]) -> Program:
 class _Flattener:
     def __init__(self, program: Program) -> None:
         self.program = program
+        self.traced = tuple(program.calls)
         self.renumbered: dict[int, int] = {}
         """Calls of the loop body as traced → those of the iteration that is being unrolled."""
 
@@ -155,13 +160,19 @@ class _Flattener:
         results: list[list[int | None]] = []
         order = range(params["length"])
         outer = dict(self.renumbered)
+        loop = layer_loop(program.calls, call) if not program.weights.isdisjoint(scanned) else ""
         for position, index in enumerate(reversed(order) if params["reverse"] else order):
             slices = [self._slice(value, index, call) for value in scanned]
             outputs: list[int | None] = []
-            if position:
-                self.renumbered = outer | self._calls_of_iteration(body.jaxpr, outer)
+            made = calls_of_iteration(program.calls, self.traced, body.jaxpr, position, call, outer, loop)
+            self.renumbered = outer | made
+            inside = made.get(ITERATION, call)
             self.run(
-                body.jaxpr, [*inputs[:fixed], *carry, *slices], self._constants(body.jaxpr, body.consts), outputs, call
+                body.jaxpr,
+                [*inputs[:fixed], *carry, *slices],
+                self._constants(body.jaxpr, body.consts),
+                outputs,
+                inside,
             )
             carry = outputs[: params["num_carry"]]
             results.append(outputs[params["num_carry"] :])
@@ -195,20 +206,52 @@ class _Flattener:
         program.steps.append(Step("squeeze", (row,), (out,), {"dimensions": (0,)}, call))
         return out
 
-    def _calls_of_iteration(self, jaxpr: Any, outer: dict[int, int]) -> dict[int, int]:
-        """New calls for a further iteration of a body, one for each that its equations name."""
-        calls = self.program.calls
-        made: dict[int, int] = {}
-        for number in sorted(_marks(jaxpr)):
-            traced = calls[number]
-            parent = made.get(traced.parent, outer.get(traced.parent, traced.parent))
-            occurrence = sum(call.path == traced.path for call in calls)
-            made[number] = len(calls)
-            calls.append(TracedCall(traced.path, parent, occurrence, traced.whole_kind))
+
+ITERATION = -1
+"""Among the calls of an iteration, the iteration itself."""
+
+
+def layer_loop(calls: Sequence[TracedCall], call: int) -> str:
+    """The path of a further loop over stacked weights that runs in ``call``: ``scan0``, ``scan1`` … of its module."""
+    stem = f"{calls[call].path}.scan".lstrip(".")
+    before = {other.path.rpartition(".")[0] for other in calls if other.path.startswith(stem)}
+    return f"{stem}{len(before)}"
+
+
+def calls_of_iteration(
+    calls: list[TracedCall],
+    traced: Sequence[TracedCall],
+    jaxpr: Any,
+    position: int,
+    call: int,
+    outer: dict[int, int],
+    loop: str,
+) -> dict[int, int]:
+    """New calls for one iteration of a loop's body, one for each that its equations name: as traced → new.
+
+    A loop over stacked weights (``loop`` is its path) is a row of layers: each iteration is a call of its own, around
+    those of its body, so that a cut keeps it whole. Of other loops (``loop`` is "") the first iteration keeps its calls
+    as ``traced``.
+    """
+    made: dict[int, int] = {}
+    if not loop and position == 0:
         return made
+    if loop:
+        made[ITERATION] = len(calls)
+        calls.append(TracedCall(f"{loop}.{position}", call, 0))
+    for number in sorted(marks(jaxpr)):
+        one = traced[number]
+        moved = position == 0 and calls[number] is one
+        if moved:  # its place in the list comes before the iteration around it
+            calls[number] = TracedCall("", 0, 0)
+        fallback = made[ITERATION] if loop else outer.get(one.parent, one.parent)
+        occurrence = one.occurrence if moved else sum(other.path == one.path for other in calls)
+        calls.append(TracedCall(one.path, made.get(one.parent, fallback), occurrence, one.whole_kind))
+        made[number] = len(calls) - 1
+    return made
 
 
-def _marks(jaxpr: Any) -> set[int]:
+def marks(jaxpr: Any) -> set[int]:
     """The numbers of all calls that equations of a program, or of programs inside it, are marked with."""
     found: set[int] = set()
     for equation in jaxpr.eqns:
@@ -216,7 +259,7 @@ def _marks(jaxpr: Any) -> set[int]:
         if number >= 0:
             found.add(number)
         for inner in _inner_programs(equation.params):
-            found |= _marks(inner)
+            found |= marks(inner)
     return found
 
 

@@ -13,8 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.capabilities import CAPABILITIES
 from shardwright.backends.jax.layout import optimizer_shardings, parameter_shardings, replicated, spread_over
-from shardwright.backends.jax.loss import LossFunction, accumulate
+from shardwright.backends.jax.loss import LossFunction, Microbatches, accumulate
 from shardwright.backends.jax.mesh import bind
+from shardwright.backends.jax.pipelined import PipelinedTraining
 from shardwright.backends.jax.samples import batch_size, resolve_batch_dims
 from shardwright.backends.jax.state import Parts, TrainState, abstractly, is_abstract, put_together, take_apart
 from shardwright.core.errors import MissingCapabilityError, PlanError
@@ -66,10 +67,14 @@ class TrainStep:
         _warn_of_precision(plan)
         self.plan = plan
         self.optimizer = optimizer
-        self.mesh = bind(plan.mesh, devices)
         self.batch_dims = batch_dims
         self._loss = LossFunction.of(loss_fn, plan)
         self._compiled: dict[Any, Callable[..., tuple[TrainState, Loss]]] = {}
+        self._pipelined: PipelinedTraining | None = None
+        if plan.decision.pp > 1:
+            self._pipelined = PipelinedTraining(self._loss, optimizer, plan, devices)
+        else:
+            self.mesh = bind(plan.mesh, devices)
 
     def init(self, params_or_init: Any, *, state: Any = None, seed: int = 0) -> TrainState:
         """Parameters on their devices, and the optimizer's state beside them.
@@ -88,6 +93,10 @@ class TrainStep:
             raise PlanError(
                 "init was given shapes without values: give it arrays, or a function of no arguments that makes them"
             )
+        if self._pipelined is not None:
+            self._require(given)
+            make = None if init is None else lambda: _arrays(take_apart(init(), seed, state))
+            return self._pipelined.init(given, make)
         shardings = self._shardings(given)
         places = (shardings.params, shardings.random, shardings.other)
         if init is None:
@@ -121,14 +130,16 @@ class TrainStep:
         leaves, structure = jax.tree.flatten(batch)
         key = (structure, dims, jax.tree.structure(state))
         if key not in self._compiled:
-            self._compiled[key] = self._compile(state, structure, dims)
+            compile_step = self._compile if self._pipelined is None else self._pipelined.step_for
+            self._compiled[key] = compile_step(state, structure, dims, leaves)
         return self._compiled[key](state, tuple(leaves))
 
     def params(self, state: TrainState) -> Any:
         """The parameters as they were given to `init`: a pytree, or an NNX module. The arrays are the state's own, so
         use or copy them before the state goes into the next step."""
         state.require_alive()
-        return put_together(Parts(state.params, state.random, state.other, state.graphdef))
+        params = state.params if self._pipelined is None else self._pipelined.whole(state.params)
+        return put_together(Parts(params, state.random, state.other, state.graphdef))
 
     def lower_init(self, init: Callable[[], Any]) -> Any:
         """The compiled form of an init function as `jax.stages.Lowered`: what `init` runs on every device."""
@@ -138,7 +149,7 @@ class TrainStep:
         """The step as `jax.stages.Lowered`, to look at what is compiled. Arrays may be shapes."""
         dims = resolve_batch_dims(batch, self.batch_dims)
         leaves, structure = jax.tree.flatten(batch)
-        compiled: Any = self._compile(state, structure, dims)
+        compiled: Any = self._compile(state, structure, dims, leaves)
         return compiled.lower(state, tuple(leaves))
 
     # -----------------------------------------------------------------------------------------------------------
@@ -151,10 +162,14 @@ class TrainStep:
         places = (shardings.params, shardings.random, shardings.other)
         return jax.jit(lambda: _arrays(take_apart(init(), 0, None)), out_shardings=places)
 
-    def _shardings(self, parts: Parts) -> TrainState:
-        """A TrainState whose leaves are shardings."""
+    def _require(self, parts: Parts) -> None:
+        """Raise PlanError unless these are the plan's parameters."""
         self.plan.require_model("jax", parts.names, "the model given to init")
         _require_sizes(self.plan, parts)
+
+    def _shardings(self, parts: Parts) -> TrainState:
+        """A TrainState whose leaves are shardings."""
+        self._require(parts)
         if parts.graphdef is None and self.plan.decision.recompute == "full":
             raise MissingCapabilityError(
                 "the plan recomputes whole units, which the JAX runtime of this version does for NNX modules alone: "
@@ -176,7 +191,7 @@ class TrainStep:
         )
 
     def _compile(
-        self, state: TrainState, structure: Any, dims: tuple[int | None, ...]
+        self, state: TrainState, structure: Any, dims: tuple[int | None, ...], _leaves: Sequence[Any]
     ) -> Callable[..., tuple[TrainState, Loss]]:
         shardings = self._shardings(Parts(state.params, state.random, state.other, state.graphdef))
         batch_shardings = tuple(
@@ -186,17 +201,19 @@ class TrainStep:
         decision = self.plan.decision
         gradients_at = spread_over("dp", state.params, shardings.params) if decision.shard >= 2 else shardings.params
 
+        microbatches = Microbatches(
+            self._loss,
+            state.graphdef,
+            structure,
+            dims,
+            decision.dp,
+            self.plan.microbatches,
+            decision.loss_scope == "replica",
+        )
+
         def step(state: TrainState, leaves: tuple[Any, ...]) -> tuple[TrainState, Loss]:
             loss, gradients, other = accumulate(
-                self._loss,
-                state,
-                leaves,
-                structure,
-                dims,
-                mesh=self.mesh,
-                microbatches=self.plan.microbatches,
-                per_replica=decision.loss_scope == "replica",
-                gradients_at=gradients_at,
+                microbatches, state, leaves, mesh=self.mesh, gradients_at=gradients_at
             )
             updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)

@@ -1,0 +1,166 @@
+"""Trace one microbatch of a training step and cut it by the plan."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from shardwright.backends.jax.cut import Cut, cut
+from shardwright.backends.jax.equations import FlatProgram, Home, flatten
+from shardwright.backends.jax.holding import Holding
+from shardwright.backends.jax.loss import Microbatches
+from shardwright.backends.jax.stage_functions import Operands
+from shardwright.backends.jax.state import Parts
+from shardwright.backends.jax.trace import Recorder, TracedCall
+from shardwright.core.errors import PlanError
+from shardwright.core.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class CutMicrobatch:
+    """One microbatch's program in stages, and what its arguments are."""
+
+    cut: Cut
+    operands: Operands
+    random: tuple[int, ...]
+    step: int
+    state: tuple[int, ...]
+    batch: tuple[int, ...]
+    specs: dict[int, PartitionSpec]
+    """How the values that pass between stages are split over dp."""
+
+
+def cut_microbatch(
+    plan: Plan, microbatches: Microbatches, parts: Parts, leaves: Sequence[Any], holdings: Sequence[Holding]
+) -> CutMicrobatch:
+    """Trace the loss of one microbatch on shapes, and cut it.
+
+    parts: the model taken apart, as shapes; leaves: those of a global batch. Raises PlanError when the function does
+    not run what was planned.
+    """
+    split = [jax.eval_shape(lambda leaf, dim=dim: microbatches.split(leaf, dim), _shape(leaf))
+             for leaf, dim in zip(leaves, microbatches.dims, strict=True)]  # fmt: skip
+    flat, counts = _trace(plan, microbatches, parts, split)
+    names = parts.names
+    planned = plan.parameter_stages("jax")
+    first = 0
+    groups = []
+    for count in counts:
+        groups.append(flat.arguments[first : first + count])
+        first += count
+    weights, random, (step,), state, (m,), batch = groups
+    carried = {value: 2 + position for position, value in enumerate(state)}
+    _refuse_closed_over(flat, parts, weights)
+    found = cut(flat, plan.stages, weights, names, planned, holdings, carried)
+    specs = {}
+    if microbatches.replicas > 1:
+        wider = replace(microbatches, replicas=microbatches.replicas + 1)
+        more = [
+            leaf if dim is None else leaf.update(shape=(leaf.shape[0], wider.replicas, *leaf.shape[2:]))
+            for leaf, dim in zip(split, microbatches.dims, strict=True)
+        ]
+        specs = _batch_specs(flat, _trace(plan, wider, parts, more)[0], microbatches.replicas)
+    operands = Operands(
+        {value: dim is not None for value, dim in zip(batch, microbatches.dims, strict=True)},
+        dict(zip(batch, split, strict=True)),
+        m,
+        carried,
+    )
+    return CutMicrobatch(found, operands, random, step, state, batch, specs)
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+
+def _trace(
+    plan: Plan, microbatches: Microbatches, parts: Parts, split: Sequence[Any]
+) -> tuple[FlatProgram, tuple[int, ...]]:
+    """The flat program, and how many of its arguments are parameters, random state, step, other state, m, batch."""
+    recorder = Recorder()
+    recorded = replace(microbatches, loss=replace(microbatches.loss, recorder=recorder))
+
+    def run(params: Any, random: Any, step: Any, other: Any, m: Any, part: Any) -> Any:
+        total, (weight, after) = recorded.total(params, random, step, other, m, part)
+        _require_same_state(other, after)
+        return total, weight, jax.tree.leaves(after)
+
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    part = [
+        leaf if dim is None else jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+        for leaf, dim in zip(split, microbatches.dims, strict=True)
+    ]
+    arguments = (parts.params, parts.random, count, parts.other, count, part)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
+    closed = jax.make_jaxpr(run)(*shapes)
+    planned = plan.parameter_stages("jax")
+    stages = [planned.get(name, ()) for name in parts.names]
+    flat = flatten(
+        closed, recorder.calls, _homes(plan, recorder.calls), [s[0] if len(s) == 1 else None for s in stages]
+    )
+    counts = tuple(len(jax.tree.leaves(argument)) for argument in arguments)
+    return flat, counts
+
+
+def _homes(plan: Plan, calls: list[TracedCall]) -> Home:
+    """Where a module call belongs: what the plan says of it, or of the nearest call around it. Only units that the model
+    repeats are named as units: those are what a full recompute makes again."""
+    classes = plan.model.unit_classes
+    found: dict[tuple[str, int], tuple[int, int | None]] = {}
+    for stage, held in enumerate(plan.stage_units):
+        for unit in held:
+            named = unit if classes.count(classes[unit]) > 1 else None
+            for call in plan.binding("jax").units[unit].calls:
+                found[(call.path, call.occurrence)] = (stage, named)
+
+    def home(number: int) -> tuple[int, int | None] | None:
+        while True:
+            call = calls[number]
+            if (call.path, call.occurrence) in found:
+                return found[(call.path, call.occurrence)]
+            if call.parent == number or number == 0:
+                return None
+            number = call.parent
+
+    return home
+
+
+def _require_same_state(before: Any, after: Any) -> None:
+    one, other = (
+        [(leaf.shape, leaf.dtype) for leaf in map(jnp.asarray, jax.tree.leaves(tree))] for tree in (before, after)
+    )
+    if one != other or jax.tree.structure(before) != jax.tree.structure(after):
+        raise PlanError(
+            f"the loss function returns state of another form than it was given: {jax.tree.structure(after)} with "
+            f"{other} for {jax.tree.structure(before)} with {one}; keep shapes and dtypes"
+        )
+
+
+def _refuse_closed_over(flat: FlatProgram, parts: Parts, weights: Sequence[int]) -> None:
+    """Raise PlanError for a function that reads arrays of its own where it should read its parameters."""
+    used = {value for equation in flat.equations for value in equation.values}
+    unused = {
+        (leaf.shape, leaf.dtype): name
+        for leaf, value, name in zip(jax.tree.leaves(parts.params), weights, parts.names, strict=True)
+        if value not in used
+    }
+    for constant in flat.constants.values():
+        name = unused.get((jnp.shape(constant), getattr(constant, "dtype", None)))
+        if name is not None:
+            raise PlanError(
+                f"the loss function closes over an array {jnp.shape(constant)} of the shape of parameter {name}, which "
+                "it does not read: the array would get no gradient; take parameters from the first argument alone"
+            )
+
+
+def _batch_specs(flat: FlatProgram, wider: FlatProgram, replicas: int) -> dict[int, PartitionSpec]:
+    """For every value the dim that grows with the number of replicas: it is split over dp."""
+    specs = {}
+    for value, (one, other) in enumerate(zip(flat.avals, wider.avals, strict=False)):
+        dims = [d for d, (a, b) in enumerate(zip(one.shape, other.shape, strict=False)) if a != b]
+        if len(dims) == 1 and one.shape[dims[0]] % replicas == 0:
+            specs[value] = PartitionSpec(*([None] * dims[0]), "dp")
+    return specs

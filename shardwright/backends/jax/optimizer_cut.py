@@ -1,0 +1,193 @@
+"""The optimizer, cut over stages: any optax transformation, traced over all parameters, gives what it gives unsplit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardwright.backends.jax.compiled import Compilation
+from shardwright.backends.jax.equations import FlatProgram, flatten
+from shardwright.backends.jax.holding import Holding, Stack, StageMeshes
+from shardwright.backends.jax.layout import spread_over
+from shardwright.backends.jax.placed import PlacedProgram
+from shardwright.backends.jax.unstack import Unstacked, unstack
+
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an array is kept. ``rows`` for a piece of a stack."""
+
+    stage: int
+    sharding: NamedSharding
+    rows: tuple[int, int] | None = None
+
+
+Places = tuple[Place, ...]
+"""Of one leaf: one, or one for each piece of a stack."""
+
+
+def is_stack(node: Any) -> bool:
+    return isinstance(node, Stack)
+
+
+def pieces(tree: Any) -> list[Any]:
+    """The arrays of a tree, those of a stack one by one."""
+    return jax.tree.leaves(tree)
+
+
+def from_pieces(tree: Any, places: Sequence[Places], arrays: Sequence[Any]) -> Any:
+    """A tree like ``tree`` (with whole leaves) of pieces; where a leaf has several places there is a `Stack`."""
+    structure = jax.tree.structure(tree)
+    leaves, position = [], 0
+    for held in places:
+        leaves.append(arrays[position] if held[0].rows is None else Stack(arrays[position : position + len(held)]))
+        position += len(held)
+    return jax.tree.unflatten(structure, leaves)
+
+
+class OptimizerCut:
+    """An optimizer over parameters that lie on several stages."""
+
+    def __init__(
+        self,
+        optimizer: optax.GradientTransformation,
+        params: Any,
+        holdings: Sequence[Holding],
+        shardings: Any,
+        shard: int,
+        meshes: StageMeshes,
+    ) -> None:
+        """params: shapes of the whole parameters; shardings: like them, on any stage's mesh; shard: the ZeRO stage."""
+        self.optimizer, self.params, self.meshes = optimizer, params, meshes
+        self.done = Compilation()
+        by_leaf: dict[int, list[Holding]] = {}
+        for holding in holdings:
+            by_leaf.setdefault(holding.leaf, []).append(holding)
+        spread = spread_over("dp", params, shardings) if shard else shardings
+        kept = spread if shard == 3 else shardings
+        self.parameters = self._places(by_leaf, kept)
+        self.gradients = self._places(by_leaf, spread if shard >= 2 else shardings)
+        self.state = jax.eval_shape(optimizer.init, params)
+        self.states = self._state_places(self._places(by_leaf, spread))
+
+    def _places(self, by_leaf: dict[int, list[Holding]], shardings: Any) -> list[Places]:
+        return [
+            tuple(Place(h.stage, self.meshes.at(h.stage, sharding), h.rows) for h in by_leaf[leaf])
+            for leaf, sharding in enumerate(jax.tree.leaves(shardings))
+        ]
+
+    def _state_places(self, of_parameters: Sequence[Places]) -> list[Places]:
+        """A leaf whose path ends in a parameter's lies on its stage, split like it when it has its shape; others
+        (counters) on stage 0."""
+        known: dict[Path, tuple[tuple[int, ...], Places]] = {}
+        with_paths = jax.tree_util.tree_flatten_with_path(self.params)[0]
+        for (path, leaf), places in zip(with_paths, of_parameters, strict=True):
+            known[path] = (leaf.shape, places)
+        found: list[Places] = []
+        for path, leaf in jax.tree_util.tree_flatten_with_path(self.state)[0]:
+            ends = (path[start:] for start in range(len(path)))
+            shape, places = next((known[end] for end in ends if end in known), (None, None))
+            if places is None or not leaf.shape:
+                stage = 0 if places is None else places[0].stage
+                found.append((Place(stage, self.meshes.whole[stage]),))
+            elif leaf.shape == shape:
+                found.append(places)
+            else:
+                found.append((Place(places[0].stage, self.meshes.whole[places[0].stage]),))
+        return found
+
+    # --- init
+
+    def init(self, params: Any) -> Any:
+        """The optimizer's state for parameters in place."""
+        closed = jax.make_jaxpr(lambda p: jax.tree.leaves(self.optimizer.init(p)))(self.params)
+        program = unstack(flatten(closed), [_rows(p) for p in self.parameters], [_rows(p) for p in self.states])
+        run = self._placed(program, self.parameters, [False] * len(self.parameters), self.states, donate=False)
+        return from_pieces(self.state, self.states, run(pieces(params)))
+
+    # --- update
+
+    def compile_update(self, uses: Sequence[tuple[int, int]], weight_stage: int, total_stage: int) -> PlacedProgram:
+        """The update: summed gradients, Σ weight, Σ weight · loss, the step, the optimizer's state and the parameters
+        → the step, the state, the parameters and the loss. All but the two sums and the step are donated.
+
+        uses: the (leaf, stage) pairs of the gradients, where a tied parameter has several; of a stack, its pieces.
+        """
+        leaves, structure = jax.tree.flatten(self.params)
+        merged: list[tuple[int, Places]] = []
+        for leaf, stage in uses:
+            own = self.gradients[leaf]
+            if own[0].rows is None:
+                merged.append((leaf, (Place(stage, self.meshes.at(stage, own[0].sharding)),)))
+            elif (leaf, own) not in merged:
+                merged.append((leaf, own))
+
+        def update(sums: Any, weight: Any, total: Any, step: Any, state: Any, params: Any) -> Any:
+            gathered: list[Any] = [None] * len(leaves)
+            for (leaf, _), given in zip(merged, sums, strict=True):
+                gathered[leaf] = given if gathered[leaf] is None else gathered[leaf] + given
+            mean = [
+                jnp.zeros(p.shape, p.dtype) if g is None else (g / weight).astype(p.dtype)
+                for g, p in zip(gathered, jax.tree.leaves(params), strict=True)
+            ]
+            updates, state = self.optimizer.update(jax.tree.unflatten(structure, mean), state, params)
+            changed = optax.apply_updates(params, updates)
+            return step + 1, jax.tree.leaves(state), jax.tree.leaves(changed), total / weight
+
+        number = jax.ShapeDtypeStruct((), jnp.float32)
+        sums = [
+            jax.ShapeDtypeStruct(leaves[leaf].shape, jnp.promote_types(leaves[leaf].dtype, jnp.float32))
+            for leaf, _ in merged
+        ]
+        count = jax.ShapeDtypeStruct((), jnp.int32)
+        closed = jax.make_jaxpr(update)(sums, number, number, count, self.state, self.params)
+        scalars = [(Place(stage, self.meshes.whole[stage]),) for stage in (weight_stage, total_stage, 0)]
+        arguments = [*(p for _, p in merged), *scalars, *self.states, *self.parameters]
+        outputs = [scalars[2], *self.states, *self.parameters, scalars[1]]
+        by_parameter = {id(p) for p in (*self.gradients, *self.parameters)}
+        state_shapes = jax.tree.leaves(self.state)
+        shared = [False] * len(merged) + [True] * 3 + [not leaf.shape for leaf in state_shapes]
+        shared += [False] * len(self.parameters)
+        del by_parameter
+        program = unstack(flatten(closed), [_rows(p) for p in arguments], [_rows(p) for p in outputs])
+        kept = {len(merged), len(merged) + 1, len(merged) + 2}
+        return self._placed(program, arguments, shared, outputs, donate=True, keep=kept)
+
+    def _placed(
+        self,
+        program: Unstacked,
+        arguments: Sequence[Places],
+        shared: Sequence[bool],
+        outputs: Sequence[Places],
+        *,
+        donate: bool,
+        keep: Any = frozenset(),
+    ) -> PlacedProgram:
+        flat: FlatProgram = program.flat
+        places = [place for held in arguments for place in held]
+        results = [place for held in outputs for place in held]
+        return PlacedProgram(
+            flat,
+            [p.stage for p in places],
+            [common for common, held in zip(shared, arguments, strict=True) for _ in held],
+            [p.sharding for p in places],
+            [p.stage for p in results],
+            [p.sharding for p in results],
+            self.meshes.whole,
+            [donate and index not in keep for index, held in enumerate(arguments) for _ in held],
+            self.done,
+        )
+
+
+def _rows(places: Places) -> tuple[tuple[int, int], ...] | None:
+    return tuple(p.rows for p in places if p.rows is not None) or None
+
+
+def replicated_on(meshes: StageMeshes, stage: int) -> NamedSharding:
+    return NamedSharding(meshes.meshes[stage], PartitionSpec())

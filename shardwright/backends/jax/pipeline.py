@@ -1,0 +1,326 @@
+"""Runs a cut training step under a core schedule: one process drives all stages, one dispatch per action.
+
+Dispatch is asynchronous: the host hands out actions in an order that every rank's own order and the flow of values agree
+with, and devices run as soon as what they wait for is there. Between stages arrays go by `jax.device_put`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardwright.backends.jax.compiled import Compilation, compile_all, lower
+from shardwright.backends.jax.holding import StageMeshes
+from shardwright.backends.jax.microbatch import CutMicrobatch
+from shardwright.backends.jax.optimizer_cut import OptimizerCut
+from shardwright.backends.jax.placed import PlacedProgram
+from shardwright.backends.jax.stage_functions import (
+    TOTAL,
+    WEIGHT,
+    Key,
+    StageFunction,
+    StageFunctions,
+    stage_functions,
+)
+from shardwright.core.errors import ScheduleError
+from shardwright.core.schedule import Schedule, StageCosts
+from shardwright.core.schedule.actions import Action, Kind
+from shardwright.core.simulate import simulate_schedule
+
+LOCAL = frozenset({"arrival", "kept", "between", "cotangent"})
+"""Kinds of operand that belong to one microbatch; the others are a stage's for the whole step."""
+Observer = Callable[[Action, int, Sequence[Any]], None]
+"""Called with every action once it is dispatched, its rank, and what it makes."""
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """What one step asked of the host."""
+
+    dispatches: int = 0
+    """Compiled programs started."""
+    transfers: int = 0
+    """Arrays moved between stages."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """A compiled stage function, and where its operands come from."""
+
+    run: Any
+    function: StageFunction
+    reads: tuple[tuple[bool, Key], ...]
+    """(whether of the microbatch, key)."""
+    sends: tuple[tuple[int, tuple[tuple[int, Key, NamedSharding], ...]], ...]
+    """For every result that goes to other stages: its position, and (stage, key there, sharding) of each."""
+    stays: tuple[tuple[int, bool, Key], ...]
+    """Results kept on the stage: position, whether for this microbatch, key."""
+
+
+@dataclass(slots=True)
+class StageRun:
+    """What a stage has at hand during a step."""
+
+    shared: dict[Key, Any] = field(default_factory=dict)
+    local: dict[int, dict[Key, Any]] = field(default_factory=dict)
+
+
+class Pipeline:
+    """A step for batches of one structure, compiled."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        micro: CutMicrobatch,
+        optimizer: OptimizerCut,
+        meshes: StageMeshes,
+        *,
+        recompute: str,
+    ) -> None:
+        self.schedule, self.micro, self.optimizer, self.meshes = schedule, micro, optimizer, meshes
+        self.order = dispatch_order(schedule)
+        self.done = Compilation()
+        self.weights = {w.value: w for w in micro.cut.weights}
+        self.spots = _spots(optimizer, micro)
+        functions = [
+            stage_functions(
+                micro.cut,
+                stage,
+                micro.operands,
+                policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+                selective=recompute == "selective",
+                checkpoint_units=recompute == "full",
+            )
+            for stage in range(len(meshes))
+        ]
+        self.launches = self._compile(functions)
+        self.zeros, self.zero_keys = self._zeros(functions)
+        weight_stage = next(s for s, p in enumerate(micro.cut.parts) if WEIGHT in p.results)
+        total_stage = next(s for s, p in enumerate(micro.cut.parts) if TOTAL in p.results)
+        self.sums = {TOTAL: total_stage, WEIGHT: weight_stage}
+        self.gradient_keys = [
+            (stage, key) for stage, keys in enumerate(self.zero_keys) for key in keys if key[0] == "gradient"
+        ]
+        self.gradient_keys.sort(key=lambda item: (self._holding_number(item[1]), item[0]))
+        uses = [(self.weights[key[1]].holding.leaf, stage) for stage, key in self.gradient_keys]
+        self.update: PlacedProgram = optimizer.compile_update(uses, weight_stage, total_stage)
+        self.done.programs += optimizer.done.programs
+        self.done.compiled += optimizer.done.compiled
+        self.numbers = [
+            jax.device_put([jnp.int32(m) for m in range(schedule.microbatches)], whole) for whole in meshes.whole
+        ]
+        self.state_homes = self._state_homes()
+        self.counts = StepCounts()
+
+    def _holding_number(self, key: Key) -> int:
+        return list(self.weights).index(key[1])
+
+    def _state_homes(self) -> list[int]:
+        return [
+            next(s for s, part in enumerate(self.micro.cut.parts) if self.micro.operands.state[value] in part.results)
+            for value in self.micro.state
+        ]
+
+    # --- compiling
+
+    def _sharding(self, stage: int, key: Key) -> NamedSharding:
+        kind, number, _ = key
+        whole = self.meshes.whole[stage]
+        if kind in ("weight", "gradient"):
+            return self.meshes.at(stage, self.spots[number][kind == "gradient"])
+        if kind == "batch" and self.micro.operands.batch[number]:
+            return NamedSharding(whole.mesh, PartitionSpec(None, "dp"))
+        if kind in ("arrival", "departure", "cotangent", "arrival_gradient"):
+            return NamedSharding(whole.mesh, self.micro.specs.get(number, PartitionSpec()))
+        return whole
+
+    def _compile(self, functions: Sequence[StageFunctions]) -> list[dict[Kind, Launch]]:
+        """Forwards, first halves and second halves, each kind for all stages at once. What is kept from one to the next
+        lies as the compiler put it."""
+        used = [{part.kind for order in self.schedule.table for action in order for part in action.flat
+                 if part.stage == stage} for stage in range(len(functions))]  # fmt: skip
+        kept: list[dict[Key, Any]] = [{} for _ in functions]
+        found: list[dict[Kind, Launch]] = [{} for _ in functions]
+        rounds: list[tuple[Kind, ...]] = [(Kind.FORWARD,), (Kind.BACKWARD, Kind.INPUT_GRAD), (Kind.WEIGHT_GRAD,)]
+        for kinds in rounds:
+            jobs = []
+            for stage, own in enumerate(functions):
+                for kind in kinds:
+                    function = _function(own, kind)
+                    if kind in used[stage] and function is not None:
+                        jobs.append((stage, kind, function))
+            lowered = [self._lower(stage, function, kept[stage]) for stage, _, function in jobs]
+            runs = compile_all(lowered, [self.meshes.devices(stage) for stage, _, _ in jobs], self.done)
+            for (stage, kind, function), run in zip(jobs, runs, strict=True):
+                kept[stage].update(
+                    (key, at)
+                    for key, at in zip(function.makes, run.output_shardings, strict=True)
+                    if key[0] in ("kept", "between")
+                )
+                found[stage][kind] = self._launch(stage, function, run)
+        return found
+
+    def _lower(self, stage: int, function: StageFunction, kept: dict[Key, Any]) -> jax.stages.Lowered:
+        into = tuple(kept[key] if key in kept else self._sharding(stage, key) for key in function.reads)
+        out = tuple(
+            None if key[0] in ("kept", "between") else self._sharding(stage, key) for key in function.makes
+        )
+        return lower(function.function, function.avals, into, out, function.donates)
+
+    def _launch(self, stage: int, function: StageFunction, run: Any) -> Launch:
+        sends, stays = [], []
+        for position, key in enumerate(function.makes):
+            kind, number, _ = key
+            if kind == "departure":
+                users = [s for s, p in enumerate(self.micro.cut.parts)
+                         if any(a.value == number and a.source == stage for a in p.arrivals)]  # fmt: skip
+                arriving: Key = ("arrival", number, 0)
+                sends.append((position, tuple((s, arriving, self._sharding(s, arriving)) for s in users)))
+            elif kind == "arrival_gradient":
+                arrival = next(a for a in self.micro.cut.parts[stage].arrivals if a.value == number)
+                back: Key = ("cotangent", number, stage)
+                sends.append((position, ((arrival.source, back, self._sharding(arrival.source, back)),)))
+            else:
+                stays.append((position, kind in LOCAL, key))
+        reads = tuple((key[0] in LOCAL, key) for key in function.reads)
+        return Launch(run, function, reads, tuple(sends), tuple(stays))
+
+    def _zeros(self, functions: Sequence[StageFunctions]) -> tuple[list[Any], list[tuple[Key, ...]]]:
+        """For every stage the program that makes its sums and gradients zero, and their keys."""
+        keys, lowered = [], []
+        for stage, own in enumerate(functions):
+            shapes: dict[Key, Any] = {}
+            for function in (own.forward, own.backward):
+                shapes.update((k, a) for k, a in zip(function.reads, function.avals, strict=True)
+                              if k[0] in ("sum", "gradient"))  # fmt: skip
+            keys.append(tuple(shapes))
+            avals = tuple(shapes.values())
+
+            def zeros(avals: tuple[Any, ...] = avals) -> tuple[Any, ...]:
+                return tuple(jnp.zeros(a.shape, a.dtype) for a in avals)
+
+            lowered.append(lower(lambda run=zeros: run(), (), None, tuple(self._sharding(stage, k) for k in shapes), ()))
+        return compile_all(lowered, [self.meshes.devices(s) for s in range(len(functions))], self.done), keys
+
+    # --- running
+
+    def __call__(
+        self, state: Sequence[Any], batch: Sequence[Any], observe: Observer | None = None
+    ) -> tuple[list[Any], Any]:
+        """One step. ``state``: the step, parameters in pieces, the optimizer's, random keys, other state; returned the
+        same without the keys, and the loss. ``batch``: its leaves split into microbatches."""
+        step, params, optimizer, random, other = state
+        self.counts = StepCounts()
+        runs = self._begin(step, params, random, other, batch)
+        for action in self.order:
+            for part in action.flat:
+                self._act(runs, part, observe, action)
+        sums = [runs[self.sums[which]].shared[("sum", which, 0)] for which in (WEIGHT, TOTAL)]
+        gradients = [runs[stage].shared[key] for stage, key in self.gradient_keys]
+        other = [
+            runs[home].shared[("state", value, 0)]
+            for value, home in zip(self.micro.state, self.state_homes, strict=True)
+        ]
+        for run in runs:
+            run.shared.clear()
+        made = self.update([*gradients, *sums, step, *optimizer, *params])
+        self.counts.dispatches += self.update.dispatches
+        states = len(optimizer)
+        return [made[0], made[1 + states : -1], made[1 : 1 + states], other], made[-1]
+
+    def _begin(
+        self, step: Any, params: Sequence[Any], random: Sequence[Any], other: Sequence[Any], batch: Sequence[Any]
+    ) -> list[StageRun]:
+        """Put what a step needs where it needs it, in one transfer, and start all sums at zero."""
+        micro = self.micro
+        owned = {w.value: array for w, array in zip(micro.cut.weights, params, strict=True)}
+        sources = {micro.step: step} | dict(zip(micro.random, random, strict=True))
+        sources |= dict(zip(micro.batch, batch, strict=True)) | dict(zip(micro.state, other, strict=True))
+        runs = [StageRun() for _ in micro.cut.parts]
+        moves: list[tuple[int, Key, Any, NamedSharding]] = []
+        for stage, (part, run) in enumerate(zip(micro.cut.parts, runs, strict=True)):
+            for value in part.weights:
+                key: Key = ("weight", value, 0)
+                if self.weights[value].holding.stage == stage:
+                    run.shared[key] = owned[value]
+                else:
+                    moves.append((stage, key, owned[value], self._sharding(stage, key)))
+            for value in part.sources:
+                key = micro.operands.key(value)
+                if key[0] != "m":
+                    moves.append((stage, key, sources[value], self._sharding(stage, key)))
+        put = jax.device_put([m[2] for m in moves], [m[3] for m in moves]) if moves else []
+        self.counts.transfers += len(moves)
+        for (stage, key, _, _), array in zip(moves, put, strict=True):
+            runs[stage].shared[key] = array
+        for run, zeros, keys in zip(runs, self.zeros, self.zero_keys, strict=True):
+            run.shared.update(zip(keys, zeros() if keys else (), strict=True))
+        self.counts.dispatches += len(runs)
+        return runs
+
+    def _act(self, runs: list[StageRun], part: Action, observe: Observer | None, whole: Action) -> None:
+        """Dispatch one action: run it, keep and send what it makes, let go of what nobody needs any more."""
+        m = part.microbatch or 0
+        own = runs[part.stage]
+        launch = self.launches[part.stage].get(part.kind)
+        if launch is None:  # an input gradient on a stage where no gradient flows further back
+            return
+        local = own.local.setdefault(m, {})
+        shared = own.shared
+        shared[("m", 0, 0)] = self.numbers[part.stage][m]
+        made = launch.run(*[local[key] if is_local else shared[key] for is_local, key in launch.reads])
+        self.counts.dispatches += 1
+        for position, is_local, key in launch.stays:
+            (local if is_local else shared)[key] = made[position]
+        values, places, targets = [], [], []
+        for position, users in launch.sends:
+            for stage, key, at in users:
+                values.append(made[position])
+                places.append(at)
+                targets.append((stage, key))
+        if values:
+            for (stage, key), array in zip(targets, jax.device_put(values, places), strict=True):
+                runs[stage].local.setdefault(m, {})[key] = array
+            self.counts.transfers += len(values)
+        if part.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
+            del own.local[m]
+        if observe is not None:
+            observe(part, self.schedule.placement[part.stage], made)
+
+
+def _function(own: StageFunctions, kind: Kind) -> StageFunction | None:
+    return {
+        Kind.FORWARD: own.forward,
+        Kind.BACKWARD: own.backward,
+        Kind.INPUT_GRAD: own.input_grad,
+        Kind.WEIGHT_GRAD: own.weight_grad,
+    }[kind]
+
+
+def _spots(optimizer: OptimizerCut, micro: CutMicrobatch) -> dict[int, tuple[NamedSharding, NamedSharding]]:
+    """For every weight of the program, how its parameter and its gradient are split."""
+    found = {}
+    for weight in micro.cut.weights:
+        at = (optimizer.parameters, optimizer.gradients)
+        found[weight.value] = tuple(
+            next(p.sharding for p in places[weight.holding.leaf] if p.rows == weight.holding.rows) for places in at
+        )
+    return found  # type: ignore[return-value]
+
+
+def dispatch_order(schedule: Schedule) -> list[Action]:
+    """All actions in the order in which they would start, were all stages alike: every rank's own order is kept, and
+    nothing comes before what it waits for. Raises ScheduleError for a schedule that does not train."""
+    costs = StageCosts.uniform(schedule.stages)
+    if not any(part.kind is not Kind.FORWARD for order in schedule.table for a in order for part in a.flat):
+        raise ScheduleError(f"{schedule.name} has no backward: it cannot train; plan with one that has, such as 1f1b")
+    timeline = simulate_schedule(schedule, costs)
+    started = []
+    for rank, (actions, starts) in enumerate(zip(timeline.actions, timeline.start_s, strict=True)):
+        for index, (action, start) in enumerate(zip(actions, starts.tolist(), strict=True)):
+            if action.kind.is_compute:
+                started.append((start, rank, index, action))
+    return [action for *_, action in sorted(started, key=lambda item: item[:3])]

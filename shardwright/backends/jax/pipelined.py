@@ -1,0 +1,181 @@
+"""Training under a plan with pipeline stages."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shardwright.backends.jax.equations import evaluate, flatten, needed
+from shardwright.backends.jax.holding import Holding, StageMeshes, holdings_of
+from shardwright.backends.jax.layout import parameter_shardings
+from shardwright.backends.jax.loss import LossFunction, Microbatches
+from shardwright.backends.jax.microbatch import cut_microbatch
+from shardwright.backends.jax.optimizer_cut import OptimizerCut, from_pieces, is_stack, pieces
+from shardwright.backends.jax.pipeline import Observer, Pipeline
+from shardwright.backends.jax.state import Parts, TrainState
+from shardwright.core.plan import Plan
+
+
+class PipelinedTraining:
+    """Places a model's state on stages, and runs steps on it."""
+
+    def __init__(
+        self,
+        loss: LossFunction,
+        optimizer: optax.GradientTransformation,
+        plan: Plan,
+        devices: Sequence[jax.Device] | None,
+    ) -> None:
+        self.loss, self.optimizer, self.plan = loss, optimizer, plan
+        self.schedule = plan.build_schedule()
+        self.meshes = StageMeshes(plan, devices, self.schedule.placement)
+        self._cuts: dict[Any, tuple[tuple[Holding, ...], OptimizerCut]] = {}
+
+    def placed(self, params: Any, names: tuple[str, ...]) -> tuple[tuple[Holding, ...], OptimizerCut]:
+        """Where parameters of these shapes, and their optimizer's state, are kept."""
+        leaves, structure = jax.tree.flatten(params)
+        key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in self._cuts:
+            shapes = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
+            holdings = holdings_of(self.plan, names, [leaf.shape for leaf in leaves])
+            layouts = self.plan.parameter_layouts("jax")
+            shardings = parameter_shardings(names, shapes, layouts, self.meshes.meshes[0])
+            cut = OptimizerCut(
+                self.optimizer, shapes, holdings, shardings, self.plan.decision.shard, self.meshes
+            )
+            self._cuts[key] = holdings, cut
+        return self._cuts[key]
+
+    # --- state
+
+    def init(self, given: Parts, init: Callable[[], tuple[Any, Any, Any]] | None) -> TrainState:
+        """The state of a model taken apart: arrays, or shapes and the function that makes (params, random, other)."""
+        holdings, optimizer = self.placed(given.params, given.names)
+        places = [place for held in optimizer.parameters for place in held]
+        whole = self.meshes.whole[0]
+        if init is None:
+            leaves = jax.tree.leaves(given.params)
+            own = [
+                leaves[h.leaf] if h.rows is None else leaves[h.leaf][h.rows[0] : h.rows[1]] for h in holdings
+            ]
+            arrays = [jax.device_put(a, p.sharding, may_alias=False) for a, p in zip(own, places, strict=True)]
+            random, other = jax.tree.map(
+                lambda leaf: jax.device_put(leaf, whole, may_alias=False), (given.random, given.other)
+            )
+        else:
+            arrays, random, other = self._make(init, holdings, places)
+        params = from_pieces(given.params, optimizer.parameters, arrays)
+        step = jax.device_put(jnp.zeros((), jnp.int32), whole)
+        return TrainState(step, params, optimizer.init(params), random, other, given.graphdef)
+
+    def _make(self, init: Callable[[], Any], holdings: Sequence[Holding], places: Any) -> tuple[list[Any], Any, Any]:
+        """Run an init function on every stage, each making nothing but its share."""
+        shapes = jax.eval_shape(init)
+        flat = flatten(jax.make_jaxpr(lambda: jax.tree.leaves(init()))())
+        count = len(jax.tree.leaves(shapes[0]))
+        wanted: list[tuple[int, int, Any, Any]] = [
+            (h.stage, h.leaf, h.rows, place.sharding) for h, place in zip(holdings, places, strict=True)
+        ]
+        wanted += [(0, leaf, None, self.meshes.whole[0]) for leaf in range(count, len(flat.outputs))]
+        made: list[Any] = [None] * len(wanted)
+        for stage in range(len(self.meshes)):
+            own = [index for index, item in enumerate(wanted) if item[0] == stage]
+            atoms = [(flat.outputs[wanted[index][1]], wanted[index][2]) for index in own]
+            equations = needed(flat.equations, (atom for atom, _ in atoms if isinstance(atom, int)))
+
+            def run(equations: Any = equations, atoms: Any = atoms) -> list[Any]:
+                known = dict(flat.constants)
+                evaluate(equations, known)
+                values = [(known[a] if isinstance(a, int) else jnp.asarray(a.val, a.aval.dtype), r) for a, r in atoms]
+                return [value if rows is None else value[rows[0] : rows[1]] for value, rows in values]
+
+            for index, array in zip(own, jax.jit(run, out_shardings=[wanted[i][3] for i in own])(), strict=True):
+                made[index] = array
+        rest = made[len(holdings) :]
+        split = len(jax.tree.leaves(shapes[1]))
+        random = jax.tree.unflatten(jax.tree.structure(shapes[1]), rest[:split])
+        other = jax.tree.unflatten(jax.tree.structure(shapes[2]), rest[split:])
+        return made[: len(holdings)], random, other
+
+    def whole(self, params: Any) -> Any:
+        """Parameters with every stack in one piece, on the devices of its first stage."""
+
+        def join(node: Any) -> Any:
+            if not is_stack(node):
+                return node
+            first = node.pieces[0].sharding
+            return jnp.concatenate([jax.device_put(piece, first) for piece in node.pieces])
+
+        return jax.tree.map(join, params, is_leaf=is_stack)
+
+    # --- steps
+
+    def step_for(
+        self, state: TrainState, structure: Any, dims: tuple[int | None, ...], leaves: Sequence[Any]
+    ) -> Callable[..., tuple[TrainState, jax.Array]]:
+        """The compiled step for batches of one structure."""
+        decision = self.plan.decision
+        microbatches = Microbatches(
+            self.loss,
+            state.graphdef,
+            structure,
+            dims,
+            decision.dp,
+            self.plan.microbatches,
+            decision.loss_scope == "replica",
+        )
+        shapes = self._shapes(state)
+        holdings, optimizer = self.placed(shapes.params, shapes.names)
+        micro = cut_microbatch(self.plan, microbatches, shapes, leaves, holdings)
+        return PipelinedStep(
+            Pipeline(self.schedule, micro, optimizer, self.meshes, recompute=decision.recompute), microbatches
+        )
+
+    def _shapes(self, state: TrainState) -> Parts:
+        """The model taken apart, as shapes."""
+
+        def shape(node: Any) -> jax.ShapeDtypeStruct:
+            if not is_stack(node):
+                return jax.ShapeDtypeStruct(node.shape, node.dtype)
+            rows = sum(piece.shape[0] for piece in node.pieces)
+            return jax.ShapeDtypeStruct((rows, *node.pieces[0].shape[1:]), node.pieces[0].dtype)
+
+        found = jax.tree.map(shape, (state.params, state.random, state.other), is_leaf=is_stack)
+        return Parts(*found, state.graphdef)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PipelinedStep:
+    """A compiled step, from state to state."""
+
+    pipeline: Pipeline
+    microbatches: Microbatches
+
+    def __call__(
+        self, state: TrainState, leaves: Sequence[Any], observe: Observer | None = None
+    ) -> tuple[TrainState, jax.Array]:
+        """One step on a state, which is used up."""
+        given = [
+            state.step,
+            pieces(state.params),
+            pieces(state.optimizer),
+            jax.tree.leaves(state.random),
+            jax.tree.leaves(state.other),
+        ]
+        dims = self.microbatches.dims
+        batch = [self.microbatches.split(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
+        (step, params, optimizer, other), loss = self.pipeline(given, batch, observe)
+        for leaf in (*given[1], *given[2]):
+            leaf.delete()  # what was not donated: an array whose memory no result could take
+        rebuilt = TrainState(
+            step,
+            jax.tree.unflatten(jax.tree.structure(state.params), params),
+            jax.tree.unflatten(jax.tree.structure(state.optimizer), optimizer),
+            state.random,
+            jax.tree.unflatten(jax.tree.structure(state.other), other),
+            state.graphdef,
+        )
+        return rebuilt, loss

@@ -1,0 +1,325 @@
+"""The functions of one stage: forward, backward, and the backward in two halves (input gradient, weight gradient).
+
+The forward's program is differentiated once. What its backward reads is either an argument of the stage, which is at
+hand anyway, or *kept* from forward to backward. The halves divide the backward's equations: those that the gradients
+of arrivals need, and the rest, with what passes between them kept once more ("Zero Bubble", arXiv 2401.10241, section 2).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+
+from shardwright.backends.jax.cut import Cut, StagePart
+from shardwright.backends.jax.equations import Equation, FlatProgram, evaluate, flatten, needed
+
+Kind = Literal[
+    "weight",  # a parameter, or rows of one
+    "source",  # random keys, the step, arrays without a batch dim
+    "batch",  # a leaf of the batch, all microbatches
+    "m",  # the number of the microbatch
+    "state",  # what the model changes from microbatch to microbatch
+    "arrival",
+    "kept",
+    "between",  # from the first half of a backward to the second
+    "cotangent",  # of a departure, from one of its users
+    "gradient",  # of a weight, summed over microbatches
+    "sum",  # Σ weight · loss, Σ weight
+    "departure",
+    "arrival_gradient",
+]
+Key = tuple[Kind, int, int]
+"""What an operand is: its kind, its number (a value of the cut program; a position), and for cotangents the stage that
+sends it (else 0)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageFunction:
+    """A function of flat operands."""
+
+    function: Callable[..., tuple[Any, ...]]
+    reads: tuple[Key, ...]
+    makes: tuple[Key, ...]
+    avals: tuple[Any, ...]
+    """Shapes of what it reads."""
+    donates: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageFunctions:
+    """What a stage can be asked to do. ``input_grad`` is None where no gradient flows further back."""
+
+    forward: StageFunction
+    backward: StageFunction
+    input_grad: StageFunction | None
+    weight_grad: StageFunction
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """How arguments of the microbatch's program are handed to stages."""
+
+    batch: Mapping[int, bool]
+    """Leaves of the batch; whether each has a batch dim, and so is sliced by microbatch."""
+    batch_avals: Mapping[int, Any]
+    """Their shapes with all microbatches."""
+    m: int
+    state: Mapping[int, int]
+    """Arguments that carry state → the outputs that carry it on."""
+
+    def key(self, value: int) -> Key:
+        if value == self.m:
+            return ("m", 0, 0)
+        return ("batch" if value in self.batch else "state" if value in self.state else "source", value, 0)
+
+
+TOTAL, WEIGHT = 0, 1
+"""Positions among the program's outputs: Σ weight · loss and Σ weight over replicas; state follows."""
+
+
+def stage_functions(
+    cut: Cut,
+    stage: int,
+    operands: Operands,
+    *,
+    policy: Any = None,
+    selective: bool = False,
+    checkpoint_units: bool = False,
+) -> StageFunctions:
+    """The functions of a stage. ``selective`` wraps it in a `jax.checkpoint` with ``policy``; ``checkpoint_units`` keeps
+    of each unit what enters it."""
+    return _Builder(cut, stage, operands, policy, selective, checkpoint_units).build()
+
+
+class _Builder:
+    def __init__(
+        self, cut: Cut, stage: int, operands: Operands, policy: Any, selective: bool, checkpoint_units: bool
+    ) -> None:
+        self.cut, self.stage, self.operands = cut, stage, operands
+        self.policy, self.selective, self.checkpoint_units = policy, selective, checkpoint_units
+        self.part: StagePart = cut.parts[stage]
+        flat = cut.flat
+        self.weights = [v for v in self.part.weights if v in cut.live]
+        self.fixed_weights = [v for v in self.part.weights if v not in cut.live]
+        self.arriving = [a.value for a in self.part.arrivals if a.differentiable]
+        self.fixed_arrivals = [a.value for a in self.part.arrivals if not a.differentiable]
+        self.leaving = [v for v in self.part.departures if v in cut.live]
+        self.has_total = TOTAL in self.part.results
+        self.inputs: list[int] = [
+            *self.weights, *self.fixed_weights, *self.arriving, *self.fixed_arrivals, *self.part.sources,
+        ]  # fmt: skip
+        self.avals = {value: flat.avals[value] for value in self.inputs}
+
+    def build(self) -> StageFunctions:
+        forward, structure, returned = self._trace_forward()
+        count = len(returned)
+        saved = forward.outputs[count:]
+        places: dict[int, int] = {}
+        arguments = dict(zip(forward.arguments, self.inputs, strict=True))
+        kept: list[tuple[str, Any]] = []
+        for atom in saved:
+            if not isinstance(atom, int):
+                kept.append(("literal", atom.val))
+            elif atom in arguments:
+                kept.append(("input", arguments[atom]))
+            elif atom in forward.constants:
+                kept.append(("literal", forward.constants[atom]))
+            else:
+                kept.append(("kept", places.setdefault(atom, len(places))))
+        run = self._forward(forward, returned, tuple(places))
+        backward = self._trace_backward(structure, [forward_aval(forward, atom) for atom in saved])
+        return StageFunctions(run, *self._backwards(backward, kept, {n: forward.avals[v] for v, n in places.items()}))
+
+    # --- forward
+
+    def _trace_forward(self) -> tuple[FlatProgram, Any, list[Key]]:
+        """The program of the forward: what it returns (`_returned`), then everything that its derivative reads."""
+        structures: list[Any] = []
+        split = len(self.weights), len(self.weights) + len(self.fixed_weights)
+        until = split[1] + len(self.arriving)
+
+        def run(weights: Sequence[Any], arriving: Sequence[Any], rest: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            fixed = [*self.fixed_weights, *self.fixed_arrivals, *self.part.sources]
+            known = dict(zip(self.weights, weights, strict=True)) | dict(zip(self.arriving, arriving, strict=True))
+            known |= dict(zip(fixed, rest, strict=True)) | self.cut.flat.constants
+            evaluate(self.part.equations, known, self.checkpoint_units)
+            live = [known[v] for v in self.leaving]
+            if self.has_total:
+                live.append(self._output(known, TOTAL))
+            others = [known[v] for v in self.part.departures if v not in self.cut.live]
+            others += [self._output(known, position) for position in self.part.results if position != TOTAL]
+            return live, others
+
+        def forward(*given: Any) -> Any:
+            weights, arriving = given[: split[0]], given[split[1] : until]
+            rest = [*given[split[0] : split[1]], *given[until:]]
+            inner: Any = lambda w, a: run(w, a, rest)  # noqa: E731
+            if self.selective:
+                inner = jax.checkpoint(inner, policy=self.policy)
+            live, derivative, others = jax.vjp(inner, list(weights), list(arriving), has_aux=True)
+            leaves, structure = jax.tree.flatten(derivative)
+            structures.append(structure)
+            return [*live, *others], leaves
+
+        avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.avals.values()]
+        closed = jax.make_jaxpr(forward)(*avals)
+        return flatten(closed), structures[0], self._returned()
+
+    def _output(self, known: Mapping[int, Any], position: int) -> Any:
+        atom = self.cut.flat.outputs[position]
+        return known[atom] if isinstance(atom, int) else jnp.asarray(atom.val, atom.aval.dtype)
+
+    def _returned(self) -> list[Key]:
+        state = {position: value for value, position in self.operands.state.items()}
+        keys: list[Key] = [("departure", v, 0) for v in self.leaving]
+        if self.has_total:
+            keys.append(("sum", TOTAL, 0))
+        keys += [("departure", v, 0) for v in self.part.departures if v not in self.cut.live]
+        for position in self.part.results:
+            if position != TOTAL:
+                keys.append(("sum", WEIGHT, 0) if position == WEIGHT else ("state", state[position], 0))
+        return keys
+
+    def _forward(self, program: FlatProgram, returned: Sequence[Key], kept: Sequence[int]) -> StageFunction:
+        outputs = (*program.outputs[: len(returned)], *kept)
+        return self._function(
+            program,
+            program.equations,
+            dict(zip(program.arguments, (self._key(v) for v in self.inputs), strict=True)),
+            outputs,
+            (*returned, *(("kept", number, 0) for number in range(len(kept)))),
+        )
+
+    def _key(self, value: int) -> Key:
+        if value in self.part.weights:
+            return ("weight", value, 0)
+        if any(a.value == value for a in self.part.arrivals):
+            return ("arrival", value, 0)
+        return self.operands.key(value)
+
+    # --- backward
+
+    def _trace_backward(self, structure: Any, saved: Sequence[Any]) -> FlatProgram:
+        """The program of the backward: from what was saved, and cotangents, to gradients of weights and arrivals."""
+        count = len(saved)
+
+        def backward(*given: Any) -> Any:
+            derivative = jax.tree.unflatten(structure, given[:count])
+            weights, arriving = derivative(list(given[count:]))
+            return [*weights, *arriving]
+
+        cotangents = [self.cut.flat.avals[v] for v in self.leaving]
+        if self.has_total:
+            cotangents.append(forward_aval(self.cut.flat, self.cut.flat.outputs[TOTAL]))
+        avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*saved, *cotangents)]
+        return flatten(jax.make_jaxpr(backward)(*avals))
+
+    def _backwards(
+        self, program: FlatProgram, saved: Sequence[tuple[str, Any]], kept_avals: Mapping[int, Any]
+    ) -> tuple[StageFunction, StageFunction | None, StageFunction]:
+        reads: dict[int, Key] = {}
+        known: dict[int, Any] = {}
+        for argument, (kind, what) in zip(program.arguments, saved, strict=False):
+            if kind == "literal":
+                known[argument] = what
+            else:
+                reads[argument] = self._key(what) if kind == "input" else ("kept", what, 0)
+        cotangents = program.arguments[len(saved) :]
+        if self.has_total:
+            known[cotangents[-1]] = jnp.ones((), program.avals[cotangents[-1]].dtype)
+        reads |= {argument: ("cotangent", v, 0) for argument, v in zip(cotangents, self.leaving, strict=False)}
+        weight_outputs = program.outputs[: len(self.weights)]
+        arrival_outputs = program.outputs[len(self.weights) :]
+        weight_keys: list[Key] = [("gradient", v, 0) for v in self.weights]
+        arrival_keys: list[Key] = [("arrival_gradient", v, 0) for v in self.arriving]
+
+        def function(equations: Sequence[Equation], outputs: Sequence[Any], makes: Sequence[Key]) -> StageFunction:
+            return self._function(program, equations, reads, outputs, makes, known, kept_avals)
+
+        backward = function(program.equations, [*weight_outputs, *arrival_outputs], [*weight_keys, *arrival_keys])
+        if not self.arriving:
+            return backward, None, backward
+        first = needed(program.equations, (a for a in arrival_outputs if isinstance(a, int)))
+        chosen = {id(e) for e in first}
+        second = [e for e in program.equations if id(e) not in chosen]
+        made = {value for e in first for value in e.outputs}
+        wanted = [v for e in second for v in e.values] + [a for a in weight_outputs if isinstance(a, int)]
+        between = tuple(dict.fromkeys(v for v in wanted if v in made))
+        between_keys: list[Key] = [("between", number, 0) for number in range(len(between))]
+        input_grad = function(first, [*arrival_outputs, *between], [*arrival_keys, *between_keys])
+        reads = reads | dict(zip(between, between_keys, strict=True))
+        kept_avals = dict(kept_avals)
+        return backward, input_grad, function(second, weight_outputs, weight_keys)
+
+    # --- both
+
+    def _function(
+        self,
+        program: FlatProgram,
+        equations: Sequence[Equation],
+        reads: Mapping[int, Key],
+        outputs: Sequence[Any],
+        makes: Sequence[Key],
+        known: Mapping[int, Any] | None = None,
+        kept_avals: Mapping[int, Any] | None = None,
+    ) -> StageFunction:
+        """A function over flat operands. Sums and gradients are added to what is handed in; cotangents of one value
+        from several stages are summed; leaves of the batch come whole and are sliced by the microbatch's number."""
+        equations = tuple(equations)
+        used = {v for e in equations for v in e.values} | {a for a in outputs if isinstance(a, int)}
+        operands = {argument: key for argument, key in reads.items() if argument in used}
+        keys: dict[Key, Any] = {}
+        for argument, key in operands.items():
+            for one in self._spelled(key):
+                keys[one] = self._aval(one, program.avals[argument])
+        for key, atom in zip(makes, outputs, strict=True):
+            if key[0] in ("gradient", "sum"):
+                aval = forward_aval(program, atom)
+                dtype = jnp.promote_types(aval.dtype, jnp.float32)
+                keys[key] = jax.ShapeDtypeStruct(aval.shape, dtype)
+        if any(key[0] == "batch" and self.operands.batch[key[1]] for key in keys):
+            keys[("m", 0, 0)] = jax.ShapeDtypeStruct((), jnp.int32)
+        order = tuple(keys)
+
+        def run(*given: Any) -> tuple[Any, ...]:
+            at = dict(zip(order, given, strict=True))
+            values: dict[int, Any] = {**program.constants, **(known or {})}
+            for argument, key in operands.items():
+                values[argument] = self._operand(key, at)
+            evaluate(equations, values)
+            found = []
+            for key, atom in zip(makes, outputs, strict=True):
+                value = values[atom] if isinstance(atom, int) else jnp.asarray(atom.val, atom.aval.dtype)
+                found.append(at[key] + value.astype(at[key].dtype) if key[0] in ("gradient", "sum") else value)
+            return tuple(found)
+
+        donates = tuple(i for i, key in enumerate(order) if key[0] in ("gradient", "sum"))
+        return StageFunction(run, order, tuple(makes), tuple(keys.values()), donates)
+
+    def _spelled(self, key: Key) -> list[Key]:
+        """A cotangent comes from every stage that used the value."""
+        if key[0] != "cotangent":
+            return [key]
+        users = [s for s, p in enumerate(self.cut.parts) if any(a.value == key[1] and a.source == self.stage
+                                                                 for a in p.arrivals)]  # fmt: skip
+        return [("cotangent", key[1], user) for user in users]
+
+    def _aval(self, key: Key, aval: Any) -> Any:
+        if key[0] == "batch":
+            aval = self.operands.batch_avals[key[1]]
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+    def _operand(self, key: Key, at: Mapping[Key, Any]) -> Any:
+        if key[0] == "cotangent":
+            first, *others = (at[one] for one in self._spelled(key))
+            return sum(others, first)
+        if key[0] == "batch" and self.operands.batch[key[1]]:
+            return jax.lax.dynamic_index_in_dim(at[key], at[("m", 0, 0)], keepdims=False)
+        return at[key]
+
+
+def forward_aval(program: FlatProgram, atom: Any) -> Any:
+    return program.avals[atom] if isinstance(atom, int) else atom.aval
