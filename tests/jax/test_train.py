@@ -303,9 +303,7 @@ def test_parameters_of_another_model(mlp_graph: Graph) -> None:
         train.init(jax.eval_shape(mlp_params))
 
 
-def test_what_this_runtime_does_not_do(graph: Graph, mlp_graph: Graph) -> None:
-    with pytest.raises(sw.ShardwrightError, match="pp=2"):
-        sw.train_step(gpt2_flax.next_token_loss, optax.sgd(0.1), plan_of(graph, 2, 2, pp=2))
+def test_what_this_runtime_does_not_do(mlp_graph: Graph) -> None:
     with pytest.raises(sw.ShardwrightError, match="recomputes whole units"):
         sw.train_step(mlp, optax.sgd(0.1), plan_of(mlp_graph, 4, 2, recompute="full")).init(mlp_params())
     with pytest.raises(sw.ShardwrightError, match="precision='fp16'"):

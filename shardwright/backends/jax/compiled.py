@@ -84,16 +84,16 @@ def load_on(compiled: Any, devices: Devices, others: Devices) -> Any | None:
         data, in_tree, out_tree = serialize_executable.serialize(compiled)
     except (ValueError, NotImplementedError):  # with callbacks or constants of its own: not serialisable
         return None
-    reader = _Moving(io.BytesIO(data), devices, others)
+    reader: Any = _Moving(io.BytesIO(data), devices, others)
     unloaded, arguments, no_kwargs = reader.load()
     return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(arguments), out_tree, no_kwargs=no_kwargs)
 
 
-class _Moving(serialize_executable._JaxPjrtUnpickler):  # type: ignore[misc]
+class _Moving(serialize_executable._JaxPjrtUnpickler):
     """Reads an executable that this process has just serialised, replacing its devices."""
 
     def __init__(self, file: io.BytesIO, devices: Devices, others: Devices) -> None:
-        super().__init__(file, others[0].client, others)
+        super().__init__(file, others[0].client, others)  # type: ignore[no-untyped-call]
         self.devices_by_id = {old.id: new for old, new in zip(devices, others, strict=True)}
         self.options = compiler.get_compile_options(
             num_replicas=1,
@@ -107,4 +107,4 @@ class _Moving(serialize_executable._JaxPjrtUnpickler):  # type: ignore[misc]
             return self.backend.deserialize_executable(
                 pid[1], executable_devices=self.execution_devices, compile_options=self.options
             )
-        return super().persistent_load(pid)
+        return super().persistent_load(pid)  # type: ignore[no-untyped-call]

@@ -98,7 +98,7 @@ def cut(
     per_stage = []
     for stage in range(stages):
         wanted = [value for e in flat.equations if where[id(e)] == stage for value in e.values]
-        wanted += [atom for position, atom in enumerate(flat.outputs) if home[position] == stage and _is_value(atom)]
+        wanted += [a for a, at in zip(flat.outputs, home, strict=True) if at == stage and isinstance(a, int)]
         light = needed([e for e in flat.equations if where[id(e)] is None], wanted)
         chosen = {id(e) for e in light}
         per_stage.append([e for e in flat.equations if where[id(e)] == stage or id(e) in chosen])
@@ -106,10 +106,6 @@ def cut(
     producer = {value: where[id(e)] for e in flat.equations for value in e.outputs}
     live = _live(flat, per_stage, {w.value for w in held})
     return Cut(flat, _parts(flat, per_stage, producer, home, held, live, state), tuple(held), live)
-
-
-def _is_value(atom: Any) -> bool:
-    return isinstance(atom, int)
 
 
 class _Placer:
@@ -229,7 +225,7 @@ def _is_light(equation: Equation, flat: FlatProgram) -> bool:
     (contracted, _), _ = equation.params["dimension_numbers"]
     first = equation.inputs[0]
     depth = math.prod(flat.avals[first].shape[d] for d in contracted) if isinstance(first, int) else 1
-    return depth * math.prod(flat.avals[equation.outputs[0]].shape) <= LIGHT_PRODUCT
+    return bool(depth * math.prod(flat.avals[equation.outputs[0]].shape) <= LIGHT_PRODUCT)
 
 
 def _crossing_bytes(flat: FlatProgram, free: set[int]) -> Any:

@@ -86,7 +86,8 @@ def flatten(
     """The flat program of a closed jaxpr, without what no result needs.
 
     ``home`` says where a module call belongs; ``weights`` the stages of the first arguments, which are the model's
-    parameters (None: several). Without them, only jits are opened. Raises PlanError for a function with its own derivative rule that holds several stages.
+    parameters (None: several). Without them, only jits are opened. Raises PlanError for a function with its own
+    derivative rule that holds several stages.
     """
     flat = FlatProgram()
     jaxpr = closed.jaxpr
@@ -99,6 +100,11 @@ def flatten(
     flat.outputs = tuple(_Flattener(flat, calls if calls is not None else [], home, held).run(jaxpr, known))
     flat.equations = needed(flat.equations, (a for a in flat.outputs if isinstance(a, int)))
     return flat
+
+
+def aval_of(flat: FlatProgram, atom: Atom) -> Any:
+    """The shape and dtype of a value or a literal."""
+    return flat.avals[atom] if isinstance(atom, int) else atom.aval
 
 
 def needed(equations: Sequence[Equation], wanted: Iterable[int]) -> list[Equation]:
@@ -165,7 +171,9 @@ class _Flattener:
             return atom if isinstance(atom, jex_core.Literal) else names[atom]
 
         for equation in jaxpr.eqns:
-            made = self._equation(equation, [read(atom) for atom in equation.invars], self._call(equation, call), region)
+            made = self._equation(
+                equation, [read(atom) for atom in equation.invars], self._call(equation, call), region
+            )
             names.update(zip(equation.outvars, made, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -175,7 +183,6 @@ class _Flattener:
 
     def _equation(self, equation: Any, inputs: list[Atom], call: int, region: Region | None) -> Sequence[Atom]:
         name, params = equation.primitive.name, equation.params
-        inner = jex_core.jaxprs_in_params(params) if name in OPENED | CHECKPOINTS else []
         if name in OPENED:
             body = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
             return self._open(body, inputs, call, region)
@@ -185,7 +192,7 @@ class _Flattener:
         if len(held) > 1:
             if name in CHECKPOINTS:
                 opened = Region(params.get("policy"), params.get("prevent_cse", True))
-                return self._open(inner[0], inputs, call, opened)
+                return self._open(params["jaxpr"], inputs, call, opened)
             if name in OWN_DERIVATIVES:
                 raise PlanError(
                     f"a function with its own derivative rule ({name}) holds the stages {sorted(held)}: a cut cannot "
@@ -215,14 +222,12 @@ class _Flattener:
         stage, unit = self.home(call) or (next(iter(held)) if len(held) == 1 else None, None)
         effects = frozenset(getattr(equation, "effects", ()))
         self.flat.equations.append(
-            Equation(
-                equation.primitive, params, tuple(inputs), outputs, equation.ctx, stage, unit, region, effects
-            )
+            Equation(equation.primitive, params, tuple(inputs), outputs, equation.ctx, stage, unit, region, effects)
         )
         return list(outputs)
 
     def _held(self, equation: Any, inputs: Sequence[Atom]) -> set[int]:
-        """The stages that the inner programs of an equation belong to: by their module calls, else by what they read."""
+        """The stages of the inner programs of an equation: by their module calls, else by what they read."""
         marked = [mark for inner in jex_core.jaxprs_in_params(equation.params) for mark in marks(inner)]
         if not marked:
             if not any(True for _ in jex_core.jaxprs_in_params(equation.params)):
@@ -244,7 +249,8 @@ class _Flattener:
         scanned = inputs[params["num_consts"] + params["num_carry"] :]
         loop = layer_loop(self.calls, call) if any(self._is_weight(value) for value in scanned) else ""
         iterations = [
-            calls_of_iteration(self.calls, self.traced, body.jaxpr, position, call, outer, loop) for position in range(length)
+            calls_of_iteration(self.calls, self.traced, body.jaxpr, position, call, outer, loop)
+            for position in range(length)
         ]
         traced = {mark: outer.get(mark, mark) for mark in marks(body.jaxpr)}
         stages = [self._homes((made or traced).values()) for made in iterations]
@@ -335,7 +341,7 @@ class _ScanCutter:
         return [*made[:carried], *kept]
 
     def _rows(self, value: Atom, first: int, length: int) -> Atom:
-        aval = self.flattener.flat.avals[value] if isinstance(value, int) else value.aval
+        aval = aval_of(self.flattener.flat, value)
         params = {
             "start_indices": (first, *([0] * (aval.ndim - 1))),
             "limit_indices": (first + length, *aval.shape[1:]),
@@ -344,16 +350,14 @@ class _ScanCutter:
         return self._lax(jax.lax.slice_p, [value], aval.update(shape=(length, *aval.shape[1:])), params)
 
     def _squeeze(self, value: Atom) -> Atom:
-        aval = self.flattener.flat.avals[value] if isinstance(value, int) else value.aval
+        aval = aval_of(self.flattener.flat, value)
         return self._lax(jax.lax.squeeze_p, [value], aval.update(shape=aval.shape[1:]), {"dimensions": (0,)})
 
     def _lax(self, primitive: Any, inputs: Sequence[Atom], aval: Any, params: dict[str, Any]) -> int:
         """One equation of our own. It belongs to no stage: it follows what it is made from or used by."""
         flat = self.flattener.flat
         out = flat.new(aval)
-        flat.equations.append(
-            Equation(primitive, params, tuple(inputs), (out,), self.equation.ctx, region=self.region)
-        )
+        flat.equations.append(Equation(primitive, params, tuple(inputs), (out,), self.equation.ctx, region=self.region))
         return out
 
 

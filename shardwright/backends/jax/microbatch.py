@@ -106,8 +106,9 @@ def _trace(
 
 
 def _homes(plan: Plan, calls: list[TracedCall]) -> Home:
-    """Where a module call belongs: what the plan says of it, or of the nearest call around it. Only units that the model
-    repeats are named as units: those are what a full recompute makes again."""
+    """Where a module call belongs: what the plan says of it, or of the nearest call around it.
+
+    Only units that the model repeats are named as units: those are what a full recompute makes again."""
     classes = plan.model.unit_classes
     found: dict[tuple[str, int], tuple[int, int | None]] = {}
     for stage, held in enumerate(plan.stage_units):
@@ -132,10 +133,11 @@ def _require_same_state(before: Any, after: Any) -> None:
     one, other = (
         [(leaf.shape, leaf.dtype) for leaf in map(jnp.asarray, jax.tree.leaves(tree))] for tree in (before, after)
     )
-    if one != other or jax.tree.structure(before) != jax.tree.structure(after):
+    forms: list[Any] = [jax.tree.structure(tree) for tree in (before, after)]
+    if one != other or forms[0] != forms[1]:
         raise PlanError(
-            f"the loss function returns state of another form than it was given: {jax.tree.structure(after)} with "
-            f"{other} for {jax.tree.structure(before)} with {one}; keep shapes and dtypes"
+            f"the loss function returns state of another form than it was given: {forms[1]} with {other} for "
+            f"{forms[0]} with {one}; keep shapes and dtypes"
         )
 
 

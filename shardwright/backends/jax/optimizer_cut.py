@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from shardwright.backends.jax.compiled import Compilation
 from shardwright.backends.jax.equations import FlatProgram, flatten
@@ -92,9 +92,10 @@ class OptimizerCut:
         found: list[Places] = []
         for path, leaf in jax.tree_util.tree_flatten_with_path(self.state)[0]:
             ends = (path[start:] for start in range(len(path)))
-            shape, places = next((known[end] for end in ends if end in known), (None, None))
-            if places is None or not leaf.shape:
-                stage = 0 if places is None else places[0].stage
+            nothing: tuple[tuple[int, ...], Places] = ((), ())
+            shape, places = next((known[end] for end in ends if end in known), nothing)
+            if not places or not leaf.shape:
+                stage = places[0].stage if places else 0
                 found.append((Place(stage, self.meshes.whole[stage]),))
             elif leaf.shape == shape:
                 found.append(places)
@@ -150,11 +151,9 @@ class OptimizerCut:
         scalars = [(Place(stage, self.meshes.whole[stage]),) for stage in (weight_stage, total_stage, 0)]
         arguments = [*(p for _, p in merged), *scalars, *self.states, *self.parameters]
         outputs = [scalars[2], *self.states, *self.parameters, scalars[1]]
-        by_parameter = {id(p) for p in (*self.gradients, *self.parameters)}
         state_shapes = jax.tree.leaves(self.state)
         shared = [False] * len(merged) + [True] * 3 + [not leaf.shape for leaf in state_shapes]
         shared += [False] * len(self.parameters)
-        del by_parameter
         program = unstack(flatten(closed), [_rows(p) for p in arguments], [_rows(p) for p in outputs])
         kept = {len(merged), len(merged) + 1, len(merged) + 2}
         return self._placed(program, arguments, shared, outputs, donate=True, keep=kept)
@@ -187,7 +186,3 @@ class OptimizerCut:
 
 def _rows(places: Places) -> tuple[tuple[int, int], ...] | None:
     return tuple(p.rows for p in places if p.rows is not None) or None
-
-
-def replicated_on(meshes: StageMeshes, stage: int) -> NamedSharding:
-    return NamedSharding(meshes.meshes[stage], PartitionSpec())

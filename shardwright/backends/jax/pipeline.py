@@ -1,7 +1,7 @@
 """Runs a cut training step under a core schedule: one process drives all stages, one dispatch per action.
 
-Dispatch is asynchronous: the host hands out actions in an order that every rank's own order and the flow of values agree
-with, and devices run as soon as what they wait for is there. Between stages arrays go by `jax.device_put`.
+Dispatch is asynchronous: the host hands out actions in an order that agrees with every rank's own and with the flow of
+values, and devices run as soon as what they wait for is there. Between stages arrays go by `jax.device_put`.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,6 +74,7 @@ class Pipeline:
     def __init__(
         self,
         schedule: Schedule,
+        order: Sequence[Action],
         micro: CutMicrobatch,
         optimizer: OptimizerCut,
         meshes: StageMeshes,
@@ -81,7 +82,7 @@ class Pipeline:
         recompute: str,
     ) -> None:
         self.schedule, self.micro, self.optimizer, self.meshes = schedule, micro, optimizer, meshes
-        self.order = dispatch_order(schedule)
+        self.order = order
         self.done = Compilation()
         self.weights = {w.value: w for w in micro.cut.weights}
         self.spots = _spots(optimizer, micro)
@@ -165,9 +166,7 @@ class Pipeline:
 
     def _lower(self, stage: int, function: StageFunction, kept: dict[Key, Any]) -> jax.stages.Lowered:
         into = tuple(kept[key] if key in kept else self._sharding(stage, key) for key in function.reads)
-        out = tuple(
-            None if key[0] in ("kept", "between") else self._sharding(stage, key) for key in function.makes
-        )
+        out = tuple(None if key[0] in ("kept", "between") else self._sharding(stage, key) for key in function.makes)
         return lower(function.function, function.avals, into, out, function.donates)
 
     def _launch(self, stage: int, function: StageFunction, run: Any) -> Launch:
@@ -202,7 +201,9 @@ class Pipeline:
             def zeros(avals: tuple[Any, ...] = avals) -> tuple[Any, ...]:
                 return tuple(jnp.zeros(a.shape, a.dtype) for a in avals)
 
-            lowered.append(lower(lambda run=zeros: run(), (), None, tuple(self._sharding(stage, k) for k in shapes), ()))
+            lowered.append(
+                lower(lambda run=zeros: run(), (), None, tuple(self._sharding(stage, k) for k in shapes), ())
+            )
         return compile_all(lowered, [self.meshes.devices(s) for s in range(len(functions))], self.done), keys
 
     # --- running

@@ -14,7 +14,7 @@ from shardwright.backends.jax.layout import parameter_shardings
 from shardwright.backends.jax.loss import LossFunction, Microbatches
 from shardwright.backends.jax.microbatch import cut_microbatch
 from shardwright.backends.jax.optimizer_cut import OptimizerCut, from_pieces, is_stack, pieces
-from shardwright.backends.jax.pipeline import Observer, Pipeline
+from shardwright.backends.jax.pipeline import Observer, Pipeline, dispatch_order
 from shardwright.backends.jax.state import Parts, TrainState
 from shardwright.core.plan import Plan
 
@@ -31,6 +31,7 @@ class PipelinedTraining:
     ) -> None:
         self.loss, self.optimizer, self.plan = loss, optimizer, plan
         self.schedule = plan.build_schedule()
+        self.order = dispatch_order(self.schedule)
         self.meshes = StageMeshes(plan, devices, self.schedule.placement)
         self._cuts: dict[Any, tuple[tuple[Holding, ...], OptimizerCut]] = {}
 
@@ -43,9 +44,7 @@ class PipelinedTraining:
             holdings = holdings_of(self.plan, names, [leaf.shape for leaf in leaves])
             layouts = self.plan.parameter_layouts("jax")
             shardings = parameter_shardings(names, shapes, layouts, self.meshes.meshes[0])
-            cut = OptimizerCut(
-                self.optimizer, shapes, holdings, shardings, self.plan.decision.shard, self.meshes
-            )
+            cut = OptimizerCut(self.optimizer, shapes, holdings, shardings, self.plan.decision.shard, self.meshes)
             self._cuts[key] = holdings, cut
         return self._cuts[key]
 
@@ -58,9 +57,7 @@ class PipelinedTraining:
         whole = self.meshes.whole[0]
         if init is None:
             leaves = jax.tree.leaves(given.params)
-            own = [
-                leaves[h.leaf] if h.rows is None else leaves[h.leaf][h.rows[0] : h.rows[1]] for h in holdings
-            ]
+            own = [leaves[h.leaf] if h.rows is None else leaves[h.leaf][h.rows[0] : h.rows[1]] for h in holdings]
             arrays = [jax.device_put(a, p.sharding, may_alias=False) for a, p in zip(own, places, strict=True)]
             random, other = jax.tree.map(
                 lambda leaf: jax.device_put(leaf, whole, may_alias=False), (given.random, given.other)
@@ -131,7 +128,8 @@ class PipelinedTraining:
         holdings, optimizer = self.placed(shapes.params, shapes.names)
         micro = cut_microbatch(self.plan, microbatches, shapes, leaves, holdings)
         return PipelinedStep(
-            Pipeline(self.schedule, micro, optimizer, self.meshes, recompute=decision.recompute), microbatches
+            Pipeline(self.schedule, self.order, micro, optimizer, self.meshes, recompute=decision.recompute),
+            microbatches,
         )
 
     def _shapes(self, state: TrainState) -> Parts:
@@ -143,8 +141,9 @@ class PipelinedTraining:
             rows = sum(piece.shape[0] for piece in node.pieces)
             return jax.ShapeDtypeStruct((rows, *node.pieces[0].shape[1:]), node.pieces[0].dtype)
 
-        found = jax.tree.map(shape, (state.params, state.random, state.other), is_leaf=is_stack)
-        return Parts(*found, state.graphdef)
+        trees = (state.params, state.random, state.other)
+        params, random, other = (jax.tree.map(shape, tree, is_leaf=is_stack) for tree in trees)
+        return Parts(params, random, other, state.graphdef)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,22 +157,17 @@ class PipelinedStep:
         self, state: TrainState, leaves: Sequence[Any], observe: Observer | None = None
     ) -> tuple[TrainState, jax.Array]:
         """One step on a state, which is used up."""
-        given = [
-            state.step,
-            pieces(state.params),
-            pieces(state.optimizer),
-            jax.tree.leaves(state.random),
-            jax.tree.leaves(state.other),
-        ]
+        params, optimizer = pieces(state.params), pieces(state.optimizer)
+        given = [state.step, params, optimizer, jax.tree.leaves(state.random), jax.tree.leaves(state.other)]
         dims = self.microbatches.dims
         batch = [self.microbatches.split(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
-        (step, params, optimizer, other), loss = self.pipeline(given, batch, observe)
-        for leaf in (*given[1], *given[2]):
+        (step, made, changed, other), loss = self.pipeline(given, batch, observe)
+        for leaf in (*params, *optimizer):
             leaf.delete()  # what was not donated: an array whose memory no result could take
         rebuilt = TrainState(
             step,
-            jax.tree.unflatten(jax.tree.structure(state.params), params),
-            jax.tree.unflatten(jax.tree.structure(state.optimizer), optimizer),
+            jax.tree.unflatten(jax.tree.structure(state.params), made),
+            jax.tree.unflatten(jax.tree.structure(state.optimizer), changed),
             state.random,
             jax.tree.unflatten(jax.tree.structure(state.other), other),
             state.graphdef,

@@ -1,8 +1,9 @@
 """A flat program over several meshes: what lives on one runs there, and scalars cross between them.
 
-Made for the optimizer: nearly everything in it concerns one parameter, and what concerns all of them (a norm) is made of
-scalars. Equations of one mesh whose operands are there form one compiled piece; scalars made of several meshes' scalars
-are made on each. Between pieces only small values are handed on; others are made again, so that nothing is held twice.
+Made for the optimizer: nearly everything in it concerns one parameter, and what concerns all of them (a norm) is made
+of scalars. Equations of one mesh whose operands are there form one compiled piece; scalars made of several meshes'
+scalars are made on each. Between pieces only small values are handed on; others are made again, so that nothing is held
+twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from shardwright.backends.jax.compiled import Compilation, compile_all, lower
-from shardwright.backends.jax.equations import Equation, FlatProgram, evaluate
+from shardwright.backends.jax.equations import Equation, FlatProgram, aval_of, evaluate
 
 SMALL_BYTES = 4096
 """Values up to this size are exchanged and made on every mesh rather than moved to one."""
@@ -65,9 +66,9 @@ class PlacedProgram:
             self.level[value] = -1
         self.maker: dict[int, Equation] = {v: e for e in flat.equations for v in e.outputs}
         for equation in flat.equations:
-            home, level = self._place(equation)
+            at, level = self._place(equation)
             for value in equation.outputs:
-                self.home[value], self.level[value] = home, level
+                self.home[value], self.level[value] = at, level
         self.pieces = self._pieces()
         self._compile(done)
         self.first_moves = sorted({
@@ -195,7 +196,7 @@ class PlacedProgram:
                     start += aval.size
             evaluate(piece.equations, known)
             atoms = [self.flat.outputs[r] for r in piece.results]
-            found = [known[a] if isinstance(a, int) else jnp.asarray(a.val, a.aval.dtype) for a in atoms]
+            found = [known[a] if isinstance(a, int) else jnp.asarray(a.val, aval_of(self.flat, a).dtype) for a in atoms]
             packs = [jnp.concatenate([known[v].ravel() for v in values]) for values in piece.packed.values()]
             return (*found, *packs)
 
@@ -233,5 +234,3 @@ class PlacedProgram:
     def dispatches(self) -> int:
         """Compiled pieces that a call starts."""
         return len(self.pieces)
-
-

@@ -26,9 +26,9 @@ def take_rows(
             if read is None or read[0] < rows[0] or read[1] > rows[1]:
                 wanted = "the whole of it" if read is None else f"its rows {read[0]} to {read[1] - 1}"
                 raise PlanError(
-                    f"stage {stage} holds rows {rows[0]} to {rows[1] - 1} of {name}, {aval.shape}, and reads {wanted} in "
-                    f"{equation.primitive.name}: a stack that is cut is read by nothing but the loop over it; give the "
-                    "function that was captured"
+                    f"stage {stage} holds rows {rows[0]} to {rows[1] - 1} of {name}, {aval.shape}, and reads {wanted} "
+                    f"in {equation.primitive.name}: a stack that is cut is read by nothing but the loop over "
+                    "it; give the function that was captured"
                 )
             starts, limits = equation.params["start_indices"], equation.params["limit_indices"]
             params = {

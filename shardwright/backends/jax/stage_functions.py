@@ -2,7 +2,7 @@
 
 The forward's program is differentiated once. What its backward reads is either an argument of the stage, which is at
 hand anyway, or *kept* from forward to backward. The halves divide the backward's equations: those that the gradients
-of arrivals need, and the rest, with what passes between them kept once more ("Zero Bubble", arXiv 2401.10241, section 2).
+of arrivals need, and the rest, with what passes between them kept once more (zero bubble, arXiv 2401.10241, section 2).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex_core
 
 from shardwright.backends.jax.cut import Cut, StagePart
-from shardwright.backends.jax.equations import Equation, FlatProgram, evaluate, flatten, needed
+from shardwright.backends.jax.equations import Equation, FlatProgram, aval_of, evaluate, flatten, needed
 
 Kind = Literal[
     "weight",  # a parameter, or rows of one
@@ -89,8 +88,10 @@ def stage_functions(
     selective: bool = False,
     checkpoint_units: bool = False,
 ) -> StageFunctions:
-    """The functions of a stage. ``selective`` wraps it in a `jax.checkpoint` with ``policy``; ``checkpoint_units`` keeps
-    of each unit what enters it."""
+    """The functions of a stage.
+
+    ``selective`` wraps it in a `jax.checkpoint` with ``policy``; ``checkpoint_units`` keeps what enters each unit.
+    """
     return _Builder(cut, stage, operands, policy, selective, checkpoint_units).build()
 
 
@@ -130,7 +131,7 @@ class _Builder:
             else:
                 kept.append(("kept", places.setdefault(atom, len(places))))
         run = self._forward(forward, returned, tuple(places))
-        backward = self._trace_backward(structure, [forward_aval(forward, atom) for atom in saved])
+        backward = self._trace_backward(structure, [aval_of(forward, atom) for atom in saved])
         return StageFunctions(run, *self._backwards(backward, kept, {n: forward.avals[v] for v, n in places.items()}))
 
     # --- forward
@@ -170,7 +171,7 @@ class _Builder:
 
     def _output(self, known: Mapping[int, Any], position: int) -> Any:
         atom = self.cut.flat.outputs[position]
-        return known[atom] if isinstance(atom, int) else jnp.asarray(atom.val, atom.aval.dtype)
+        return known[atom] if isinstance(atom, int) else jnp.asarray(atom.val, aval_of(self.cut.flat, atom).dtype)
 
     def _returned(self) -> list[Key]:
         state = {position: value for value, position in self.operands.state.items()}
@@ -213,7 +214,7 @@ class _Builder:
 
         cotangents = [self.cut.flat.avals[v] for v in self.leaving]
         if self.has_total:
-            cotangents.append(forward_aval(self.cut.flat, self.cut.flat.outputs[TOTAL]))
+            cotangents.append(aval_of(self.cut.flat, self.cut.flat.outputs[TOTAL]))
         avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*saved, *cotangents)]
         return flatten(jax.make_jaxpr(backward)(*avals))
 
@@ -277,7 +278,7 @@ class _Builder:
                 keys[one] = self._aval(one, program.avals[argument])
         for key, atom in zip(makes, outputs, strict=True):
             if key[0] in ("gradient", "sum"):
-                aval = forward_aval(program, atom)
+                aval = aval_of(program, atom)
                 dtype = jnp.promote_types(aval.dtype, jnp.float32)
                 keys[key] = jax.ShapeDtypeStruct(aval.shape, dtype)
         if any(key[0] == "batch" and self.operands.batch[key[1]] for key in keys):
@@ -292,7 +293,7 @@ class _Builder:
             evaluate(equations, values)
             found = []
             for key, atom in zip(makes, outputs, strict=True):
-                value = values[atom] if isinstance(atom, int) else jnp.asarray(atom.val, atom.aval.dtype)
+                value = values[atom] if isinstance(atom, int) else jnp.asarray(atom.val, aval_of(program, atom).dtype)
                 found.append(at[key] + value.astype(at[key].dtype) if key[0] in ("gradient", "sum") else value)
             return tuple(found)
 
@@ -319,7 +320,3 @@ class _Builder:
         if key[0] == "batch" and self.operands.batch[key[1]]:
             return jax.lax.dynamic_index_in_dim(at[key], at[("m", 0, 0)], keepdims=False)
         return at[key]
-
-
-def forward_aval(program: FlatProgram, atom: Any) -> Any:
-    return program.avals[atom] if isinstance(atom, int) else atom.aval

@@ -12,10 +12,12 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.capabilities import CAPABILITIES
+from shardwright.backends.jax.compiled import Compilation
 from shardwright.backends.jax.layout import optimizer_shardings, parameter_shardings, replicated, spread_over
 from shardwright.backends.jax.loss import LossFunction, Microbatches, accumulate
 from shardwright.backends.jax.mesh import bind
-from shardwright.backends.jax.pipelined import PipelinedTraining
+from shardwright.backends.jax.pipeline import StepCounts
+from shardwright.backends.jax.pipelined import PipelinedStep, PipelinedTraining
 from shardwright.backends.jax.samples import batch_size, resolve_batch_dims
 from shardwright.backends.jax.state import Parts, TrainState, abstractly, is_abstract, put_together, take_apart
 from shardwright.core.errors import MissingCapabilityError, PlanError
@@ -141,6 +143,18 @@ class TrainStep:
         params = state.params if self._pipelined is None else self._pipelined.whole(state.params)
         return put_together(Parts(params, state.random, state.other, state.graphdef))
 
+    @property
+    def compiled(self) -> Compilation | None:
+        """What compiling the last new step of a pipeline took; None without a pipeline, or before a step."""
+        steps = [step for step in self._compiled.values() if isinstance(step, PipelinedStep)]
+        return steps[-1].pipeline.done if steps else None
+
+    @property
+    def counts(self) -> StepCounts | None:
+        """What the last step of a pipeline asked of the host; None without a pipeline, or before a step."""
+        steps = [step for step in self._compiled.values() if isinstance(step, PipelinedStep)]
+        return steps[-1].pipeline.counts if steps else None
+
     def lower_init(self, init: Callable[[], Any]) -> Any:
         """The compiled form of an init function as `jax.stages.Lowered`: what `init` runs on every device."""
         return self._maker(init, take_apart(abstractly(init), 0, None)).lower()
@@ -212,9 +226,7 @@ class TrainStep:
         )
 
         def step(state: TrainState, leaves: tuple[Any, ...]) -> tuple[TrainState, Loss]:
-            loss, gradients, other = accumulate(
-                microbatches, state, leaves, mesh=self.mesh, gradients_at=gradients_at
-            )
+            loss, gradients, other = accumulate(microbatches, state, leaves, mesh=self.mesh, gradients_at=gradients_at)
             updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
             return TrainState(state.step + 1, params, optimizer, state.random, other, state.graphdef), loss

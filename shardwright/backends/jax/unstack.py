@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from shardwright.backends.jax.equations import Atom, Equation, FlatProgram, needed
+from shardwright.backends.jax.equations import Atom, Equation, FlatProgram, aval_of, needed
 from shardwright.core.errors import MissingCapabilityError
 
 Rows = tuple[int, int]
@@ -90,8 +90,8 @@ class _Rewriter:
         )
         if not by_entry or not _row_by_row(name, params):
             raise MissingCapabilityError(
-                f"the optimizer mixes the layers of a stacked parameter, of shape {self._shape(equation.inputs[0])}, in "
-                f"{name}: stages hold its layers apart; give the layers as parameters of their own, or plan with pp=1"
+                f"the optimizer mixes the layers of a stacked parameter, of shape {self._shape(equation.inputs[0])}, "
+                f"in {name}: stages hold its layers apart; give layers as parameters of their own, or plan pp=1"
             )
         for out in equation.outputs:
             self._declare(out, cut)
@@ -107,8 +107,7 @@ class _Rewriter:
         return not shape or shape[0] == length
 
     def _shape(self, atom: Atom) -> tuple[int, ...]:
-        aval = self.old.avals[atom] if isinstance(atom, int) else atom.aval
-        return tuple(aval.shape)
+        return tuple(aval_of(self.old, atom).shape)
 
     def _reduce(self, equation: Equation, cut: Pieces) -> None:
         """Each piece by itself, then all together."""
@@ -117,9 +116,7 @@ class _Rewriter:
         found: int | None = None
         for number in range(len(cut)):
             part = self.new.new(self.old.avals[out])
-            self.new.equations.append(
-                replace(equation, inputs=(self._piece(whole, cut, number),), outputs=(part,))
-            )
+            self.new.equations.append(replace(equation, inputs=(self._piece(whole, cut, number),), outputs=(part,)))
             if found is None:
                 found = part
                 continue
@@ -138,7 +135,7 @@ class _Rewriter:
         if isinstance(atom, int) and atom in self.parts:
             return self.parts[atom][number]
         start, end = cut[number]
-        aval = self.old.avals[atom] if isinstance(atom, int) else atom.aval
+        aval = aval_of(self.old, atom)
         part = self.new.new(aval.update(shape=(end - start, *shape[1:])))
         params: Any = {
             "start_indices": (start, *([0] * (len(shape) - 1))),
@@ -146,9 +143,7 @@ class _Rewriter:
             "strides": None,
         }
         template = self.old.equations[0]
-        self.new.equations.append(
-            Equation(jax.lax.slice_p, params, (atom,), (part,), template.context)
-        )
+        self.new.equations.append(Equation(jax.lax.slice_p, params, (atom,), (part,), template.context))
         return part
 
 

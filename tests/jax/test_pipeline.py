@@ -1,0 +1,236 @@
+"""Pipelines of JAX models: every schedule gives the unsplit model's losses and gradients, and each device holds its own
+stage."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import shardwright.jax as sw
+from shardwright.core.graph import Graph
+from shardwright.core.schedule import schedule_names
+from tests.jax.chains import (
+    Chain,
+    Run,
+    batches,
+    graph_of,
+    loss_fn,
+    maker,
+    module_reference,
+    named,
+    plan_of,
+    recording,
+    require_same_run,
+)
+
+BLOCKS = 6
+STEPS = 3
+create = maker(BLOCKS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation() -> Iterator[None]:
+    """These tests compile much and run little; `test_pipeline_models` runs what users run."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return graph_of(create)
+
+
+OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "adamw": lambda: optax.adamw(1e-2),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2)),
+    "masked": lambda: optax.adamw(
+        optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10),
+        weight_decay=0.1,
+        mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
+    ),
+    "several": lambda: optax.multi_transform(
+        {"matrix": optax.adamw(1e-2), "vector": optax.sgd(1e-2, momentum=0.9)},
+        lambda params: jax.tree.map(lambda p: "matrix" if p.ndim > 1 else "vector", params),
+    ),
+    "factored": lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.adafactor(1e-2, min_dim_size_to_factor=4)),
+}
+
+
+@cache
+def expected(optimizer: str = "adamw") -> Run:
+    return module_reference(loss_fn, create, OPTIMIZERS[optimizer](), batches(STEPS))
+
+
+def run(plan: sw.Plan, optimizer: str = "adamw") -> tuple[sw.TrainStep, sw.TrainState]:
+    """Train under the plan, and hold it against the reference."""
+    devices = jax.devices()[: plan.mesh.size]
+    train = sw.train_step(loss_fn, recording(OPTIMIZERS[optimizer]()), plan, devices=devices)
+    return train, require_same_run(train, train.init(create), expected(optimizer), batches(STEPS))
+
+
+ONE_STAGE = {"gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2", "simple", "interleaved"}
+SCHEDULES = [
+    *((name, 2, 1) for name in sorted(ONE_STAGE)),
+    *((name, 2, 2) for name in sorted(set(schedule_names()) - ONE_STAGE - {"forward-only"})),
+]
+OFTEN = {"1f1b", "interleaved-1f1b", "dualpipev"}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "virtual_stages"),
+    [case if case[0] in OFTEN else pytest.param(*case, marks=pytest.mark.slow) for case in SCHEDULES],
+)
+def test_every_schedule(graph: Graph, schedule: str, pp: int, virtual_stages: int) -> None:
+    run(plan_of(graph, pp, schedule=schedule, virtual_stages=virtual_stages))
+
+
+def test_a_split_backward_on_four_stages(graph: Graph) -> None:
+    """And stages that are alike are compiled once."""
+    train, _ = run(plan_of(graph, 4, schedule="zb-h1", stage_starts=(0, 2, 4, 6)))
+    assert train.compiled is not None
+    assert train.compiled.compiled < train.compiled.programs
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
+def test_stages_are_meshes_of_dp_and_tp(graph: Graph, dp: int, tp: int) -> None:
+    run(plan_of(graph, 2, dp, tp))
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputed_activations_change_nothing(graph: Graph, recompute: str) -> None:
+    run(plan_of(graph, 2, recompute=recompute))
+
+
+@pytest.mark.parametrize("shard", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_sharded_states_change_nothing(graph: Graph, shard: int) -> None:
+    _, state = run(plan_of(graph, 2, 2, shard=shard))
+    moments = jax.tree.leaves(state.optimizer[0][0].mu)
+    assert sum(m.addressable_shards[0].data.nbytes for m in moments) < 0.6 * sum(m.nbytes for m in moments)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    ["clipped", *(pytest.param(name, marks=pytest.mark.slow) for name in ("masked", "several", "factored"))],
+)
+def test_optimizers_are_cut_with_the_model(graph: Graph, optimizer: str) -> None:
+    train, state = run(plan_of(graph, 3, stage_starts=(0, 3, 5)), optimizer)
+    after = named(nnx.state(train.params(state), nnx.Param))
+    for name, value in expected(optimizer).params.items():
+        np.testing.assert_allclose(after[name], value, rtol=2e-3, atol=2e-5, err_msg=name)
+
+
+def test_every_device_holds_its_stage_alone(graph: Graph) -> None:
+    plan = plan_of(graph, 4, 2)
+    train, state = run(plan)
+    stages = plan.parameter_stages("jax")
+    for tree in (state.params, state.optimizer[0][0].mu, state.optimizer[0][0].nu):
+        for path, variable in nnx.to_flat_state(tree):
+            stage = stages[".".join(map(str, path))][0]
+            held = {shard.device for shard in variable.get_value().addressable_shards}
+            assert held == set(jax.devices()[2 * stage : 2 * stage + 2]), path
+    given = train.params(state)
+    assert isinstance(given, Chain)
+    assert given.blocks[0].up.kernel.get_value().shape == (8, 16)
+
+
+def test_an_init_function_is_run_by_each_stage_for_itself(graph: Graph) -> None:
+    train = sw.train_step(loss_fn, optax.adamw(1e-3), plan_of(graph, 2), devices=jax.devices()[:2])
+    made, given = train.init(create), train.init(create())
+    for one, other in zip(jax.tree.leaves(made.params), jax.tree.leaves(given.params), strict=True):
+        assert one.sharding == other.sharding
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_dropout_does_not_depend_on_the_split() -> None:
+    """A mask is a function of seed, step and global microbatch: any pipeline gives the losses of one device."""
+    noisy = maker(4, 0.4)
+    graph = graph_of(noisy)
+
+    def losses(pp: int, dp: int, **pins: Any) -> list[float]:
+        plan = plan_of(graph, pp, dp, **pins)
+        train = sw.train_step(loss_fn, optax.sgd(0.1), plan, devices=jax.devices()[: pp * dp])
+        state = train.init(noisy)
+        found = []
+        for batch in batches(3):
+            state, loss = train(state, batch)
+            found.append(float(loss))
+        return found
+
+    alone = losses(1, 1)
+    np.testing.assert_allclose(losses(2, 1), alone, rtol=1e-5)
+    np.testing.assert_allclose(losses(2, 2, recompute="full"), alone, rtol=1e-5)
+
+
+def test_a_step_is_few_dispatches(graph: Graph) -> None:
+    """One for each action, one to start a stage's sums, one to update it."""
+    train, state = run(plan_of(graph, 2))
+    train(state, batches(1)[0])
+    assert train.counts is not None
+    assert train.counts.dispatches == 2 * (8 + 8) + 2 + 2
+
+
+# --- bad input
+
+
+def test_a_donated_state_is_refused(graph: Graph) -> None:
+    train = sw.train_step(loss_fn, optax.sgd(0.1), plan_of(graph, 2), devices=jax.devices()[:2])
+    before = train.init(create)
+    train(before, batches(1)[0])
+    with pytest.raises(sw.ShardwrightError, match="go on with the state that the step returned"):
+        train(before, batches(1)[0])
+
+
+def test_wrong_number_of_devices(graph: Graph) -> None:
+    with pytest.raises(sw.ShardwrightError, match=r"for 4 devices \(pp 2 × dp 2 × tp 1\), and there are 8: give 4"):
+        sw.train_step(loss_fn, optax.sgd(0.1), plan_of(graph, 2, 2))
+
+
+def test_a_schedule_that_does_not_train(graph: Graph) -> None:
+    plan = plan_of(graph, 2, schedule="forward-only")
+    with pytest.raises(sw.ShardwrightError, match=r"no backward.*1f1b"):
+        sw.train_step(loss_fn, optax.sgd(0.1), plan, devices=jax.devices()[:2])
+
+
+def test_a_loss_that_closes_over_parameters(graph: Graph) -> None:
+    other = create()
+
+    def closed(model: Chain, batch: dict[str, jax.Array]) -> jax.Array:
+        return loss_fn(other, batch)[0] + 0.0 * model.norm.scale.get_value().sum()
+
+    train = sw.train_step(closed, optax.sgd(0.1), plan_of(graph, 2), devices=jax.devices()[:2])
+    with pytest.raises(sw.ShardwrightError, match=r"closes over an array .* of parameter"):
+        train(train.init(create), batches(1)[0])
+
+
+def test_a_parameter_that_the_loss_leaves_out(graph: Graph) -> None:
+    def without_norm(model: Chain, batch: dict[str, jax.Array]) -> jax.Array:
+        first = x = model.embed(batch["x"])
+        for block in model.blocks:
+            x = block(x, first)
+        return model.embed.attend(x).mean()
+
+    train = sw.train_step(without_norm, optax.sgd(0.1), plan_of(graph, 2), devices=jax.devices()[:2])
+    with pytest.raises(sw.ShardwrightError, match=r"no stage uses parameter norm\.(bias|scale).*leave it out"):
+        train(train.init(create), batches(1)[0])
+
+
+def test_side_effects_in_order_across_a_cut(graph: Graph) -> None:
+    from jax.experimental import io_callback
+
+    def noisy(model: Chain, batch: dict[str, jax.Array]) -> jax.Array:
+        first = x = model.embed(batch["x"])
+        for block in model.blocks:
+            x = block(x, first)
+            io_callback(lambda value: None, None, jax.lax.stop_gradient(x.sum()), ordered=True)
+        return jnp.mean(model.embed.attend(model.norm(x)))
+
+    train = sw.train_step(noisy, optax.sgd(0.1), plan_of(graph, 2), devices=jax.devices()[:2])
+    with pytest.raises(sw.ShardwrightError, match=r"fixed order .* on stages \[0, 1\].*ordered=False"):
+        train(train.init(create), batches(1)[0])
