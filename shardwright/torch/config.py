@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError, nearest
 from shardwright.core.mesh import Mesh
@@ -45,6 +45,7 @@ class Config:
         pipeline: the name of a schedule, "auto" for the one that is searched for the planned costs, or a schedule.
         pipeline_mode: "recorded" runs the step body once and replays it; "messages" runs it as a program whose control
             flow may depend on values, and calls modules where they are; "auto" takes messages where recording fails.
+        recompute: "full" runs the forward of repeated blocks again in the backward pass.
         wait_timeout_s: how long this rank waits for a peer before it stops with an error.
         axes: the mesh axes, outermost first.
     """
@@ -59,6 +60,7 @@ class Config:
     ddp_dist_backend: str = "auto"
     placement_strategy: str = "PDT"
     cluster: str | None = None
+    recompute: Literal["none", "full"] = "none"
     seed: int = 0
     wait_timeout_s: float = 600.0
     pipeline_mode: str = "auto"
@@ -73,6 +75,8 @@ class Config:
         elif self.pipeline not in (*schedule_names(), AUTO):
             hint = nearest(str(self.pipeline), (*schedule_names(), AUTO))
             raise ShardwrightError(f"pipeline={self.pipeline!r} is no schedule: {hint}")
+        if self.recompute not in ("none", "full"):
+            raise ShardwrightError(f"recompute={self.recompute!r}: expected 'none' or 'full'")
         if self.ddp_dist_backend not in ("auto", "nccl", "gloo"):
             raise ShardwrightError(f"ddp_dist_backend={self.ddp_dist_backend!r}: expected auto, nccl or gloo")
         if self.pipeline_mode not in PIPELINE_MODES:

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from shardwright.backends.torch import CAPABILITIES
 from shardwright.backends.torch.mesh import BoundMesh, bind
 from shardwright.backends.torch.process import choose_device, start, this_launch
+from shardwright.backends.torch.runtime import require_whole_backward
 from shardwright.backends.torch.watch import Watch, watch_for_stop
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.plan import Plan
@@ -90,7 +91,9 @@ def init(
         mesh = settings.mesh(world_size)
         CAPABILITIES.require_axes({"tp": settings.tensor_parallel_degree})
         if settings.pipeline != AUTO:  # which is built from costs, at the first step
-            settings.schedule(None)
+            schedule = settings.schedule(None)
+            if settings.recompute != "none":
+                require_whole_backward(schedule)
     place = torch.device(device) if device is not None else choose_device(launch)
     backend = None if settings.ddp_dist_backend == "auto" else settings.ddp_dist_backend
     owns_group = not dist.is_initialized()
@@ -129,7 +132,15 @@ def _leave_at_exit() -> None:
 
 
 def _refuse_degrees(given: Mapping[str, Any]) -> None:
-    for key in ("pipeline_parallel_degree", "partitions", "tensor_parallel_degree", "microbatches", "pipeline"):
+    decided = (
+        "pipeline_parallel_degree",
+        "partitions",
+        "tensor_parallel_degree",
+        "microbatches",
+        "pipeline",
+        "recompute",
+    )
+    for key in decided:
         if key in given:
             raise ShardwrightError(f"init was given a plan and {key}: the plan decides that; leave {key} out")
 

@@ -155,7 +155,8 @@ def test_policies_that_are_not_run_are_refused_with_the_fix() -> None:
     asked = {"batch": 8, "microbatch": 2, "precision": "fp32"}
     for policies, match in (
         ({"pp": 1, "dp": 2, "tp": 1, "shard": 1, "recompute": "none"}, "plan again with shard=0"),
-        ({"pp": 2, "dp": 1, "tp": 1, "shard": 0, "recompute": "full"}, "plan again with recompute='none'"),
+        ({"pp": 2, "dp": 1, "tp": 1, "shard": 0, "recompute": "selective"}, "recompute='full' or 'none'"),
+        ({"pp": 2, "dp": 1, "tp": 1, "shard": 0, "recompute": "full", "schedule": "zb-h1"}, "recompute='none'"),
     ):
         plan = shardwright.plan(graph, cluster, **asked, **policies)
         with pytest.raises(MissingCapabilityError, match=match):

@@ -7,6 +7,7 @@ from torch import nn
 
 from shardwright.backends.torch.measure import Recorder
 from shardwright.backends.torch.randomness import Streams, kept_generators
+from shardwright.backends.torch.recompute import Call, Recompute
 from shardwright.backends.torch.replay import Kept, Replay, StepValues
 from shardwright.backends.torch.stages import Division, Edge
 from shardwright.backends.torch.traffic import Traffic, microbatch_of
@@ -27,6 +28,7 @@ class Pipeline:
         divisions: for each microbatch the program, divided into as many stages as the schedule has.
         modules: of the model, by path.
         rank: this rank's coordinate on pp.
+        recompute: the module calls whose forward runs again in the backward pass.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Pipeline:
         mailroom: Mailroom,
         watch: Watch,
         streams: Streams,
+        recompute: frozenset[Call],
     ) -> None:
         self.divisions, self.schedule = tuple(divisions), schedule
         self.mailroom, self.watch, self.streams = mailroom, watch, streams
@@ -47,7 +50,7 @@ class Pipeline:
         self.actions = self.traffic.actions
         self._needs = tuple(tuple(self.traffic.needs(action)) for action in self.actions)
         self._split = {(a.stage, microbatch_of(a)) for a in self.actions if a.kind is Kind.WEIGHT_GRAD}
-        self._replay = Replay(modules, streams, mailroom.device)
+        self._replay = Replay(modules, streams, mailroom.device, Recompute(recompute, modules, streams))
         self._arrivals: dict[tuple[int, int, bool], list[torch.Tensor]] = {}
         self._kept: dict[tuple[int, int], Kept] = {}
 

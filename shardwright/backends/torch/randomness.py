@@ -86,6 +86,16 @@ class Streams:
             for earlier in step.drawn_before:
                 _draw_again(program, program.steps[earlier], self._device)
 
+    @contextmanager
+    def again(self, step: Step) -> Iterator[None]:
+        """While a unit runs a second time, in a backward pass: it draws what it drew the first time."""
+        before = self._counts, self._frames, self._recomputing
+        self._counts, self._frames, self._recomputing = dict(step.counts), [], False
+        try:
+            yield
+        finally:
+            self._counts, self._frames, self._recomputing = before
+
     def _watch(self, path: str, module: nn.Module) -> None:
         def before(_: nn.Module, __: Any) -> None:
             if not self.enabled:

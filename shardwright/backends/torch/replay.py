@@ -20,6 +20,7 @@ from shardwright.backends.torch.program import (
     tensors_in,
 )
 from shardwright.backends.torch.randomness import Streams
+from shardwright.backends.torch.recompute import Recompute
 from shardwright.backends.torch.stages import Division, Edge
 from shardwright.backends.torch.weight_gradients import Deferred
 from shardwright.core.errors import CaptureError
@@ -57,10 +58,13 @@ class Replay:
     Args:
         modules: by path.
         streams: seeds what draws random numbers.
+        recompute: runs the calls that are recomputed.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], streams: Streams, device: torch.device) -> None:
-        self.modules, self.streams, self.device = modules, streams, device
+    def __init__(
+        self, modules: Mapping[str, nn.Module], streams: Streams, device: torch.device, recompute: Recompute
+    ) -> None:
+        self.modules, self.streams, self.device, self.recompute = modules, streams, device, recompute
 
     def forward(
         self,
@@ -161,7 +165,9 @@ class Replay:
         """Run a step and store what it makes; yields the values made."""
         args, kwargs = step.arguments.build(lambda leaf: self._resolve(program, leaf, stage, env, objects))
         with self._mode(step):
-            if step.path is not None:
+            if step.path is not None and self.recompute.wants(step):
+                result = self.recompute.run(step, args, kwargs)
+            elif step.path is not None:
                 result = self.modules[step.path](*args, **kwargs)
             else:
                 assert step.function is not None

@@ -30,6 +30,7 @@ from shardwright.backends.torch.transfer import Mailroom, as_carried
 from shardwright.backends.torch.watch import Watch
 from shardwright.backends.torch.weights import Weights, materialize
 from shardwright.core.errors import CaptureError, MissingCapabilityError, PlanError, ShardwrightError, UnrecordableError
+from shardwright.core.memory import unit_recompute
 from shardwright.core.plan import Plan
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action
@@ -47,6 +48,12 @@ class StageMap:
     schedule: Schedule
     calls: tuple[tuple[tuple[str, int], ...], ...]
     parameter_stages: Mapping[str, tuple[int, ...]]
+    recompute: frozenset[tuple[str, int]] = frozenset()
+    """The calls whose forward runs again in the backward pass."""
+
+    def __post_init__(self) -> None:
+        if self.recompute:
+            require_whole_backward(self.schedule)
 
     @classmethod
     def of_plan(cls, plan: Plan, schedule: Schedule | None = None) -> "StageMap":
@@ -55,7 +62,7 @@ class StageMap:
         _require_policies(plan)
         schedule = schedule or plan.build_schedule()
         calls = tuple(tuple((c.path, c.occurrence) for c in held) for held in plan.stage_calls("torch"))
-        return cls(schedule, calls, plan.parameter_stages("torch"))
+        return cls(schedule, calls, plan.parameter_stages("torch"), _recomputed_calls(plan))
 
     @classmethod
     def whole(cls, microbatches: int) -> "StageMap":
@@ -74,16 +81,39 @@ def _require_policies(plan: Plan) -> None:
             f"the plan has shard={decision.shard}, and the torch runtime of this version keeps parameters, gradients "
             f"and optimizer states whole on every replica: plan again with shard=0"
         )
-    if decision.recompute != "none":
+    if decision.recompute == "selective":
         raise MissingCapabilityError(
-            f"the plan has recompute={decision.recompute!r}, which the torch runtime of this version does not do by "
-            f"itself: plan again with recompute='none' (a model's own activation checkpointing works as usual)"
+            "the plan has recompute='selective', and the torch runtime of this version cannot tell the products of "
+            "attention from the rest of a unit: plan again with recompute='full' or 'none'"
         )
     if decision.loss_scope != "replica":
         raise MissingCapabilityError(
             f"the plan has loss_scope={decision.loss_scope!r}, and the torch runtime of this version computes losses "
             f"and batch statistics per microbatch: plan again with loss_scope='replica'"
         )
+
+
+def require_whole_backward(schedule: Schedule) -> None:
+    """Raise MissingCapabilityError for a schedule that cannot go with recompute."""
+    if schedule.splits_backward:
+        raise MissingCapabilityError(
+            f"{schedule.name} runs input and weight gradients apart, and between the two a recomputed stage would keep "
+            f"what recompute is there to spare, which no prediction counts: take a schedule with whole backward "
+            f"passes, such as 1f1b, or recompute='none'"
+        )
+
+
+def _recomputed_calls(plan: Plan) -> frozenset[tuple[str, int]]:
+    """Under full recompute the calls of the units that there are several of."""
+    if plan.decision.recompute != "full":
+        return frozenset()
+    classes = plan.model.unit_classes
+    return frozenset(
+        (call.path, call.occurrence)
+        for unit, bound in enumerate(plan.binding("torch").units)
+        if unit_recompute("full", classes.count(classes[unit]) > 1) == "full"
+        for call in bound.calls
+    )
 
 
 def keep_microbatches(schedule: Schedule, count: int) -> Schedule:
@@ -456,8 +486,9 @@ class Runtime:
             self._place_needs(division, schedule)
         streams = Streams(programs, self.holding.modules, self.seed, self.bound.device)
         pipeline = Pipeline(
-            divisions, schedule, self.holding.modules, self.bound.coordinate("pp"), self.mailroom, self.watch, streams
-        )
+            divisions, schedule, self.holding.modules, self.bound.coordinate("pp"), self.mailroom, self.watch, streams,
+            stage_map.recompute,
+        )  # fmt: skip
         self.mailroom.open(pipeline.pairs)
         return _Compiled(pipeline, programs[0].result)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import batch, build
+from models import batch, build, with_batch_norm
 
 import shardwright.torch as sw
 from shardwright.core.errors import ShardwrightError
@@ -148,10 +148,55 @@ def timelines_are_measured_and_predict() -> None:
     sw.shutdown()
 
 
+def trained(model: torch.nn.Module, steps: list[dict[str, torch.Tensor]], autocast: bool, **config: Any) -> Any:
+    """Losses, gradients and buffers after some steps without an optimizer, and how often each module was called."""
+    sw.init(CONFIG, **config)
+    sw.set_seed(5)
+    split = sw.DistributedModel(copy.deepcopy(model))
+    calls: dict[str, int] = {}
+    found = []
+    for number, given in enumerate(steps):
+        if number == 1:  # after recording
+            for path, module in split.module.named_modules():
+                calls[path] = 0
+                module.register_forward_pre_hook(
+                    lambda *_, path=path: calls.update({path: calls[path] + (not torch._C._is_tracing())})
+                )
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            found.append(float(train_step(split, given)["loss"].reduce_mean()))
+    gradients = {n: p.grad for n, p in split.local_named_parameters()}
+    buffers = dict(split.local_named_buffers())
+    sw.shutdown()
+    return found, gradients, buffers, calls
+
+
+def recompute_changes_nothing_but_the_calls() -> None:
+    for name, autocast in (("gpt2", False), ("gpt2", True), ("t5", False), ("batch norm", False)):
+        model = with_batch_norm() if name == "batch norm" else build(name, dropout=0.2, layers=8 if name == "t5" else 4)
+        steps = [batch("gpt2" if name == "batch norm" else name, step) for step in range(3)]
+        losses, gradients, buffers, calls = trained(model, steps, autocast)
+        again = trained(model, steps, autocast, recompute="full")
+        assert again[0] == losses, (name, again[0], losses)
+        for key, gradient in gradients.items():
+            torch.testing.assert_close(again[1][key], gradient, msg=f"{name} {key}")
+        for key, buffer in buffers.items():
+            torch.testing.assert_close(again[2][key], buffer, msg=f"{name} {key}")
+        blocks = [path for path in calls if path.split(".")[-1].isdigit() and path.count(".") < 3 and calls[path]]
+        # T5's first blocks are one of their kind, and those are not recomputed.
+        alone = {"encoder.block.0", "decoder.block.0"}
+        for path in blocks:
+            assert again[3][path] == calls[path] * (1 if path in alone else 2), (path, calls[path], again[3][path])
+        assert set(blocks) - alone, blocks
+    with pytest.raises(ShardwrightError, match="recompute='none'"):
+        trained(build("gpt2"), [batch("gpt2", 0)], False, recompute="full", pipeline="zb-h1")
+    sw.shutdown()
+
+
 CHECKS: tuple[Callable[[], None], ...] = (
     batches_of_every_size,
     replicas_with_batches_of_different_sizes,
     timelines_are_measured_and_predict,
+    recompute_changes_nothing_but_the_calls,
 )
 
 

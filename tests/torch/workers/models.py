@@ -150,3 +150,40 @@ class EveryKindOfWeight(nn.Module):
 def every_kind_of_weight() -> nn.Module:
     torch.manual_seed(3)
     return EveryKindOfWeight()
+
+
+class NormedBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(torch.tanh(self.norm(self.linear(x).transpose(1, 2)).transpose(1, 2)))
+
+
+class Output(dict[str, Any]):
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class WithBatchNorm(nn.Module):
+    """What batch norm gives depends on the microbatch, and its running statistics on their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.blocks = nn.ModuleList(NormedBlock(8) for _ in range(4))
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Output:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return Output(loss=nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits=logits)
+
+
+def with_batch_norm() -> nn.Module:
+    torch.manual_seed(3)
+    return WithBatchNorm()
