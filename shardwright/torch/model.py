@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from shardwright.backends.torch import checkpoint
-from shardwright.backends.torch.runtime import Runtime, StageMap
+from shardwright.backends.torch.runtime import Runtime
+from shardwright.backends.torch.stage_map import StageMap
 from shardwright.backends.torch.weights import Weights
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.schedule import Schedule, StageCosts

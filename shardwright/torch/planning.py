@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 
 from shardwright.backends.torch.results import compare_over_pp
-from shardwright.backends.torch.runtime import StageMap, StepBody
+from shardwright.backends.torch.runtime import StepBody
+from shardwright.backends.torch.stage_map import StageMap
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import PlanError
 from shardwright.core.graph import Graph

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from shardwright.backends.torch import CAPABILITIES
 from shardwright.backends.torch.mesh import BoundMesh, bind
 from shardwright.backends.torch.process import choose_device, start, this_launch
-from shardwright.backends.torch.runtime import require_whole_backward
+from shardwright.backends.torch.stage_map import require_whole_backward
 from shardwright.backends.torch.watch import Watch, watch_for_stop
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.plan import Plan

@@ -12,7 +12,8 @@ from torch import nn
 
 from shardwright.backends.torch.mesh import bind
 from shardwright.backends.torch.process import Launch, start
-from shardwright.backends.torch.runtime import Runtime, StageMap
+from shardwright.backends.torch.runtime import Runtime
+from shardwright.backends.torch.stage_map import StageMap
 from shardwright.backends.torch.watch import Watch
 from shardwright.core.errors import CaptureError, PlanError, UnrecordableError
 from shardwright.core.mesh import Mesh

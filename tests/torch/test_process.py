@@ -147,7 +147,7 @@ def test_tensor_parallelism_is_refused_at_init(monkeypatch: pytest.MonkeyPatch) 
 
 def test_policies_that_are_not_run_are_refused_with_the_fix() -> None:
     import shardwright
-    from shardwright.backends.torch.runtime import StageMap
+    from shardwright.backends.torch.stage_map import StageMap
 
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
     graph = shardwright.capture(model, torch.ones(2, 8), loss=lambda y: y.mean())

@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 from shardwright.backends.torch import checkpoint
 from shardwright.backends.torch.mesh import bind
 from shardwright.backends.torch.process import choose_device, start, this_launch
-from shardwright.backends.torch.runtime import Runtime, StageMap
+from shardwright.backends.torch.runtime import Runtime
+from shardwright.backends.torch.stage_map import StageMap
 from shardwright.backends.torch.watch import Watch
 from shardwright.backends.torch.weights import Weights
 from shardwright.core.errors import ShardwrightError

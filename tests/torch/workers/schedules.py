@@ -12,7 +12,7 @@ import torch.distributed as dist
 from models import every_kind_of_weight
 
 import shardwright.torch as sw
-from shardwright.backends.torch.runtime import StageMap
+from shardwright.backends.torch.stage_map import StageMap
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.graph import Graph
 from shardwright.core.plan import Plan

@@ -1,0 +1,107 @@
+"""What the runtime takes from a plan: the schedule, which stage does what, and what is recomputed."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from shardwright.backends.torch import CAPABILITIES
+from shardwright.core.errors import MissingCapabilityError, ShardwrightError
+from shardwright.core.memory import unit_recompute
+from shardwright.core.plan import Plan
+from shardwright.core.schedule import Schedule
+from shardwright.core.schedule.actions import Action
+
+
+@dataclass(frozen=True, slots=True)
+class StageMap:
+    """What the runtime takes from a plan: the schedule, and which calls and parameters belong to which stage."""
+
+    schedule: Schedule
+    calls: tuple[tuple[tuple[str, int], ...], ...]
+    parameter_stages: Mapping[str, tuple[int, ...]]
+    recompute: frozenset[tuple[str, int]] = frozenset()
+    """The calls whose forward runs again in the backward pass."""
+
+    def __post_init__(self) -> None:
+        if self.recompute:
+            require_whole_backward(self.schedule)
+
+    @classmethod
+    def of_plan(cls, plan: Plan, schedule: Schedule | None = None) -> "StageMap":
+        """Raises PlanError when the plan is not bound to torch, MissingCapabilityError for what is not run."""
+        CAPABILITIES.require_axes({"tp": plan.decision.tp})
+        _require_policies(plan)
+        schedule = schedule or plan.build_schedule()
+        calls = tuple(tuple((c.path, c.occurrence) for c in held) for held in plan.stage_calls("torch"))
+        return cls(schedule, calls, plan.parameter_stages("torch"), _recomputed_calls(plan))
+
+    @classmethod
+    def whole(cls, microbatches: int) -> "StageMap":
+        """The unsplit model: one stage, the call of the model itself."""
+        return cls(Schedule.build("gpipe", ranks=1, microbatches=microbatches), ((("", 0),),), {})
+
+    @property
+    def stage_of_call(self) -> dict[tuple[str, int], int]:
+        return {call: stage for stage, calls in enumerate(self.calls) for call in calls}
+
+
+def _require_policies(plan: Plan) -> None:
+    decision = plan.decision
+    if decision.shard:
+        raise MissingCapabilityError(
+            f"the plan has shard={decision.shard}, and the torch runtime of this version keeps parameters, gradients "
+            f"and optimizer states whole on every replica: plan again with shard=0"
+        )
+    if decision.recompute == "selective":
+        raise MissingCapabilityError(
+            "the plan has recompute='selective', and the torch runtime of this version cannot tell the products of "
+            "attention from the rest of a unit: plan again with recompute='full' or 'none'"
+        )
+    if decision.loss_scope != "replica":
+        raise MissingCapabilityError(
+            f"the plan has loss_scope={decision.loss_scope!r}, and the torch runtime of this version computes losses "
+            f"and batch statistics per microbatch: plan again with loss_scope='replica'"
+        )
+
+
+def require_whole_backward(schedule: Schedule) -> None:
+    """Raise MissingCapabilityError for a schedule that cannot go with recompute."""
+    if schedule.splits_backward:
+        raise MissingCapabilityError(
+            f"{schedule.name} runs input and weight gradients apart, and between the two a recomputed stage would keep "
+            f"what recompute is there to spare, which no prediction counts: take a schedule with whole backward "
+            f"passes, such as 1f1b, or recompute='none'"
+        )
+
+
+def _recomputed_calls(plan: Plan) -> frozenset[tuple[str, int]]:
+    """Under full recompute the calls of the units that there are several of."""
+    if plan.decision.recompute != "full":
+        return frozenset()
+    classes = plan.model.unit_classes
+    return frozenset(
+        (call.path, call.occurrence)
+        for unit, bound in enumerate(plan.binding("torch").units)
+        if unit_recompute("full", classes.count(classes[unit]) > 1) == "full"
+        for call in bound.calls
+    )
+
+
+def keep_microbatches(schedule: Schedule, count: int) -> Schedule:
+    """The schedule with its first ``count`` microbatches alone, in the same order: what is left waits for no other.
+
+    Raises ShardwrightError for more microbatches than the schedule has.
+    """
+    if count == schedule.microbatches:
+        return schedule
+    if count > schedule.microbatches:
+        raise ShardwrightError(f"{count} microbatches were given: the plan has {schedule.microbatches}")
+
+    def kept(action: Action) -> Iterator[Action]:
+        parts = tuple(part for part in action.flat if part.microbatch is None or part.microbatch < count)
+        if len(parts) == len(action.flat):
+            yield action
+        else:
+            yield from parts
+
+    table = tuple(tuple(part for action in order for part in kept(action)) for order in schedule.table)
+    return replace(schedule, microbatches=count, table=table)
