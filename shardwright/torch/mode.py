@@ -1,5 +1,6 @@
 """The choice between recorded pipelines and message passing, and the steps under either."""
 
+import contextlib
 import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from shardwright.backends.torch.messages.planning import count_flops, divide_mod
 from shardwright.backends.torch.program import Tree
 from shardwright.backends.torch.results import Returned
 from shardwright.backends.torch.runtime import StepBody
-from shardwright.core.errors import CaptureError, UnrecordableError
+from shardwright.core.errors import CaptureError, PlanError, UnrecordableError
 from shardwright.core.graph import Graph
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.planning import capture_at_first_step, plan_at_first_step
@@ -76,18 +77,15 @@ def _split(session: Session, model: DistributedModel, body: StepBody, microbatch
     runtime = model.runtime
     recorded_only = session.config.pipeline_mode == "recorded"
     graph: Graph | None = None
-    failed: CaptureError | None = None
+    failed: UnrecordableError | None = None
     try:
         graph = capture_at_first_step(model, body, list(microbatch))
     except CaptureError as error:
+        failed = error if isinstance(error, UnrecordableError) else _why_unrecordable(model, body, microbatch)
+        if failed is None:
+            raise
         if recorded_only:
-            raise
-        failed = error
-        unrecordable = isinstance(error, UnrecordableError)
-        reason = error if unrecordable else _why_unrecordable(model, body, microbatch)
-        if reason is None:
-            raise
-        failed = reason
+            raise failed from error
     if not recorded_only and _anywhere(failed is not None, session):
         # Ops that depend on values are captured on real ones, which may differ between ranks that are not in line yet.
         _say(session, failed)
@@ -147,10 +145,17 @@ def _divided(
         if not any(tensor.is_meta for tensor in (*model.module.parameters(), *model.module.buffers())):
             place = next((p.device for p in model.module.parameters()), session.bound.device)
             inputs = [tensor.detach().to(place).clone() for tensor in microbatch]
-            flops = count_flops(model.module, lambda: runtime.try_running(body, inputs))
-        found = [dict(divide_modules(model.module, session.bound.size("pp"), flops).owners)]
+            # What fails here fails in the step, on every rank.
+            with contextlib.suppress(Exception):
+                flops = count_flops(model.module, lambda: runtime.try_running(body, inputs))
+        try:
+            found = [dict(divide_modules(model.module, session.bound.size("pp"), flops).owners)]
+        except PlanError as error:
+            found = [str(error)]
     if session.bound.mesh.size > 1:
         with session.watch.waiting("rank 0, which divides the model"):
             dist.broadcast_object_list(found, 0)
+    if isinstance(found[0], str):
+        raise PlanError(found[0])
     given: dict[str, int] = found[0]
     return given

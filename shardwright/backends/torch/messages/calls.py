@@ -1,5 +1,6 @@
 """Calls of modules, here or on the rank that owns them, and their backward."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from torch import nn
 from shardwright.backends.torch.holding import Holding
 from shardwright.backends.torch.messages.crossing import Gradients, as_inputs, as_outputs
 from shardwright.backends.torch.messages.draws import Draws
-from shardwright.backends.torch.messages.failure import Failure, again, describe, note_path
+from shardwright.backends.torch.messages.failure import Failure, again, describe, note_place
 from shardwright.backends.torch.messages.ghosts import GhostBuffer
 from shardwright.backends.torch.messages.modes import Modes
 from shardwright.backends.torch.messages.owners import Owners
@@ -57,6 +58,7 @@ class _Answer:
 class _Served:
     """What the backward of a served call starts from, and where the gradients of its inputs will be."""
 
+    path: str
     outputs: list[torch.Tensor]
     gradients: Gradients
 
@@ -101,7 +103,7 @@ class Calls:
                 try:
                     return original(module, *args, **kwargs)
                 except Exception as error:
-                    note_path(error, path)
+                    note_place(error, _module(path))
                     raise
         result = self._ask(strand, self.owners.of_path[path], path, args, kwargs)
         self.draws.resume(strand)
@@ -134,11 +136,11 @@ class Calls:
         call = strand.calls_made
         self.crossings += 1
         self.wire.send(owner, Kind.CALL, strand.microbatch, call, request, packed.tensors)
-        answer = self._await(strand, owner, call, f"the answer of {path!r} (call {call})")
-        return self._receive(strand, owner, call, answer, packed.tensors, needs, objects)
+        answer = self._await(strand, owner, call, f"the answer of {path!r}")
+        return self._receive(strand, owner, call, path, answer, packed.tensors, needs, objects)
 
     def _receive(
-        self, strand: Strand, owner: int, call: int, answer: Envelope, given: Sequence[torch.Tensor],
+        self, strand: Strand, owner: int, call: int, path: str, answer: Envelope, given: Sequence[torch.Tensor],
         needs: Sequence[bool], objects: Sequence[Any],
     ) -> Any:  # fmt: skip
         """The result of a call, in the graph of this rank; what the call wrote to is written here."""
@@ -149,7 +151,7 @@ class Calls:
             inputs = [tensor for tensor, needed in zip(given, needs, strict=True) if needed]
 
             def back(gradients: Gradients) -> Gradients:
-                return self._ask_gradients(strand, owner, call, gradients)
+                return self._ask_gradients(strand, owner, call, path, gradients)
 
             made = as_outputs([tensors[position] for position in with_grad], inputs, back)
             for position, tensor in zip(with_grad, made, strict=True):
@@ -172,7 +174,7 @@ class Calls:
             put_state(target, state)
         return result
 
-    def _ask_gradients(self, strand: Strand, owner: int, call: int, gradients: Gradients) -> Gradients:
+    def _ask_gradients(self, strand: Strand, owner: int, call: int, path: str, gradients: Gradients) -> Gradients:
         if not strand.backward_depth:
             raise ShardwrightError(
                 "gradients are asked for inside the step, of what another rank computed: torch.autograd.grad and "
@@ -182,13 +184,13 @@ class Calls:
         tensors = [gradient for gradient in gradients if gradient is not None]
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         self.wire.send(owner, Kind.GRADIENT, strand.microbatch, call, (present, keep), tensors)
-        answer = self._await(strand, owner, call, f"gradients of call {call}")
+        answer = self._await(strand, owner, call, f"the gradients of {path!r}")
         return _spread(answer.body, [tensor.to(self.device) for tensor in answer.tensors])
 
     def _await(self, strand: Strand, owner: int, call: int, what: str) -> Envelope:
         """The answer of a call. Calls of this microbatch that come in the meantime are served."""
         while True:
-            strand.waits_for = (what, owner)
+            strand.waits_for = (what, owner, time.monotonic())
             envelope = self.turns.take(strand)
             strand.waits_for = None
             if envelope.kind is Kind.RETURN and envelope.source == owner and envelope.call == call:
@@ -237,7 +239,7 @@ class Calls:
         needs = tuple(request.modes.grad and tensor.requires_grad for tensor in outputs)
         if any(needs):
             roots = [tensor for tensor, needed in zip(outputs, needs, strict=True) if needed]
-            strand.served[envelope.source, envelope.call] = _Served(roots, gradients)
+            strand.served[envelope.source, envelope.call] = _Served(request.path, roots, gradients)
         self.wire.send(envelope.source, Kind.RETURN, strand.microbatch, envelope.call, _Answer(answer, needs), outputs)
 
     def _run(self, strand: Strand, request: _Request, args: Any, kwargs: Any) -> Any:
@@ -278,7 +280,11 @@ class Calls:
         gradients = _spread(present, tensors)
         roots = [(t, g) for t, g in zip(served.outputs, gradients, strict=True) if g is not None]
         self.before_backward()
-        self.backward(strand, [root for root, _ in roots], [gradient for _, gradient in roots], keep)
+        try:
+            self.backward(strand, [root for root, _ in roots], [gradient for _, gradient in roots], keep)
+        except Exception as error:
+            note_place(error, f"the backward pass of {_module(served.path)}")
+            raise
         back = served.gradients
         answer = tuple(gradient is not None for gradient in back)
         self.wire.send(
@@ -320,6 +326,10 @@ class Calls:
                 strand.batch[value] = self.microbatches[strand.microbatch][value].clone()
             return strand.batch[value]
         return self._named(reference)
+
+
+def _module(path: str) -> str:
+    return f"module {path!r}" if path else "the model itself"
 
 
 def _spread(present: Mapping[int, bool] | Sequence[bool], tensors: Sequence[torch.Tensor]) -> Gradients:

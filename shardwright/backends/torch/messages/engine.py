@@ -48,6 +48,9 @@ FORWARD_FIRST = frozenset({"simple", "gpipe"})
 LOOK_S = 1.0
 """How often a waiting rank looks whether its peers still answer."""
 
+IDLE_S = 5.0
+"""How much longer a rank waits that is waiting for no answer, but for calls."""
+
 UNWIND_S = 30.0
 """How long a failed step may take to unwind on this rank and to be heard of on the others."""
 
@@ -98,7 +101,6 @@ class Messages:
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._failure: Failure | None = None
-        self._told_last = False
         self._broken: str | None = None
         self._begun = False
         self._shares = Shares(((1,),), 0)
@@ -170,9 +172,9 @@ class Messages:
         if self.me == DRIVER:
             results = [self._results[m] for m in range(count)]
             self._outcome = Outcome.of(results).over_dp(self._shares, self.bound, self.watch)
-            self._say_last(Kind.END, *self._outcome.packed())
+            self.wire.say_last(Kind.END, *self._outcome.packed())
         else:
-            self._say_last(Kind.BYE, wrote)
+            self.wire.say_last(Kind.BYE, wrote)
         if not self.wire.quiet(self.timeout_s):
             raise PeerError(f"{self.bound.describe()}: a peer did not end its step in time")
         self._raise_if_failed()
@@ -277,7 +279,7 @@ class Messages:
     def _begin(self, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]]) -> None:
         self._modes = Modes.here(self.bound.device)
         self._error, self._failure, self._outcome = None, None, None
-        self._told_last = self._begun = self._wrote = False
+        self._begun = self._wrote = False
         self._ordered = self._writes.get(self.holding.model.training, True)
         self._clear()
         self._body, self.calls.microbatches = body, microbatches
@@ -321,7 +323,12 @@ class Messages:
         """A message has come; on the thread that receives from its sender."""
         if envelope.kind is Kind.ABORT:
             failure: Failure = envelope.body
-            self._fail(StepFailedError(failure.text), failure)
+            if failure.lost:
+                self._give_up(
+                    f"{self.watch.describe()}; told by rank {self.bound.peer('pp', envelope.source)}", failure
+                )
+            else:
+                self._fail(StepFailedError(failure.text), failure)
         elif envelope.kind is Kind.END:
             self._outcome = Outcome.unpacked(envelope.body, envelope.tensors, self.bound.device)
             self._done.set()
@@ -342,34 +349,35 @@ class Messages:
                 with self._lock:
                     del self._strands[envelope.microbatch]
 
-    def _say_last(self, kind: Kind, body: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
-        with self._lock:
-            if self._told_last:
-                return
-            self._told_last = True
-        for peer in self.wire.peers:
-            self.wire.send(peer, kind, 0, 0, body, tensors)
-
     # Failure -----------------------------------------------------------------------------------------------------
 
     def _lost(self, peer: int, error: Exception) -> None:
         """The connection with a peer is broken."""
         first = (str(error).splitlines() or [""])[0]
         said = f"{self.watch.describe()}; the connection with rank {self.bound.peer('pp', peer)} is lost: {first}"
+        self._give_up(said)
+
+    def _give_up(self, said: str, told: Failure | None = None) -> None:
+        """A peer is gone: neither this step nor a later one can be run."""
+        if told is not None:
+            said = f"{said}: {told.text}"
+        with self._lock:
+            if self._broken is not None:
+                return
+            self._broken = said
         report(said)
-        self._broken = said
-        self._fail(PeerError(said))
+        self._fail(PeerError(said), told or Failure(said, lost=True))
 
     def _fail(self, error: BaseException, failure: Failure | None = None) -> None:
         """The step has failed here, or was told to have failed elsewhere: the first reason stands."""
         with self._lock:
             if self._error is None:
                 text = f"{self.bound.describe()}: {type(error).__name__}: {error}"
-                self._error, self._failure = error, failure or Failure(text, None)
+                self._error, self._failure = error, failure or Failure(text)
             failure = self._failure
         self.turns.fail()
         with contextlib.suppress(RuntimeError):  # a peer that is gone needs no telling
-            self._say_last(Kind.ABORT, failure)
+            self.wire.say_last(Kind.ABORT, failure)
         self._done.set()
 
     def _raise_if_failed(self) -> None:
@@ -385,6 +393,8 @@ class Messages:
         """Wait until nothing of a failed step is under way, so that the next may be run."""
         if self._broken is None and not (self.turns.ended(UNWIND_S) and self.wire.quiet(UNWIND_S)):
             self._broken = f"{self.bound.describe()}: a failed step did not end on every rank"
+        if self._broken is not None:
+            self.wire.abandon()
         if self._begun:
             self.gradients.abandon()
 
@@ -395,10 +405,13 @@ class Messages:
             now = self.turns.progress()
             waited_s = waited_s + LOOK_S if now is not None and now == seen else 0.0
             seen = now
-            if waited_s >= self.timeout_s:
-                said = f"{self.watch.describe()}; nothing came for {self.timeout_s:.0f} s"
-                report(said)
-                raise PeerError(f"{said}. A peer died, or was slower than wait_timeout_s")
+            # A rank that waits for an answer knows more than one that only serves, and speaks first.
+            limit_s = self.timeout_s if self.turns.waits() else self.timeout_s + IDLE_S
+            if waited_s >= limit_s:
+                self._give_up(
+                    f"{self.watch.describe()}; nothing came for {limit_s:.0f} s: a peer died, or was slower than "
+                    f"wait_timeout_s"
+                )
 
 
 class _Waits:
@@ -412,7 +425,10 @@ class _Waits:
         waits = engine.turns.waits()
         if not waits:
             return f"calls from the driver, rank {engine.bound.peer('pp', DRIVER)}" if engine.me else "its own work"
-        return "; ".join(f"microbatch {m}: {what} from rank {engine.bound.peer('pp', peer)}" for m, what, peer in waits)
+        return "; ".join(
+            f"{what} of microbatch {m} from rank {engine.bound.peer('pp', peer)} (for {since_s:.1f} s)"
+            for m, what, peer, since_s in waits
+        )
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,24 +14,29 @@ class StepFailedError(ShardwrightError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What travels of an error. ``error`` is the exception itself where it can be pickled."""
+    """What travels of an error.
+
+    Attributes:
+        error: the exception itself where it can be pickled.
+        lost: whether a peer is gone, so that no later step can be run.
+    """
 
     text: str
-    error: bytes | None
+    error: bytes | None = None
+    lost: bool = False
 
 
-def note_path(error: BaseException, path: str) -> None:
-    """Remember the innermost module in which an error happened."""
-    if not hasattr(error, "_shardwright_path"):
-        error._shardwright_path = path  # type: ignore[attr-defined]
+def note_place(error: BaseException, place: str) -> None:
+    """Remember the innermost place where an error happened: ``module 'layers.3'``."""
+    if not hasattr(error, "_shardwright_place"):
+        error._shardwright_place = place  # type: ignore[attr-defined]
 
 
 def describe(error: BaseException, who: str, microbatch: int) -> Failure:
     """An error as it is told to the other ranks."""
     told = getattr(error, "_shardwright_text", None)
     if told is None:
-        path = getattr(error, "_shardwright_path", None)
-        where = "the step body" if path is None else f"module {path!r}" if path else "the model itself"
+        where = getattr(error, "_shardwright_place", "the step body")
         trace = "".join(traceback.format_exception(error))
         told = f"{where} failed on {who}, microbatch {microbatch}: {type(error).__name__}: {error}\n{trace}"
     try:

@@ -8,6 +8,7 @@ runs a backward pass on the thread that asks for it, so that it may wait inside,
 
 import queue
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -32,8 +33,8 @@ class Strand:
         self.inbox: deque[Envelope] = deque()
         self.turn = threading.Semaphore(0)
         self.waiting = False
-        self.waits_for: tuple[str, int] | None = None
-        """What this strand waits for, and the peer's pp coordinate."""
+        self.waits_for: tuple[str, int, float] | None = None
+        """What this strand waits for, the peer's pp coordinate, and since when."""
         self.backward_depth = 0
         self.calls_made = 0
         self.served: dict[tuple[int, int], Any] = {}
@@ -120,9 +121,12 @@ class Turns:
         with self._lock:
             return None if self._running is not None or self._ready else self._progress
 
-    def waits(self) -> list[tuple[int, str, int]]:
-        """(microbatch, what, peer) of every strand that waits for an answer. Takes no lock: it reports on trouble."""
-        return [(s.microbatch, *s.waits_for) for s in sorted(self._alive, key=_number) if s.waits_for]
+    def waits(self) -> list[tuple[int, str, int, float]]:
+        """(microbatch, what, peer, seconds) of every strand that waits for an answer. Takes no lock: it reports on
+        trouble."""
+        now = time.monotonic()
+        found = [(s.microbatch, s.waits_for) for s in sorted(self._alive, key=_number)]
+        return [(m, waits[0], waits[1], now - waits[2]) for m, waits in found if waits is not None]
 
     def _resume(self, strand: Strand) -> None:
         if not self.failed:

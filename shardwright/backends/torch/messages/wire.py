@@ -8,6 +8,7 @@ one, after which nothing is under way.
 Pickled heads come from the ranks of this run alone, as those of torch.distributed's own object collectives do.
 """
 
+import contextlib
 import enum
 import pickle
 import threading
@@ -28,6 +29,8 @@ UNSENT_BYTES = 16 * 2**20
 UNSENT_MESSAGES = 32
 """How much is sent before the oldest send must have left: Gloo tells of a finished send only to who waits for it."""
 FOREVER = timedelta(days=365)
+JOIN_S = 1.0
+"""How long the end waits for a thread."""
 _ALIGNMENT = 16
 _LENGTH_BYTES = 8
 _TAG = 1
@@ -91,7 +94,10 @@ class Wire:
         self._lock = threading.Lock()
         self._gates = {peer: threading.Semaphore(0) for peer in range(size) if peer != me}
         self._quiet = {peer: threading.Event() for peer in self._gates}
+        self._receiving: dict[int, Work] = {}
         self._closing = False
+        self._ended = False
+        """Whether this rank has said its last in this step."""
         self._threads = [
             threading.Thread(target=self._receive, args=(peer,), name=f"shardwright-from-{peer}", daemon=True)
             for peer in self._gates
@@ -105,6 +111,7 @@ class Wire:
 
     def open(self) -> None:
         """Begin a step: messages are received until every peer has sent its last."""
+        self._ended = False
         for peer in self._gates:
             self._quiet[peer].clear()
             self._gates[peer].release()
@@ -113,31 +120,62 @@ class Wire:
         """Wait until every peer has sent its last message of this step. False when one has not in time."""
         return all(event.wait(timeout_s) for event in self._quiet.values())
 
+    def abandon(self) -> None:
+        """Break the connections, so that no thread waits for a peer that is gone: nothing can be sent afterwards.
+
+        A wait that runs out of time closes the pair in Gloo, which ends every other wait on it.
+        """
+        for work in self._receiving.values():
+            with contextlib.suppress(RuntimeError):
+                work.wait(timedelta(milliseconds=1))
+        for thread in self._threads:
+            thread.join(JOIN_S)
+
     def close(self) -> None:
         """End the receiving threads; between steps only."""
         self._closing = True
         for gate in self._gates.values():
             gate.release()
         for thread in self._threads:
-            thread.join(1.0)
+            thread.join(JOIN_S)
         self._group = None
 
     def send(
         self, target: int, kind: Kind, microbatch: int, call: int, body: Any, tensors: Sequence[torch.Tensor] = ()
     ) -> None:
-        """Send without waiting for the receiver. Raises RuntimeError when the connection is broken."""
+        """Send without waiting for the receiver; nothing once this rank has said its last.
+
+        Raises RuntimeError when the connection is broken.
+        """
         whole = [_as_bytes(tensor) for tensor in tensors]
         small = [piece.numel() <= SMALL_BYTES for piece in whole]
         shapes = [(tuple(t.shape), t.dtype, s) for t, s in zip(tensors, small, strict=True)]
         head = pickle.dumps((kind, microbatch, call, body, shapes), protocol=pickle.HIGHEST_PROTOCOL)
         frame = _frame(head, [piece for piece, is_small in zip(whole, small, strict=True) if is_small])
         with self._lock:
+            if self._ended and not kind.last:
+                return
             if frame.numel() > FRAME_BYTES:
                 self._post(_frame_of_length(frame.numel()), target)
             self._post(frame, target)
             for piece, is_small in zip(whole, small, strict=True):
                 if not is_small:
                     self._post(piece, target)
+
+    def say_last(self, kind: Kind, body: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Tell every peer that nothing more comes from here in this step; only the first time counts."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+        broken: RuntimeError | None = None
+        for peer in self.peers:
+            try:
+                self.send(peer, kind, 0, 0, body, tensors)
+            except RuntimeError as error:  # the others are still to be told
+                broken = error
+        if broken is not None:
+            raise broken
 
     def drain(self) -> None:
         """Wait until everything has left. Raises RuntimeError when a connection is broken."""
@@ -198,7 +236,8 @@ class Wire:
 
     def _take(self, buffer: torch.Tensor, peer: int) -> torch.Tensor:
         assert self._group is not None
-        self._group.recv([buffer], peer, _TAG).wait(FOREVER)
+        work = self._receiving[peer] = self._group.recv([buffer], peer, _TAG)
+        work.wait(FOREVER)
         return buffer
 
 
