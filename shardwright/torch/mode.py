@@ -77,7 +77,7 @@ def _split(session: Session, model: DistributedModel, body: StepBody, microbatch
     runtime = model.runtime
     recorded_only = session.config.pipeline_mode == "recorded"
     graph: Graph | None = None
-    failed: UnrecordableError | None = None
+    failed: CaptureError | None = None
     try:
         graph = capture_at_first_step(model, body, list(microbatch))
     except CaptureError as error:

@@ -373,15 +373,15 @@ def autocast_goes_along() -> None:
 
 def the_mode_is_chosen_and_said() -> None:
     plain, model = start(dynamic.Depth, pipeline_mode="recorded")
-    expect(UnrecordableError, "dynamic.py", lambda: train_step(model, batch(0, SAMPLES)))
+    expect(UnrecordableError, "it can run by message passing", lambda: train_step(model, batch(0, SAMPLES)))
     sw.shutdown()
     plain, model = start(dynamic.Depth, pipeline_mode="auto")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compare(plain, model)
-    said = [str(w.message) for w in caught if "message passing" in str(w.message)]
+    said = [str(w.message) for w in caught if "runs by message passing from now on" in str(w.message)]
     assert len(said) == (1 if sw.rank() == 0 else 0), said
-    assert all("reads the value of a tensor" in text for text in said)
+    assert all("reads values of tensors" in text for text in said), "the reason"
     assert model.runtime.messages is not None
     sw.shutdown()
     plain, model = start(Block3, pipeline_mode="auto")
