@@ -24,7 +24,6 @@ _LATER: dict[str, tuple[Any, str]] = {
     "fp16_params": (False, "use torch.autocast around the step"),
     "bf16": (False, "use torch.autocast around the step, or a bfloat16 model"),
     "delayed_parameter_initialization": (False, "build the model on the meta device and pass weights="),
-    "prescaled_batch": (False, "it concerns tensor parallelism alone"),
 }
 """Keys of features that this version lacks: the value that asks for nothing, and what holds instead."""
 
@@ -46,6 +45,8 @@ class Config:
         pipeline_mode: "recorded" runs the step body once and replays it; "messages" runs it as a program whose control
             flow may depend on values, and calls modules where they are; "auto" takes messages where recording fails.
         recompute: "full" runs the forward of repeated blocks again in the backward pass.
+        prescaled_batch: whether all ranks of the tensor axis are given the same batch. Without it each has samples of
+            its own, and a step is over all of them.
         wait_timeout_s: how long this rank waits for a peer before it stops with an error.
         axes: the mesh axes, outermost first.
     """
@@ -61,6 +62,7 @@ class Config:
     placement_strategy: str = "PDT"
     cluster: str | None = None
     recompute: Literal["none", "full"] = "none"
+    prescaled_batch: bool = True
     seed: int = 0
     wait_timeout_s: float = 600.0
     pipeline_mode: str = "auto"

@@ -34,7 +34,9 @@ class DistributedSampler(Sampler[int]):
             raise ShardwrightError(f"batch_size={batch_size}: expected a whole number of at least 1")
         if len(dataset) == 0:
             raise ShardwrightError("the dataset is empty: there is nothing to share out")
-        self.replicas, self.replica = sessions.dp_size(), sessions.dp_rank()
+        alike = sessions.current().config.prescaled_batch  # on the tensor axis all have the same samples
+        self.replicas = sessions.rdp_size() if alike else sessions.dp_size()
+        self.replica = sessions.rdp_rank() if alike else sessions.dp_rank()
         self.samples = len(dataset)
         self.block = batch_size or 1
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last

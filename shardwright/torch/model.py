@@ -56,7 +56,7 @@ class DistributedModel(nn.Module):
             session.plan.require_model("torch", names, type(module).__name__)
             self._warn_of_precision(session.plan.decision.precision)
             self.runtime.split(StageMap.of_plan(session.plan))
-        elif session.bound.size("pp") == 1:
+        elif session.bound.size("pp") == session.bound.size("tp") == 1:
             self.runtime.split(StageMap.whole(session.microbatches))
 
     def _warn_of_precision(self, planned: str) -> None:
@@ -73,10 +73,10 @@ class DistributedModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Inside ``@sw.step``: the model. Outside, only where one rank holds all of it."""
-        if not self.runtime.in_body and self.session.bound.size("pp") > 1:
+        if not self.runtime.in_body and max(self.session.bound.size("pp"), self.session.bound.size("tp")) > 1:
             raise ShardwrightError(
-                "a model that is split over pipeline stages runs inside a function decorated with @sw.step; for "
-                "evaluation call such a function, without model.backward, under torch.no_grad()"
+                "a model that is split over pipeline stages or the tensor axis runs inside a function decorated with "
+                "@sw.step; for evaluation call such a function, without model.backward, under torch.no_grad()"
             )
         return self.module(*args, **kwargs)
 
@@ -154,7 +154,13 @@ class DistributedModel(nn.Module):
         """The whole state dict, by original names, on every rank or on rank 0 only. Every rank calls this."""
         if args or kwargs.get("prefix") or kwargs.get("destination") is not None:
             raise ShardwrightError("state_dict of a distributed model takes rank0_only alone: it gives original names")
-        return checkpoint.gather(self.runtime.holding, self.session.bound, self.session.watch, rank0_only=rank0_only)
+        return checkpoint.gather(
+            self.runtime.holding,
+            self.session.bound,
+            self.session.watch,
+            rank0_only=rank0_only,
+            shards=self.runtime.gradients.shards,
+        )
 
     def local_state_dict(self) -> dict[str, Any]:
         """The part of the state dict that this rank holds."""
@@ -169,7 +175,9 @@ class DistributedModel(nn.Module):
         """Load this rank's share of a whole state dict. Raises PlanError for names and shapes that do not fit."""
         if assign:
             raise ShardwrightError("assign=True would replace the parameters that optimizers know: leave it False")
-        missing, unexpected = checkpoint.load(self.runtime.holding, state_dict, strict=strict)
+        missing, unexpected = checkpoint.load(
+            self.runtime.holding, state_dict, strict=strict, shards=self.runtime.gradients.shards
+        )
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     def __getattr__(self, name: str) -> Any:

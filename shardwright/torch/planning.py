@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from shardwright.backends.torch.results import compare_over_pp
+from shardwright.backends.torch.results import compare_over
 from shardwright.backends.torch.runtime import StepBody
 from shardwright.backends.torch.stage_map import StageMap
 from shardwright.core.cluster import Cluster
@@ -44,14 +44,14 @@ def plan_at_first_step(session: Session, model: DistributedModel, graph: Graph) 
         graph,
         Cluster(config.cluster or _hardware(bound.device), devices_per_node=bound.mesh.size),
         batch=samples * config.microbatches * dp,
-        pp=pp, tp=1, dp=dp, microbatch=samples, schedule=_schedule_for_cut(config),
+        pp=pp, tp=bound.size("tp"), dp=dp, microbatch=samples, schedule=_schedule_for_cut(config),
         virtual_stages=config.virtual_stages, recompute=config.recompute, shard=0, precision=_precision(model.module),
     )  # fmt: skip
     session.plan = plan
     schedule = config.schedule(plan.stage_costs())
     digest = hashlib.blake2b(f"{plan.stage_calls('torch')} {schedule.digest}".encode(), digest_size=8)
     number = int.from_bytes(digest.digest(), "big", signed=True)
-    different = compare_over_pp({"plan": number}, bound, session.watch).get("plan")
+    different = compare_over("pp", {"plan": number}, bound, session.watch).get("plan")
     if different:
         first = bound.peer("pp", 0)
         raise PlanError(f"ranks {first} and {different} planned different stages: make a plan file and pass it")

@@ -135,16 +135,6 @@ def test_a_schedule_may_be_given_and_its_sizes_must_be_those_of_the_configuratio
         read_config({"pipeline": "zb-h7"})
 
 
-def test_tensor_parallelism_is_refused_at_init(monkeypatch: pytest.MonkeyPatch) -> None:
-    import shardwright.torch as sw
-
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(MissingCapabilityError, match="tp=2"):
-        sw.init({"tensor_parallel_degree": 2, "ddp": True})
-    assert not torch.distributed.is_initialized()
-
-
 def test_policies_that_are_not_run_are_refused_with_the_fix() -> None:
     import shardwright
     from shardwright.backends.torch.stage_map import StageMap

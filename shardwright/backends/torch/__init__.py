@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 CAPABILITIES = Capabilities(
     framework="torch",
-    axes=("pp", "dp"),
+    axes=("pp", "dp", "tp"),
     split_backward=True,
     uneven_shards=False,
     partial_layouts=True,

@@ -9,12 +9,15 @@ import torch.distributed as dist
 
 from shardwright.backends.torch.holding import Holding
 from shardwright.backends.torch.mesh import BoundMesh
+from shardwright.backends.torch.tensor_parallel.shards import Shards
 from shardwright.backends.torch.transfer import as_carried
 from shardwright.backends.torch.watch import Watch
 from shardwright.core.errors import PlanError, nearest
 
 
-def gather(holding: Holding, bound: BoundMesh, watch: Watch, *, rank0_only: bool = False) -> "OrderedDict[str, Any]":
+def gather(
+    holding: Holding, bound: BoundMesh, watch: Watch, *, rank0_only: bool = False, shards: Shards | None = None
+) -> "OrderedDict[str, Any]":
     """The state dict of the unsplit model: same keys, same order, tied names sharing one tensor.
 
     Tensors are copies on the CPU when the model is split over pp, else the model's own. Every rank calls this at the
@@ -23,6 +26,8 @@ def gather(holding: Holding, bound: BoundMesh, watch: Watch, *, rank0_only: bool
     own: OrderedDict[str, Any] = OrderedDict(holding.model.state_dict())
     placement = holding.placement
     first = bound.rank == 0
+    if shards is not None:
+        _put_together(own, holding, shards)
     if placement is None or bound.size("pp") == 1:
         return own if first or not rank0_only else OrderedDict()
     if rank0_only and any(bound.coordinate(axis) for axis in bound.mesh.names if axis != "pp"):
@@ -58,7 +63,23 @@ def gather(holding: Holding, bound: BoundMesh, watch: Watch, *, rank0_only: bool
     return whole if first or not rank0_only else OrderedDict()
 
 
-def load(holding: Holding, state: Mapping[str, Any], *, strict: bool = True) -> tuple[list[str], list[str]]:
+def _put_together(state: "OrderedDict[str, Any]", holding: Holding, shards: Shards) -> None:
+    """Whole tensors in place of pieces: copies for those held here, shapes for the others."""
+    known: dict[str, torch.Tensor] = {}
+    for key, entry in state.items():
+        name = holding.first_name.get(key)
+        if name is None or name not in shards.places:
+            continue
+        if name not in known:
+            shape = shards.whole_shape(name, entry.shape)
+            held = holding.holds(name) and not entry.is_meta
+            known[name] = shards.whole(name, entry) if held else torch.empty(shape, dtype=entry.dtype, device="meta")
+        state[key] = known[name]
+
+
+def load(
+    holding: Holding, state: Mapping[str, Any], *, strict: bool = True, shards: Shards | None = None
+) -> tuple[list[str], list[str]]:
     """Copy this rank's share of a whole state dict into the model. Returns the missing and the unexpected names.
 
     Raises PlanError, with ``strict``, for missing and unexpected names (the nearest is named), and for shapes that
@@ -76,15 +97,16 @@ def load(holding: Holding, state: Mapping[str, Any], *, strict: bool = True) -> 
         raise PlanError(f"the state dict does not fit the model: {'; '.join(said)}. strict=False loads what fits")
     for key, tensor in expected.items():
         given = state.get(key)
-        if isinstance(tensor, torch.Tensor) and isinstance(given, torch.Tensor) and given.shape != tensor.shape:
-            raise PlanError(
-                f"the state dict has {key!r} of shape {tuple(given.shape)}: the model's is {tuple(tensor.shape)}"
-            )
+        if not isinstance(tensor, torch.Tensor) or not isinstance(given, torch.Tensor):
+            continue
+        shape = tensor.shape if shards is None else shards.whole_shape(holding.first_name.get(key, key), tensor.shape)
+        if given.shape != shape:
+            raise PlanError(f"the state dict has {key!r} of shape {tuple(given.shape)}: the model's is {tuple(shape)}")
     with torch.no_grad():
         for key in expected:
             name = holding.first_name.get(key)
             if name is not None and key in state and holding.holds(name):
-                holding.tensor(name).copy_(state[key])
+                holding.tensor(name).copy_(state[key] if shards is None else shards.piece(name, state[key]))
     for path, module in holding.modules.items():
         extra = f"{path}.{_EXTRA}" if path else _EXTRA
         if extra in state and extra in expected:

@@ -9,6 +9,7 @@ from torch import nn
 
 from shardwright.backends.torch.holding import Holding
 from shardwright.backends.torch.mesh import BoundMesh
+from shardwright.backends.torch.tensor_parallel.shards import Shards
 from shardwright.backends.torch.watch import Watch
 from shardwright.core.errors import ShardwrightError
 
@@ -21,6 +22,8 @@ class Gradients:
 
     def __init__(self, holding: Holding, bound: BoundMesh, watch: Watch) -> None:
         self.holding, self.bound, self.watch = holding, bound, watch
+        self.shards: Shards | None = None
+        """Where parameters lie in pieces along the tensor axis."""
         self._before: dict[str, torch.Tensor] = {}
 
     def begin(self) -> None:
@@ -36,6 +39,8 @@ class Gradients:
         was set aside. Every rank calls this at the same time."""
         local = self.holding.local_parameters()
         trainable = {name: p for name, p in local.items() if p.requires_grad}
+        if self.shards is not None:
+            self.shards.sum_gradients(trainable)
         self._sum_ties(trainable)
         if self.bound.size("dp") > 1:
             self._sum_dp(list(trainable.values()))
@@ -120,6 +125,7 @@ class Gradients:
         counted = [
             p.grad for name, p in local.items()
             if p.grad is not None and (placement is None or placement.parameters[name][0] == self.holding.rank)
+            and (self.shards is None or self.shards.counts(name))
         ]  # fmt: skip
         device = self.bound.device
         infinite = math.isinf(norm_type)
@@ -127,11 +133,13 @@ class Gradients:
         if counted:
             norms = torch.stack([torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) for g in counted])
             own = norms.max() if infinite else norms.pow(norm_type).sum()
-        if self.bound.size("pp") > 1:
+        for axis in ("pp", "tp"):
+            if self.bound.size(axis) == 1:
+                continue
             self.watch.doing("the norm of all gradients")
-            with self.watch.waiting(f"pp peers, ranks {list(self.bound.groups['pp'])}"):
+            with self.watch.waiting(f"{axis} peers, ranks {list(self.bound.groups[axis])}"):
                 op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-                dist.all_reduce(own, op=op, group=self.bound.handles["pp"])
+                dist.all_reduce(own, op=op, group=self.bound.handles[axis])
         norm = own if infinite else own.pow(1.0 / norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise ShardwrightError(f"the norm of the gradients is {float(norm)}: expected a finite number")

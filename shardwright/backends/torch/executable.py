@@ -68,7 +68,9 @@ class TorchExecutable:
 
     def whole_parameters(self) -> Mapping[str, torch.Tensor]:
         """Every parameter, whole, by its first name, on every rank."""
-        state = checkpoint.gather(self._runtime.holding, self._runtime.bound, self._runtime.watch)
+        state = checkpoint.gather(
+            self._runtime.holding, self._runtime.bound, self._runtime.watch, shards=self._runtime.gradients.shards
+        )
         return {name: state[name] for name in sorted(self._runtime.holding.parameter_names)}
 
 

@@ -76,6 +76,10 @@ class Streams:
         self._step, self._microbatch, self._recomputing = step, microbatch, recomputing
         self._frames.clear()
 
+    def start(self, context: Context) -> None:
+        """Before a unit that runs op by op draws what belongs to ``context``."""
+        self._seed(context)
+
     def enter(self, program: Program, step: Step) -> None:
         """Before a step of a program."""
         if step.path is not None:

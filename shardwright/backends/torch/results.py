@@ -210,17 +210,17 @@ def _over_dp(tensor: torch.Tensor, bound: BoundMesh, watch: Watch, shares: Share
     return torch.cat([row[: len(held)] for row, held in zip(every, shares.samples, strict=True)])
 
 
-def compare_over_pp(numbers: Mapping[str, int], bound: BoundMesh, watch: Watch) -> dict[str, list[int]]:
-    """For each name the ranks among the pp peers whose number differs from that of the peer at coordinate 0."""
-    if bound.size("pp") == 1 or not numbers:
+def compare_over(axis: str, numbers: Mapping[str, int], bound: BoundMesh, watch: Watch) -> dict[str, list[int]]:
+    """For each name the ranks among the peers on an axis whose number differs from that of the peer at coordinate 0."""
+    if bound.size(axis) == 1 or not numbers:
         return {}
     own = torch.tensor(list(numbers.values()), dtype=torch.int64, device=bound.device)
-    every = [torch.empty_like(own) for _ in range(bound.size("pp"))]
-    with watch.waiting(f"pp peers, ranks {list(bound.groups['pp'])}, to compare what they were given"):
-        dist.all_gather(every, own, group=bound.handles["pp"])
+    every = [torch.empty_like(own) for _ in range(bound.size(axis))]
+    with watch.waiting(f"{axis} peers, ranks {list(bound.groups[axis])}, to compare what they were given"):
+        dist.all_gather(every, own, group=bound.handles[axis])
     table = torch.stack(every).tolist()
     return {
-        name: [bound.peer("pp", c) for c, row in enumerate(table) if row[column] != table[0][column]]
+        name: [bound.peer(axis, c) for c, row in enumerate(table) if row[column] != table[0][column]]
         for column, name in enumerate(numbers)
         if any(row[column] != table[0][column] for row in table)
     }

@@ -22,10 +22,14 @@ from shardwright.backends.torch.messages.owners import Owners
 from shardwright.backends.torch.pipeline import Pipeline
 from shardwright.backends.torch.program import Program, Tree
 from shardwright.backends.torch.randomness import Streams
-from shardwright.backends.torch.results import Returned, compare_over_pp, share, shares_over_dp, total_weight
+from shardwright.backends.torch.results import Returned, compare_over, share, shares_over_dp, total_weight
 from shardwright.backends.torch.stage_map import StageMap, keep_microbatches
 from shardwright.backends.torch.stages import Division, divide
 from shardwright.backends.torch.step_recorder import StepRecorder, record
+from shardwright.backends.torch.tensor_parallel.engine import TensorParallel
+from shardwright.backends.torch.tensor_parallel.program import MODEL_CALL
+from shardwright.backends.torch.tensor_parallel.shards import Shards
+from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
 from shardwright.backends.torch.transfer import Mailroom, as_carried
 from shardwright.backends.torch.watch import Watch
 from shardwright.backends.torch.weights import Weights, materialize
@@ -104,6 +108,7 @@ class Runtime:
         """Called whenever the parameters of this rank have changed identity."""
         self.recorders: list[Recorder] | None = None
         """While timelines are recorded: of each step when its actions ran."""
+        self.tensor: TensorParallel | None = None
         self._compiled: dict[Hashable, list[_Compiled]] = {}
         self._ahead: tuple[Hashable, Division] | None = None
         self._synchronized = False
@@ -116,6 +121,10 @@ class Runtime:
         schedule = stage_map.schedule
         calls = [[path for path, _ in held] for held in stage_map.calls]
         placement = place(self.model, calls, stage_map.parameter_stages, schedule.stage_to_rank, schedule.ranks)
+        if self.bound.size("tp") > 1 and stage_map.plan is not None:
+            shards = Shards(self.holding, self.bound, self.watch)
+            self.tensor = TensorParallel(self.model, shards, stage_map.plan)
+            self.gradients.shards = shards
         self._hold(placement)
 
     def _hold(self, placement: Placement) -> None:
@@ -203,20 +212,21 @@ class Runtime:
     # Steps -------------------------------------------------------------------------------------------------------
 
     def check_peers(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Raise ShardwrightError, naming the ranks, unless all pp peers were given this batch."""
+        """Raise ShardwrightError, naming the ranks, unless all pp and tp peers were given this batch."""
         text = hashlib.blake2b(digest_size=8)
         for tensor in inputs:
             text.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
             if tensor.numel():
                 text.update(as_carried(tensor.detach().cpu()).reshape(-1).view(torch.uint8).numpy().tobytes())
-        different = compare_over_pp({"batch": _signed(text)}, self.bound, self.watch).get("batch")
-        if different:
-            first = self.bound.peer("pp", 0)
-            raise ShardwrightError(
-                f"the ranks {first} and {', '.join(map(str, different))} are pipeline peers and were given different "
-                f"batches: each rank passes the batch of its dp coordinate (here {self.bound.coordinate('dp')}), the "
-                f"same on all its pp peers; sw.sampler(dataset) does that"
-            )
+        for axis, what in (("pp", "pipeline"), ("tp", "tensor-parallel")):
+            different = compare_over(axis, {"batch": _signed(text)}, self.bound, self.watch).get("batch")
+            if different:
+                first = self.bound.peer(axis, 0)
+                raise ShardwrightError(
+                    f"the ranks {first} and {', '.join(map(str, different))} are {what} peers and were given different "
+                    f"batches: each rank passes the batch of its dp coordinate (here {self.bound.coordinate('dp')}), "
+                    f"the same on all its {axis} peers; sw.sampler(dataset) does that"
+                )
 
     def step(
         self,
@@ -335,10 +345,12 @@ class Runtime:
 
     def record(self, stage_map: StageMap, body: StepBody, inputs: Sequence[torch.Tensor]) -> Division:
         """Record a step body and divide it into stages."""
-        with self._heard_by(None):
-            program, recorder = record(
-                self.model, stage_map.stage_of_call, self.bound.device, body, list(inputs), self._listen_to
-            )
+        if self.tensor is not None and not self.tensor.whole_because:
+            try:
+                return self._record_on_pieces(self.tensor, stage_map, body, inputs)
+            except NotReplayableError as reason:
+                self.tensor.run_whole(reason)
+        program, recorder = self._recorded(stage_map.stage_of_call, body, inputs)
         missing = [call for held in stage_map.calls for call in held if call not in recorder.seen_calls]
         if missing and program.losses:
             path, occurrence = missing[0]
@@ -354,6 +366,22 @@ class Runtime:
             )
         return divide(program, stage_map.stage_of_call, stage_map.parameter_stages, stage_map.schedule.stages)
 
+    def _recorded(
+        self, stage_of_call: Mapping[tuple[str, int], int], body: StepBody, inputs: Sequence[torch.Tensor]
+    ) -> tuple[Program, StepRecorder]:
+        with self._heard_by(None):
+            return record(self.model, stage_of_call, self.bound.device, body, list(inputs), self._listen_to)
+
+    def _record_on_pieces(
+        self, tensor: TensorParallel, stage_map: StageMap, body: StepBody, inputs: Sequence[torch.Tensor]
+    ) -> Division:
+        """Record a step body with the model's units in place of the model."""
+        with tensor.shards.as_whole():
+            program, _ = self._recorded({MODEL_CALL: 0}, body, inputs)
+            expanded = tensor.expand(program, inputs, self.bound.device)
+        tensor.cut()
+        return divide(expanded, tensor.stage_of_call, stage_map.parameter_stages, stage_map.schedule.stages)
+
     def _compile(
         self, stage_map: StageMap, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]]
     ) -> _Compiled:
@@ -363,7 +391,7 @@ class Runtime:
         for microbatch in microbatches:
             shapes = _shapes(microbatch)
             alike = of_shapes.setdefault(shapes, [])
-            if self._ahead is not None and self._ahead[0] == shapes:
+            if self._ahead is not None and self._ahead[0] == shapes and self.tensor is None:
                 alike.append(self._ahead[1])
                 self._ahead = None
             division = next((made for made in alike if holds(made.program, microbatch)), None)
@@ -376,7 +404,7 @@ class Runtime:
         programs = [division.program for division in used]
         _require_alike(programs)
         digest = hashlib.blake2b("\n".join(program.digest_text() for program in programs).encode(), digest_size=8)
-        different = compare_over_pp({"program": _signed(digest)}, self.bound, self.watch).get("program")
+        different = compare_over("pp", {"program": _signed(digest)}, self.bound, self.watch).get("program")
         if different:
             raise ShardwrightError(
                 f"ranks {self.bound.peer('pp', 0)} and {', '.join(map(str, different))} recorded different steps: the "
@@ -385,10 +413,14 @@ class Runtime:
         schedule = keep_microbatches(stage_map.schedule, len(microbatches))
         for division in used:
             self._place_needs(division, schedule)
-        streams = Streams(programs, self.holding.modules, self.seed, self.bound.device)
+        modules = self.holding.modules
+        streams = Streams(programs, modules, self.seed, self.bound.device)
+        if self.tensor is not None:
+            modules = {**modules, **self.tensor.take(streams)}
+        recompute = stage_map.recompute if self.tensor is None else stage_map.recompute | self.tensor.recompute
         pipeline = Pipeline(
-            divisions, schedule, self.holding.modules, self.bound.coordinate("pp"), self.mailroom, self.watch, streams,
-            stage_map.recompute,
+            divisions, schedule, modules, self.bound.coordinate("pp"), self.mailroom, self.watch, streams,
+            recompute,
         )  # fmt: skip
         self.mailroom.open(pipeline.pairs)
         return _Compiled(pipeline, programs[0].result)

@@ -20,6 +20,8 @@ class StageMap:
     parameter_stages: Mapping[str, tuple[int, ...]]
     recompute: frozenset[tuple[str, int]] = frozenset()
     """The calls whose forward runs again in the backward pass."""
+    plan: Plan | None = None
+    """Where the tensor axis has its layouts from."""
 
     def __post_init__(self) -> None:
         if self.recompute:
@@ -32,7 +34,7 @@ class StageMap:
         _require_policies(plan)
         schedule = schedule or plan.build_schedule()
         calls = tuple(tuple((c.path, c.occurrence) for c in held) for held in plan.stage_calls("torch"))
-        return cls(schedule, calls, plan.parameter_stages("torch"), _recomputed_calls(plan))
+        return cls(schedule, calls, plan.parameter_stages("torch"), _recomputed_calls(plan), plan)
 
     @classmethod
     def whole(cls, microbatches: int) -> "StageMap":
@@ -74,16 +76,16 @@ def require_whole_backward(schedule: Schedule) -> None:
 
 
 def _recomputed_calls(plan: Plan) -> frozenset[tuple[str, int]]:
-    """Under full recompute the calls of the units that there are several of."""
+    bound = plan.binding("torch").units
+    return frozenset((call.path, call.occurrence) for unit in recomputed_units(plan) for call in bound[unit].calls)
+
+
+def recomputed_units(plan: Plan) -> tuple[int, ...]:
+    """Under full recompute the units that there are several of."""
     if plan.decision.recompute != "full":
-        return frozenset()
+        return ()
     classes = plan.model.unit_classes
-    return frozenset(
-        (call.path, call.occurrence)
-        for unit, bound in enumerate(plan.binding("torch").units)
-        if unit_recompute("full", classes.count(classes[unit]) > 1) == "full"
-        for call in bound.calls
-    )
+    return tuple(unit for unit, held in enumerate(classes) if unit_recompute("full", classes.count(held) > 1) == "full")
 
 
 def keep_microbatches(schedule: Schedule, count: int) -> Schedule:

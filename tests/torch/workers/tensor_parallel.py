@@ -14,7 +14,7 @@ from torch import nn
 from tp_models import batch, build
 
 from shardwright.backends.torch.tensor_parallel.collectives import Axis
-from shardwright.backends.torch.tensor_parallel.layouts import UnitLayout, unit_layouts
+from shardwright.backends.torch.tensor_parallel.layouts import UnitLayout, of_realised
 from shardwright.backends.torch.tensor_parallel.pieces import piece_of, whole_of
 from shardwright.backends.torch.tensor_parallel.replay import Replay, lower_all
 from shardwright.backends.torch.tensor_parallel.trace import Traced, trace
@@ -22,6 +22,7 @@ from shardwright.core.conversions import table_bytes
 from shardwright.core.cost.work import WorkCounter
 from shardwright.core.fold import fold
 from shardwright.core.layout import Placement, Split
+from shardwright.core.realise import _of_unit
 from shardwright.core.solver import AxisCost, Setting, lightest_bytes, solve
 
 SAMPLES = 2
@@ -36,7 +37,10 @@ def layouts_of(traced: Traced, ranks: int, slack: float, latency_s: float) -> tu
     setting = Setting((axis,), flops_per_s=4e10, memory_bytes_per_s=1.5e9, batch=SAMPLES, precision="fp32")
     limit = slack * lightest_bytes(folded, setting, counter)
     found = solve(folded, setting, memory_limit_bytes=limit, counter=counter)
-    return unit_layouts(folded, setting, found, counter)
+    realised = [
+        _of_unit(folded, unit.index, answer.like) for unit, answer in zip(folded.units, found.units, strict=True)
+    ]
+    return of_realised(traced.graph, realised)
 
 
 def planned_bytes(layouts: tuple[UnitLayout, ...], traced: Traced, ranks: int) -> dict[str, float]:

@@ -4,15 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwright.backends.torch.tensor_parallel.collectives import Change
-from shardwright.core.cost.kept import Kept, aliases
-from shardwright.core.cost.work import WorkCounter
 from shardwright.core.errors import PlanError
-from shardwright.core.fold import Folded, Unit
+from shardwright.core.fold import Unit, fold
+from shardwright.core.graph import Graph
 from shardwright.core.layout import Placement, Replicate
-from shardwright.core.rules.axes import dim_groups
+from shardwright.core.plan import Plan
+from shardwright.core.realise import realise
+from shardwright.core.realised import Link, RealisedUnit
 from shardwright.core.rules.signature import Signature
-from shardwright.core.solver import Setting, Solution
-from shardwright.core.solver.problem import Edge, UnitProblem
+from shardwright.core.solver.problem import dual
 
 R = Replicate()
 
@@ -53,90 +53,57 @@ class UnitLayout:
     """Tensor → how it lies for later units, and its way there."""
 
 
-def unit_layouts(
-    folded: Folded, setting: Setting, solution: Solution, counter: WorkCounter | None = None
-) -> tuple[UnitLayout, ...]:
-    """The layouts of all units along the one axis of ``setting``. Raises PlanError for several axes."""
-    if len(setting.axes) != 1:
-        raise PlanError(f"the tensor axis alone is realised: the setting has {len(setting.axes)} axes")
-    graph = folded.graph
-    counter = counter or WorkCounter(graph)
-    needing = {t for t in range(len(graph.tensors)) if counter.needs_gradient(t)}
-    kept = Kept(graph, aliases(graph), needing)
-    problems: dict[int, UnitProblem] = {}
-    found = []
-    for unit, solved in zip(folded.units, solution.units, strict=True):
-        if unit.fold_class not in problems:
-            blocks = {dim: sizes for group in dim_groups(graph, unit) for dim, sizes in group.blocks}
-            problems[unit.fold_class] = UnitProblem(graph, counter, unit, setting, kept, {}, blocks)
-        found.append(_UnitReader(folded, problems[unit.fold_class], unit, solved.chosen).layout())
-    return tuple(found)
+def planned(graph: Graph, plan: Plan) -> tuple[UnitLayout, ...]:
+    """The layouts of all units of a captured model, as a plan has them. Raises PlanError as `realise` does."""
+    return of_realised(graph, realise(graph, plan))
 
 
-class _UnitReader:
-    """Reads the answer to one unit off the problem of its class's first unit."""
+def of_realised(graph: Graph, realised: Sequence[RealisedUnit]) -> tuple[UnitLayout, ...]:
+    """The layouts of all units, which have one axis. Raises PlanError for several."""
+    if any(len(unit.axes) != 1 for unit in realised):
+        raise PlanError(f"one tensor axis is run: the layouts have {len(realised[0].axes)}")
+    units = fold(graph).units
+    return tuple(_layout(graph, units[found.unit], found) for found in realised)
 
-    def __init__(self, folded: Folded, problem: UnitProblem, unit: Unit, chosen: Sequence[int]) -> None:
-        self.problem, self.unit, self.chosen = problem, unit, chosen
-        self.graph = folded.graph
-        theirs = self.graph.ops[problem.unit.first_op : problem.unit.end_op]
-        self.ops = self.graph.ops[unit.first_op : unit.end_op]
-        self.own: dict[int, int] = {}
-        for a, b in zip(theirs, self.ops, strict=True):
-            self.own.update(zip((*a.inputs, *a.outputs), (*b.inputs, *b.outputs), strict=True))
-        self.place_of = {own: other for other, own in self.own.items()}
 
-    def layout(self) -> UnitLayout:
-        problem = self.problem
-        ops_of_node = {node: i for i, node in problem.choice_of_op.items()}
-        readers: dict[tuple[int, int], list[Hop]] = {}
-        shared: dict[int, Hop] = {}
-        leaving: dict[int, Hop] = {}
-        for edge in problem.edges:
-            hop = self._hop(edge)
-            target = edge.nodes[1]
-            if target in ops_of_node:
-                readers.setdefault((ops_of_node[target], edge.tensor), []).append(hop)
-            elif problem.leaving.get(edge.tensor) == target:
-                leaving[edge.tensor] = hop
-            else:
-                shared[edge.tensor] = hop
-        layouts = []
-        for i, op in enumerate(problem.ops):
-            hops = tuple(readers[i, t].pop(0) for t in op.inputs)
-            layouts.append(OpLayout(problem.signatures[i][self.chosen[problem.choice_of_op[i]]][0], hops))
-        made = {t for op in self.ops for t in op.outputs}
-        parameters, enters = {}, {}
-        for other, node in problem.choice_of_tensor.items():
-            own = self.own[other]
-            place = problem.options[node][self.chosen[node]][0][0]
-            if other in problem.parameters:
-                parameters[own] = place
-            elif own not in made:
-                enters[own] = place
-        leaves: dict[int, tuple[Placement, Hop]] = {}
-        for own in self._leaving(made):
-            other = self.place_of[own]
-            found = leaving.get(other) or self._whole(other, shared)
-            leaves[own] = (found.value[1], found)
-        own_shared = {self.own[other]: hop for other, hop in shared.items()}
-        return UnitLayout(self.unit, tuple(layouts), parameters, enters, own_shared, leaves)
+def _layout(graph: Graph, unit: Unit, found: RealisedUnit) -> UnitLayout:
+    readers: dict[tuple[int, int], Hop] = {}
+    shared: dict[int, Hop] = {}
+    leaving: dict[int, Hop] = {}
+    for link in found.links:
+        if link.reader is not None:
+            readers[link.reader, link.position] = _hop(link)
+        elif link.leaves:
+            leaving[link.tensor] = _hop(link)
+        else:
+            shared[link.tensor] = _hop(link)
+    ops = []
+    for index, signatures in zip(range(unit.first_op, unit.end_op), found.signatures, strict=True):
+        wanted = signatures[0].inputs
+        hops = (readers.get((index, i)) or Hop((p, p), None) for i, p in enumerate(wanted))
+        ops.append(OpLayout(signatures[0], tuple(hops)))
+    parameters = {tensor: layout.on(found.axes[0][0]) for tensor, layout in found.parameters}
+    enters = {tensor: layout.on(found.axes[0][0]) for tensor, layout in found.enters}
+    made = {t for op in graph.ops[unit.first_op : unit.end_op] for t in op.outputs}
+    outside = set(graph.outputs)
+    for op in (*graph.ops[: unit.first_op], *graph.ops[unit.end_op :]):
+        outside.update(t for t in op.inputs if t in made)
+    leaves = {}
+    for tensor in (t for t in made if t in outside):
+        hop = leaving.get(tensor) or _whole(graph, unit, found, tensor, shared.get(tensor))
+        leaves[tensor] = (hop.value[1], hop)
+    return UnitLayout(unit, tuple(ops), parameters, enters, shared, leaves)
 
-    def _hop(self, edge: Edge) -> Hop:
-        given = edge.given[self.chosen[edge.nodes[0]]]
-        wanted = edge.wanted[self.chosen[edge.nodes[1]]]
-        gradient = (wanted[1][0], given[1][0]) if edge.flows else None
-        return Hop((given[0][0], wanted[0][0]), gradient)
 
-    def _leaving(self, made: set[int]) -> list[int]:
-        outside = set(self.graph.outputs)
-        for op in (*self.graph.ops[: self.unit.first_op], *self.graph.ops[self.unit.end_op :]):
-            outside.update(t for t in op.inputs if t in made)
-        return [t for t in made if t in outside]
+def _whole(graph: Graph, unit: Unit, found: RealisedUnit, tensor: int, shared: Hop | None) -> Hop:
+    """The way of a value that leaves this unit, and not the one like it that was solved: whole."""
+    if shared is not None:
+        return Hop((shared.value[1], R), None if shared.gradient is None else (R, shared.gradient[0]))
+    index = graph.producer[tensor]
+    place = found.signatures[index - unit.first_op][0].outputs[graph.ops[index].outputs.index(tensor)]
+    return Hop((place, R), (R, dual(place)) if graph.tensors[tensor].is_floating else None)
 
-    def _whole(self, other: int, shared: Mapping[int, Hop]) -> Hop:
-        """The way to a whole value, for one that leaves this unit and not the first of its class."""
-        if other in shared:
-            value, gradient = shared[other].value[1], shared[other].gradient
-            return Hop((value, R), None if gradient is None else (R, gradient[0]))
-        raise PlanError(f"a value leaves unit {self.unit.index} and not unit {self.problem.unit.index} like it")
+
+def _hop(link: Link) -> Hop:
+    gradient = (link.gradient_before[0], link.gradient_after[0]) if link.flows else None
+    return Hop((link.before[0], link.after[0]), gradient)

@@ -1,5 +1,6 @@
 """Random ops on pieces: a mask is drawn over the logical tensor, and every rank keeps its own piece."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,12 +35,17 @@ def attention(
 ) -> torch.Tensor:
     """Attention with dropout on a piece of the scores, which are of ``shape`` [batch, head, query, key] in all."""
     ones = torch.ones(list(shape), dtype=query.dtype, device=query.device)
-    kept = piece_of(torch.dropout(ones, probability, True), place, axis.size, axis.coordinate) != 0
-    made: torch.Tensor
-    made, _ = torch.ops.aten._scaled_dot_product_attention_math.default(
-        query, key, value, mask, probability, is_causal, kept, scale=scale, enable_gqa=enable_gqa
-    )
-    return made
+    kept = piece_of(torch.dropout(ones, probability, True), place, axis.size, axis.coordinate)
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    root = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = (query * root) @ (key * root).transpose(-1, -2)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(mask.logical_not(), -math.inf) if mask.dtype == torch.bool else scores + mask
+    return (torch._safe_softmax(scores, -1) * kept) @ value
 
 
 def piece_of_whole(

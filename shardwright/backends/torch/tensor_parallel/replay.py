@@ -22,7 +22,10 @@ class Replay:
     """All units of a model."""
 
     traced: Traced
+    batch: int
     units: tuple[Lowered, ...]
+    leaving: Mapping[int, Placement]
+    """Graph tensor → how it lies on its way from one unit to others."""
     parameters: Mapping[str, Placement]
     """First name → where the parameter lies; replicated ones too."""
     summed: frozenset[str]
@@ -51,8 +54,12 @@ def lower_all(
     batch: int,
     device: torch.device,
     seed: Callable[[Context], None],
+    prefix: str = "",
 ) -> Replay:
-    """Every unit as a function of local tensors, at ``batch`` samples. Raises NotReplayableError."""
+    """Every unit as a function of local tensors, at ``batch`` samples; their names begin with ``prefix``.
+
+    Raises NotReplayableError.
+    """
     summed = summed_parameters(layouts, traced)
     graph = traced.graph
     places: dict[str, Placement] = {p.name: Replicate() for p in graph.parameters}
@@ -63,7 +70,8 @@ def lower_all(
                 raise NotReplayableError(f"{name_of[tensor]} is placed in two ways: {places[name_of[tensor]]}, {place}")
             places[name_of[tensor]] = place
     units = tuple(
-        Lowering(traced, layout, axis, batch, f"unit {layout.unit.index}", device, seed, summed).run()
+        Lowering(traced, layout, axis, batch, f"{prefix}unit {layout.unit.index}", device, seed, summed).run()
         for layout in layouts
     )
-    return Replay(traced, units, places, frozenset(name_of[t] for t in summed))
+    leaving = {t: place for layout in layouts for t, (place, _) in layout.leaves.items()}
+    return Replay(traced, batch, units, leaving, places, frozenset(name_of[t] for t in summed))

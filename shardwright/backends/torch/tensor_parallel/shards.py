@@ -1,0 +1,127 @@
+"""Parameters in pieces: cut from whole weights once, put together again for whole state dicts."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwright.backends.torch.holding import Holding
+from shardwright.backends.torch.mesh import BoundMesh
+from shardwright.backends.torch.tensor_parallel.collectives import Axis
+from shardwright.backends.torch.tensor_parallel.pieces import piece_of, whole_of
+from shardwright.backends.torch.transfer import as_carried
+from shardwright.backends.torch.watch import Watch
+from shardwright.core.errors import PlanError
+from shardwright.core.layout import Placement, Split
+
+BUCKET_ENTRIES = 1 << 22
+"""Gradients of replicated parameters are summed in messages of about this many entries."""
+
+
+class Shards:
+    """Which parameters of a model lie in pieces along the tensor axis, and this rank's pieces."""
+
+    def __init__(self, holding: Holding, bound: BoundMesh, watch: Watch) -> None:
+        self.holding, self.watch = holding, watch
+        self.axis = Axis(bound.handles["tp"], bound.groups["tp"], bound.coordinate("tp"))
+        self.places: dict[str, Split] = {}
+        """First name → placement, of those that are split."""
+        self.summed: frozenset[str] = frozenset()
+        self._is_cut = False
+
+    def cut(self, places: Mapping[str, Placement]) -> None:
+        """Keep this rank's pieces; all ranks of the axis start from what its first one has. Raises PlanError when
+        parameters are in pieces already, and lie otherwise."""
+        wanted = {name: place for name, place in places.items() if isinstance(place, Split)}
+        if self._is_cut:
+            different = [n for n in places if wanted.get(n) != self.places.get(n)]
+            if different:
+                raise PlanError(
+                    f"{different[0]} lies {self.places.get(different[0], 'whole')} already, and this step wants it "
+                    f"{wanted.get(different[0], 'whole')}: run the steps with the same layouts"
+                )
+            return
+        self.watch.doing("cutting parameters for the tensor axis")
+        for name in (*sorted(self.holding.parameter_names), *sorted(self.holding.buffer_names)):
+            tensor = self.holding.tensor(name)
+            if self.holding.holds(name) and not tensor.is_meta:
+                carried = as_carried(tensor.detach())
+                with self.watch.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
+                    dist.broadcast(carried, self.axis.ranks[0], group=self.axis.group)
+                if carried.data_ptr() != tensor.data_ptr():
+                    tensor.detach().copy_(carried.view_as(tensor))
+            if name in wanted:
+                piece = piece_of(tensor.detach(), wanted[name], self.axis.size, self.axis.coordinate)
+                tensor.data = piece.clone(memory_format=torch.contiguous_format)
+        self.places, self._is_cut = wanted, True
+        self.watch.doing("between steps")
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank's part of a parameter belongs into a sum over the axis: pieces do, copies once."""
+        return name in self.places or self.axis.coordinate == 0
+
+    @contextmanager
+    def as_whole(self) -> Iterator[None]:
+        """The model with parameters of whole shapes, on the meta device, in place of pieces."""
+        stand_ins: dict[int, nn.Parameter] = {}
+        for name in self.places:
+            piece = self.holding.parameter(name)
+            shape = self.whole_shape(name, piece.shape)
+            whole = torch.empty(shape, dtype=piece.dtype, device="meta")
+            stand_ins[id(piece)] = nn.Parameter(whole, requires_grad=piece.requires_grad)
+        tables = [(module._parameters, dict(module._parameters)) for module in self.holding.model.modules()]
+        try:
+            for table, before in tables:
+                table.update({k: stand_ins.get(id(p), p) for k, p in before.items() if p is not None})
+            yield
+        finally:
+            for table, before in tables:
+                table.update(before)
+
+    def whole(self, name: str, piece: torch.Tensor) -> torch.Tensor:
+        """The whole tensor of a parameter (or of something that lies like it), on every rank of the axis."""
+        place = self.places.get(name)
+        if place is None:
+            return piece
+        with self.watch.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
+            return whole_of(self.axis.all_gather(piece.detach()), place)
+
+    def piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of a whole tensor."""
+        place = self.places.get(name)
+        return whole if place is None else piece_of(whole, place, self.axis.size, self.axis.coordinate)
+
+    def whole_shape(self, name: str, shape: torch.Size) -> torch.Size:
+        """The shape of the whole tensor, from that of a piece."""
+        place = self.places.get(name)
+        if place is None:
+            return shape
+        found = list(shape)
+        found[place.dim] *= self.axis.size
+        return torch.Size(found)
+
+    def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Sum what are terms of the gradients of replicated parameters. Every rank of the axis calls this."""
+        terms = [p.grad for name, p in sorted(parameters.items()) if name in self.summed and p.grad is not None]
+        if not terms:
+            return
+        self.watch.doing("summing gradients of replicated parameters over tp")
+        with self.watch.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
+            for bucket in _buckets(terms):
+                flat = torch.cat([g.reshape(-1) for g in bucket])
+                flat = self.axis.all_reduce(flat, "sum", ("all units", "parameters"))
+                for gradient, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                    gradient.copy_(piece.view_as(gradient))
+
+
+def _buckets(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Tensors of one dtype, about BUCKET_ENTRIES together."""
+    of_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        held = of_dtype.setdefault(tensor.dtype, [])
+        held.append(tensor)
+        if sum(t.numel() for t in held) >= BUCKET_ENTRIES:
+            yield of_dtype.pop(tensor.dtype)
+    yield from of_dtype.values()

@@ -1,0 +1,69 @@
+"""Training with a tensor axis, dropout on, alone and with pipelines and replicas: losses, gradients, norms and the
+weights at the end are those of the unsplit run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.torch.launch import single, torchrun
+
+CASES = {
+    2: ("gpt2:1:1:2", "t5:1:1:2", "llama:1:1:2", "fused:1:1:2"),
+    4: ("gpt2:2:1:2", "gpt2:1:2:2"),
+}
+SLOW = {
+    2: ("bert:1:1:2", "roberta:1:1:2", "vit:1:1:2", "mixtral:1:1:2", "ncf:1:1:2", "albert:1:1:2"),
+    4: ("gpt2-heads4:1:1:4", "llama-heads4:1:1:4", "bert-heads4:1:1:4", "t5:2:1:2", "llama:2:1:2", "bert:1:2:2"),
+    8: ("gpt2:2:2:2", "llama-heads4:2:1:4"),
+}
+
+
+def run(folder: Path, cases: dict[int, tuple[str, ...]]) -> dict[str, dict]:
+    models = sorted({case.split(":")[0] for held in cases.values() for case in held})
+    outcome = single("tp_training.py", "reference", str(folder), *models, timeout_s=200)
+    assert outcome.code == 0, outcome.text[-4000:]
+    found = {}
+    for processes, held in cases.items():
+        out = folder / f"{processes}.json"
+        outcome = torchrun("tp_training.py", processes, str(folder), str(out), *held, timeout_s=280)
+        assert outcome.code == 0, outcome.text[-4000:]
+        found |= {result["case"]: result for result in json.loads(out.read_text())}
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    return run(tmp_path_factory.mktemp("tensor_parallel"), CASES)
+
+
+@pytest.fixture(scope="module")
+def slow_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    return run(tmp_path_factory.mktemp("tensor_parallel"), SLOW)
+
+
+def require_same(result: dict) -> None:
+    assert result["whole_because"] == ""
+    assert result["loss"] <= 1e-5  # relative, the worst of the steps
+    assert result["gradient"] <= 1.0  # in units of what is allowed: 1e-4 ‖g_ref‖ + 1e-6 ‖all g_ref‖
+    assert result["norm"] <= 1e-5
+    assert result["names"]
+    assert result["state"] <= 1e-4
+    assert result["reload"]
+    assert result["held"] < result["whole"]
+
+
+@pytest.mark.parametrize("case", [case for held in CASES.values() for case in held])
+def test_a_run_on_pieces_is_the_unsplit_run(results: dict[str, dict], case: str) -> None:
+    require_same(results[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for held in SLOW.values() for case in held])
+def test_other_models_and_degrees(slow_results: dict[str, dict], case: str) -> None:
+    require_same(slow_results[case])
+
+
+@pytest.mark.parametrize("case", CASES[2])
+def test_no_rank_holds_more_than_its_share(results: dict[str, dict], case: str) -> None:
+    assert results[case]["held"] <= 1.15 * results[case]["whole"] / 2

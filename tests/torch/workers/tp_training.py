@@ -1,0 +1,113 @@
+"""Trains models under several degrees in one launch, dropout on, and compares every step with an unsplit run.
+
+Usage: tp_training.py OUT.json CASE...; a case is model:pp:dp:tp. The unsplit run is this library's own in one process,
+whose masks are those of the logical tensors; `reference` runs it and leaves its numbers for the launches.
+
+    tp_training.py reference FOLDER MODEL...
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tp_models import batch, build
+
+import shardwright.torch as sw
+
+STEPS, DROPOUT, GLOBAL_MICROBATCHES = 4, 0.1, 4
+
+
+@sw.step
+def train_step(model, batch):
+    loss = model(**batch).loss
+    model.backward(loss)
+    return loss
+
+
+def train(name: str, keys: dict[str, Any], replicas: int) -> dict[str, Any]:
+    """Losses, norms, the first step's gradients and the last weights, whole."""
+    sw.init({"microbatches": GLOBAL_MICROBATCHES // replicas, "wait_timeout_s": 60.0, **keys})
+    sw.set_seed(5)
+    model = sw.DistributedModel(build(name, DROPOUT))
+    optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    losses, norms, gradients = [], [], {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        own = {key: tensor.chunk(replicas)[sw.rdp_rank()] for key, tensor in batch(name, step).items()}
+        losses.append(float(train_step(model, own).reduce_mean()))
+        if step == 0:
+            shards = model.runtime.gradients.shards
+            for key, parameter in sorted(model.local_named_parameters()):
+                if parameter.grad is not None:
+                    gradient = parameter.grad.clone()
+                    gradients[key] = gradient if shards is None else shards.whole(key, gradient)
+        norms.append(float(model.clip_grad_norm_(1.0)))
+        optimizer.step()
+    state = model.state_dict()
+    tensor = model.runtime.tensor
+    found = {
+        "losses": losses,
+        "norms": norms,
+        "gradients": gradients,
+        "state": {key: value.clone() for key, value in state.items()},
+        "held": sum(p.numel() for p in model.local_parameters()),
+        "whole_because": "" if tensor is None else tensor.whole_because,
+    }
+    before = {key: value.clone() for key, value in model.local_state_dict().items() if isinstance(value, torch.Tensor)}
+    model.load_state_dict(state)
+    found["reload"] = all(torch.equal(before[key], model.local_state_dict()[key]) for key in before)
+    sw.shutdown()
+    return found
+
+
+def compare(case: str, found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+    every = torch.stack([g.norm() for g in expected["gradients"].values()]).norm()
+    worst = max(
+        float((gradient - expected["gradients"][key]).norm())
+        / float(1e-4 * expected["gradients"][key].norm() + 1e-6 * every)
+        for key, gradient in found["gradients"].items()
+    )
+    pairs = list(zip(found["losses"], expected["losses"], strict=True))
+    return {
+        "case": case,
+        "loss": max(abs(a - b) / abs(b) for a, b in pairs),
+        "norm": max(abs(a - b) / b for a, b in zip(found["norms"], expected["norms"], strict=True)),
+        "gradient": worst,
+        "names": list(found["state"]) == list(expected["state"]),
+        "state": max(float((found["state"][k].float() - v.float()).abs().max()) for k, v in expected["state"].items()),
+        "reload": found["reload"],
+        "held": found["held"],
+        "whole": sum(v.numel() for v in expected["state"].values()),
+        "whole_because": found["whole_because"],
+    }
+
+
+def main() -> None:
+    if sys.argv[1] == "reference":
+        for name in sys.argv[3:]:
+            torch.save(train(name, {}, 1), Path(sys.argv[2]) / f"{name}.pt")
+        return
+    folder, out = Path(sys.argv[1]), Path(sys.argv[2])
+    dist.init_process_group("gloo")
+    results = []
+    for case in sys.argv[3:]:
+        name, pp, dp, tp = case.split(":")
+        keys = {"pipeline_parallel_degree": int(pp), "tensor_parallel_degree": int(tp), "ddp": int(dp) > 1}
+        expected = torch.load(folder / f"{name}.pt", weights_only=True)
+        result = compare(case, train(name, keys, int(dp)), expected)
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, result)
+        for key in ("loss", "norm", "gradient", "state", "held"):
+            result[key] = max(other[key] for other in every)
+        result["reload"] = all(other["reload"] for other in every)
+        results.append(result)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
