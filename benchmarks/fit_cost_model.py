@@ -27,6 +27,7 @@ from shardwright.core.cost.unit import UnitCost, seconds_of, unit_cost
 from shardwright.core.cost.work import UnitWork, WorkCounter
 from shardwright.core.fold import fold
 from shardwright.core.hardware import load_profile
+from shardwright.core.solver import Frame
 from shardwright.core.tensor_layouts import Rates, Terms, choose
 
 PRIORS: dict[str, tuple[float, float]] = {
@@ -88,7 +89,7 @@ def works(hidden: int, heads: int, sequence: int, tp: int, microbatch: int) -> t
     """Embedding, layer and head, with everything split that can be."""
     graph = graph_of(hidden, heads, 2, sequence)
     folded, counter = fold(graph), WorkCounter(graph)
-    layouts = choose(folded, counter, Terms(tp, RATES, "fp16", 16.0))
+    layouts = choose(Frame(folded, counter), Terms(tp, RATES, "fp16", 16.0))
     found = []
     for index in (0, 1, 3):
         unit = folded.units[index]

@@ -12,6 +12,7 @@ from shardwright.core.layout import Layout
 from shardwright.core.memory import Recompute, state_bytes_per_element
 from shardwright.core.mesh import Mesh
 from shardwright.core.realised import RealisedUnit
+from shardwright.core.solver import Frame
 from shardwright.core.stages import UnitTable
 from shardwright.core.structure import Binding, Structure, structure_of
 from shardwright.core.tensor_layouts import (
@@ -36,6 +37,7 @@ class _Reading:
         self.folded = fold(graph)
         self.structure, self.binding = structure_of(self.folded)
         self.counter = WorkCounter(graph)
+        self.frame = Frame(self.folded, self.counter)
         self._work: dict[object, UnitWork] = {}
 
     def work(self, unit: Unit, batch: int, precision: str, layouts: RealisedUnit | None) -> UnitWork:
@@ -99,11 +101,11 @@ class CostTables:
         if tp not in self._chosen:
             state = state_bytes_per_element(self.precision, self.optimizer, gradient_precision=self.gradient_precision)
             terms = Terms(tp, self.rates(tp), self.precision, state)
-            found = choose_form(self.folded, self.counter, terms, self._sequence_parallel if tp > 1 else False)
+            found = choose_form(self._read.frame, terms, self._sequence_parallel if tp > 1 else False)
             # What is counted is what the plan says: from its slots alone, as a runtime reads them.
-            self._layouts[tp] = slot_layouts(self.folded, self.structure, found)
-            pins = pins_of(self.folded, self.structure, dict(self._layouts[tp]))
-            self._chosen[tp] = choose(self.folded, self.counter, found.terms, pins)
+            self._layouts[tp] = slot_layouts(self._read.frame, self.structure, found)
+            pins = pins_of(self._read.frame, self.structure, dict(self._layouts[tp]))
+            self._chosen[tp] = choose(self._read.frame, found.terms, pins)
         return self._chosen[tp]
 
     def rates(self, tp: int) -> Rates:
@@ -127,7 +129,7 @@ class CostTables:
 
     def unsplit(self, tp: int) -> tuple[tuple[str, str], ...]:
         """The matrices that stay whole, and why."""
-        return unsplit(self.folded, self.structure, self.chosen(tp))
+        return unsplit(self._read.frame, self.structure, self.chosen(tp))
 
     def variants(self, tp: int) -> tuple[int, ...]:
         """For every unit its place in `class_costs`: units that are alike and laid out alike share one."""

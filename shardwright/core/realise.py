@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from shardwright.core.cost.work import WorkCounter
 from shardwright.core.errors import PlanError
 from shardwright.core.fold import Folded, fold
 from shardwright.core.graph import Graph
 from shardwright.core.memory import state_bytes_per_element
 from shardwright.core.plan import Decision, Plan
 from shardwright.core.realised import RealisedUnit
+from shardwright.core.solver import Frame
 from shardwright.core.structure import structure_of
 from shardwright.core.tensor_layouts import Rates, Terms, choose, pins_of
 
@@ -36,8 +36,9 @@ def realise(graph: Graph, plan: Plan) -> tuple[RealisedUnit, ...]:
             f"this plan is for {plan.model_name}, which {graph.model_name} in {graph.framework} does not match: "
             f"{difference} (plan against model)"
         )
-    pins = pins_of(folded, structure, dict(plan.decision.layouts))
-    chosen = choose(folded, WorkCounter(graph), terms_of(plan.decision, plan.costs.rates), pins)
+    frame = Frame(folded)
+    pins = pins_of(frame, structure, dict(plan.decision.layouts))
+    chosen = choose(frame, terms_of(plan.decision, plan.costs.rates), pins)
     return tuple(_of_unit(folded, unit.index, chosen.realised(unit.index)) for unit in folded.units)
 
 

@@ -9,13 +9,13 @@ alone, which the twins of a model share, so that both get the same layouts. Mega
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from shardwright.core.cost.work import PRODUCT_KINDS, WorkCounter, forward_flops
+from shardwright.core.cost.work import PRODUCT_KINDS, forward_flops
 from shardwright.core.fold import Folded
 from shardwright.core.layout import Layout, Placement, Split
 from shardwright.core.realised import RealisedUnit
-from shardwright.core.rules.axes import DimGroup, dim_groups
-from shardwright.core.solver import AxisCost, Pins, Setting, Solution, solve
-from shardwright.core.structure import Slot, Structure, layout_of, unit_slots
+from shardwright.core.rules.axes import DimGroup
+from shardwright.core.solver import AxisCost, Frame, Pins, Setting, Solution, solve_at
+from shardwright.core.structure import Slot, Structure, layout_of
 
 AXIS = "tp"
 
@@ -82,12 +82,13 @@ class TensorLayouts:
         return self.solution.units[unit].like
 
 
-def choose(folded: Folded, counter: WorkCounter, terms: Terms, pins: Pins | None = None) -> TensorLayouts:
+def choose(frame: Frame, terms: Terms, pins: Pins | None = None) -> TensorLayouts:
     """The layouts of least time and price. ``pins``: a parameter's tensor → its placement, None where free.
 
     Raises PlanError when the pins leave nothing that is legal.
     """
-    found = solve(folded, terms.setting(), price_s_per_byte=terms.price_s_per_byte(folded), pins=pins, counter=counter)
+    folded = frame.folded
+    found = solve_at(frame, terms.setting(), terms.price_s_per_byte(folded), pins)
     known: dict[object, int] = {}
     variants = tuple(
         known.setdefault((unit.fold_class, answer.like.unit, answer.chosen), len(known))
@@ -96,33 +97,31 @@ def choose(folded: Folded, counter: WorkCounter, terms: Terms, pins: Pins | None
     return TensorLayouts(terms, found, variants)
 
 
-def choose_form(
-    folded: Folded, counter: WorkCounter, terms: Terms, sequence_parallel: bool | None, pins: Pins | None = None
-) -> TensorLayouts:
+def choose_form(frame: Frame, terms: Terms, sequence_parallel: bool | None, pins: Pins | None = None) -> TensorLayouts:
     """`choose`, with the sequence divided between units or not: as asked, or where that is better and the framework's
     runtime can do it."""
-    if sequence_parallel is None and not folded.graph.capabilities.sequence_parallel:
+    if sequence_parallel is None and not frame.graph.capabilities.sequence_parallel:
         sequence_parallel = False
     forms = (False, True) if sequence_parallel is None else (sequence_parallel,)
-    found = [choose(folded, counter, replace(terms, sequence_parallel=form), pins) for form in forms]
-    price = terms.price_s_per_byte(folded)
+    found = [choose(frame, replace(terms, sequence_parallel=form), pins) for form in forms]
+    price = terms.price_s_per_byte(frame.folded)
     return min(found, key=lambda f: f.solution.time_s + price * f.solution.weight_bytes)
 
 
 # By slot ---------------------------------------------------------------------------------------------------------
 
 
-def slot_layouts(folded: Folded, structure: Structure, chosen: TensorLayouts) -> tuple[tuple[str, Layout], ...]:
+def slot_layouts(frame: Frame, structure: Structure, chosen: TensorLayouts) -> tuple[tuple[str, Layout], ...]:
     """Layouts in slot dims: ``class/role`` as in the first unit of a structural class, ``@unit/role`` where another
     unit of it differs."""
-    graph = folded.graph
+    graph, folded = frame.graph, frame.folded
     first: dict[int, dict[str, Layout]] = {}
     found: dict[str, Layout] = {}
     for unit, structural, answer in zip(folded.units, structure.unit_classes, chosen.solution.units, strict=True):
         layouts = dict(answer.parameters)
         mine = {
             slot.role: slot_layout(slot, layouts[graph.parameters[slot.parameter].tensor])
-            for slot in unit_slots(graph, unit)
+            for slot in frame.slots[unit.index]
         }
         usual = first.setdefault(structural, mine)
         if usual is mine:
@@ -140,12 +139,12 @@ def slot_layout(slot: Slot, layout: Layout) -> Layout:
     return Layout.of(places)
 
 
-def pins_of(folded: Folded, structure: Structure, layouts: Mapping[str, Layout]) -> Pins:
+def pins_of(frame: Frame, structure: Structure, layouts: Mapping[str, Layout]) -> Pins:
     """The pins that bring a plan's layouts about."""
-    graph = folded.graph
+    graph, folded = frame.graph, frame.folded
     found: dict[int, tuple[Placement | None, ...]] = {}
     for unit, structural in zip(folded.units, structure.unit_classes, strict=True):
-        for slot in unit_slots(graph, unit):
+        for slot in frame.slots[unit.index]:
             place = layout_of(layouts, unit.index, structural, slot.role).on(AXIS)
             if isinstance(place, Split):
                 place = Split(slot.dims[place.dim], place.blocks)
@@ -156,20 +155,20 @@ def pins_of(folded: Folded, structure: Structure, layouts: Mapping[str, Layout])
 # What stays whole ------------------------------------------------------------------------------------------------
 
 
-def unsplit(folded: Folded, structure: Structure, chosen: TensorLayouts) -> tuple[tuple[str, str], ...]:
+def unsplit(frame: Frame, structure: Structure, chosen: TensorLayouts) -> tuple[tuple[str, str], ...]:
     """(``class/role``, reason) of every matrix that is whole on the tensor axis, and (``class/name of the op``, reason)
     of every product that each rank computes whole."""
-    graph, degree = folded.graph, chosen.terms.degree
+    graph, degree = frame.graph, chosen.terms.degree
     found: dict[str, str] = {}
-    for unit in (folded.units[first] for first in chosen.firsts):
+    for unit in (frame.folded.units[first] for first in chosen.firsts):
         structural = structure.unit_classes[unit.index]
         layouts = dict(chosen.solution.units[unit.index].parameters)
         whole = [
             (slot.role, graph.parameters[slot.parameter].tensor)
-            for slot in unit_slots(graph, unit)
+            for slot in frame.slots[unit.index]
             if len(slot.shape) > 1 and layouts[graph.parameters[slot.parameter].tensor].is_replicated
         ]
-        groups = dim_groups(graph, unit)
+        groups = frame.groups(unit.index)
         for role, tensor in whole:
             found.setdefault(f"{structural}/{role}", _why_whole(groups, {tensor}, degree))
         like = chosen.realised(unit.index)

@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 
 from shardwright.core.conversions import table_bytes
-from shardwright.core.cost.kept import Kept, aliases
-from shardwright.core.cost.work import WorkCounter
 from shardwright.core.errors import PlanError
 from shardwright.core.fold import fold
 from shardwright.core.graph import Graph
 from shardwright.core.layout import Partial, Replicate, Split
 from shardwright.core.rules import labels as L
-from shardwright.core.solver import AxisCost, Setting, Solution, lightest_bytes, solve
+from shardwright.core.solver import AxisCost, Frame, Setting, Solution, lightest_bytes, solve
 from shardwright.core.solver.limited import least_within
 from shardwright.core.solver.network import Network
 from shardwright.core.solver.problem import Move, UnitProblem
@@ -59,10 +57,9 @@ def random_graph(seed: int) -> Graph:
 
 
 def network_of(graph: Graph, chosen: Setting) -> Network:
-    counter = WorkCounter(graph)
-    needing = {t for t in range(len(graph.tensors)) if counter.needs_gradient(t)}
-    (unit,) = fold(graph).units
-    return UnitProblem(graph, counter, unit, chosen, Kept(graph, aliases(graph), needing)).network
+    frame = Frame(fold(graph))
+    assert len(frame.folded.units) == 1
+    return UnitProblem(frame, 0, chosen).network
 
 
 def exhaustive(network: Network) -> tuple[np.ndarray, np.ndarray] | None:

@@ -5,5 +5,7 @@ from shardwright.core.solver.chain import Solution as Solution
 from shardwright.core.solver.chain import UnitSolution as UnitSolution
 from shardwright.core.solver.chain import lightest_bytes as lightest_bytes
 from shardwright.core.solver.chain import solve as solve
+from shardwright.core.solver.chain import solve_at as solve_at
+from shardwright.core.solver.frame import Frame as Frame
 from shardwright.core.solver.prices import AxisCost as AxisCost
 from shardwright.core.solver.prices import Setting as Setting

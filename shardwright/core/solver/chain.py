@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.core.cost.kept import Kept, aliases
 from shardwright.core.cost.work import WorkCounter
 from shardwright.core.errors import PlanError
 from shardwright.core.fold import Folded
 from shardwright.core.layout import Layout, Placement
 from shardwright.core.realised import RealisedUnit
-from shardwright.core.rules.axes import Dim, dim_groups
+from shardwright.core.rules.axes import Dim
+from shardwright.core.solver.frame import Frame
 from shardwright.core.solver.network import Choices
 from shardwright.core.solver.prices import Setting
 from shardwright.core.solver.problem import Move, R, UnitProblem
@@ -68,7 +68,7 @@ def solve(
     (`gap`).
     Parameters that units share are placed alike. Raises PlanError when nothing fits or pins contradict each other.
     """
-    chain = _Chain(folded, setting, counter or WorkCounter(folded.graph))
+    chain = _Chain(Frame(folded, counter), setting)
     free = _best_agreeing(chain, dict(pins or {}), price_s_per_byte)
     if free.weight_bytes <= memory_limit_bytes:
         return free
@@ -94,16 +94,20 @@ def solve(
     return Solution(best.units, best.time_s, best.weight_bytes, max(0.0, 1 - bound / best.time_s))
 
 
+def solve_at(frame: Frame, setting: Setting, price_s_per_byte: float, pins: Pins | None = None) -> Solution:
+    """`solve` without a limit, on a graph that was read before."""
+    return _best_agreeing(_Chain(frame, setting), dict(pins or {}), price_s_per_byte)
+
+
 def lightest_bytes(folded: Folded, setting: Setting, counter: WorkCounter | None = None) -> float:
     """The least that parameters' state and kept activations can weigh on one rank: no smaller limit can be met."""
-    chain = _Chain(folded, setting, counter or WorkCounter(folded.graph))
-    return _best_agreeing(chain, {}, 1e3).weight_bytes
+    return _best_agreeing(_Chain(Frame(folded, counter), setting), {}, 1e3).weight_bytes
 
 
 def _best_agreeing(chain: "_Chain", pins: dict[int, tuple[Placement | None, ...]], price: float) -> Solution:
     """The best in which every shared parameter has one placement: those on which units differ are tried in turn."""
     found = chain.solve(pins, price)
-    for tensor in chain.shared:
+    for tensor in chain.frame.shared:
         if tensor in pins and None not in pins[tensor]:
             continue
         seen = {dict(unit.parameters)[tensor] for unit in found.units if tensor in dict(unit.parameters)}
@@ -133,47 +137,13 @@ class _Step:
 
 
 class _Chain:
-    """All units of a graph; problems are built once per class and set of pins."""
+    """All units of a graph on given axes; problems are built once per class and set of pins."""
 
-    def __init__(self, folded: Folded, setting: Setting, counter: WorkCounter) -> None:
-        self.folded, self.setting, self.counter = folded, setting, counter
-        graph = folded.graph
-        needing = {t for t in range(len(graph.tensors)) if counter.needs_gradient(t)}
-        self._kept = Kept(graph, aliases(graph), needing)
-        users: dict[int, set[int]] = {}
-        for unit in folded.units:
-            for parameter in unit.parameters:
-                users.setdefault(graph.parameters[parameter].tensor, set()).add(unit.fold_class)
-        self.shared = tuple(t for t, classes in users.items() if len(classes) > 1)
+    def __init__(self, frame: Frame, setting: Setting) -> None:
+        self.frame, self.folded, self.setting = frame, frame.folded, setting
         self._problems: dict[object, UnitProblem] = {}
         self._tables: dict[object, tuple[NDArray[np.float64], Choices]] = {}
-        self._answers: dict[tuple[int, tuple[int, ...]], RealisedUnit] = {}
-        self._main = self._main_tensors()
-
-    def _main_tensors(self) -> list[int | None]:
-        """For the border after every unit: the tensor whose layout is chosen, the largest that goes to the next unit
-        and no further. Others cross whole."""
-        graph, units = self.folded.graph, self.folded.units
-        unit_of: dict[int, int] = {}
-        for unit in units:
-            for index in range(unit.first_op, unit.end_op):
-                unit_of[index] = unit.index
-        readers: dict[int, set[int]] = {}
-        for index, op in enumerate(graph.ops):
-            for tensor in op.inputs:
-                readers.setdefault(tensor, set()).add(unit_of[index])
-        found: list[int | None] = []
-        for unit in units[:-1]:
-            made = [t for op in graph.ops[unit.first_op : unit.end_op] for t in op.outputs]
-            crossing = [
-                t
-                for t in made
-                if readers.get(t, set()) - {unit.index} == {unit.index + 1}
-                and self.counter.needs_gradient(t)
-                and t not in graph.outputs
-            ]
-            found.append(max(crossing, key=lambda t: graph.tensors[t].elements(2), default=None))
-        return [*found, None]
+        self._answers: dict[tuple[int, tuple[int, ...]], tuple[RealisedUnit, tuple[Move, ...]]] = {}
 
     def choices(self, tensor: int) -> list[tuple[Placement | None, ...]]:
         """Every placement that some unit allows a shared parameter."""
@@ -189,25 +159,26 @@ class _Chain:
         graph, unit = self.folded.graph, self.folded.units[index]
         tensors = [graph.parameters[p].tensor for p in unit.parameters]
         # Units of one class that are pinned alike share a problem: parameters stand in order of first use in all.
-        borders = [self._main[index - 1] if index else None, self._main[index]]
-        key = (unit.fold_class, tuple(pins.get(t) for t in tensors), tuple(border is None for border in borders))
+        borders = [self.frame.main[index - 1] if index else None, self.frame.main[index]]
+        places = self.frame.places(index)
+        leaving = tuple(sorted(places[t] for t in self.frame.leaving[index]))
+        alike = unit.fold_class, leaving, tuple(border is None for border in borders)
+        key = (alike, tuple(pins.get(t) for t in tensors))
         if key not in self._problems:
-            groups = dim_groups(graph, unit)
-            blocks = {dim: sizes for group in groups for dim, sizes in group.blocks}
-            dims = None
+            own = {tensor: pins[tensor] for tensor in tensors if tensor in pins}
+            groups, dims = self.frame.groups(index), None
             if not self.setting.free_activations:
                 inner = [group.dims for group in groups if not any(t in borders for t, _ in group.dims)]
                 dims = frozenset[Dim]().union(*inner)
-            own = {tensor: pins[tensor] for tensor in tensors if tensor in pins}
-            self._problems[key] = UnitProblem(graph, self.counter, unit, self.setting, self._kept, own, blocks, dims)
+            self._problems[key] = UnitProblem(self.frame, index, self.setting, own, dims)
         return self._problems[key]
 
     def _table(self, index: int, pins: Pins, price: float) -> _Step:
         """Least cost by (layout that enters, layout that leaves); dims of size 1 where nothing is to choose."""
         problem = self._problem(index, pins)
-        before = self._main[index - 1] if index else None
+        before = self.frame.main[index - 1] if index else None
         enters = self._node(problem, problem.entering, before, index)
-        leaves = self._node(problem, problem.leaving, self._main[index], index)
+        leaves = self._node(problem, problem.leaving, self.frame.main[index], index)
         fixed = {
             node: next(i for i, (value, _) in enumerate(problem.options[node]) if all(p == R for p in value))
             for node in (*problem.entering.values(), *problem.leaving.values())
@@ -231,21 +202,11 @@ class _Chain:
         mine, own = self.folded.units[index], problem.unit
         if mine.index == own.index:
             return nodes.get(tensor)
-        place = self._places(mine.first_op, mine.end_op)[tensor]
+        place, theirs = self.frame.places(mine.index)[tensor], self.frame.places(own.index)
         for other, node in nodes.items():
-            if self._places(own.first_op, own.end_op).get(other) == place:
+            if theirs.get(other) == place:
                 return node
         return None
-
-    def _places(self, first: int, end: int) -> dict[int, tuple[int, int]]:
-        key = ("places", first, end)
-        if key not in self._problems:
-            found: dict[int, tuple[int, int]] = {}
-            for i, op in enumerate(self.folded.graph.ops[first:end]):
-                for j, tensor in enumerate((*op.inputs, *op.outputs)):
-                    found.setdefault(tensor, (i, j))
-            self._problems[key] = found  # type: ignore[assignment]
-        return self._problems[key]  # type: ignore[return-value]
 
     def solve(self, pins: Pins, price: float) -> Solution:
         """Least time + price · weight along the chain: dynamic programming over the layouts at the borders."""
@@ -283,11 +244,11 @@ class _Chain:
             return problem.layout(problem.options[found[0]][chosen[found[0]]][0]) if found else Layout()
 
         enters, leaves = border([*problem.entering.values()]), border([*problem.leaving.values()])
-        like = self._realised(problem, chosen)
-        return UnitSolution(index, chosen, layouts, enters, leaves, problem.moves(like.links), like)
+        like, moves = self._realised(problem, chosen)
+        return UnitSolution(index, chosen, layouts, enters, leaves, moves, like)
 
-    def _realised(self, problem: UnitProblem, chosen: tuple[int, ...]) -> RealisedUnit:
-        """The layouts of a problem's own unit."""
+    def _realised(self, problem: UnitProblem, chosen: tuple[int, ...]) -> tuple[RealisedUnit, tuple[Move, ...]]:
+        """The layouts of a problem's own unit, and what they move."""
         key = (id(problem), chosen)
         if key not in self._answers:
 
@@ -296,17 +257,19 @@ class _Chain:
 
             outside = {t: n for t, n in problem.choice_of_tensor.items() if t not in problem.parameters}
             made = {t for op in problem.ops for t in op.outputs}
-            self._answers[key] = RealisedUnit(
+            links = problem.links(chosen)
+            realised = RealisedUnit(
                 problem.unit.index,
                 problem.unit.first_op,
                 tuple((axis.name, axis.size) for axis in self.setting.axes),
                 tuple(problem.signatures[i][chosen[problem.choice_of_op[i]]] for i in range(len(problem.ops))),
-                problem.links(chosen),
+                links,
                 tuple(problem.parameter_layouts(chosen).items()),
                 lies({t: n for t, n in outside.items() if t not in made}),
                 lies(problem.leaving),
             )
+            self._answers[key] = realised, problem.moves(links)
         return self._answers[key]
 
 
-__all__ = ["Pins", "Solution", "UnitSolution", "solve"]
+__all__ = ["Pins", "Solution", "UnitSolution", "lightest_bytes", "solve", "solve_at"]

@@ -21,6 +21,8 @@ MAX_TABLE = 40_000_000
 
 
 ORDERS = 12
+EASY = 20_000
+"""Entries of all tables together up to which the first order does."""
 
 
 @dataclass
@@ -111,8 +113,10 @@ class Network:
         """An order of elimination: the best of a few greedy ones, seeded, by the entries of all tables together."""
         if kept not in self._orders:
             sizes = [len(c) for c in self.costs]
-            tried = [_greedy(sizes, self.edges, kept, seed) for seed in range(ORDERS)]
-            self._orders[kept] = min(tried)[1]
+            best = _greedy(sizes, self.edges, kept, 0)
+            for seed in range(1, ORDERS if best[0] > EASY else 1):
+                best = min(best, _greedy(sizes, self.edges, kept, seed))
+            self._orders[kept] = best[1]
         return self._orders[kept]
 
     def _scope(

@@ -13,15 +13,13 @@ from itertools import product
 import numpy as np
 
 from shardwright.core.conversions.table import table_bytes
-from shardwright.core.cost.kept import Kept
-from shardwright.core.cost.work import WorkCounter
-from shardwright.core.fold import Unit
-from shardwright.core.graph import Graph, Op
+from shardwright.core.graph import Op
 from shardwright.core.layout import Layout, Partial, Placement, Replicate, Split
 from shardwright.core.realised import Link, Places
 from shardwright.core.rules.axes import Dim
-from shardwright.core.rules.legal import divides, signatures
+from shardwright.core.rules.legal import divides
 from shardwright.core.rules.signature import Signature
+from shardwright.core.solver.frame import Frame
 from shardwright.core.solver.network import Network
 from shardwright.core.solver.prices import AxisCost, Prices, Setting, State
 
@@ -80,24 +78,23 @@ class UnitProblem:
 
     def __init__(
         self,
-        graph: Graph,
-        counter: WorkCounter,
-        unit: Unit,
+        frame: Frame,
+        unit: int,
         setting: Setting,
-        kept: Kept,
         pins: Mapping[int, tuple[Placement | None, ...]] | None = None,
-        blocks: Mapping[Dim, tuple[int, ...]] | None = None,
         dims: frozenset[Dim] | None = None,
     ) -> None:
-        self.graph, self.unit, self.setting = graph, unit, setting
-        self.pins, self.blocks, self.dims = dict(pins or {}), dict(blocks or {}), dims
-        if not graph.capabilities.block_layouts:
-            self.blocks = {}
+        self.graph, self.unit, self.setting = frame.graph, frame.folded.units[unit], setting
+        self.pins, self.dims = dict(pins or {}), dims
+        able = self.graph.capabilities.block_layouts
+        self.blocks = {d: sizes for group in frame.groups(unit) for d, sizes in group.blocks} if able else {}
         self.network = Network()
         self.edges: list[Edge] = []
-        self.parameters = {graph.parameters[p].tensor for p in unit.parameters}
-        self.ops = graph.ops[unit.first_op : unit.end_op]
-        self.prices = Prices(graph, counter, self.ops, setting, kept, self.parameters)
+        self.parameters = {self.graph.parameters[p].tensor for p in self.unit.parameters}
+        self.ops = self.graph.ops[self.unit.first_op : self.unit.end_op]
+        self.prices = Prices(self.graph, frame.counter, self.ops, setting, frame.kept, self.parameters)
+        self._all_signatures = frame.signatures(unit, setting.batch)
+        self._read_elsewhere = frame.leaving[unit]
         self.choice_of_op: dict[int, int] = {}
         self.choice_of_tensor: dict[int, int] = {}
         """Nodes of parameters, boundary tensors and values with several readers."""
@@ -120,7 +117,7 @@ class UnitProblem:
             self._add_op(i, op)
             for position, tensor in enumerate(op.inputs):
                 readers.setdefault(tensor, []).append((i, position))
-        leaving = self._leaving(made)
+        leaving = [t for t in made if t in self._read_elsewhere]
         for tensor, uses in readers.items():
             flows = self._flows(tensor)
             if tensor in made:
@@ -168,18 +165,11 @@ class UnitProblem:
     def _n(self) -> int:
         return len(self.setting.axes)
 
-    def _leaving(self, made: Mapping[int, int]) -> list[int]:
-        outside = set(self.graph.outputs)
-        for op in (*self.graph.ops[: self.unit.first_op], *self.graph.ops[self.unit.end_op :]):
-            outside.update(t for t in op.inputs if t in made)
-        return [t for t in made if t in outside]
-
     def _add_op(self, index: int, op: Op) -> None:
         found: list[tuple[Signature, ...]] = []
         seconds: list[float] = []
         weights: list[float] = []
-        label_blocks = self._label_blocks(op)
-        all_signatures = signatures(self.graph, op, self.setting.batch, label_blocks)
+        all_signatures = self._all_signatures[index]
         per_axis = [[s for s in all_signatures if self._allowed(op, s, axis)] for axis in self.setting.axes]
         for chosen in product(*per_axis):
             if not self._fits(op, chosen):
@@ -189,17 +179,6 @@ class UnitProblem:
             weights.append(self.prices.kept_bytes(op, chosen))
         self.signatures[index] = found
         self.choice_of_op[index] = self.network.node(seconds, weights)
-
-    def _label_blocks(self, op: Op) -> dict[int, tuple[int, ...]]:
-        """The blocks that the unit's fused dims give an op's labels, at the label's whole size."""
-        sizes = self.graph.label_sizes(op, self.setting.batch)
-        found: dict[int, tuple[int, ...]] = {}
-        for tensor, labels in zip((*op.inputs, *op.outputs), op.labels, strict=True):
-            for dim, label in enumerate(labels):
-                blocks = self.blocks.get((tensor, dim), ())
-                if label >= 0 and blocks and self._shape[tensor][dim] == sizes[label]:
-                    found[label] = blocks
-        return found
 
     def _allowed(self, op: Op, signature: Signature, axis: AxisCost) -> bool:
         able = self.graph.capabilities

@@ -1,0 +1,131 @@
+"""What all layout problems of one graph share, whatever the axes: read once."""
+
+from collections.abc import Mapping
+from functools import cached_property
+
+from shardwright.core.cost.kept import Kept, aliases
+from shardwright.core.cost.work import WorkCounter
+from shardwright.core.fold import Folded
+from shardwright.core.graph import Graph, Op
+from shardwright.core.rules.axes import Dim, DimGroup, dim_groups
+from shardwright.core.rules.legal import signatures
+from shardwright.core.rules.signature import Signature
+from shardwright.core.structure import Slot, unit_slots
+
+
+class Frame:
+    """A folded graph as the solver sees it."""
+
+    def __init__(self, folded: Folded, counter: WorkCounter | None = None) -> None:
+        self.folded, self.graph = folded, folded.graph
+        self.counter = counter or WorkCounter(folded.graph)
+        self._groups: dict[int, tuple[DimGroup, ...]] = {}
+        self._signatures: dict[tuple[int, int], tuple[tuple[Signature, ...], ...]] = {}
+        self._places: dict[int, dict[int, tuple[int, int]]] = {}
+
+    @cached_property
+    def kept(self) -> Kept:
+        graph = self.graph
+        needing = {t for t in range(len(graph.tensors)) if self.counter.needs_gradient(t)}
+        return Kept(graph, aliases(graph), needing)
+
+    @cached_property
+    def slots(self) -> tuple[tuple[Slot, ...], ...]:
+        """The parameter slots of every unit."""
+        return tuple(unit_slots(self.graph, unit) for unit in self.folded.units)
+
+    @cached_property
+    def shared(self) -> tuple[int, ...]:
+        """The tensors of the parameters that units of several classes use."""
+        users: dict[int, set[int]] = {}
+        for unit in self.folded.units:
+            for parameter in unit.parameters:
+                users.setdefault(self.graph.parameters[parameter].tensor, set()).add(unit.fold_class)
+        return tuple(t for t, classes in users.items() if len(classes) > 1)
+
+    @cached_property
+    def main(self) -> tuple[int | None, ...]:
+        """For the border after every unit: the tensor whose layout is chosen, the largest that goes to the next unit
+        and no further. Others cross whole."""
+        graph, units = self.graph, self.folded.units
+        unit_of = [unit.index for unit in units for _ in range(unit.first_op, unit.end_op)]
+        readers: dict[int, set[int]] = {}
+        for index, op in enumerate(graph.ops):
+            for tensor in op.inputs:
+                readers.setdefault(tensor, set()).add(unit_of[index])
+        found: list[int | None] = []
+        for unit in units[:-1]:
+            made = [t for op in graph.ops[unit.first_op : unit.end_op] for t in op.outputs]
+            crossing = [
+                t
+                for t in made
+                if readers.get(t, set()) - {unit.index} == {unit.index + 1}
+                and self.counter.needs_gradient(t)
+                and t not in graph.outputs
+            ]
+            found.append(max(crossing, key=lambda t: graph.tensors[t].elements(2), default=None))
+        return (*found, None)
+
+    @cached_property
+    def leaving(self) -> tuple[frozenset[int], ...]:
+        """For every unit the tensors that it makes and other units read, or the model returns."""
+        made_in = {
+            t: unit.index
+            for unit in self.folded.units
+            for op in self.graph.ops[unit.first_op : unit.end_op]
+            for t in op.outputs
+        }
+        found: list[set[int]] = [set() for _ in self.folded.units]
+        for tensor in self.graph.outputs:
+            if tensor in made_in:
+                found[made_in[tensor]].add(tensor)
+        for unit in self.folded.units:
+            for op in self.graph.ops[unit.first_op : unit.end_op]:
+                for tensor in op.inputs:
+                    if made_in.get(tensor, unit.index) != unit.index:
+                        found[made_in[tensor]].add(tensor)
+        return tuple(frozenset(tensors) for tensors in found)
+
+    def groups(self, unit: int) -> tuple[DimGroup, ...]:
+        """The groups of dims of a unit that are split together."""
+        if unit not in self._groups:
+            self._groups[unit] = dim_groups(self.graph, self.folded.units[unit])
+        return self._groups[unit]
+
+    def signatures(self, unit: int, batch: int) -> tuple[tuple[Signature, ...], ...]:
+        """For every op of a unit its signatures along one axis, at ``batch`` samples."""
+        key = (unit, batch)
+        if key not in self._signatures:
+            of, able = self.folded.units[unit], self.graph.capabilities.block_layouts
+            blocks = {dim: sizes for group in self.groups(unit) for dim, sizes in group.blocks} if able else {}
+            self._signatures[key] = tuple(
+                signatures(self.graph, op, batch, _label_blocks(self.graph, op, batch, blocks))
+                for op in self.graph.ops[of.first_op : of.end_op]
+            )
+        return self._signatures[key]
+
+    def places(self, unit: int) -> dict[int, tuple[int, int]]:
+        """Tensor → (op of the unit, operand) at which it is met first: the same for units of one class."""
+        if unit not in self._places:
+            of, found = self.folded.units[unit], dict[int, tuple[int, int]]()
+            for i, op in enumerate(self.graph.ops[of.first_op : of.end_op]):
+                for j, tensor in enumerate((*op.inputs, *op.outputs)):
+                    found.setdefault(tensor, (i, j))
+            self._places[unit] = found
+        return self._places[unit]
+
+
+def _label_blocks(
+    graph: Graph, op: Op, batch: int, blocks: Mapping[Dim, tuple[int, ...]]
+) -> dict[int, tuple[int, ...]]:
+    """The blocks that a unit's fused dims give an op's labels, at the label's whole size."""
+    if not blocks:
+        return {}
+    sizes = graph.label_sizes(op, batch)
+    found: dict[int, tuple[int, ...]] = {}
+    for tensor, labels in zip((*op.inputs, *op.outputs), op.labels, strict=True):
+        for dim, (label, size) in enumerate(zip(labels, graph.tensors[tensor].shape(batch), strict=True)):
+            parts = blocks.get((tensor, dim), ())
+            if label >= 0 and parts and size == sizes[label]:
+                found[label] = parts
+    return found
