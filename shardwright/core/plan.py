@@ -8,11 +8,11 @@ from typing import Literal
 from shardwright.core.errors import PlanError, nearest
 from shardwright.core.fold import CallRef, fold
 from shardwright.core.graph import Graph
-from shardwright.core.layout import Layout, Split
+from shardwright.core.layout import Layout
 from shardwright.core.memory import MemoryUse, Recompute
 from shardwright.core.mesh import Mesh
 from shardwright.core.schedule import Schedule, StageCosts
-from shardwright.core.structure import Binding, Structure, layout_of, require_names, structure_of
+from shardwright.core.structure import Binding, Structure, in_own_dims, layout_of, require_names, structure_of
 from shardwright.core.tensor_layouts import Rates
 
 LossScope = Literal["replica", "global"]
@@ -254,12 +254,7 @@ class Plan:
         for unit, bound in enumerate(self.binding(framework).units):
             for role, name, dims in bound.parameters:
                 layout = layout_of(decided, unit, self.model.unit_classes[unit], role)
-                own = Layout(
-                    tuple(
-                        (axis, Split(dims[p.dim], p.blocks) if isinstance(p, Split) else p)
-                        for axis, p in layout.placements
-                    )
-                )
+                own = in_own_dims(layout, dims)
                 if found.setdefault(name, own) != own:
                     raise PlanError(f"tied parameter {name} has two layouts: {found[name]} and {own}")
         return found

@@ -70,7 +70,10 @@ def to_document(plan: p.Plan) -> dict[str, Any]:
                 "units": [
                     {
                         "calls": [[call.path, call.occurrence] for call in unit.calls],
-                        "parameters": {role: [own, list(dims)] for role, own, dims in unit.parameters},
+                        "parameters": {
+                            role: [own, [[list(d) for d in group] for group in dims]]
+                            for role, own, dims in unit.parameters
+                        },
                     }
                     for unit in binding.units
                 ],
@@ -248,7 +251,7 @@ def _binding_in(binding: BindingFile) -> Binding:
         tuple(
             UnitBinding(
                 tuple(CallRef(path, occurrence) for path, occurrence in unit.calls),
-                tuple((role, name, tuple(dims)) for role, (name, dims) in unit.parameters.items()),
+                tuple((role, name, tuple(map(tuple, dims))) for role, (name, dims) in unit.parameters.items()),
             )
             for unit in binding.units
         ),

@@ -54,7 +54,7 @@ class ModelFile(Section):
 
 class UnitFile(Section):
     calls: list[tuple[str, Amount]]
-    parameters: dict[str, tuple[str, list[int]]]
+    parameters: dict[str, tuple[str, list[list[tuple[Amount, Count]]]]]
 
 
 class BindingFile(Section):

@@ -16,9 +16,10 @@ from functools import cached_property
 from shardwright.core.errors import PlanError
 from shardwright.core.fold import CallRef, Folded, Unit
 from shardwright.core.graph import Graph
-from shardwright.core.layout import Layout
+from shardwright.core.layout import Layout, Placement, Split
 
-SlotDims = tuple[int, ...]
+SlotDims = tuple[tuple[tuple[int, int], ...], ...]
+"""For every slot dim the framework's own dims that make it up, outermost first: (dim, size)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,6 @@ class Slot:
     shape: tuple[int, ...]
     """(in, out) entries for a matrix, (entries,) for a vector."""
     dims: SlotDims
-    """For every slot dim the framework's own dim that is split when the slot dim is."""
     parameter: int
     """Index into the graph's parameters."""
 
@@ -139,18 +139,56 @@ def unit_slots(graph: Graph, unit: Unit) -> tuple[Slot, ...]:
         if len([size for size in shape if size != 1]) < 2:
             entries = math.prod(shape)
             longest = max(range(len(shape)), key=lambda d: shape[d], default=0)
-            vectors.append(Slot(f"v{len(vectors)}", (entries,), (longest,), parameter))
+            vectors.append(Slot(f"v{len(vectors)}", (entries,), (((longest, entries),),), parameter))
             continue
         summed, free = matrix_dims(graph, unit, tensor)
-        groups = [group for group in (summed, free) if group]
-        sizes = tuple(math.prod(shape[d] for d in group) for group in groups)
-        matrices.append(Slot(f"w{len(matrices)}", sizes, tuple(group[0] for group in groups), parameter))
+        dims = tuple(tuple((d, shape[d]) for d in group) for group in (summed, free) if group)
+        sizes = tuple(math.prod(size for _, size in group) for group in dims)
+        matrices.append(Slot(f"w{len(matrices)}", sizes, dims, parameter))
     return (*matrices, *vectors)
 
 
 def layout_of(layouts: Mapping[str, Layout], unit: int, structural: int, role: str) -> Layout:
     """What layouts by slot (``class/role``, ``@unit/role``) say of one unit's slot."""
     return layouts.get(f"@{unit}/{role}", layouts.get(f"{structural}/{role}", Layout()))
+
+
+def in_slot_dims(layout: Layout, dims: SlotDims) -> Layout:
+    """A parameter's layout, given in its own dims, in slot dims.
+
+    A dim that stands inside others in its slot dim is split in each of their entries: (experts, width) split along the
+    width is the slot dim split by blocks, one or more for each expert.
+    """
+    places: dict[str, Placement] = {}
+    for axis, place in layout.placements:
+        if not isinstance(place, Split):
+            places[axis] = place
+            continue
+        slot_dim, j = next((g, j) for g, group in enumerate(dims) for j, (d, _) in enumerate(group) if d == place.dim)
+        group = dims[slot_dim]
+        outer, inner = math.prod(n for _, n in group[:j]), math.prod(n for _, n in group[j + 1 :])
+        blocks = tuple(size * inner for size in place.blocks or (group[j][1],)) * outer
+        places[axis] = Split(slot_dim, blocks if len(blocks) > 1 else ())
+    return Layout.of(places)
+
+
+def in_own_dims(layout: Layout, dims: SlotDims) -> Layout:
+    """The counterpart of `in_slot_dims`. Raises PlanError for blocks that are those of none of the own dims."""
+    places: dict[str, Placement] = {}
+    for axis, place in layout.placements:
+        places[axis] = _own_split(place, dims[place.dim]) if isinstance(place, Split) else place
+    return Layout.of(places)
+
+
+def _own_split(place: Split, group: tuple[tuple[int, int], ...]) -> Split:
+    given = place.blocks or (math.prod(size for _, size in group),)
+    for j in reversed(range(len(group))):
+        dim, size = group[j]
+        outer, inner = math.prod(n for _, n in group[:j]), math.prod(n for _, n in group[j + 1 :])
+        own = given[: len(given) // outer]
+        if own * outer == given and all(n % inner == 0 for n in own) and sum(own) == size * inner:
+            return Split(dim, tuple(n // inner for n in own) if len(own) > 1 else ())
+    raise PlanError(f"{place} splits dims {group} (dim, size) by blocks that are those of none of them")
 
 
 def matrix_dims(graph: Graph, unit: Unit, tensor: int) -> tuple[list[int], list[int]]:

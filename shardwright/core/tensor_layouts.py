@@ -15,7 +15,7 @@ from shardwright.core.layout import Layout, Placement, Split
 from shardwright.core.realised import RealisedUnit
 from shardwright.core.rules.axes import DimGroup
 from shardwright.core.solver import AxisCost, Frame, Pins, Setting, Solution, solve_at
-from shardwright.core.structure import Slot, Structure, layout_of
+from shardwright.core.structure import Structure, in_own_dims, in_slot_dims, layout_of
 
 AXIS = "tp"
 
@@ -120,7 +120,7 @@ def slot_layouts(frame: Frame, structure: Structure, chosen: TensorLayouts) -> t
     for unit, structural, answer in zip(folded.units, structure.unit_classes, chosen.solution.units, strict=True):
         layouts = dict(answer.parameters)
         mine = {
-            slot.role: slot_layout(slot, layouts[graph.parameters[slot.parameter].tensor])
+            slot.role: in_slot_dims(layouts[graph.parameters[slot.parameter].tensor], slot.dims)
             for slot in frame.slots[unit.index]
         }
         usual = first.setdefault(structural, mine)
@@ -130,25 +130,14 @@ def slot_layouts(frame: Frame, structure: Structure, chosen: TensorLayouts) -> t
     return tuple(sorted(found.items()))
 
 
-def slot_layout(slot: Slot, layout: Layout) -> Layout:
-    """A parameter's layout, given in its own dims, in slot dims; a dim that follows another stands as that one."""
-    places: dict[str, Placement] = {}
-    for axis, place in layout.placements:
-        if isinstance(place, Split) and place.dim in slot.dims:
-            places[axis] = Split(slot.dims.index(place.dim), place.blocks)
-    return Layout.of(places)
-
-
 def pins_of(frame: Frame, structure: Structure, layouts: Mapping[str, Layout]) -> Pins:
     """The pins that bring a plan's layouts about."""
     graph, folded = frame.graph, frame.folded
     found: dict[int, tuple[Placement | None, ...]] = {}
     for unit, structural in zip(folded.units, structure.unit_classes, strict=True):
         for slot in frame.slots[unit.index]:
-            place = layout_of(layouts, unit.index, structural, slot.role).on(AXIS)
-            if isinstance(place, Split):
-                place = Split(slot.dims[place.dim], place.blocks)
-            found[graph.parameters[slot.parameter].tensor] = (place,)
+            layout = in_own_dims(layout_of(layouts, unit.index, structural, slot.role), slot.dims)
+            found[graph.parameters[slot.parameter].tensor] = (layout.on(AXIS),)
     return found
 
 

@@ -78,7 +78,7 @@ def test_slots_put_the_summed_dim_first() -> None:
     s, binding = structure_of(fold(decoder(hidden=32, transposed=True)))
     assert dict(s.class_slots[1])["w2"] == (32, 128)
     roles = {role: (name, dims) for role, name, dims in binding.units[1].parameters}
-    assert roles["w2"] == ("h.0.fc", (1, 0))
+    assert roles["w2"] == ("h.0.fc", (((1, 32),), ((0, 128),)))
 
 
 @pytest.mark.parametrize(
