@@ -39,10 +39,10 @@ def realise(graph: Graph, plan: Plan) -> tuple[RealisedUnit, ...]:
     frame = Frame(folded)
     pins = pins_of(frame, structure, dict(plan.decision.layouts))
     chosen = choose(frame, terms_of(plan.decision, plan.costs.rates), pins)
-    return tuple(_of_unit(folded, unit.index, chosen.realised(unit.index)) for unit in folded.units)
+    return tuple(of_unit(folded, unit.index, chosen.realised(unit.index)) for unit in folded.units)
 
 
-def _of_unit(folded: Folded, unit: int, like: RealisedUnit) -> RealisedUnit:
+def of_unit(folded: Folded, unit: int, like: RealisedUnit) -> RealisedUnit:
     """The layouts of a unit from those of one like it: the same ops in the same places, on tensors of their own."""
     mine, theirs, ops = folded.units[unit], folded.units[like.unit], folded.graph.ops
     if mine.index == theirs.index:

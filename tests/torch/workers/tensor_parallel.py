@@ -22,7 +22,7 @@ from shardwright.core.conversions import table_bytes
 from shardwright.core.cost.work import WorkCounter
 from shardwright.core.fold import fold
 from shardwright.core.layout import Placement, Split
-from shardwright.core.realise import _of_unit
+from shardwright.core.realise import of_unit
 from shardwright.core.solver import AxisCost, Setting, lightest_bytes, solve
 
 SAMPLES = 2
@@ -38,7 +38,7 @@ def layouts_of(traced: Traced, ranks: int, slack: float, latency_s: float) -> tu
     limit = slack * lightest_bytes(folded, setting, counter)
     found = solve(folded, setting, memory_limit_bytes=limit, counter=counter)
     realised = [
-        _of_unit(folded, unit.index, answer.like) for unit, answer in zip(folded.units, found.units, strict=True)
+        of_unit(folded, unit.index, answer.like) for unit, answer in zip(folded.units, found.units, strict=True)
     ]
     return of_realised(traced.graph, realised)
 
