@@ -6,8 +6,8 @@
 Each model runs under one schedule while a timeline is recorded; `sw.measured_costs` takes the costs of its stages from
 it, and the simulator predicts the makespan of other schedules. Then these run, with timelines recorded, and the median
 of their makespans is compared. Whole backwards are predicted from 1F1B, split ones from ZB-H1, and one of each across:
-there a whole backward is taken for the sum of its halves. Repetitions of all schedules are interleaved, so that a change
-of the machine's speed meets all of them.
+there a whole backward is taken for the sum of its halves. Repetitions of all schedules are interleaved, so that a
+change of the machine's speed meets all of them.
 """
 
 import argparse
@@ -122,8 +122,8 @@ def work(rank: int, port: int, models: list[str], repetitions: int) -> None:
             errors.append(abs(predicted / middle - 1))
             if rank == 0:
                 spread = f"{1e3 * middle:.1f} ({low:.1f} to {high:.1f})"
-                line = f"| {name} | {source} | {other} | {1e3 * predicted:.1f} | {spread} | {predicted / middle - 1:+.1%} |"
-                print(line, flush=True)
+                error = f"{predicted / middle - 1:+.1%}"
+                print(f"| {name} | {source} | {other} | {1e3 * predicted:.1f} | {spread} | {error} |", flush=True)
     if rank == 0:
         within = sum(error <= 0.05 for error in errors)
         print(

@@ -1,7 +1,7 @@
 """Gradients over the data axis and over the holders of tied parameters, and the norm of all of them."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -9,12 +9,10 @@ from torch import nn
 
 from shardwright.backends.torch.holding import Holding
 from shardwright.backends.torch.mesh import BoundMesh
+from shardwright.backends.torch.overlap import Exchange
 from shardwright.backends.torch.tensor_parallel.shards import Shards
 from shardwright.backends.torch.watch import Watch
 from shardwright.core.errors import ShardwrightError
-
-BUCKET_BYTES = 25 * 2**20
-"""Gradients are reduced in pieces of about this size, as torch's DistributedDataParallel does by default."""
 
 
 class Gradients:
@@ -25,25 +23,48 @@ class Gradients:
         self.shards: Shards | None = None
         """Where parameters lie in pieces along the tensor axis."""
         self._before: dict[str, torch.Tensor] = {}
+        self._order: tuple[str, ...] = ()
+        self._exchange: Exchange | None = None
 
-    def begin(self) -> None:
-        """Set aside what earlier steps added up: it is reduced already."""
+    def begin(self, order: Sequence[str] | None = None) -> Exchange | None:
+        """Set aside what earlier steps added up: it is reduced already.
+
+        With ``order``, the names of this rank's parameters in the order in which their gradients become whole, returns
+        what to tell of that, so that sums over dp begin at once; None where there is nothing to sum or where pieces
+        along the tensor axis are summed first. The first order that is given is kept: buckets are the same on all
+        replicas, whatever the sizes of their batches.
+        """
         self._before = {}
+        self._exchange = None
+        if order is not None and self.bound.size("dp") > 1 and self.shards is None:
+            self._order = self._order or tuple(order)
+            self._exchange = self._exchange_of(self._trainable())
         for name, parameter in self.holding.local_parameters().items():
             if parameter.grad is not None:
                 self._before[name] = parameter.grad
                 parameter.grad = None
+        return self._exchange
+
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.holding.local_parameters().items() if p.requires_grad}
+
+    def _exchange_of(self, trainable: dict[str, nn.Parameter]) -> Exchange:
+        names = dict.fromkeys((*self._order, *reversed(trainable)))
+        peers = f"dp peers, ranks {list(self.bound.groups['dp'])}"
+        chosen = {name: trainable[name] for name in names if name in trainable}
+        return Exchange(chosen, self.bound.handles["dp"], self.watch, peers)
 
     def finish(self, total_weight: float | None) -> None:
         """Sum over the holders of tied parameters and over dp, divide by the total weight if there is one, and add what
         was set aside. Every rank calls this at the same time."""
         local = self.holding.local_parameters()
-        trainable = {name: p for name, p in local.items() if p.requires_grad}
+        trainable = self._trainable()
         if self.shards is not None:
             self.shards.sum_gradients(trainable)
-        self._sum_ties(trainable)
         if self.bound.size("dp") > 1:
-            self._sum_dp(list(trainable.values()))
+            (self._exchange or self._exchange_of(trainable)).finish()
+            self._exchange = None
+        self._sum_ties(trainable)
         for name, parameter in local.items():
             if parameter.grad is not None and total_weight is not None:
                 parameter.grad.div_(total_weight)
@@ -94,27 +115,6 @@ class Gradients:
                     dist.send(tensor, self.bound.peer("pp", holder))
         parameter.grad = total if int(present) else None
 
-    def _sum_dp(self, parameters: Sequence[nn.Parameter]) -> None:
-        """SUM, never AVG, which Gloo takes and does not compute; the scale is in the losses already."""
-        if not parameters:
-            return
-        group, device = self.bound.handles["dp"], parameters[0].device
-        self.watch.doing("reducing gradients over dp")
-        with self.watch.waiting(f"dp peers, ranks {list(self.bound.groups['dp'])}"):
-            present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
-            dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
-            for parameter, anywhere in zip(parameters, present.tolist(), strict=True):
-                if anywhere and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
-                flat = torch.cat([g.reshape(-1) for g in bucket]) if len(bucket) > 1 else bucket[0].contiguous()
-                dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group)
-                if len(bucket) > 1:
-                    for gradient, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                        gradient.copy_(piece.view_as(gradient))
-                elif flat is not bucket[0]:
-                    bucket[0].copy_(flat)
-
     def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         """Scale the gradients so that their norm, over the whole model, is at most ``max_norm``; the norm before.
 
@@ -148,18 +148,3 @@ class Gradients:
             if parameter.grad is not None:
                 parameter.grad.mul_(scale.to(parameter.grad.dtype))
         return norm
-
-
-def _buckets(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Tensors of one dtype, together at most BUCKET_BYTES unless one alone is larger."""
-    found: list[list[torch.Tensor]] = []
-    open_of: dict[torch.dtype, tuple[list[torch.Tensor], int]] = {}
-    for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        bucket, used = open_of.get(tensor.dtype, ([], 0))
-        if not bucket or used + size > BUCKET_BYTES:
-            bucket, used = [], 0
-            found.append(bucket)
-        bucket.append(tensor)
-        open_of[tensor.dtype] = (bucket, used + size)
-    return found

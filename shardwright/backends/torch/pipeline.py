@@ -1,11 +1,13 @@
 """Runs a divided program under a core schedule: the actions of this rank's stages, in its order."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 
 from shardwright.backends.torch.measure import Recorder
+from shardwright.backends.torch.overlap import Exchange
 from shardwright.backends.torch.randomness import Streams, kept_generators
 from shardwright.backends.torch.recompute import Call, Recompute
 from shardwright.backends.torch.replay import Kept, Replay, StepValues
@@ -17,6 +19,7 @@ from shardwright.backends.torch.weight_gradients import collecting, deferrable
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action, Kind
 
+_NOTHING: AbstractContextManager[None] = nullcontext()
 POSTED_AHEAD = 2
 """For so many actions ahead receives are posted, so that tensors come in while the rank computes."""
 
@@ -51,6 +54,7 @@ class Pipeline:
         self._needs = tuple(tuple(self.traffic.needs(action)) for action in self.actions)
         self._split = {(a.stage, microbatch_of(a)) for a in self.actions if a.kind is Kind.WEIGHT_GRAD}
         self._replay = Replay(modules, streams, mailroom.device, Recompute(recompute, modules, streams))
+        self._closes = self._last_uses()
         self._arrivals: dict[tuple[int, int, bool], list[torch.Tensor]] = {}
         self._kept: dict[tuple[int, int], Kept] = {}
 
@@ -62,6 +66,8 @@ class Pipeline:
         grad: bool,
         loss_scales: Sequence[float],
         recorder: Recorder | None = None,
+        exchange: Exchange | None = None,
+        parameters: Mapping[str, nn.Parameter] | None = None,
     ) -> StepValues:
         """Run every action; gradients add up in the parameters.
 
@@ -70,6 +76,7 @@ class Pipeline:
             first_microbatch: the number of this replica's first microbatch among those of all replicas.
             loss_scales: what each microbatch's losses are multiplied by where no weight is given.
             recorder: notes when each action runs.
+            exchange: is told when gradients are whole: those of ``parameters``, what this rank holds by first name.
         """
         out = StepValues()
         self._kept.clear()
@@ -88,7 +95,8 @@ class Pipeline:
                         self._arrivals[message.key] = self.mailroom.take(message)
                     if recorder is not None:
                         recorder.start(action)
-                    self._run(action, mb, inputs[mb], step, first_microbatch + mb, grad, loss_scales[mb], out)
+                    with self._closing(position, exchange, parameters):
+                        self._run(action, mb, inputs[mb], step, first_microbatch + mb, grad, loss_scales[mb], out)
                     if recorder is not None:
                         recorder.end()
             self.mailroom.drain()
@@ -98,6 +106,27 @@ class Pipeline:
             self._arrivals.clear()
             self.watch.doing("between steps")
         return out
+
+    def _closing(
+        self, position: int, exchange: Exchange | None, parameters: Mapping[str, nn.Parameter] | None
+    ) -> AbstractContextManager[None]:
+        names = self._closes.get(position)
+        if exchange is None or parameters is None or names is None:
+            return _NOTHING
+        held = [(name, parameters[name]) for name in names if name in parameters]
+        return exchange.closing(held, self.actions[position].kind is Kind.BACKWARD)
+
+    def _last_uses(self) -> dict[int, tuple[str, ...]]:
+        """By position of an action, the parameters to whose gradients it is the last to add; the last used first."""
+        last: dict[str, int] = {}
+        for position, action in enumerate(self.actions):
+            if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
+                part = self.divisions[microbatch_of(action)].parts[action.stage]
+                last.update(dict.fromkeys(part.parameters, position))
+        found: dict[int, tuple[str, ...]] = {}
+        for name, position in last.items():
+            found[position] = (*found.get(position, ()), name)
+        return found
 
     def _run(
         self, action: Action, mb: int, inputs: Sequence[torch.Tensor], step: int, global_mb: int, grad: bool,
@@ -139,3 +168,18 @@ class Pipeline:
             self._arrivals[edge.index, mb, gradient] = tensors
         else:
             self.mailroom.send(message, tensors)
+
+
+def closing_order(schedule: Schedule, rank: int, division: Division, names: Sequence[str]) -> tuple[str, ...]:
+    """Of the parameters ``names`` of a rank, in the model's order, those that its stages use: in the order in which the
+    schedule adds to their gradients for the last time, within one stage from the model's end to its beginning."""
+    last: dict[int, int] = {}
+    for position, action in enumerate(schedule.table[rank]):
+        for part in action.flat:
+            if part.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
+                last[part.stage] = position
+    closes = {
+        name: max((at for s, at in last.items() if name in division.parts[s].parameters), default=-1) for name in names
+    }
+    place = {name: number for number, name in enumerate(names)}
+    return tuple(sorted((name for name in names if closes[name] >= 0), key=lambda name: (closes[name], -place[name])))

@@ -19,7 +19,7 @@ from shardwright.backends.torch.measure import Recorder
 from shardwright.backends.torch.mesh import BoundMesh
 from shardwright.backends.torch.messages.engine import Messages
 from shardwright.backends.torch.messages.owners import Owners
-from shardwright.backends.torch.pipeline import Pipeline
+from shardwright.backends.torch.pipeline import Pipeline, closing_order
 from shardwright.backends.torch.program import Program, Tree
 from shardwright.backends.torch.randomness import Streams
 from shardwright.backends.torch.results import Returned, compare_over, share, shares_over_dp, total_weight
@@ -65,6 +65,8 @@ class _Compiled:
 
     pipeline: Pipeline
     result: Tree
+    order: tuple[str, ...]
+    """This rank's parameters in the order in which their gradients become whole."""
 
     def holds(self, microbatches: Sequence[Sequence[torch.Tensor]]) -> bool:
         """Whether what was read from the batch when this was recorded is read from these microbatches too."""
@@ -268,16 +270,18 @@ class Runtime:
         pipeline = compiled.pipeline
         training = pipeline.trains
         shares = shares_over_dp(samples or [1] * count, stage_map.schedule.microbatches, self.bound, self.watch)
+        exchange = None
         if training:
-            self.gradients.begin()
+            exchange = self.gradients.begin(compiled.order)
         pipeline.streams.seed = self.seed
         recorder = None
         if self.recorders is not None:
             recorder = Recorder(self.bound.device)
             self.recorders.append(recorder)
         values = pipeline.run(
-            microbatches, self.steps_run, shares.first, training and torch.is_grad_enabled(), shares.scales, recorder
-        )
+            microbatches, self.steps_run, shares.first, training and torch.is_grad_enabled(), shares.scales, recorder,
+            exchange, self.holding.local_parameters() if exchange is not None else None,
+        )  # fmt: skip
         stage_rank = [stage_map.schedule.stage_to_rank(s) for s in range(stage_map.schedule.stages)]
         self.watch.doing("the end of the step")
         total, weights = total_weight(pipeline.divisions, values, stage_rank, self.bound, self.watch, shares)
@@ -423,7 +427,8 @@ class Runtime:
             recompute,
         )  # fmt: skip
         self.mailroom.open(pipeline.pairs)
-        return _Compiled(pipeline, programs[0].result)
+        rank, names = self.bound.coordinate("pp"), tuple(self.holding.local_parameters())
+        return _Compiled(pipeline, programs[0].result, closing_order(stage_map.schedule, rank, used[0], names))
 
     def _place_needs(self, division: Division, schedule: Schedule) -> None:
         needs: dict[int, set[str]] = {}

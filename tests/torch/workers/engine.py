@@ -13,6 +13,7 @@ import torch.distributed as dist
 from models import batch, build, with_batch_norm
 
 import shardwright.torch as sw
+from shardwright.backends.torch import overlap
 from shardwright.core.errors import ShardwrightError
 
 CONFIG = {"pipeline_parallel_degree": 2, "microbatches": 4, "wait_timeout_s": 60.0}
@@ -148,6 +149,34 @@ def timelines_are_measured_and_predict() -> None:
     sw.shutdown()
 
 
+def gradients_are_summed_while_the_backward_runs() -> None:
+    """Every bucket is on its way before the step waits for them; what no replica uses has no gradient."""
+    sent: list[tuple[int, int]] = []
+    finish, size = overlap.Exchange.finish, overlap.BUCKET_BYTES
+    overlap.BUCKET_BYTES = 4096
+
+    def noted(exchange: overlap.Exchange) -> None:
+        sent.append((exchange._sent, len(exchange._buckets)))
+        finish(exchange)
+
+    overlap.Exchange.finish = noted
+    try:
+        for pipeline in ("1f1b", "zb-h1"):
+            sw.init({"microbatches": 2, "ddp": True, "wait_timeout_s": 60.0, "pipeline": pipeline})
+            plain = build("gpt2")
+            model = sw.DistributedModel(copy.deepcopy(plain))
+            for step in range(2):  # the second adds to the first
+                whole = batch("gpt2", step)
+                plain_run(plain, cut(whole, 4))
+                train_step(model, {k: t.chunk(2)[sw.dp_rank()] for k, t in whole.items()})
+            same_gradients(model, plain)
+            sw.shutdown()
+    finally:
+        overlap.Exchange.finish, overlap.BUCKET_BYTES = finish, size
+    assert len(sent) == 4
+    assert all(now == of > 5 for now, of in sent), sent
+
+
 def trained(model: torch.nn.Module, steps: list[dict[str, torch.Tensor]], autocast: bool, **config: Any) -> Any:
     """Losses, gradients and buffers after some steps without an optimizer, and how often each module was called."""
     sw.init(CONFIG, **config)
@@ -197,6 +226,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     replicas_with_batches_of_different_sizes,
     timelines_are_measured_and_predict,
     recompute_changes_nothing_but_the_calls,
+    gradients_are_summed_while_the_backward_runs,
 )
 
 
