@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError, nearest
 from shardwright.core.mesh import Mesh
+from shardwright.core.plan import LossScope
 from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
 
 _ALIASES = {"partitions": "pipeline_parallel_degree"}
@@ -47,6 +48,7 @@ class Config:
         recompute: "full" runs the forward of repeated blocks again in the backward pass.
         prescaled_batch: whether all ranks of the tensor axis are given the same batch. Without it each has samples of
             its own, and a step is over all of them.
+        loss_scope: "global" lets batch norm see the microbatches of all replicas together.
         wait_timeout_s: how long this rank waits for a peer before it stops with an error.
         axes: the mesh axes, outermost first.
     """
@@ -63,6 +65,7 @@ class Config:
     cluster: str | None = None
     recompute: Literal["none", "full"] = "none"
     prescaled_batch: bool = True
+    loss_scope: LossScope = "replica"
     seed: int = 0
     wait_timeout_s: float = 600.0
     pipeline_mode: str = "auto"
@@ -79,6 +82,8 @@ class Config:
             raise ShardwrightError(f"pipeline={self.pipeline!r} is no schedule: {hint}")
         if self.recompute not in ("none", "full"):
             raise ShardwrightError(f"recompute={self.recompute!r}: expected 'none' or 'full'")
+        if self.loss_scope not in ("replica", "global"):
+            raise ShardwrightError(f"loss_scope={self.loss_scope!r}: expected 'replica' or 'global'")
         if self.ddp_dist_backend not in ("auto", "nccl", "gloo"):
             raise ShardwrightError(f"ddp_dist_backend={self.ddp_dist_backend!r}: expected auto, nccl or gloo")
         if self.pipeline_mode not in PIPELINE_MODES:

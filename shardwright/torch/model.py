@@ -57,7 +57,11 @@ class DistributedModel(nn.Module):
             self._warn_of_precision(session.plan.decision.precision)
             self.runtime.split(StageMap.of_plan(session.plan))
         elif session.bound.size("pp") == session.bound.size("tp") == 1:
-            self.runtime.split(StageMap.whole(session.microbatches))
+            self.runtime.split(
+                StageMap.whole(
+                    session.microbatches, recompute=session.config.recompute, loss_scope=session.config.loss_scope
+                )
+            )
 
     def _warn_of_precision(self, planned: str) -> None:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[planned]

@@ -45,7 +45,8 @@ def plan_at_first_step(session: Session, model: DistributedModel, graph: Graph) 
         Cluster(config.cluster or _hardware(bound.device), devices_per_node=bound.mesh.size),
         batch=samples * config.microbatches * dp,
         pp=pp, tp=bound.size("tp"), dp=dp, microbatch=samples, schedule=_schedule_for_cut(config),
-        virtual_stages=config.virtual_stages, recompute=config.recompute, shard=0, precision=_precision(model.module),
+        virtual_stages=config.virtual_stages, recompute=config.recompute,
+        loss_scope=config.loss_scope, shard=0, precision=_precision(model.module),
     )  # fmt: skip
     session.plan = plan
     schedule = config.schedule(plan.stage_costs())

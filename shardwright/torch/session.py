@@ -138,6 +138,7 @@ def _refuse_degrees(given: Mapping[str, Any]) -> None:
         "tensor_parallel_degree",
         "microbatches",
         "pipeline",
+        "loss_scope",
         "recompute",
     )
     for key in decided:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwright.backends.torch.batch_norm import RunningStatistics, norm_over_replicas
 from shardwright.backends.torch.data_parallel import Gradients
 from shardwright.backends.torch.fake_state import find_model_call
 from shardwright.backends.torch.guards import holds
@@ -111,6 +112,8 @@ class Runtime:
         self.recorders: list[Recorder] | None = None
         """While timelines are recorded: of each step when its actions ran."""
         self.tensor: TensorParallel | None = None
+        self.statistics: RunningStatistics | None = None
+        self._undo_norms: Callable[[], None] | None = None
         self._compiled: dict[Hashable, list[_Compiled]] = {}
         self._ahead: tuple[Hashable, Division] | None = None
         self._synchronized = False
@@ -128,6 +131,10 @@ class Runtime:
             self.tensor = TensorParallel(self.model, shards, stage_map.plan)
             self.gradients.shards = shards
         self._hold(placement)
+        if self.bound.size("dp") > 1 and stage_map.loss_scope == "global":
+            self._undo_norms = norm_over_replicas(self.model, self.bound, self.watch, lambda: self.in_body)
+        elif self.bound.size("dp") > 1:
+            self.statistics = RunningStatistics(self.model, self.bound, self.watch)
 
     def _hold(self, placement: Placement) -> None:
         wanting = self.holding.split(placement)
@@ -270,6 +277,14 @@ class Runtime:
         pipeline = compiled.pipeline
         training = pipeline.trains
         shares = shares_over_dp(samples or [1] * count, stage_map.schedule.microbatches, self.bound, self.watch)
+        if stage_map.loss_scope == "global" and len({len(held) for held in shares.samples}) > 1:
+            raise ShardwrightError(
+                f"the replicas were given {[sum(held) for held in shares.samples]} samples, which make different "
+                f"numbers of microbatches, and loss_scope='global' norms those of all replicas together: give each "
+                f"replica at least {stage_map.schedule.microbatches} samples"
+            )
+        if self.statistics is not None:
+            self.statistics.begin()
         exchange = None
         if training:
             exchange = self.gradients.begin(compiled.order)
@@ -282,6 +297,8 @@ class Runtime:
             microbatches, self.steps_run, shares.first, training and torch.is_grad_enabled(), shares.scales, recorder,
             exchange, self.holding.local_parameters() if exchange is not None else None,
         )  # fmt: skip
+        if self.statistics is not None:
+            self.statistics.finish()
         stage_rank = [stage_map.schedule.stage_to_rank(s) for s in range(stage_map.schedule.stages)]
         self.watch.doing("the end of the step")
         total, weights = total_weight(pipeline.divisions, values, stage_rank, self.bound, self.watch, shares)
@@ -449,6 +466,8 @@ class Runtime:
 
     def close(self) -> None:
         """End what runs beside the main thread, and take the hooks off the model."""
+        if self._undo_norms is not None:
+            self._undo_norms()
         for compiled in itertools.chain.from_iterable(self._compiled.values()):
             compiled.pipeline.streams.close()
         self._compiled.clear()

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from shardwright.backends.torch import CAPABILITIES
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError
-from shardwright.core.memory import unit_recompute
-from shardwright.core.plan import Plan
+from shardwright.core.memory import Recompute, unit_recompute
+from shardwright.core.plan import LossScope, Plan
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action
 
@@ -20,6 +20,8 @@ class StageMap:
     parameter_stages: Mapping[str, tuple[int, ...]]
     recompute: frozenset[tuple[str, int]] = frozenset()
     """The calls whose forward runs again in the backward pass."""
+    loss_scope: LossScope = "replica"
+    """Which samples batch norm sees together: `backends.torch.batch_norm`."""
     plan: Plan | None = None
     """Where the tensor axis has its layouts from."""
 
@@ -34,12 +36,25 @@ class StageMap:
         _require_policies(plan)
         schedule = schedule or plan.build_schedule()
         calls = tuple(tuple((c.path, c.occurrence) for c in held) for held in plan.stage_calls("torch"))
-        return cls(schedule, calls, plan.parameter_stages("torch"), _recomputed_calls(plan), plan)
+        return cls(
+            schedule, calls, plan.parameter_stages("torch"), _recomputed_calls(plan), plan.decision.loss_scope, plan
+        )
 
     @classmethod
-    def whole(cls, microbatches: int) -> "StageMap":
-        """The unsplit model: one stage, the call of the model itself."""
-        return cls(Schedule.build("gpipe", ranks=1, microbatches=microbatches), ((("", 0),),), {})
+    def whole(
+        cls, microbatches: int, *, recompute: Recompute = "none", loss_scope: LossScope = "replica"
+    ) -> "StageMap":
+        """The unsplit model: one stage, the call of the model itself.
+
+        Raises MissingCapabilityError for recompute, which goes by the blocks of a plan.
+        """
+        if recompute != "none":
+            raise MissingCapabilityError(
+                f"recompute={recompute!r} goes by the blocks of a plan, and a model that is not split has none: pass a "
+                f"plan with pp=1 and recompute={recompute!r} to init"
+            )
+        schedule = Schedule.build("gpipe", ranks=1, microbatches=microbatches)
+        return cls(schedule, ((("", 0),),), {}, loss_scope=loss_scope)
 
     @property
     def stage_of_call(self) -> dict[tuple[str, int], int]:
@@ -57,11 +72,6 @@ def _require_policies(plan: Plan) -> None:
         raise MissingCapabilityError(
             "the plan has recompute='selective', and the torch runtime of this version cannot tell the products of "
             "attention from the rest of a unit: plan again with recompute='full' or 'none'"
-        )
-    if decision.loss_scope != "replica":
-        raise MissingCapabilityError(
-            f"the plan has loss_scope={decision.loss_scope!r}, and the torch runtime of this version computes losses "
-            f"and batch statistics per microbatch: plan again with loss_scope='replica'"
         )
 
 

@@ -177,6 +177,37 @@ def gradients_are_summed_while_the_backward_runs() -> None:
     assert all(now == of > 5 for now, of in sent), sent
 
 
+def batch_norm_sees_what_the_loss_scope_says() -> None:
+    for scope in ("replica", "global"):
+        for config in ({}, {"pipeline_parallel_degree": 2, "microbatches": 4, "ddp": False}):
+            whole = {key: t.clone() for key, t in batch("gpt2", 0).items()}
+            parts = cut(whole, 4)
+            sw.init({"microbatches": 2, "ddp": True, "wait_timeout_s": 60.0, "loss_scope": scope} | config)
+            if scope == "global" and sw.dp_size() == 2:  # the m-th microbatches of both replicas make one
+                halves = [cut(half, 2) for half in cut(whole, 2)]
+                parts = [{k: torch.cat([h[m][k] for h in halves]) for k in whole} for m in range(2)]
+            plain = with_batch_norm(dropout=0.0)
+            plain.blocks[1].norm.momentum = None
+            model = sw.DistributedModel(copy.deepcopy(plain))
+            for _ in range(2):
+                plain.zero_grad()
+                expected = plain_run(plain, parts)
+                model.zero_grad()
+                out = train_step(model, {k: t.chunk(sw.dp_size())[sw.dp_rank()] for k, t in whole.items()})
+            assert abs(float(out["loss"].reduce_mean()) - expected) <= 1e-5 * abs(expected)
+            same_gradients(model, plain)
+            wanted = dict(plain.named_buffers())
+            for name, buffer in model.local_named_buffers():
+                torch.testing.assert_close(buffer, wanted[name], msg=f"{scope} {config} {name}")
+            sw.shutdown()
+            assert all("forward" not in m.__dict__ for m in model.module.modules())
+    sw.init({"microbatches": 2, "ddp": True, "wait_timeout_s": 60.0, "loss_scope": "global"})
+    model = sw.DistributedModel(with_batch_norm())
+    with pytest.raises(ShardwrightError, match="different numbers of microbatches"):
+        train_step(model, batch("gpt2", 0, samples=1 + 3 * sw.dp_rank()))
+    sw.shutdown()
+
+
 def trained(model: torch.nn.Module, steps: list[dict[str, torch.Tensor]], autocast: bool, **config: Any) -> Any:
     """Losses, gradients and buffers after some steps without an optimizer, and how often each module was called."""
     sw.init(CONFIG, **config)
@@ -227,6 +258,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     timelines_are_measured_and_predict,
     recompute_changes_nothing_but_the_calls,
     gradients_are_summed_while_the_backward_runs,
+    batch_norm_sees_what_the_loss_scope_says,
 )
 
 

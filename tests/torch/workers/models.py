@@ -153,10 +153,10 @@ def every_kind_of_weight() -> nn.Module:
 
 
 class NormedBlock(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         self.linear, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
-        self.dropout = nn.Dropout(0.2)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.dropout(torch.tanh(self.norm(self.linear(x).transpose(1, 2)).transpose(1, 2)))
@@ -170,10 +170,10 @@ class Output(dict[str, Any]):
 class WithBatchNorm(nn.Module):
     """What batch norm gives depends on the microbatch, and its running statistics on their order."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 8)
-        self.blocks = nn.ModuleList(NormedBlock(8) for _ in range(4))
+        self.blocks = nn.ModuleList(NormedBlock(8, dropout) for _ in range(4))
         self.head = nn.Linear(8, VOCABULARY)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Output:
@@ -184,6 +184,6 @@ class WithBatchNorm(nn.Module):
         return Output(loss=nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits=logits)
 
 
-def with_batch_norm() -> nn.Module:
+def with_batch_norm(dropout: float = 0.2) -> nn.Module:
     torch.manual_seed(3)
-    return WithBatchNorm()
+    return WithBatchNorm(dropout)
