@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -216,3 +217,72 @@ def test_capture_refuses_what_values_decide_outside_of_every_module() -> None:
 
     with pytest.raises(UnrecordableError, match="reads values of tensors and runs by them"):
         capture(Loops(Block(), Block()), (torch.ones(3, WIDTH),), require_loss=False, capabilities=CAPABILITIES)
+
+
+class Doubled(torch.autograd.Function):
+    """Its backward is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 7
+
+
+class Between(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(Doubled.apply(self.a(x)))
+
+
+class Around(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, model: nn.Module) -> torch.Tensor:
+        return model.a(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class AroundUnits(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(Around.apply(x, self))
+
+
+def test_an_autograd_function_between_units_keeps_its_backward() -> None:
+    compare(lambda: Between(Block(), Block()), STAGES, mean_square, [samples(WIDTH)])
+    assert "apply" not in vars(torch.autograd.Function) or torch.autograd.Function.apply.__name__ == "apply"
+
+
+def test_an_autograd_function_around_units_is_refused() -> None:
+    unrecordable(AroundUnits(Block(), Block()), "inside the autograd function Around.*message passing")
+
+
+class Sliced(Two):
+    """A slice of what a unit made, by numbers of the batch."""
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        return self.b(torch.stack([row[: size[0]].sum() * row for row, size in zip(x, sizes, strict=True)]))
+
+
+def test_slices_of_activations_by_numbers_of_the_batch() -> None:
+    sizes = torch.tensor([[1], [2], [3], [4]])
+    compare(lambda: Sliced(Block(), Block()), STAGES, lambda m, g: m(*g).pow(2).mean(), [samples(WIDTH), sizes])
+
+
+def test_several_rows_for_each_sample() -> None:
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, rows: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            return self.linear(rows).view(len(text), -1, WIDTH).mean(1) + text
+
+    sample = {"rows": torch.randn(8, WIDTH), "text": torch.randn(2, WIDTH)}
+    graph = capture(Patches(), sample, require_loss=False, capabilities=CAPABILITIES)
+    assert graph.sample_batch == 2
+    assert [graph.tensors[i].shape(5) for i in graph.inputs] == [(20, WIDTH), (5, WIDTH)]

@@ -157,7 +157,7 @@ class _Session:
         def make(leaf: Leaf) -> torch.Tensor:
             shape = list(leaf.tensor.shape)
             if leaf.batch_dim is not None:
-                shape[leaf.batch_dim] = size
+                shape[leaf.batch_dim] = size * leaf.rows
             made = torch.empty(shape, dtype=leaf.tensor.dtype, device="cpu")
             return made.requires_grad_(leaf.tensor.requires_grad)
 
@@ -167,7 +167,8 @@ class _Session:
         def make(leaf: Leaf) -> torch.Tensor:
             made = leaf.tensor.detach().to("cpu", copy=True)
             if leaf.batch_dim is not None:
-                made = made.index_select(leaf.batch_dim, torch.arange(size) % self.sample.batch)
+                chosen = torch.arange(size * leaf.rows) % (self.sample.batch * leaf.rows)
+                made = made.index_select(leaf.batch_dim, chosen)
             return made.requires_grad_(leaf.tensor.requires_grad)
 
         return make

@@ -44,6 +44,8 @@ class Draft:
     """Whether its result, or the shape of it, depends on the values of tensors."""
 
     drawn_before: tuple[int, ...] = ()
+    scalars: list[torch.Tensor] = field(default_factory=list)
+    """Known tensors whose one value was read."""
     masks: list[torch.Tensor] = field(default_factory=list)
     """Known tensors whose number of entries decides the shape of the result."""
     draws_on_host: bool = False

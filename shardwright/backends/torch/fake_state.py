@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
+from shardwright.backends.torch.stand_in import swapped_in
 from shardwright.core.errors import CaptureError
 
 VALUE_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
@@ -49,9 +50,7 @@ def real_state(model: nn.Module, device: torch.device) -> State:
 def _swapped(
     model: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor]
 ) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
-    """The model with other parameters and buffers; afterwards every attribute of every module is as it was."""
-    modules = list(model.modules())
-    before = [(dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in modules]
+    """The model with other parameters and buffers; afterwards all of it is as it was."""
     made: dict[int, torch.Tensor] = {}
 
     def stand_in(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -64,20 +63,8 @@ def _swapped(
 
     parameters = {name: stand_in(name, p) for name, p in model.named_parameters()}
     buffers = {name: stand_in(name, b) for name, b in model.named_buffers()}
-    try:
-        for module in modules:
-            for store in (module._parameters, module._buffers):
-                for name, tensor in store.items():
-                    if tensor is not None:
-                        store[name] = made[id(tensor)]  # type: ignore[assignment]
+    with swapped_in(model, made):
         yield parameters, buffers
-    finally:
-        for module, (attributes, own_parameters, own_buffers) in zip(modules, before, strict=True):
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for store, kept in ((module._parameters, own_parameters), (module._buffers, own_buffers)):
-                store.clear()
-                store.update(kept)  # type: ignore[arg-type]
 
 
 GROUPED_PRODUCT = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)

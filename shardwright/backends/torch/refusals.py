@@ -1,5 +1,6 @@
 """What the recording of a step refuses, and in which words."""
 
+import functools
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +80,16 @@ def sets_an_attribute(model: nn.Module, path: str | None, module: str, name: str
             f"an argument, or let the model run by message passing"
         )
     return CaptureError(f"the step {what}: set it before the step, or pass the value as an argument")
+
+
+def wraps_units(model: nn.Module, path: str | None, function: Callable[..., Any]) -> UnrecordableError:
+    """The error for a custom autograd function that runs modules of several stages in its own way."""
+    name = function.args[0].__name__ if isinstance(function, functools.partial) else str(function)
+    return UnrecordableError(
+        f"{type(model).__name__} cannot be recorded, because {path or 'its forward'!r} calls modules that the plan "
+        f"gives to stages inside the autograd function {name}, which defines their backward pass: let the model run "
+        f"by message passing"
+    )
 
 
 def require_room_for_values(model: nn.Module, needs: Exception) -> None:

@@ -7,7 +7,7 @@ where it can change.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,13 +22,16 @@ class Leaf:
     name: str
     tensor: torch.Tensor
     batch_dim: int | None
+    rows: int = 1
+    """Entries along the batch dim for each sample: the patches of an image, where they lie one after the other."""
 
 
 class Sample:
     """A sample with its batch dims known. Raises CaptureError when they do not agree.
 
     ``batch_dims`` is a dim for all tensors (None: dim 0), or the sample's own structure with a dim, or None for no
-    batch, in place of each tensor; what a mapping leaves out is dim 0.
+    batch, in place of each tensor; what a mapping leaves out is dim 0. The batch is the smallest of their sizes; others
+    may be multiples of it, several entries for each sample.
     """
 
     def __init__(self, sample: Any, batch_dims: Any = None) -> None:
@@ -42,13 +45,21 @@ class Sample:
                 "tuple or a dict of tensors that are batched along dim 0, or say which dims are with batch_dims="
             )
         first, self.batch = next(iter(sizes.items()))
+        least = min(sizes.values())
+        several = least > 1 and all(size % least == 0 for size in sizes.values())
+        self.batch = least if several else self.batch
         for name, size in sizes.items():
-            if size != self.batch:
+            if size != self.batch and not several:
                 raise CaptureError(
                     f"the sample's tensors disagree about the batch: {first} has {self.batch} entries along its batch "
                     f"dim, {name} has {size}. Say where the batch is, or that there is none, with "
                     f"batch_dims={{{name!r}: None}} (a dim or None per tensor; dim 0 where nothing is said)"
                 )
+
+        self.leaves = [
+            leaf if leaf.batch_dim is None else replace(leaf, rows=leaf.tensor.shape[leaf.batch_dim] // self.batch)
+            for leaf in self.leaves
+        ]
 
     def arguments(
         self, make: Callable[[Leaf], torch.Tensor]

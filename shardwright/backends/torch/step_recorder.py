@@ -11,8 +11,8 @@ from the batch alone, which becomes a guard of the program (`guards`).
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,7 @@ from shardwright.backends.torch.refusals import (
     said,
     sets_an_attribute,
     where,
+    wraps_units,
 )
 from shardwright.backends.torch.stand_in import no_remembered_results
 from shardwright.backends.torch.watching import Functions, Ops, patched_modules
@@ -98,6 +99,7 @@ class StepRecorder:
         self.seen_calls: set[tuple[str, int]] = set()
         self.failed_path: str | None = None
         """The innermost module call that an error left first; None when none was under way."""
+        self._units_called = 0
         self._drawn: dict[Context, list[int]] = {}
         self._objects: dict[int, int] = {}
         self._keep: list[Any] = []
@@ -116,7 +118,6 @@ class StepRecorder:
         with (
             mode,
             state(self.model, self.device) as (parameters, buffers),
-            _kept_generators(),
             no_remembered_results(self.model),
         ):
             for name, parameter in parameters.items():
@@ -174,7 +175,10 @@ class StepRecorder:
             self.children.setdefault(self.frames[-1].path, {})[path] = None
         self.frames.append(Frame(path, occurrence))
         try:
-            stage = self.stage_of_call.get((path, occurrence)) if self.unit_depth == 0 else None
+            stage = self.stage_of_call.get((path, occurrence))
+            self._units_called += stage is not None
+            if self.unit_depth:
+                stage = None
             if stage is None:
                 result = original(module, *args, **kwargs)
             else:
@@ -233,6 +237,20 @@ class StepRecorder:
             return
         raise sets_an_attribute(self.model, self.frames[-1].path if self.frames else None, path, name)
 
+    def autograd_function(self, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call of a custom ``torch.autograd.Function``: one step, with the backward that it defines.
+
+        Raises UnrecordableError where it calls a unit.
+        """
+        if self.unit_depth:
+            return apply(*args, **kwargs)
+        frame, called = (self.frames[-1].path if self.frames else None), self._units_called
+        try:
+            return self.function_call(apply, args, kwargs)
+        finally:
+            if self._units_called != called:
+                raise wraps_units(self.model, frame, apply)
+
     # Functions -----------------------------------------------------------------------------------------------------
 
     def function_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -243,14 +261,19 @@ class StepRecorder:
         versions = [tensor._version for tensor in given]
         probe = Draft(-1, None, 0, function, _EMPTY, set())
         outer, self.current = self.current, probe
+        self.unit_depth += 1
         try:
             result = function(*args, **kwargs)
         finally:
+            self.unit_depth -= 1
             self.current = outer
         made = tensors_in(result)
-        if not made and getattr(function, "__name__", "") in READING:
+        if not made and not probe.scalars and getattr(function, "__name__", "") in READING:
             probe.reads_value = True
         changed = any(tensor._version != version for tensor, version in zip(given, versions, strict=True))
+        for read, tensors in ((torch.Tensor.item, probe.scalars), (_count, probe.masks)):
+            for tensor in tensors:
+                self._guard(self._draft(None, 0, read, ((tensor,), {}), None, kept=False), read(tensor))
         if not (changed or made or (probe.reads_value and given)):
             return result
         draft = self._draft(None, 0, function, (args, kwargs), None, kept=changed or bool(made))
@@ -264,9 +287,6 @@ class StepRecorder:
             earlier.append(draft.index)
         if probe.reads_value and given:
             self._guard(draft, result)
-        for mask in probe.masks:
-            count = self._draft(None, 0, _count, ((mask,), {}), None, kept=False)
-            self._guard(count, _count(mask))
         if not changed and not made:
             return result
         self.ledger.note_writes(draft, given, versions)
@@ -308,7 +328,9 @@ class StepRecorder:
             self._note_draw(draft)
         if torch.Tag.data_dependent_output in function.tags or torch.Tag.dynamic_output_shape in function.tags:
             masks = masks_of(function, args)
-            if masks is not None and all(self.ledger.ref(mask) is not None for mask in masks):
+            if function is _ITEM and self.ledger.ref(args[0]) is not None:
+                draft.scalars.append(args[0])
+            elif masks is not None and all(self.ledger.ref(mask) is not None for mask in masks):
                 draft.masks += masks
             else:
                 draft.reads_value = True
@@ -366,12 +388,14 @@ class StepRecorder:
     ) -> Draft:  # fmt: skip
         items, spec = pytree.tree_flatten(arguments)
         leaves = tuple(self._leaf(item, stage) for item in items)
-        draft = Draft(
-            len(self.ledger.drafts), path, occurrence, function, Tree(leaves, spec),
-            {leaf.value for leaf in leaves if isinstance(leaf, ValueRef)},
-        )  # fmt: skip
-        draft.parameters |= {leaf.name for leaf in leaves if isinstance(leaf, ParameterRef)}
-        draft.buffers |= {leaf.name for leaf in leaves if isinstance(leaf, BufferRef)}
+        draft = Draft(len(self.ledger.drafts), path, occurrence, function, Tree(leaves, spec), set())
+        held: list[Leaf | None] = [*leaves]
+        for leaf, item in zip(leaves, items, strict=True):
+            if path is None and isinstance(leaf, ObjectRef):  # such as a slice; units read of objects what they need
+                held += [self._name_or_none(tensor) for tensor in tensors_in(item)]
+        draft.reads |= {leaf.value for leaf in held if isinstance(leaf, ValueRef)}
+        draft.parameters |= {leaf.name for leaf in held if isinstance(leaf, ParameterRef)}
+        draft.buffers |= {leaf.name for leaf in held if isinstance(leaf, BufferRef)}
         draft.grad_enabled = torch.is_grad_enabled()
         kind = self.device.type
         draft.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -450,6 +474,7 @@ def _count(mask: torch.Tensor) -> int:
     return int(mask.count_nonzero())
 
 
+_ITEM = torch.ops.aten._local_scalar_dense.default
 _EMPTY = Tree((), pytree.tree_flatten(())[1])
 
 
@@ -458,14 +483,3 @@ def _host_state() -> tuple[Any, ...]:
     numpy = np.random.get_state(legacy=False)["state"]
     python = random.getstate()[1]
     return int(numpy["pos"]), int(numpy["key"][0]), python[-1], python[0]
-
-
-@contextmanager
-def _kept_generators() -> Iterator[None]:
-    numpy, python, torchs = np.random.get_state(), random.getstate(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        np.random.set_state(numpy)
-        random.setstate(python)
-        torch.set_rng_state(torchs)

@@ -1,5 +1,6 @@
 """How a recorder sees what a step does: module calls and attributes, functions above autograd, ops below it."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -23,6 +24,8 @@ class Watching(Protocol):
     def module_call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any: ...
 
     def assignment(self, module: nn.Module, name: str, value: Any) -> None: ...
+
+    def autograd_function(self, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
 
     def function_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
 
@@ -63,8 +66,13 @@ class Ops(TorchDispatchMode):
 
 @contextmanager
 def patched_modules(recorder: Watching) -> Iterator[None]:
-    """Calls of modules, and assignments to their attributes, go through the recorder."""
+    """Calls of modules and of autograd functions, and assignments to attributes, go through the recorder."""
     original, assign = nn.Module.__call__, nn.Module.__setattr__
+    apply: Any = torch.autograd.Function.__dict__.get("apply")
+    inherited = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def apply_recorded(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return recorder.autograd_function(functools.partial(inherited, cls), args, kwargs)
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return recorder.module_call(original, module, args, kwargs)
@@ -75,8 +83,13 @@ def patched_modules(recorder: Watching) -> Iterator[None]:
 
     nn.Module.__call__ = call  # type: ignore[method-assign]
     nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
+    torch.autograd.Function.apply = classmethod(apply_recorded)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
         nn.Module.__call__ = original  # type: ignore[method-assign]
         nn.Module.__setattr__ = assign  # type: ignore[method-assign]
+        if apply is None:
+            del torch.autograd.Function.apply
+        else:
+            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
