@@ -148,7 +148,11 @@ def module_reference(
 ) -> Run:
     """`reference` of an NNX model."""
     graphdef, params, rest = nnx.split(create(), nnx.Param, ...)
-    return reference(lambda p, batch: loss(nnx.merge(graphdef, p, rest), batch), params, optimizer, steps, microbatch)
+
+    def run(p: Any, batch: Any) -> Any:  # NNX refuses to change variables that were made outside a transformation
+        return loss(nnx.merge(graphdef, p, jax.tree.map(lambda leaf: leaf, rest)), batch)
+
+    return reference(run, params, optimizer, steps, microbatch)
 
 
 def require_same_gradients(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:

@@ -47,6 +47,8 @@ class Equation:
     unit: int | None = None
     region: Region | None = None
     effects: frozenset[Any] = frozenset()
+    is_layers: bool = False
+    """A loop over stacked weights: every iteration is a unit."""
 
     @property
     def values(self) -> Iterator[int]:
@@ -132,7 +134,7 @@ def evaluate(equations: Sequence[Equation], known: dict[int, Any], checkpoint_un
         group = list(members)
         region = group[0].region
         if region is None and unit < 0:
-            _bind_all(group, known)
+            _bind_all(group, known, checkpoint_units)
             continue
         made = [value for equation in group for value in equation.outputs]
         inside = set(made)
@@ -148,18 +150,43 @@ def evaluate(equations: Sequence[Equation], known: dict[int, Any], checkpoint_un
         known.update(zip(made, kept(*(known[value] for value in read)), strict=True))
 
 
-def _bind_all(equations: Iterable[Equation], known: dict[int, Any]) -> None:
+def _bind_all(equations: Iterable[Equation], known: dict[int, Any], checkpoint_units: bool = False) -> None:
     for equation in equations:
         given = [known[atom] if isinstance(atom, int) else atom.val for atom in equation.inputs]
+        if checkpoint_units and equation.is_layers:
+            known.update(zip(equation.outputs, _checkpointed_loop(equation.params, given), strict=True))
+            continue
         with equation.context.manager:
             made = equation.primitive.bind(*given, **equation.primitive.get_bind_params(equation.params))
         known.update(zip(equation.outputs, made if equation.primitive.multiple_results else [made], strict=True))
+
+
+def _checkpointed_loop(params: Mapping[str, Any], given: Sequence[Any]) -> list[Any]:
+    """A scan that keeps what enters each iteration."""
+    body: Any = jax.checkpoint(jex_core.jaxpr_as_fun(params["jaxpr"]), prevent_cse=False)
+    fixed, carried = params["num_consts"], params["num_carry"]
+
+    def step(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+        made = body(*given[:fixed], *carry, *rows)
+        return made[:carried], made[carried:]
+
+    carry, stacked = jax.lax.scan(
+        step,
+        list(given[fixed : fixed + carried]),
+        list(given[fixed + carried :]),
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *stacked]
 
 
 class _Flattener:
     def __init__(self, flat: FlatProgram, calls: list[TracedCall], home: Home, weights: dict[int, int | None]) -> None:
         self.flat, self.calls, self.home, self.weights = flat, calls, home, weights
         self.traced = tuple(calls)
+        self.casts: dict[int, Equation] = {}
+        """Weights in another dtype → the cast."""
         self.renumbered: dict[int, int] = {}
         """Calls of a loop body as traced → those of the iteration at hand."""
 
@@ -221,9 +248,26 @@ class _Flattener:
         outputs = tuple(self.flat.new(aval) for aval in avals or [v.aval for v in equation.outvars])
         stage, unit = self.home(call) or (next(iter(held)) if len(held) == 1 else None, None)
         effects = frozenset(getattr(equation, "effects", ()))
-        self.flat.equations.append(
-            Equation(equation.primitive, params, tuple(inputs), outputs, equation.ctx, stage, unit, region, effects)
+        is_layers = equation.primitive.name == "scan" and any(
+            self._is_weight(value) for value in inputs[params["num_consts"] + params["num_carry"] :]
         )
+        self.flat.equations.append(
+            Equation(
+                equation.primitive,
+                params,
+                tuple(inputs),
+                outputs,
+                equation.ctx,
+                stage,
+                unit,
+                region,
+                effects,
+                is_layers,
+            )
+        )
+        cast = inputs[0] if equation.primitive.name == "convert_element_type" else None
+        if isinstance(cast, int) and cast in self.weights:
+            self.casts[outputs[0]] = self.flat.equations[-1]
         return list(outputs)
 
     def _held(self, equation: Any, inputs: Sequence[Atom]) -> set[int]:
@@ -234,7 +278,7 @@ class _Flattener:
                 return set()
             stages = (self.weights.get(atom) for atom in inputs if isinstance(atom, int))
             return {stage for stage in stages if stage is not None}
-        return set(self._homes(self.renumbered.get(mark, mark) for mark in marked))
+        return set(self._homes(self.renumbered.get(mark, mark) for mark in marked if mark < len(self.traced)))
 
     # --- loops
 
@@ -252,7 +296,7 @@ class _Flattener:
             calls_of_iteration(self.calls, self.traced, body.jaxpr, position, call, outer, loop)
             for position in range(length)
         ]
-        traced = {mark: outer.get(mark, mark) for mark in marks(body.jaxpr)}
+        traced = {mark: outer.get(mark, mark) for mark in marks(body.jaxpr) if mark < len(self.traced)}
         stages = [self._homes((made or traced).values()) for made in iterations]
         held = set().union(*stages)
         if len(held) <= 1:
@@ -260,7 +304,7 @@ class _Flattener:
         return _ScanCutter(self, equation, inputs, call, region, iterations, stages).run()
 
     def _is_weight(self, value: Atom) -> bool:
-        return value in self.weights
+        return isinstance(value, int) and (value in self.weights or value in self.casts)
 
     def _homes(self, numbers: Iterable[int]) -> frozenset[int]:
         homes = (self.home(number) for number in numbers)
@@ -341,6 +385,11 @@ class _ScanCutter:
         return [*made[:carried], *kept]
 
     def _rows(self, value: Atom, first: int, length: int) -> Atom:
+        cast = self.flattener.casts.get(value) if isinstance(value, int) else None
+        if cast is not None:  # rows of the weight are cast, rather than rows of the whole weight cast
+            rows = self._rows(cast.inputs[0], first, length)
+            aval = aval_of(self.flattener.flat, rows).update(dtype=self.flattener.flat.avals[cast.outputs[0]].dtype)
+            return self._lax(cast.primitive, [rows], aval, dict(cast.params))
         aval = aval_of(self.flattener.flat, value)
         params = {
             "start_indices": (first, *([0] * (aval.ndim - 1))),

@@ -162,11 +162,11 @@ class _Flattener:
         outer = dict(self.renumbered)
         loop = layer_loop(program.calls, call) if not program.weights.isdisjoint(scanned) else ""
         for position, index in enumerate(reversed(order) if params["reverse"] else order):
-            slices = [self._slice(value, index, call) for value in scanned]
             outputs: list[int | None] = []
             made = calls_of_iteration(program.calls, self.traced, body.jaxpr, position, call, outer, loop)
             self.renumbered = outer | made
             inside = made.get(ITERATION, call)
+            slices = [self._slice(value, index, inside) for value in scanned]
             self.run(
                 body.jaxpr,
                 [*inputs[:fixed], *carry, *slices],
@@ -239,7 +239,8 @@ def calls_of_iteration(
     if loop:
         made[ITERATION] = len(calls)
         calls.append(TracedCall(f"{loop}.{position}", call, 0))
-    for number in sorted(marks(jaxpr)):
+    # JAX may hand back a body that it traced before, with the numbers of that time: those that are unknown are left out.
+    for number in sorted(mark for mark in marks(jaxpr) if mark < len(traced)):
         one = traced[number]
         moved = position == 0 and calls[number] is one
         if moved:  # its place in the list comes before the iteration around it

@@ -1,0 +1,170 @@
+"""Pipelines of whole models, in NNX and in Linen: losses of 20 steps and first gradients as the unsplit model's."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import shardwright.jax as sw
+from tests.jax import zoo_linen, zoo_nnx
+from tests.jax.chains import Run, module_reference, named, plan_of, recording, reference, require_same_run
+
+BATCH, LENGTH, VOCABULARY, STEPS = 8, zoo_nnx.LENGTH, zoo_nnx.VOCABULARY, 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation() -> Iterator[None]:
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def batches(model: str) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(1)
+
+    def tokens() -> np.ndarray:
+        return rng.integers(0, VOCABULARY, (BATCH, LENGTH), np.int32)
+
+    def one() -> dict[str, np.ndarray]:
+        if model in ("gpt", "bert"):
+            masked = (rng.random((BATCH, LENGTH)) < 0.4).astype(np.int32)
+            masked[:, 0] = 1
+            attended = np.ones((BATCH, LENGTH), np.int32)
+            attended[: BATCH // 2, -2:] = 0
+            return {"ids": tokens(), "labels": tokens(), "masked": masked, "attended": attended}
+        if model == "t5":
+            return {"source": tokens(), "target": tokens(), "labels": tokens()}
+        if model == "ncf":
+            ids = rng.integers(0, VOCABULARY, (2, BATCH), np.int32)
+            return {"user": ids[0], "item": ids[1], "liked": rng.integers(0, 2, BATCH).astype(np.float32)}
+        image = rng.standard_normal((BATCH, 8, 8, 3)).astype(np.float32)
+        return {"image": image, "label": rng.integers(0, 10, BATCH).astype(np.int32)}
+
+    return [one() for _ in range(STEPS)]
+
+
+def shapes(batch: dict[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in batch.items()}
+
+
+OPTIMIZER = optax.adamw(1e-3)
+
+
+class Nnx:
+    def __init__(self, name: str) -> None:
+        self.create, self.loss = zoo_nnx.MODELS[name]
+        self.steps = batches(name)
+        self.graph = sw.capture(nnx.eval_shape(self.create), shapes(self.steps[0]), self.loss)
+        self.expected = module_reference(self.loss, self.create, OPTIMIZER, self.steps)
+
+    def start(self, plan: sw.Plan) -> tuple[sw.TrainStep, sw.TrainState]:
+        devices = jax.devices()[: plan.mesh.size]
+        train = sw.train_step(self.loss, recording(OPTIMIZER), plan, devices=devices)
+        return train, train.init(self.create)
+
+
+class Linen:
+    def __init__(self, name: str) -> None:
+        self.module, loss = zoo_linen.MODELS[name]
+        self.steps = batches(name)
+        first = [jnp.asarray(v) for k, v in self.steps[0].items() if k in INPUTS]
+        variables = jax.jit(self.module.init)(jax.random.key(0), *first)
+        self.params, self.statistics = variables["params"], variables.get("batch_stats")
+
+        def applied(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
+            if state is None:
+                return loss(lambda *given: self.module.apply({"params": params}, *given), batch), None
+            after = {}
+
+            def apply(*given: Any) -> Any:
+                full = {"params": params, "batch_stats": state}
+                out, changed = self.module.apply(full, *given, mutable=["batch_stats"])
+                after.update(changed)
+                return out
+
+            return loss(apply, batch), after["batch_stats"]
+
+        def with_state(params: Any, batch: Any, *, state: Any = None) -> Any:
+            found, after = applied(params, state, batch)
+            value, weight = found if isinstance(found, tuple) else (found, None)
+            return (value, weight) if after is None else (value, weight, after)
+
+        def captured(apply: Any, batch: Any) -> Any:
+            if self.statistics is None:
+                return loss(apply, batch)
+            return loss(lambda *given: apply(*given, mutable=["batch_stats"])[0], batch)
+
+        self.loss = with_state
+        self.graph = sw.capture((self.module, jax.eval_shape(lambda: variables)), shapes(self.steps[0]), captured)
+        self.expected: Run = reference(
+            lambda params, batch: applied(params, self.statistics, batch)[0], self.params, OPTIMIZER, self.steps
+        )
+
+    def start(self, plan: sw.Plan) -> tuple[sw.TrainStep, sw.TrainState]:
+        devices = jax.devices()[: plan.mesh.size]
+        train = sw.train_step(self.loss, recording(OPTIMIZER), plan, devices=devices)
+        return train, train.init(self.params, state=self.statistics)
+
+
+INPUTS = ("ids", "attended", "source", "target", "user", "item", "image")
+KINDS = {"nnx": Nnx, "linen": Linen}
+_MADE: dict[tuple[str, str], Any] = {}
+
+
+def case(kind: str, name: str) -> Any:
+    if (kind, name) not in _MADE:
+        _MADE[(kind, name)] = KINDS[kind](name)
+    return _MADE[(kind, name)]
+
+
+SIZES = [(2, 1, 1), (4, 1, 1), (2, 2, 2)]
+OFTEN = {
+    ("nnx", "t5", (2, 1, 1)),
+    ("linen", "bert", (2, 2, 2)),
+    ("nnx", "resnet", (2, 1, 1)),
+    ("linen", "ncf", (4, 1, 1)),
+}
+CASES = [
+    pytest.param(kind, name, *size, marks=() if (kind, name, size) in OFTEN else pytest.mark.slow)
+    for kind in KINDS
+    for name in zoo_nnx.MODELS
+    for size in SIZES
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "pp", "dp", "tp"), CASES)
+def test_models_train_as_on_one_device(kind: str, name: str, pp: int, dp: int, tp: int) -> None:
+    made = case(kind, name)
+    train, state = made.start(plan_of(made.graph, pp, dp, tp, batch=BATCH))
+    require_same_run(train, state, made.expected, made.steps)
+
+
+@pytest.mark.parametrize("kind", ["nnx", pytest.param("linen", marks=pytest.mark.slow)])
+def test_batch_statistics_follow_the_microbatches(kind: str) -> None:
+    made = case(kind, "resnet")
+    train, state = made.start(plan_of(made.graph, 2, batch=BATCH))
+    state, _ = train(state, made.steps[0])
+    parts = [{k: v[start : start + 2] for k, v in made.steps[0].items()} for start in range(0, BATCH, 2)]
+    if kind == "nnx":
+        alone = made.create()
+        for part in parts:
+            alone(part["image"])
+        expected = nnx.split(alone, nnx.Param, ...)[2]
+        found = state.other
+    else:
+        expected, found = made.statistics, state.other
+        for part in parts:
+            expected = made.loss(made.params, part, state=expected)[2]
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_parameters_come_back_by_their_own_paths() -> None:
+    made = case("linen", "ncf")
+    train, state = made.start(plan_of(made.graph, 4, batch=BATCH))
+    assert named(train.params(state)).keys() == named(made.params).keys()
