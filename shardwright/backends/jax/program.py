@@ -239,7 +239,7 @@ def calls_of_iteration(
     if loop:
         made[ITERATION] = len(calls)
         calls.append(TracedCall(f"{loop}.{position}", call, 0))
-    # JAX may hand back a body that it traced before, with the numbers of that time: those that are unknown are left out.
+    # JAX may hand back a body that it traced before, with the numbers of that time: unknown ones are left out.
     for number in sorted(mark for mark in marks(jaxpr) if mark < len(traced)):
         one = traced[number]
         moved = position == 0 and calls[number] is one
