@@ -377,6 +377,53 @@ def test_a_parameter_of_no_model_is_refused() -> None:
     refused(lambda m, g: m(g[0]).mean() * foreign, CaptureError, "no parameter of the model")
 
 
+class Holder(nn.Module):
+    """Units inside a module that is itself divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Skip()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("path", ["", "inner"])
+@pytest.mark.parametrize(
+    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_pre_hook"]
+)
+def test_a_hook_that_cannot_fire_is_refused(path: str, register: str) -> None:
+    def watch(*_: Any) -> None: ...
+
+    def run(where: str) -> None:
+        model = Holder()
+        getattr(model.get_submodule(where), register)(watch)
+        runtime = make_runtime(model, [[("inner.a", 0)], [("inner.b", 0)], [("inner.c", 0)]], {})
+
+        def body(given: list[torch.Tensor]) -> None:
+            assert runtime.recorder is not None
+            runtime.recorder.backward(runtime.model(given[0]).mean(), None)
+
+        runtime.step("a", body, [[samples(WIDTH)[:2]] for _ in range(MICROBATCHES)])
+
+    run("inner.b")  # fires: one stage holds it whole
+    with pytest.raises(CaptureError, match=r"cannot fire: .*'inner.a'"):
+        run(path)
+
+
+def test_a_module_replaced_after_planning_is_refused() -> None:
+    runtime = make_runtime(Holder(), [[("inner.a", 0)], [("inner.b", 0)], [("inner.c", 0)]], {})
+
+    def body(given: list[torch.Tensor]) -> None:
+        assert runtime.recorder is not None
+        runtime.recorder.backward(runtime.model(given[0]).mean(), None)
+
+    runtime.step("a", body, [[samples(WIDTH)[:2]] for _ in range(MICROBATCHES)])
+    runtime.model.inner.b.linear = nn.Linear(WIDTH, WIDTH)
+    with pytest.raises(PlanError, match=r"inner.b.linear was replaced by Linear"):
+        runtime.step("a", body, [[samples(WIDTH)[:2]] for _ in range(MICROBATCHES)])
+
+
 def test_stages_against_the_order_of_the_model_are_refused() -> None:
     torch.manual_seed(0)
     runtime = make_runtime(Skip(), [[("b", 0)], [("a", 0)], [("c", 0)]], {})

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright.backends.torch.batch_norm import RunningStatistics, norm_over_replicas
+from shardwright.backends.torch.checks import ModuleTree, require_hooks_fire, require_results
 from shardwright.backends.torch.data_parallel import Gradients
 from shardwright.backends.torch.fake_state import find_model_call
 from shardwright.backends.torch.guards import holds
@@ -92,6 +93,7 @@ class Runtime:
         self.timeout_s = timeout_s
         self.weights = weights
         self.holding = Holding(model, bound.coordinate("pp"))
+        self._tree = ModuleTree(self.holding.modules)
         self.gradients = Gradients(self.holding, bound, watch)
         group = dist.group.WORLD
         assert group is not None
@@ -260,6 +262,7 @@ class Runtime:
             return self._step_by_messages(self.messages, body, microbatches, samples or [1] * count)
         stage_map = self.stage_map
         assert stage_map is not None
+        self._tree.require_same()
         shapes = tuple(tuple((tuple(t.shape), t.dtype) for t in mb) for mb in microbatches)
         variants = self._compiled.setdefault((signature, shapes, self._schedule_digest), [])
         compiled = next((made for made in variants if made.holds(microbatches)), None)
@@ -424,6 +427,9 @@ class Runtime:
         used = [d for d in itertools.chain.from_iterable(of_shapes.values()) if any(d is one for one in divisions)]
         programs = [division.program for division in used]
         _require_alike(programs)
+        for program in programs:
+            require_results(program, self.bound.size("pp"))
+        require_hooks_fire(self.holding.modules, {path for held in stage_map.calls for path, _ in held})
         digest = hashlib.blake2b("\n".join(program.digest_text() for program in programs).encode(), digest_size=8)
         different = compare_over("pp", {"program": _signed(digest)}, self.bound, self.watch).get("program")
         if different:
