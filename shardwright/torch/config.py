@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError, nearest
 from shardwright.core.mesh import Mesh
 from shardwright.core.plan import LossScope
@@ -49,6 +51,8 @@ class Config:
         prescaled_batch: whether all ranks of the tensor axis are given the same batch. Without it each has samples of
             its own, and a step is over all of them.
         loss_scope: "global" lets batch norm see the microbatches of all replicas together.
+        compile: run each block of this rank through torch.compile; a name is that of its backend. Not with dropout,
+            with recompute or with schedules that split the backward pass.
         wait_timeout_s: how long this rank waits for a peer before it stops with an error.
         axes: the mesh axes, outermost first.
     """
@@ -66,6 +70,7 @@ class Config:
     recompute: Literal["none", "full"] = "none"
     prescaled_batch: bool = True
     loss_scope: LossScope = "replica"
+    compile: bool | str = False
     seed: int = 0
     wait_timeout_s: float = 600.0
     pipeline_mode: str = "auto"
@@ -84,6 +89,11 @@ class Config:
             raise ShardwrightError(f"recompute={self.recompute!r}: expected 'none' or 'full'")
         if self.loss_scope not in ("replica", "global"):
             raise ShardwrightError(f"loss_scope={self.loss_scope!r}: expected 'replica' or 'global'")
+        if not isinstance(self.compile, bool):
+            backends = torch.compiler.list_backends(exclude_tags=())
+            if self.compile not in backends:
+                said = ", ".join(backends)
+                raise ShardwrightError(f"compile={self.compile!r}: expected True, False or a backend: {said}")
         if self.ddp_dist_backend not in ("auto", "nccl", "gloo"):
             raise ShardwrightError(f"ddp_dist_backend={self.ddp_dist_backend!r}: expected auto, nccl or gloo")
         if self.pipeline_mode not in PIPELINE_MODES:

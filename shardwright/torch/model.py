@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from shardwright.backends.torch import checkpoint
+from shardwright.backends.torch.compiling import Compiler
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.stage_map import StageMap
 from shardwright.backends.torch.weights import Weights
@@ -49,6 +50,8 @@ class DistributedModel(nn.Module):
             seed=session.seed,
             weights=weights,
         )
+        if session.config.compile:
+            self.runtime.compiler = Compiler("inductor" if session.config.compile is True else session.config.compile)
         self.runtime.listeners.append(self._watch_clipping)
         session.model = self
         if session.plan is not None:

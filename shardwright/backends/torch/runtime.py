@@ -13,6 +13,7 @@ from torch import nn
 
 from shardwright.backends.torch.batch_norm import RunningStatistics, norm_over_replicas
 from shardwright.backends.torch.checks import ModuleTree, require_hooks_fire, require_results
+from shardwright.backends.torch.compiling import Compiler
 from shardwright.backends.torch.data_parallel import Gradients
 from shardwright.backends.torch.fake_state import find_model_call
 from shardwright.backends.torch.guards import holds
@@ -114,6 +115,8 @@ class Runtime:
         self.recorders: list[Recorder] | None = None
         """While timelines are recorded: of each step when its actions ran."""
         self.tensor: TensorParallel | None = None
+        self.compiler: Compiler | None = None
+        """Compiles the units of this rank's stages, if asked to."""
         self.statistics: RunningStatistics | None = None
         self._undo_norms: Callable[[], None] | None = None
         self._compiled: dict[Hashable, list[_Compiled]] = {}
@@ -444,6 +447,10 @@ class Runtime:
         streams = Streams(programs, modules, self.seed, self.bound.device)
         if self.tensor is not None:
             modules = {**modules, **self.tensor.take(streams)}
+        if self.compiler is not None:
+            self.compiler.require(stage_map, used)
+            stages = stage_map.schedule.stages_of(self.bound.coordinate("pp"))
+            modules = {**modules, **self.compiler.units(modules, used, stages)}
         recompute = stage_map.recompute if self.tensor is None else stage_map.recompute | self.tensor.recompute
         pipeline = Pipeline(
             divisions, schedule, modules, self.bound.coordinate("pp"), self.mailroom, self.watch, streams,

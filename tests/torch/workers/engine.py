@@ -3,12 +3,14 @@
 import copy
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from models import batch, build, with_batch_norm
 
@@ -208,6 +210,36 @@ def batch_norm_sees_what_the_loss_scope_says() -> None:
     sw.shutdown()
 
 
+def units_can_be_compiled() -> None:
+    plain, given = build("bert", layers=2), batch("bert", 0)
+    expected = plain_run(plain, cut(given, 4))
+    sw.init(CONFIG, compile="aot_eager")
+    model = sw.DistributedModel(build("bert", layers=2))
+    with record_graphs() as graphs:
+        out = train_step(model, given)
+    assert len(graphs) > 0, "nothing was compiled"
+    assert abs(float(out["loss"].reduce_mean()) - expected) <= 1e-5 * abs(expected)
+    same_gradients(model, plain)
+    sw.shutdown()
+    for refused, config in (("draws random numbers", {}), ("weight gradients apart", {"pipeline": "zb-h1"})):
+        sw.init(CONFIG, compile="aot_eager", **config)
+        model = sw.DistributedModel(build("bert", dropout=0.0 if config else 0.2, layers=2))
+        with pytest.raises(ShardwrightError, match=refused):
+            train_step(model, given)
+        sw.shutdown()
+    with pytest.raises(ShardwrightError, match="expected True, False or a backend"):
+        sw.init(CONFIG, compile="fast")
+
+
+@contextmanager
+def record_graphs() -> Iterator[list[int]]:
+    """One entry for each graph that torch.compile makes in here."""
+    found: list[int] = []
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    yield found
+    found += range(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
+
+
 def trained(model: torch.nn.Module, steps: list[dict[str, torch.Tensor]], autocast: bool, **config: Any) -> Any:
     """Losses, gradients and buffers after some steps without an optimizer, and how often each module was called."""
     sw.init(CONFIG, **config)
@@ -259,6 +291,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     recompute_changes_nothing_but_the_calls,
     gradients_are_summed_while_the_backward_runs,
     batch_norm_sees_what_the_loss_scope_says,
+    units_can_be_compiled,
 )
 
 
