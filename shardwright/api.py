@@ -10,6 +10,7 @@ from shardwright.core.cluster import Cluster
 from shardwright.core.cost.unpriced import unpriced_text
 from shardwright.core.errors import CaptureError, PlanError
 from shardwright.core.graph import Graph
+from shardwright.core.pins import Asked, pins_of
 from shardwright.core.plan import LossScope, Plan
 from shardwright.core.request import Request
 from shardwright.core.schedule import Schedule, StageCosts
@@ -70,6 +71,7 @@ def plan(
     stage_starts: Sequence[int] | None = None,
     sequence_parallel: bool | None = None,
     gradient_precision: Literal["fp32", "bf16", "fp16"] | None = None,
+    layouts: Asked | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Find how to split a captured model over a cluster. What is given is pinned, the rest is searched.
@@ -92,9 +94,15 @@ def plan(
         sequence_parallel: divide what the tensor axis leaves whole along the sequence; None searches, within what the
             framework's runtime can do.
         gradient_precision: in which gradients add up over microbatches; default: as the parameters.
+        layouts: parameters whose layouts on the tensor axis are pinned: a Hugging Face plan (module pattern → style),
+            or a list of (regular expression, Layout), of which the first that matches counts, and of rules (logical
+            axis, mesh axis or None) for the axes that Flax parameters name. What the model itself says (marks of
+            ``set_tensor_parallelism``, parameters partitioned by name) is pinned too.
         progress: called with (candidates scored, candidates in all).
 
     Raises:
+        LayoutError: pins that contradict each other (both are named), that match nothing, or on an axis that the
+            mesh lacks.
         PlanError: degrees or batch that do not divide (with the nearest that do), or no plan that fits the memory (by
             how much, and the nearest plan that fits).
     """
@@ -119,6 +127,7 @@ def plan(
         stage_starts=None if stage_starts is None else tuple(stage_starts),
         sequence_parallel=sequence_parallel,
         gradient_precision=gradient_precision,
+        layouts=pins_of(graph, layouts),
     )
     if (unpriced := unpriced_text(graph)) is not None:
         warnings.warn(f"{graph.model_name}: {unpriced}", stacklevel=2)

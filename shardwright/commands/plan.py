@@ -1,6 +1,7 @@
 """`shardwright plan`: capture a model and find how to split it over a cluster."""
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from shardwright.commands.output import JsonOption, print_json, print_view, requ
 from shardwright.commands.progress import DelayedProgress
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import ClusterError, ShardwrightError, nearest
+from shardwright.core.pins import pins_of
 from shardwright.core.plan import LossScope, Plan
 from shardwright.core.request import Request
 from shardwright.core.search import make_plan
@@ -144,7 +146,7 @@ def _make(model: str, cluster: Cluster, request: Request, bar: DelayedProgress) 
     bar.stage("capturing")
     graph = capture(given.model, given.sample, given.loss)
     bar.stage("searching")
-    return make_plan(graph, cluster, request, bar.update)
+    return make_plan(graph, cluster, replace(request, layouts=pins_of(graph, None)), bar.update)
 
 
 def load_cluster(

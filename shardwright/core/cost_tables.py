@@ -11,11 +11,14 @@ from shardwright.core.graph import Graph
 from shardwright.core.layout import Layout
 from shardwright.core.memory import Recompute, state_bytes_per_element
 from shardwright.core.mesh import Mesh
+from shardwright.core.pin import Pin
+from shardwright.core.pins import resolve
 from shardwright.core.realised import RealisedUnit
 from shardwright.core.solver import Frame
 from shardwright.core.stages import UnitTable
 from shardwright.core.structure import Binding, Structure, structure_of
 from shardwright.core.tensor_layouts import (
+    AXIS,
     Rates,
     TensorLayouts,
     Terms,
@@ -79,6 +82,7 @@ class CostTables:
         optimizer: str,
         gradient_precision: str | None = None,
         sequence_parallel: bool | None = None,
+        pins: tuple[Pin, ...] = (),
     ) -> None:
         self.graph, self.cluster, self.optimizer = graph, cluster, optimizer
         self.gradient_precision, self._sequence_parallel = gradient_precision, sequence_parallel
@@ -89,7 +93,10 @@ class CostTables:
         self.structure: Structure = self._read.structure
         self.binding: Binding = self._read.binding
         self.counter = self._read.counter
+        self._pins = pins
+        resolve(graph, pins, {AXIS: 1})  # bad ones are told whatever the degrees
         self._chosen: dict[int, TensorLayouts] = {}
+        self._refused: dict[int, tuple[tuple[str, str], ...]] = {}
         self._layouts: dict[int, tuple[tuple[str, Layout], ...]] = {}
         self._tables: dict[tuple[int, int, int, Recompute], UnitTable] = {}
         self._costs: dict[tuple[int, int], tuple[UnitCost, ...]] = {}
@@ -101,7 +108,10 @@ class CostTables:
         if tp not in self._chosen:
             state = state_bytes_per_element(self.precision, self.optimizer, gradient_precision=self.gradient_precision)
             terms = Terms(tp, self.rates(tp), self.precision, state)
-            found = choose_form(self._read.frame, terms, self._sequence_parallel if tp > 1 else False)
+            asked = resolve(self.graph, self._pins if tp > 1 else (), {AXIS: tp})
+            form = self._sequence_parallel if tp > 1 else False
+            found, refused = choose_form(self._read.frame, terms, form, dict(asked.places))
+            self._refused[tp] = (*asked.unsplit, *refused)
             # What is counted is what the plan says: from its slots alone, as a runtime reads them.
             self._layouts[tp] = slot_layouts(self._read.frame, self.structure, found)
             pins = pins_of(self._read.frame, self.structure, dict(self._layouts[tp]))
@@ -128,8 +138,16 @@ class CostTables:
         return self._layouts[tp]
 
     def unsplit(self, tp: int) -> tuple[tuple[str, str], ...]:
-        """The matrices that stay whole, and why."""
-        return unsplit(self._read.frame, self.structure, self.chosen(tp))
+        """The matrices that stay whole, and why; pins that could not be kept."""
+        said = dict(unsplit(self._read.frame, self.structure, self.chosen(tp)))
+        slot_of: dict[str, str] = {}
+        for unit, structural in zip(self.binding.units, self.structure.unit_classes, strict=True):
+            for role, name, _ in unit.parameters:
+                slot_of.setdefault(name, f"{structural}/{role}")
+        for name, reason in self._refused[tp]:
+            slot = slot_of.get(name, name)
+            said[slot] = f"{reason}; {said[slot]}" if slot in said else reason
+        return tuple(sorted(said.items()))
 
     def variants(self, tp: int) -> tuple[int, ...]:
         """For every unit its place in `class_costs`: units that are alike and laid out alike share one."""

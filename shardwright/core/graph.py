@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.errors import CaptureError
+from shardwright.core.pin import Pin
 
 OpKind = Literal[
     "contraction",  # matrix products, einsums, convolutions: 2 · (product of all label sizes) FLOPs
@@ -180,6 +181,10 @@ class Graph:
     """The loss, or what the model returns when no loss is known."""
     sample_batch: int
     """The batch size of the sample that was given."""
+    pins: tuple[Pin, ...] = ()
+    """Layouts that the model itself asks for: marks on its modules."""
+    logical_axes: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
+    """(parameter, a name for every dim) of the parameters that name their dims."""
     producer: dict[int, int] = field(init=False, repr=False, compare=False, hash=False)
     """Tensor → the op that makes it; parameters and inputs have none."""
 

@@ -8,13 +8,13 @@ partitioning metadata, which are logical axes or mesh axes by name), and ordered
 import difflib
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from shardwright.core.errors import LayoutError, nearest
 from shardwright.core.graph import Graph
-from shardwright.core.layout import Layout, Placement, Replicate, Split
+from shardwright.core.layout import Layout, Placement, Split
+from shardwright.core.pin import Pin
 from shardwright.core.rules.legal import divides
 
 
@@ -22,20 +22,10 @@ class PinWarning(UserWarning):
     """A pin that has no effect; the others stay in force."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pin:
-    """One parameter's layout on the axes that ``layout`` names and on those in ``whole``, and who asked for it."""
-
-    name: str
-    layout: Layout
-    source: str
-    whole: tuple[str, ...] = ()
-    """Axes on which it is replicated on purpose."""
-
-    def on(self, axis: str) -> Placement | None:
-        """The placement on an axis; None where the pin leaves it free."""
-        placement = self.layout.on(axis)
-        return placement if not isinstance(placement, Replicate) or axis in self.whole else None
+Rule = tuple[str, Layout] | tuple[str, str | None] | Pin
+"""(regular expression, layout), (logical axis, mesh axis or None), or a pin."""
+Asked = Mapping[str, str] | Sequence[Rule]
+"""What `plan(layouts=…)` takes: a Hugging Face plan (module pattern → style), or a list of rules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +49,51 @@ STYLES: dict[str, str] = {
 }  # fmt: skip
 """Hugging Face's styles → what they do to a weight kept [out, in] (the last two dims). "free" styles speak of modules'
 inputs and outputs, which the solver decides."""
+
+
+def pins_of(graph: Graph, asked: Asked | None, axis: str = "tp") -> tuple[Pin, ...]:
+    """All pins of a model: what the model itself says (its marks, its logical axes), and what a plan is asked for.
+
+    Raises LayoutError for what is no rule, for rules of logical axes where the model names none, and as `from_styles`,
+    `from_patterns` and `from_logical_axes` do.
+    """
+    styles = asked if isinstance(asked, Mapping) else None
+    rules = list(asked) if asked is not None and styles is None else []
+    found = [*graph.pins, *(rule for rule in rules if isinstance(rule, Pin))]
+    patterns: list[tuple[str, Layout]] = []
+    logical: list[tuple[str, str | None]] = []
+    for rule in rules:
+        match rule:
+            case Pin():
+                pass
+            case (str() as pattern, Layout() as layout):
+                patterns.append((pattern, layout))
+            case (str() as name, str() | None as mesh_axis):
+                logical.append((name, mesh_axis))
+            case _:
+                raise LayoutError(
+                    f"layouts= holds {rule!r}: expected (regular expression, Layout), (logical axis, mesh axis or "
+                    "None), or a Pin; or a dict of module pattern → style instead of a list"
+                )
+    if styles is not None:
+        found += from_styles(graph, styles, axis)
+    if patterns:
+        found += from_patterns(graph, patterns, (axis,))
+    names = dict(graph.logical_axes)
+    if logical and not names:
+        raise LayoutError(
+            f"rules for the logical axes {', '.join(repr(name) for name, _ in logical)} are given, and the parameters "
+            f"of {graph.model_name} name none: create them with nnx.with_partitioning or nn.with_logical_partitioning, "
+            "or give (regular expression, Layout)"
+        )
+    if names and not logical:  # without rules a name speaks for itself where it is a mesh axis, and nowhere else
+        names = {parameter: dims for parameter, dims in names.items() if axis in dims}
+    found += from_logical_axes(graph, names, logical, (axis,))
+    if logical and not {name for dims in names.values() for name in dims} & {name for name, _ in logical}:
+        known = sorted({name for dims in names.values() for name in dims if name is not None})
+        given = ", ".join(repr(name) for name, _ in logical)
+        raise LayoutError(f"no rule for the logical axes {given} matches: the model's are {', '.join(known)}")
+    return tuple(found)
 
 
 def from_styles(graph: Graph, plan: Mapping[str, str], axis: str = "tp") -> tuple[Pin, ...]:
@@ -163,34 +198,12 @@ def from_logical_axes(
     return tuple(found)
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class TensorParallelism:
-    """SageMaker's marks: ``set_tensor_parallelism`` on a module path, ``tensor_parallelism()`` around construction.
+    """SageMaker's marks on modules, by path: the innermost wins. Modules marked False stay whole; True, and no mark,
+    leave the choice to the solver, which reports what could not be split."""
 
-    The innermost mark wins. Modules marked False stay whole; True, and no mark, leave the choice to the solver, which
-    reports what could not be split.
-    """
-
-    marks: dict[str, bool] = field(default_factory=dict)
-    _around: list[bool] = field(default_factory=list)
-
-    def set_tensor_parallelism(self, path: str, enabled: bool = True) -> None:
-        """Mark a module and all below it."""
-        self.marks[path] = enabled
-
-    @contextmanager
-    def tensor_parallelism(self, enabled: bool = True) -> Iterator[None]:
-        """Modules made inside (told by `made`) are marked; contexts nest."""
-        self._around.append(enabled)
-        try:
-            yield
-        finally:
-            self._around.pop()
-
-    def made(self, path: str) -> None:
-        """A module was made: the context around it applies, unless it was marked by name."""
-        if self._around:
-            self.marks.setdefault(path, self._around[-1])
+    marks: Mapping[str, bool]
 
     def enabled(self, path: str) -> bool | None:
         """The innermost mark of a parameter or module; None without any."""
@@ -201,9 +214,8 @@ class TensorParallelism:
                 return mark
         return None
 
-    def pins(self, graph: Graph, axis: str = "tp") -> tuple[Pin, ...]:
-        """Raises LayoutError for a mark on a path under which the model has no parameter."""
-        names = [p.name for p in graph.parameters]
+    def pins(self, names: Sequence[str], axis: str = "tp") -> tuple[Pin, ...]:
+        """Pins of the parameters with these names. Raises LayoutError for a mark on a path under which none is."""
         for path in self.marks:
             if path and not any(name == path or name.startswith(f"{path}.") for name in names):
                 modules = {name.rpartition(".")[0] for name in names}
@@ -214,15 +226,6 @@ class TensorParallelism:
             Pin(name, Layout(), "set_tensor_parallelism(…, False)", (axis,))
             for name in names
             if self.enabled(name) is False
-        )
-
-    def unsplit(self, graph: Graph, layouts: Mapping[str, Layout], axis: str = "tp") -> tuple[tuple[str, str], ...]:
-        """The matrices that were marked to be split and are not, for the report."""
-        sizes = {p.name: graph.tensors[p.tensor].fixed for p in graph.parameters}
-        return tuple(
-            (name, f"marked for tensor parallelism, but replicated: no dim of shape {shape} pays to be split")
-            for name, shape in sizes.items()
-            if len(shape) > 1 and self.enabled(name) and isinstance(layouts.get(name, Layout()).on(axis), Replicate)
         )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from shardwright.core.cost.work import PRECISION_BYTES
 from shardwright.core.errors import PlanError, nearest
 from shardwright.core.memory import OPTIMIZER_STATES
+from shardwright.core.pin import Pin
 from shardwright.core.plan import LossScope
 from shardwright.core.schedule import schedule_names
 
@@ -29,6 +30,8 @@ class Request:
     stage_starts: tuple[int, ...] | None = None
     sequence_parallel: bool | None = None
     gradient_precision: str | None = None
+    layouts: tuple[Pin, ...] = ()
+    """Parameters whose layouts are pinned (`core.pins.pins_of`)."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "pp", "tp", "dp", "microbatch", "virtual_stages", "shard_group"):

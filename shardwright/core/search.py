@@ -104,6 +104,7 @@ class _Search:
             request.optimizer,
             request.gradient_precision,
             request.sequence_parallel,
+            request.layouts,
         )
         self.device, self.precision = self.tables.device, self.tables.precision
         self.folded = self.tables.folded
@@ -354,7 +355,12 @@ class _Search:
         """The plan nearest in degrees to the one wanted, when nothing but batch and schedule is pinned."""
         r = self.request
         free = Request(
-            batch=r.batch, schedule=r.schedule, precision=r.precision, optimizer=r.optimizer, loss_scope=r.loss_scope
+            batch=r.batch,
+            schedule=r.schedule,
+            precision=r.precision,
+            optimizer=r.optimizer,
+            loss_scope=r.loss_scope,
+            layouts=r.layouts,
         )
         if free == r:
             return None

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from shardwright.core.cost.work import PRODUCT_KINDS, forward_flops
+from shardwright.core.errors import PlanError
 from shardwright.core.fold import Folded
 from shardwright.core.layout import Layout, Placement, Split
 from shardwright.core.realised import RealisedUnit
@@ -97,15 +98,38 @@ def choose(frame: Frame, terms: Terms, pins: Pins | None = None) -> TensorLayout
     return TensorLayouts(terms, found, variants)
 
 
-def choose_form(frame: Frame, terms: Terms, sequence_parallel: bool | None, pins: Pins | None = None) -> TensorLayouts:
+def choose_form(
+    frame: Frame, terms: Terms, sequence_parallel: bool | None, pins: Pins | None = None
+) -> tuple[TensorLayouts, tuple[tuple[str, str], ...]]:
     """`choose`, with the sequence divided between units or not: as asked, or where that is better and the framework's
-    runtime can do it."""
+    runtime can do it. Also (parameter, reason) of the pins that no op can use, which are left out."""
     if sequence_parallel is None and not frame.graph.capabilities.sequence_parallel:
         sequence_parallel = False
     forms = (False, True) if sequence_parallel is None else (sequence_parallel,)
-    found = [choose(frame, replace(terms, sequence_parallel=form), pins) for form in forms]
+    asked = [replace(terms, sequence_parallel=form) for form in forms]
+    refused: tuple[tuple[str, str], ...] = ()
+    try:
+        found = [choose(frame, form, pins) for form in asked]
+    except PlanError:
+        bad = [tensor for tensor in pins or {} if not _is_possible(frame, asked[0], {tensor: (pins or {})[tensor]})]
+        if not bad:
+            raise
+        refused = tuple((frame.graph.tensors[t].name, _no_op_uses((pins or {})[t])) for t in bad)
+        found = [choose(frame, form, {t: p for t, p in (pins or {}).items() if t not in bad}) for form in asked]
     price = terms.price_s_per_byte(frame.folded)
-    return min(found, key=lambda f: f.solution.time_s + price * f.solution.weight_bytes)
+    return min(found, key=lambda f: f.solution.time_s + price * f.solution.weight_bytes), refused
+
+
+def _is_possible(frame: Frame, terms: Terms, pins: Pins) -> bool:
+    try:
+        choose(frame, terms, pins)
+    except PlanError:
+        return False
+    return True
+
+
+def _no_op_uses(places: tuple[Placement | None, ...]) -> str:
+    return f"pinned at {', '.join(map(str, places))}, which an op that reads it cannot use: left to the solver"
 
 
 # By slot ---------------------------------------------------------------------------------------------------------

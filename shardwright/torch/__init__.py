@@ -27,6 +27,7 @@ from shardwright import (  # noqa: E402
     plan,
     simulate,
 )
+from shardwright.backends.torch.marks import set_tensor_parallelism, tensor_parallelism  # noqa: E402
 from shardwright.core.measured import measured_costs  # noqa: E402
 from shardwright.torch.data import DistributedSampler, sampler  # noqa: E402
 from shardwright.torch.model import DistributedModel, delay_param_initialization  # noqa: E402
@@ -101,10 +102,12 @@ __all__ = [
     "record_timeline",
     "sampler",
     "set_seed",
+    "set_tensor_parallelism",
     "shutdown",
     "simulate",
     "size",
     "step",
+    "tensor_parallelism",
     "tp_rank",
     "tp_size",
 ]

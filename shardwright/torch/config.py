@@ -55,6 +55,7 @@ class Config:
             with recompute or with schedules that split the backward pass.
         wait_timeout_s: how long this rank waits for a peer before it stops with an error.
         axes: the mesh axes, outermost first.
+        layouts: as in `shardwright.plan`; "auto" takes the plan that Hugging Face ships for the model.
     """
 
     pipeline_parallel_degree: int = 1
@@ -73,6 +74,7 @@ class Config:
     compile: bool | str = False
     seed: int = 0
     wait_timeout_s: float = 600.0
+    layouts: Any = None
     pipeline_mode: str = "auto"
 
     def __post_init__(self) -> None:

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from shardwright.backends.torch.results import compare_over
 from shardwright.backends.torch.runtime import StepBody
 from shardwright.backends.torch.stage_map import StageMap
 from shardwright.core.cluster import Cluster
-from shardwright.core.errors import PlanError
+from shardwright.core.errors import PlanError, ShardwrightError
 from shardwright.core.graph import Graph
 from shardwright.core.hardware import Device, load_profile
 from shardwright.core.plan import Plan
@@ -32,6 +33,19 @@ def capture_at_first_step(model: DistributedModel, body: StepBody, microbatch: l
     return TorchBackend().capture(model.module, sample, require_loss=False)
 
 
+def _layouts(asked: Any, module: nn.Module) -> Any:
+    """What `plan` is asked for. Raises ShardwrightError for "auto" where the model brings no plan of its own."""
+    if asked != "auto":
+        return asked
+    shipped = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
+    if not shipped:
+        raise ShardwrightError(
+            f"layouts='auto' takes the tensor-parallel plan that a Hugging Face model brings, and "
+            f"{type(module).__name__} has no config.base_model_tp_plan: leave layouts out, and the planner finds them"
+        )
+    return shipped
+
+
 def plan_at_first_step(session: Session, model: DistributedModel, graph: Graph) -> StageMap:
     """Plan the captured model with the configuration's degrees. Every rank calls this and comes to the same plan, which
     is compared. Raises PlanError when no plan satisfies the degrees."""
@@ -47,6 +61,7 @@ def plan_at_first_step(session: Session, model: DistributedModel, graph: Graph) 
         pp=pp, tp=bound.size("tp"), dp=dp, microbatch=samples, schedule=_schedule_for_cut(config),
         virtual_stages=config.virtual_stages, recompute=config.recompute,
         loss_scope=config.loss_scope, shard=0, precision=_precision(model.module),
+        layouts=_layouts(config.layouts, model.module),
     )  # fmt: skip
     session.plan = plan
     schedule = config.schedule(plan.stage_costs())

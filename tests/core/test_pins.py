@@ -1,13 +1,16 @@
 """Pins from every source, and what is said about bad ones."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
+import shardwright as sw
 from shardwright.core.errors import LayoutError
 from shardwright.core.fold import fold
 from shardwright.core.layout import Layout, Replicate, Split
 from shardwright.core.pins import (
+    Asked,
     Pin,
     PinWarning,
     TensorParallelism,
@@ -82,22 +85,15 @@ def test_logical_axes_take_the_first_free_rule() -> None:
 
 
 def test_the_innermost_mark_wins() -> None:
-    marks = TensorParallelism()
-    marks.set_tensor_parallelism("h", True)
-    with marks.tensor_parallelism(enabled=False):
-        marks.made("h.1")
-    marks.set_tensor_parallelism("h.1.fc", True)
+    names = [p.name for p in GRAPH.parameters]
+    marks = TensorParallelism({"h": True, "h.1": False, "h.1.fc": True})
     paths = ("h.0.fc", "h.1.proj", "h.1.fc", "wte.weight")
     assert [marks.enabled(path) for path in paths] == [True, False, True, None]
-    found = places(marks.pins(GRAPH))
+    found = places(marks.pins(names))
     assert found["h.1.proj"] == (Replicate(),)
     assert "h.1.fc" not in found
-    assert ("h.0.fc", "marked for tensor parallelism, but replicated: no dim of shape (256, 64) pays to be split") in (
-        marks.unsplit(GRAPH, {})
-    )
-    marks.set_tensor_parallelism("g.1")
     with pytest.raises(LayoutError, match="under which no parameter is"):
-        marks.pins(GRAPH)
+        TensorParallelism({"g.1": True}).pins(names)
 
 
 def test_pins_that_contradict_each_other_are_both_named() -> None:
@@ -145,3 +141,66 @@ def test_a_tensor_axis_over_a_slow_link_is_warned_about_with_figures() -> None:
     assert "axis 'tp' of 16 ranks at 1 GB/s" in warning
     fast = Setting((AxisCost("tp", 4, 4e11, 1e-6),), 3e14, 1.5e12, batch=8)
     assert slow_axes(folded, fast, memory_limit_bytes=math.inf) == ()
+
+
+# In plans --------------------------------------------------------------------------------------------------------
+
+
+def planned(layouts: Asked | None, graph: sw.Graph = GRAPH, tp: int = 4) -> sw.Plan:
+    cluster = sw.Cluster("a100-80gb", devices_per_node=tp)
+    return sw.plan(graph, cluster, batch=8, pp=1, dp=1, tp=tp, layouts=layouts)
+
+
+def test_plans_keep_pins_of_one_unit_apart_from_its_class() -> None:
+    plan = planned([(r"^h\.1\.(fc|out)$", Layout())])
+    found = plan.parameter_layouts("toy")
+    assert found["h.1.fc"].is_replicated
+    assert found["h.0.fc"].on("tp") == Split(0)
+    assert {slot for slot, _ in plan.decision.layouts if slot.startswith("@")} == {"@2/v6"} or "@2/w2" in dict(
+        plan.decision.layouts
+    )
+    assert "pattern" not in str(dict(plan.unsplit).get("1/w2", ""))
+
+
+def test_plans_take_styles_patterns_pins_and_logical_rules() -> None:
+    for asked in (
+        {"h.*.fc": "rowwise"},
+        [(r"\.fc$", Layout.of(tp=Split(1)))],
+        [Pin(f"h.{i}.fc", Layout.of(tp=Split(1)), "a pin") for i in range(2)],
+    ):
+        assert planned(asked).parameter_layouts("toy")["h.0.fc"].on("tp") == Split(1)
+    named = replace(GRAPH, logical_axes=(("h.0.fc", ("mlp", "embed")), ("h.1.fc", ("mlp", "embed"))))
+    assert planned([("embed", "tp"), ("mlp", None)], named).parameter_layouts("toy")["h.0.fc"].on("tp") == Split(1)
+    assert planned(None, named).decision.layouts == planned(None).decision.layouts  # names without rules say nothing
+    marked = replace(GRAPH, pins=TensorParallelism({"h": False}).pins([p.name for p in GRAPH.parameters]))
+    found = planned(None, marked).parameter_layouts("toy")
+    assert all(layout.is_replicated for name, layout in found.items() if name.startswith("h."))
+    assert found["wte.weight"].on("tp") == Split(0)
+
+
+def test_bad_pins_of_a_plan_are_named() -> None:
+    with pytest.raises(LayoutError, match="the parameters of Toy name none"):
+        planned([("mlp", "tp")])
+    named = replace(GRAPH, logical_axes=(("h.0.fc", ("mlp", "embed")),))
+    with pytest.raises(LayoutError, match="no rule for the logical axes 'heads' matches: the model's are embed, mlp"):
+        planned([("heads", "tp")], named)
+    with pytest.raises(LayoutError, match="on axis 'model'; the mesh has tp"):
+        planned([("mlp", "model")], named)
+    with pytest.raises(LayoutError, match="layouts= holds 3"):
+        planned([3])  # type: ignore[list-item]
+    with pytest.raises(LayoutError, match="two pins contradict each other"):
+        planned([(r"\.fc$", Layout.of(tp=Split(1))), Pin("h.0.fc", Layout.of(tp=Split(0)), "a pin")])
+
+
+def test_a_pin_that_cannot_be_kept_is_reported() -> None:
+    plan = planned([(r"\.(fc|ln_1.weight)$", Layout.of(tp=Split(0)))], tp=3)
+    said = dict(plan.unsplit)
+    assert "which axis 'tp' of size 3 does not divide; pad it to 258" in said["1/w2"]
+
+
+def test_a_pin_that_no_op_can_use_is_reported_and_the_rest_holds() -> None:
+    """Without partial sums nothing can look rows up in a piece of a table."""
+    unable = replace(GRAPH, capabilities=replace(GRAPH.capabilities, partial_layouts=False))
+    plan = planned([("wte", Layout.of(tp=Split(0))), (r"\.fc$", Layout.of(tp=Split(0)))], unable)
+    assert "pinned at S0, which an op that reads it cannot use" in dict(plan.unsplit)["0/w0"]
+    assert plan.parameter_layouts("toy")["h.0.fc"].on("tp") == Split(0)

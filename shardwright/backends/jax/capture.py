@@ -9,6 +9,7 @@ from flax import linen, nnx
 
 from shardwright.backends.jax.capabilities import CAPABILITIES
 from shardwright.backends.jax.ops import translate
+from shardwright.backends.jax.partitioning import LogicalAxes, linen_axes, nnx_axes
 from shardwright.backends.jax.program import Program, flatten, same_structure
 from shardwright.backends.jax.samples import at_batch, batch_size, positional, resolve_batch_dims
 from shardwright.backends.jax.trace import Recorder, boxed_functions, linen_calls, nnx_calls
@@ -30,6 +31,7 @@ class Source:
     aliases: dict[str, tuple[str, ...]]
     run: Callable[[Any, Any, Recorder], Any]
     """``run(arrays, sample, recorder)``: the loss, or what the model returns."""
+    logical_axes: LogicalAxes = ()
 
 
 def capture(
@@ -123,7 +125,8 @@ def _nnx_source(model: nnx.Module, loss: Callable[..., Any] | None) -> Source:
         with nnx_calls(private, recorder):
             return _with_loss(private, sample, loss)
 
-    return Source(type(model).__name__, arrays, names, trainable, aliases_of(model), run)
+    axes = nnx_axes((path, variable) for path, variable in flat if isinstance(variable, nnx.Param))
+    return Source(type(model).__name__, arrays, names, trainable, aliases_of(model), run, axes)
 
 
 def _linen_source(module: linen.Module, variables: Any, loss: Callable[..., Any] | None) -> Source:
@@ -141,7 +144,8 @@ def _linen_source(module: linen.Module, variables: Any, loss: Callable[..., Any]
         with linen_calls(recorder):
             return _with_loss(apply, sample, loss)
 
-    return Source(type(module).__name__, arrays, names, trainable, {}, run)
+    axes = linen_axes(variables["params"], tuple(n for n, t in zip(names, trainable, strict=True) if t))
+    return Source(type(module).__name__, arrays, names, trainable, {}, run, axes)
 
 
 def _function_source(function: Callable[..., Any], params: Any, loss: Callable[..., Any] | None) -> Source:
@@ -246,4 +250,5 @@ def _graph(source: Source, first: Program, second: Program, inputs: Any, sample_
         tuple(index[value] for value in input_values),
         tuple(index[value] for value in results),
         sample_batch,
+        logical_axes=tuple((name, dims) for name, dims in source.logical_axes if name in {p.name for p in parameters}),
     )

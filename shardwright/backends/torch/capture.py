@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from shardwright.backends.torch import marks
 from shardwright.backends.torch.align import Alignment
 from shardwright.backends.torch.guards import READING
 from shardwright.backends.torch.record import Recorder, dtype_name
@@ -271,16 +272,18 @@ class _Session:
         recorded, values = aligned.ops(), aligned.tensors()
         ops, tensors, outputs = without_unused(*unflatten_products(recorded, values, small.outputs), small.outputs)
         inputs = len(self.sample.leaves)  # inputs, then what the model holds, keep their numbers: see `_name_all`
+        parameters = self._parameters(inputs)
         return Graph(
             capabilities,
             type(self.model).__name__,
             tuple(tensors),
             tuple(ops),
             tuple(a.calls),
-            self._parameters(inputs),
+            parameters,
             tuple(range(inputs)),
             outputs,
             self.sample.batch,
+            marks.pins(self.model, parameters),
         )
 
     def _parameters(self, first: int) -> tuple[Parameter, ...]:

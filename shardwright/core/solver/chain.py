@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from shardwright.core.cost.work import WorkCounter
 from shardwright.core.errors import PlanError
 from shardwright.core.fold import Folded
-from shardwright.core.layout import Layout, Placement
+from shardwright.core.layout import Layout, Placement, Split
 from shardwright.core.realised import RealisedUnit
 from shardwright.core.rules.axes import Dim
 from shardwright.core.solver.frame import Frame
@@ -168,7 +168,9 @@ class _Chain:
             own = {tensor: pins[tensor] for tensor in tensors if tensor in pins}
             groups, dims = self.frame.groups(index), None
             if not self.setting.free_activations:
-                inner = [group.dims for group in groups if not any(t in borders for t, _ in group.dims)]
+                pinned = {(t, p.dim) for t, places in own.items() for p in places if isinstance(p, Split)}
+                crossing = {t for t in borders if t is not None}
+                inner = [g.dims for g in groups if g.dims & pinned or not any(t in crossing for t, _ in g.dims)]
                 dims = frozenset[Dim]().union(*inner)
             self._problems[key] = UnitProblem(self.frame, index, self.setting, own, dims)
         return self._problems[key]

@@ -240,9 +240,10 @@ class UnitProblem:
 
     def _border_options(self, tensor: int, flows: bool) -> list[State]:
         """Between units: whole, or split along a dim that is not the batch's; the gradient lies like the value. Values
-        without a gradient (masks, positions) cross whole: every rank can make them."""
+        without a gradient (masks, positions) cross whole: every rank can make them; so do all where the dims of
+        activations are not free."""
         whole: Places = (R,) * self._n
-        if not flows:
+        if not flows or not self.setting.free_activations:
             return [(whole, whole)]
         found = self._combined(tensor, [[(p, p) for p in (R, *self._splits(tensor, a))] for a in self.setting.axes])
         along = self._along_the_sequence(tensor)
