@@ -1,0 +1,176 @@
+"""What goes wrong on the tensor axis, and what is said: each case on its own in one launch of two ranks.
+
+Usage: tp_misuse.py OUT.json
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from tp_models import batch, build
+
+import shardwright.torch as sw
+
+
+@sw.step
+def train_step(model, batch):
+    loss = model(**batch).loss
+    model.backward(loss)
+    return loss
+
+
+def begin(model: nn.Module, **keys: Any) -> sw.DistributedModel:
+    sw.init({"tensor_parallel_degree": 2, "microbatches": 2, "wait_timeout_s": 30.0, **keys})
+    return sw.DistributedModel(model)
+
+
+def hooked() -> str:
+    plain = build("gpt2")
+    plain.transformer.h[1].register_forward_hook(lambda *given: None)
+    train_step(begin(plain), batch("gpt2", 0))
+    return ""
+
+
+def other_inputs() -> str:
+    train_step(begin(build("gpt2")), batch("gpt2", dist.get_rank()))
+    return ""
+
+
+def other_seeds() -> str:
+    """Every rank makes weights of its own: all start from the first's."""
+    plain = build("gpt2")
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(dist.get_rank())
+    model = begin(plain)
+    loss = float(train_step(model, batch("gpt2", 0)).reduce_mean())
+    expected = build("gpt2")(**batch("gpt2", 0)).loss.item()
+    return "" if abs(loss - expected) < 1e-4 else f"{loss} instead of {expected}"
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient
+
+
+class ScaledLinear(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Scaled.apply(super().forward(x))
+
+
+class OwnGradient(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ScaledLinear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(x, labels)
+
+
+@sw.step
+def train_plain(model, x, labels):
+    loss = model(x, labels)
+    model.backward(loss)
+    return loss
+
+
+def own_gradient() -> str:
+    """It runs whole, says why, and is right."""
+    torch.manual_seed(1)
+    plain, reference = OwnGradient(), OwnGradient()
+    reference.load_state_dict(plain.state_dict())
+    x, labels = torch.randn(4, 8), torch.randn(4, 8)
+    model = begin(plain)
+    loss = float(train_plain(model, x, labels).reduce_mean())
+    expected = sum(reference(a, b) / 2 for a, b in zip(x.chunk(2), labels.chunk(2), strict=True))
+    expected.backward()
+    worst = max(float((p.grad - q.grad).abs().max()) for p, q in zip(plain.parameters(), reference.parameters()))
+    if abs(loss - expected.item()) > 1e-5 or worst > 1e-5:
+        return f"loss {loss} for {expected.item()}, gradients {worst} apart"
+    return model.runtime.tensor.whole_because
+
+
+class Odd(nn.Module):
+    """Widths that two ranks do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return F.mse_loss(x, labels)
+
+
+def odd_widths() -> str:
+    """It runs, and the plan says why nothing is split."""
+    torch.manual_seed(1)
+    model = begin(Odd())
+    train_plain(model, torch.randn(4, 7), torch.randn(4, 7))
+    return f"{model.runtime.gradients.shards.places} {model.session.plan.unsplit}"
+
+
+def changed_module() -> str:
+    model = begin(build("gpt2"))
+    train_step(model, batch("gpt2", 0))
+    model.module.transformer.h[0].mlp.act = nn.ReLU()
+    model.module.transformer.h[0].attn.resid_dropout = nn.Identity()
+    model.module.transformer.drop = nn.Sequential(nn.Identity(), nn.LayerNorm(32))
+    train_step(model, {key: tensor[:, :8] for key, tensor in batch("gpt2", 0).items()})
+    return ""
+
+
+def evaluation() -> str:
+    """Another length, no gradients, in evaluation mode: on pieces, and the unsplit model's loss."""
+    plain = build("gpt2", 0.1)
+    model = begin(plain)
+    train_step(model, batch("gpt2", 0))
+    model.eval()
+    short = {key: tensor[:, :8] for key, tensor in batch("gpt2", 0).items()}
+    with torch.no_grad():
+        found = float(evaluate(model, short).reduce_mean())
+    expected = build("gpt2", 0.1).eval()(**short).loss.item()
+    return "" if abs(found - expected) < 1e-4 else f"{found} instead of {expected}"
+
+
+@sw.step
+def evaluate(model, batch):
+    return model(**batch).loss
+
+
+CASES: dict[str, Callable[[], str]] = {
+    "hook": hooked, "inputs": other_inputs, "seeds": other_seeds, "own gradient": own_gradient,
+    "odd widths": odd_widths, "changed module": changed_module, "evaluation": evaluation,
+}  # fmt: skip
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    found = {}
+    for name, case in CASES.items():
+        try:
+            found[name] = case()
+        except Exception as error:  # every kind is shown: the caller says which are right
+            found[name] = f"{type(error).__name__}: {error}"
+        sw.shutdown()
+    if dist.get_rank() == 0:
+        with open(sys.argv[1], "w") as file:
+            json.dump(found, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
