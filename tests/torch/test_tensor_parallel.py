@@ -46,6 +46,15 @@ def test_a_model_on_pieces_is_the_unsplit_one(two: dict[str, dict], model: str, 
     require_same(two[f"{model}, {case}"])
 
 
+@pytest.mark.parametrize("case", ["least memory", "slow links"])
+def test_a_unit_compiles_whole(two: dict[str, dict], case: str) -> None:
+    """By torch.compile, without a break in the graph."""
+    result = two[f"gpt2 compiled, {case}"]
+    assert result["missing"] == []
+    assert result["loss"] <= 1e-5
+    assert result["gradient"] <= 1.0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("model", MODELS[4])

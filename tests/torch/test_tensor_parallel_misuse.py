@@ -1,4 +1,4 @@
-"""What users get wrong on the tensor axis, and what cannot run on pieces: each is named, with the fix, or runs whole."""
+"""What users get wrong on the tensor axis is named, with the fix; what cannot run on pieces runs whole."""
 
 import json
 from pathlib import Path

@@ -28,6 +28,7 @@ from shardwright.core.solver import AxisCost, Setting, lightest_bytes, solve
 SAMPLES = 2
 INSIDE = ("view", "slice", "copy", "attention")
 CASES = {"least memory": (1.01, 1e-9), "more memory": (1.3, 1e-9), "slow links": (1.3, 1e-4)}
+COMPILED = "gpt2"
 """How much of the lightest layouts' memory a rank may hold, and what a message costs."""
 
 
@@ -72,7 +73,7 @@ def put_pieces(model: nn.Module, replay: Replay, axis: Axis) -> None:
             parameter.data = piece_of(parameter.detach(), place, axis.size, axis.coordinate).clone()
 
 
-def run(name: str, case: str, axis: Axis) -> dict[str, Any]:
+def run(name: str, case: str, axis: Axis, *, compiled: bool = False) -> dict[str, Any]:
     model, plain = build(name), build(name)
     sample = {key: tensor[:SAMPLES] for key, tensor in batch(name, 0).items()}
     traced = trace(model, sample)
@@ -85,7 +86,10 @@ def run(name: str, case: str, axis: Axis) -> dict[str, Any]:
     values = dict(zip(traced.graph.inputs, sample.values(), strict=True))
     axis.traffic.clear()
     for unit in replay.units:
-        made = unit.function(*[values[t] for t in unit.entering], *[held(t) for t in unit.held])
+        function = unit.function
+        if compiled and unit is replay.units[1]:  # a block
+            function = torch.compile(function, backend="aot_eager", fullgraph=True)
+        made = function(*[values[t] for t in unit.entering], *[held(t) for t in unit.held])
         values.update(zip(unit.leaves, made, strict=True))
     loss = values[traced.graph.outputs[0]]
     loss.backward()
@@ -140,6 +144,9 @@ def main() -> None:
     axis = Axis(group, range(dist.get_world_size()), dist.get_rank())
     results = {f"{name}, {case}": run(name, case, axis) for name in sys.argv[2:] for case in CASES}
 
+    if COMPILED in sys.argv[2:]:
+        for case in ("least memory", "slow links"):
+            results[f"{COMPILED} compiled, {case}"] = run(COMPILED, case, axis, compiled=True)
     if dist.get_rank() == 0:
         with open(sys.argv[1], "w") as file:
             json.dump(results, file)

@@ -96,7 +96,8 @@ def own_gradient() -> str:
     loss = float(train_plain(model, x, labels).reduce_mean())
     expected = sum(reference(a, b) / 2 for a, b in zip(x.chunk(2), labels.chunk(2), strict=True))
     expected.backward()
-    worst = max(float((p.grad - q.grad).abs().max()) for p, q in zip(plain.parameters(), reference.parameters()))
+    pairs = zip(plain.parameters(), reference.parameters(), strict=True)
+    worst = max(float((p.grad - q.grad).abs().max()) for p, q in pairs)
     if abs(loss - expected.item()) > 1e-5 or worst > 1e-5:
         return f"loss {loss} for {expected.item()}, gradients {worst} apart"
     return model.runtime.tensor.whole_because

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed import _functional_collectives as functional
 
 from shardwright.backends.torch.tensor_parallel.pieces import piece_of, whole_of
 from shardwright.core.conversions import table_bytes
@@ -45,22 +46,33 @@ class Axis:
     def __init__(self, group: ProcessGroup, ranks: Sequence[int], coordinate: int) -> None:
         """``ranks`` are the group's global ranks in order of their coordinate."""
         self.group, self.ranks, self.coordinate = group, tuple(ranks), coordinate
+        self.name = group.group_name
         self.traffic = Traffic()
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
+    def note(self, key: tuple[str, str], size_bytes: float) -> None:
+        """Count a collective; those inside compiled code are not counted."""
+        if not torch.compiler.is_compiling():
+            self.traffic.note(key, size_bytes)
+
     def all_reduce(self, tensor: torch.Tensor, reduction: str, key: tuple[str, str]) -> torch.Tensor:
         """The sum or maximum over all ranks; ``tensor`` is overwritten."""
+        if torch.compiler.is_compiling():
+            return _functional(functional.all_reduce(tensor, reduction, self.name))
         tensor = tensor.contiguous()
-        self.traffic.note(key, 2 * (self.size - 1) * tensor.numel() * tensor.element_size())
+        self.note(key, 2 * (self.size - 1) * tensor.numel() * tensor.element_size())
         op = dist.ReduceOp.SUM if reduction == "sum" else dist.ReduceOp.MAX
         dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all ranks, in order."""
+        if torch.compiler.is_compiling():
+            whole = _functional(functional.all_gather_tensor(tensor.unsqueeze(0).contiguous(), 0, self.name))
+            return list(whole.unbind(0))
         tensor = tensor.contiguous()
         received = list(tensor.new_empty((self.size, *tensor.shape)).unbind(0))
         dist.all_gather(received, tensor, group=self.group)
@@ -82,9 +94,9 @@ class Axis:
         if isinstance(before, Partial):
             if isinstance(after, Replicate):
                 return self.all_reduce(tensor if fresh else tensor.clone(), "sum", key)
-            self.traffic.note(key, table_bytes(before, after, self.size, size))
+            self.note(key, table_bytes(before, after, self.size, size))
             return self._reduce_scatter(tensor, after)
-        self.traffic.note(key, table_bytes(before, after, self.size, size))
+        self.note(key, table_bytes(before, after, self.size, size))
         if isinstance(after, Replicate):
             return whole_of(self.all_gather(tensor), before)
         if before.dim == after.dim:  # other blocks of one dim
@@ -106,15 +118,28 @@ class Axis:
 
     def _reduce_scatter(self, tensor: torch.Tensor, after: Split) -> torch.Tensor:
         sent = [piece_of(tensor, after, self.size, r).contiguous() for r in range(self.size)]
+        if torch.compiler.is_compiling():
+            summed = functional.reduce_scatter_tensor(torch.stack(sent), "sum", 0, self.name)
+            return _functional(summed).squeeze(0)
         received = torch.empty_like(sent[self.coordinate])
         dist.reduce_scatter(received, sent, group=self.group)
         return received
 
     def _all_to_all(self, tensor: torch.Tensor, before: Split, after: Split) -> torch.Tensor:
         sent = torch.stack([piece_of(tensor, after, self.size, r) for r in range(self.size)])
+        if torch.compiler.is_compiling():
+            return whole_of(
+                list(_functional(functional.all_to_all_single(sent, None, None, self.name)).unbind(0)), before
+            )
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         return whole_of(list(received.unbind(0)), before)
+
+
+def _functional(made: torch.Tensor) -> torch.Tensor:
+    """The result of a functional collective, once it is there: compiled code is given these, which it can follow."""
+    arrived: torch.Tensor = functional.wait_tensor(made)
+    return arrived
 
 
 class _Convert(torch.autograd.Function):
