@@ -17,6 +17,8 @@ CHECKS = (
     "checkpointing_calls_again",
     "batch_statistics_follow_the_order_of_microbatches",
     "dropout_follows_the_rule",
+    "every_generator_follows_the_rule",
+    "a_last_batch_may_be_smaller",
     "results_reach_every_rank",
     "autocast_goes_along",
     "the_mode_is_chosen_and_said",

@@ -1,5 +1,6 @@
 """Checks of message passing on three ranks, in one launch. Prints `ok NAME` for each; any failure ends the launch."""
 
+import random
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import dynamic
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ import shardwright.torch as sw
 from shardwright.backends.torch.messages.failure import StepFailedError
 from shardwright.backends.torch.messages.owners import Owners
 from shardwright.backends.torch.randomness import stream_seed
+from shardwright.backends.torch.unsplit import seeded_by_rule
 from shardwright.core.errors import ShardwrightError, UnrecordableError
 
 MICROBATCHES = 4
@@ -314,6 +317,70 @@ def dropout_follows_the_rule() -> None:
         sw.shutdown()
 
 
+class Dropping(nn.Module):
+    """Layers are left out, and noise is added, as the generators of Python, NumPy and torch say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Noisy() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if random.random() < 0.7:
+                x = layer(x)
+            if torch.rand([]).item() < 0.3:
+                x = x * 0.5
+        return F.cross_entropy(x[:, :CLASSES], y)
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x) + float(np.random.rand()) * torch.rand_like(x)
+
+
+def every_generator_follows_the_rule() -> None:
+    plain, model = start(Dropping, {f"layers.{i}": i % 3 for i in range(4)})
+    sw.set_seed(7)
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    for step in range(3):
+        plain.zero_grad()
+        model.zero_grad()
+        losses = []
+        for m, part in enumerate(parts(step)):
+            with seeded_by_rule(plain, seed=7, step=step, microbatch=m):
+                loss = plain(**part)
+            (loss / MICROBATCHES).backward()
+            losses.append(loss.detach())
+        found = train_step(model, batch(step, SAMPLES))
+        torch.testing.assert_close(torch.stack(found.outputs), torch.stack(losses), rtol=1e-5, atol=1e-6)
+        same_gradients(plain, model)
+    assert states == (random.getstate(), np.random.get_state()[1].tolist()), "the user's generators were left changed"
+    sw.shutdown()
+
+
+def a_last_batch_may_be_smaller() -> None:
+    plain, model = start(dynamic.Chosen)
+    for samples in (8, 6, 3):
+        plain.zero_grad()
+        model.zero_grad()
+        given = batch(samples, samples)
+        sizes = [len(piece) for piece in given["y"].tensor_split(min(samples, MICROBATCHES))]
+        each = []
+        for rows in torch.arange(samples).split(sizes):
+            loss = plain(given["x"][rows], given["y"][rows])
+            (loss * len(rows) / samples).backward()
+            each.append(float(loss) * len(rows) / samples)
+        found = train_step(model, given)
+        assert [len(found)] == [len(sizes)]
+        torch.testing.assert_close(float(found.reduce_mean()), sum(each), rtol=1e-5, atol=1e-6)
+        same_gradients(plain, model)
+    sw.shutdown()
+
+
 @sw.step
 def report_step(model, batch):
     loss = model(**batch)
@@ -535,6 +602,8 @@ def main() -> None:
         checkpointing_calls_again,
         batch_statistics_follow_the_order_of_microbatches,
         dropout_follows_the_rule,
+        every_generator_follows_the_rule,
+        a_last_batch_may_be_smaller,
         results_reach_every_rank,
         autocast_goes_along,
         the_mode_is_chosen_and_said,

@@ -1,12 +1,16 @@
 """Random numbers by the rule of `randomness`: seeded anew at every stretch of every module call.
 
 Which calls draw is not known beforehand here, so each stretch is seeded. A module is run by one rank alone, so the
-number of its calls in a microbatch is counted there, in the order of the program.
+number of its calls in a microbatch is counted there, in the order of the program. Python's and NumPy's generators take
+much longer to seed than torch's: after the first step they are seeded only where something was seen to draw from them.
 """
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 
 from shardwright.backends.torch.messages.strands import Strand
@@ -22,10 +26,27 @@ class Draws:
 
     def __init__(self, device: torch.device) -> None:
         self.seed = self.step = self.first_microbatch = 0
+        self._draws_on_host: dict[bool, bool] = {}
+        """Whether Python's or NumPy's generator is drawn from, in training and else."""
+        self._training = self._host = self._drew = False
+        self._host_state: tuple[Any, ...] = ()
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
             self._generators.append(torch.cuda.default_generators[index])
+
+    def begin(self, *, training: bool) -> None:
+        """Begin a step."""
+        self._training, self._drew = training, False
+        self._host = self._draws_on_host.get(training, True)
+        self._host_state = _host_state()
+
+    def end(self) -> bool:
+        """End a step; False when something drew from Python's or NumPy's generator without their being seeded."""
+        self._drew = self._drew or _host_state() != self._host_state
+        known = self._host or not self._drew
+        self._draws_on_host[self._training] = self._drew or (self._host and self._training in self._draws_on_host)
+        return known
 
     def body(self, strand: Strand) -> None:
         """The step body begins."""
@@ -77,4 +98,14 @@ class Draws:
         seed = stream_seed(self.seed, self.step, self.first_microbatch + strand.microbatch, (path, occurrence, segment))
         for generator in self._generators:
             generator.manual_seed(seed)
-        seed_host(seed)
+        if self._host:
+            if self._training not in self._draws_on_host and not self._drew:
+                self._drew = _host_state() != self._host_state
+            seed_host(seed)
+            if self._training not in self._draws_on_host and not self._drew:
+                self._host_state = _host_state()
+
+
+def _host_state() -> tuple[Any, ...]:
+    numpy: Any = np.random.get_state()
+    return random.getstate(), numpy[1].tobytes(), numpy[2]

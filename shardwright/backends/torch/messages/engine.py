@@ -142,6 +142,7 @@ class Messages:
         self._shares = shares_over_dp(samples, self.microbatches, self.bound, self.watch)
         self.draws.seed, self.draws.step = seed, step
         self.draws.first_microbatch = self._shares.first
+        self.draws.begin(training=self.holding.model.training)
         self.watch.doing(f"step {step}, by messages")
         self.wire.open()
         with kept_generators(True, self.bound.device), _patched_calls(self.calls), self.watch.waiting(_Waits(self)):
@@ -169,6 +170,11 @@ class Messages:
         if not self.turns.ended(self.timeout_s):
             raise PeerError(f"{self.bound.describe()}: a microbatch that was over did not end")
         wrote = self._buffer_versions() != versions
+        if not self.draws.end():
+            report(
+                f"{self.bound.describe()}: something drew from Python's or NumPy's generator for the first time; the "
+                f"numbers of this step depend on how the model is split, later ones do not"
+            )
         if self.me == DRIVER:
             results = [self._results[m] for m in range(count)]
             self._outcome = Outcome.of(results).over_dp(self._shares, self.bound, self.watch)

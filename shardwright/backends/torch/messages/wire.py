@@ -11,15 +11,19 @@ Pickled heads come from the ranks of this run alone, as those of torch.distribut
 import contextlib
 import enum
 import pickle
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed import ProcessGroup, Work
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 FRAME_BYTES = 64 * 1024
 """A message up to this size travels at once."""
@@ -31,9 +35,9 @@ UNSENT_MESSAGES = 32
 FOREVER = timedelta(days=365)
 JOIN_S = 1.0
 """How long the end waits for a thread."""
-_ALIGNMENT = 16
-_LENGTH_BYTES = 8
-_TAG = 1
+_LENGTHS = struct.Struct("<QQ")
+"""Of the frame and of its head, in bytes."""
+_FRAME_TAG, _BULK_TAG = 1, 2
 
 
 class Kind(enum.IntEnum):
@@ -95,6 +99,9 @@ class Wire:
         self._gates = {peer: threading.Semaphore(0) for peer in range(size) if peer != me}
         self._quiet = {peer: threading.Event() for peer in self._gates}
         self._receiving: dict[int, Work] = {}
+        self._posted: dict[int, Work] = {}
+        """The receive of the next frame of each peer, posted before it is waited for: that spares Gloo a round trip."""
+        self._frames = {peer: torch.empty(FRAME_BYTES, dtype=torch.uint8) for peer in self._gates}
         self._closing = False
         self._ended = False
         """Whether this rank has said its last in this step."""
@@ -148,19 +155,24 @@ class Wire:
         Raises RuntimeError when the connection is broken.
         """
         whole = [_as_bytes(tensor) for tensor in tensors]
-        small = [piece.numel() <= SMALL_BYTES for piece in whole]
-        shapes = [(tuple(t.shape), t.dtype, s) for t, s in zip(tensors, small, strict=True)]
-        head = pickle.dumps((kind, microbatch, call, body, shapes), protocol=pickle.HIGHEST_PROTOCOL)
-        frame = _frame(head, [piece for piece, is_small in zip(whole, small, strict=True) if is_small])
+        small = [piece for piece in whole if piece.numel() <= SMALL_BYTES]
+        shapes = [
+            (tuple(tensor.shape), tensor.dtype, piece.numel() if piece.numel() <= SMALL_BYTES else None)
+            for tensor, piece in zip(tensors, whole, strict=True)
+        ]
+        head = pickle.dumps((int(kind), microbatch, call, body, shapes), protocol=pickle.HIGHEST_PROTOCOL)
+        frame = _frame(head, small)
         with self._lock:
             if self._ended and not kind.last:
                 return
             if frame.numel() > FRAME_BYTES:
-                self._post(_frame_of_length(frame.numel()), target)
-            self._post(frame, target)
-            for piece, is_small in zip(whole, small, strict=True):
-                if not is_small:
-                    self._post(piece, target)
+                self._post(torch.frombuffer(bytearray(_LENGTHS.pack(frame.numel(), 0)), dtype=torch.uint8), target)
+                self._post(frame, target, _BULK_TAG)
+            else:
+                self._post(frame, target)
+            for piece in whole:
+                if piece.numel() > SMALL_BYTES:
+                    self._post(piece, target, _BULK_TAG)
 
     def say_last(self, kind: Kind, body: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Tell every peer that nothing more comes from here in this step; only the first time counts."""
@@ -183,9 +195,9 @@ class Wire:
             while self._sending:
                 self._wait_for_oldest()
 
-    def _post(self, data: torch.Tensor, target: int) -> None:
+    def _post(self, data: torch.Tensor, target: int, tag: int = _FRAME_TAG) -> None:
         assert self._group is not None
-        self._sending.append((self._group.send([data], target, _TAG), data))
+        self._sending.append((self._group.send([data], target, tag), data))
         self._unsent_bytes += data.numel()
         while len(self._sending) > UNSENT_MESSAGES or (self._unsent_bytes > UNSENT_BYTES and len(self._sending) > 1):
             self._wait_for_oldest()
@@ -211,62 +223,53 @@ class Wire:
 
     def _receive_one(self, peer: int) -> bool:
         """Receive and deliver a message; whether it was the peer's last of this step."""
-        frame = self._take(torch.empty(FRAME_BYTES, dtype=torch.uint8), peer)
-        length = _read_number(frame, 0)
+        posted = self._posted.pop(peer) if peer in self._posted else self._post_frame(peer)
+        self._wait(posted, peer)
+        view = _memory(self._frames[peer])
+        length, head = _LENGTHS.unpack_from(view)
         if length > FRAME_BYTES:
-            frame = self._take(torch.empty(length, dtype=torch.uint8), peer)
-            length = _read_number(frame, 0)
-        start = _LENGTH_BYTES * 2
-        end = start + _read_number(frame, _LENGTH_BYTES)
-        number, microbatch, call, body, shapes = pickle.loads(frame[start:end].numpy().tobytes())
-        kind = Kind(number)
+            view = _memory(self._take(torch.empty(length, dtype=torch.uint8), peer))
+            length, head = _LENGTHS.unpack_from(view)
+        offset = _LENGTHS.size + head
+        number, microbatch, call, body, shapes = pickle.loads(view[_LENGTHS.size : offset])
         tensors = []
-        offset = _aligned(end)
-        for shape, dtype, is_small in shapes:
+        for shape, dtype, size_bytes in shapes:
             tensor = torch.empty(shape, dtype=dtype)
             data = tensor.reshape(-1).view(torch.uint8)
-            if is_small:
-                data.copy_(frame[offset : offset + data.numel()])
-                offset = _aligned(offset + data.numel())
-            else:
+            if size_bytes is None:
                 self._take(data, peer)
+            else:
+                _memory(data)[:] = view[offset : offset + size_bytes]
+                offset += size_bytes
             tensors.append(tensor)
+        kind = Kind(number)
         self._deliver(Envelope(kind, peer, microbatch, call, body, tensors))
+        self._posted[peer] = self._post_frame(peer)
         return kind.last
+
+    def _post_frame(self, peer: int) -> Work:
+        assert self._group is not None
+        return self._group.recv([self._frames[peer]], peer, _FRAME_TAG)
+
+    def _wait(self, work: Work, peer: int) -> None:
+        self._receiving[peer] = work
+        work.wait(FOREVER)
 
     def _take(self, buffer: torch.Tensor, peer: int) -> torch.Tensor:
         assert self._group is not None
-        work = self._receiving[peer] = self._group.recv([buffer], peer, _TAG)
-        work.wait(FOREVER)
+        self._wait(self._group.recv([buffer], peer, _BULK_TAG), peer)
         return buffer
 
 
 def _frame(head: bytes, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[length of the frame][length of the head][head][pieces, each aligned]."""
-    end = _LENGTH_BYTES * 2 + len(head)
-    total = _aligned(end) + sum(_aligned(piece.numel()) for piece in pieces)
-    data = bytearray(total)
-    data[:_LENGTH_BYTES] = total.to_bytes(_LENGTH_BYTES, "little")
-    data[_LENGTH_BYTES : 2 * _LENGTH_BYTES] = len(head).to_bytes(_LENGTH_BYTES, "little")
-    data[2 * _LENGTH_BYTES : end] = head
-    frame = torch.frombuffer(data, dtype=torch.uint8)
-    offset = _aligned(end)
-    for piece in pieces:
-        frame[offset : offset + piece.numel()].copy_(piece)
-        offset += _aligned(piece.numel())
-    return frame
+    """[length of the frame][length of the head][head][pieces]."""
+    body: list[bytes | memoryview] = [head, *map(_memory, pieces)]
+    length = _LENGTHS.size + sum(map(len, body))
+    return torch.frombuffer(bytearray(b"".join((_LENGTHS.pack(length, len(head)), *body))), dtype=torch.uint8)
 
 
-def _frame_of_length(length: int) -> torch.Tensor:
-    return torch.frombuffer(bytearray(length.to_bytes(_LENGTH_BYTES, "little")), dtype=torch.uint8)
-
-
-def _read_number(frame: torch.Tensor, offset: int) -> int:
-    return int.from_bytes(frame[offset : offset + _LENGTH_BYTES].numpy().tobytes(), "little")
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+def _memory(data: torch.Tensor) -> memoryview:
+    return memoryview(cast("Buffer", data.numpy()))
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
