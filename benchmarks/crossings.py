@@ -10,6 +10,7 @@ the overhead of a crossing; the time of a bare send and its answer over the same
 import argparse
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,9 +100,7 @@ def main() -> None:
         x = torch.ones(1, kib * 256)
         costs = []
         for step in (forward, train):
-            away, here = (
-                measure(lambda step=step, away=away: step(model, x, away), given.repeats) for away in (True, False)
-            )
+            away, here = (measure(partial(step, model, x, away), given.repeats) for away in (True, False))
             costs.append((away - here) / given.calls * 1e6)
         bare = statistics.median(echo(kib * 1024, 20) for _ in range(given.repeats)) * 1e6
         if sw.rank() == 0:
