@@ -60,8 +60,8 @@ def plan(
     tp: int | None = None,
     dp: int | None = None,
     microbatch: int | None = None,
-    virtual_stages: int = 1,
-    schedule: str = "1f1b",
+    virtual_stages: int | None = None,
+    schedule: str | None = None,
     recompute: Literal["none", "selective", "full", "auto"] = "auto",
     shard: Literal[0, 1, 2, 3] | None = None,
     shard_group: int | None = None,
@@ -72,6 +72,8 @@ def plan(
     sequence_parallel: bool | None = None,
     gradient_precision: Literal["fp32", "bf16", "fp16"] | None = None,
     layouts: Asked | None = None,
+    placement_order: str | None = None,
+    partitioner: str = "exact",
     progress: Progress | None = None,
 ) -> Plan:
     """Find how to split a captured model over a cluster. What is given is pinned, the rest is searched.
@@ -83,10 +85,11 @@ def plan(
         pp, tp, dp: pipeline, tensor and data degrees.
         microbatch: samples that one replica runs at a time.
         virtual_stages: stages per pipeline rank.
-        schedule: the name of a schedule (`Schedule.build`).
-        recompute: which activations are computed again in the backward pass; "auto" takes the least that fits.
-        shard: ZeRO stage over the data axis; None takes 0, or 1 where 0 does not fit.
-        shard_group: ranks that share a shard; default: the whole data axis.
+        schedule: the name of a schedule (`Schedule.build`), or "auto" for one that is generated for the stages' costs
+            and the memory left; None searches the named ones that the framework's runtime can run.
+        recompute: which activations are computed again in the backward pass; "auto" searches.
+        shard: ZeRO stage over the data axis.
+        shard_group: ranks that share a shard; None with a pinned ``shard`` is the whole data axis.
         precision: of parameters and activations; default: the best 16-bit one that the device has, else fp32.
         optimizer: whose states are counted.
         loss_scope: whether what depends on the batch as a whole is taken over the replica's batch or the global one.
@@ -98,6 +101,9 @@ def plan(
             or a list of (regular expression, Layout), of which the first that matches counts, and of rules (logical
             axis, mesh axis or None) for the axes that Flax parameters name. What the model itself says (marks of
             ``set_tensor_parallelism``, parameters partitioned by name) is pinned too.
+        placement_order: how the axes lie on the ranks, an order of D, P and T; the last one's neighbours are
+            neighbouring ranks.
+        partitioner: what cuts the model into stages: "exact", "pareto", "tree" (SageMaker's) or "blocks" (RaNNC's).
         progress: called with (candidates scored, candidates in all).
 
     Raises:
@@ -128,6 +134,8 @@ def plan(
         sequence_parallel=sequence_parallel,
         gradient_precision=gradient_precision,
         layouts=pins_of(graph, layouts),
+        placement_order=placement_order,
+        partitioner=partitioner,
     )
     if (unpriced := unpriced_text(graph)) is not None:
         warnings.warn(f"{graph.model_name}: {unpriced}", stacklevel=2)

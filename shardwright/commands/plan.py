@@ -68,10 +68,28 @@ def plan_command(
             rich_help_panel="Decision",
         ),
     ] = None,
-    schedule: Annotated[str, typer.Option(help="The pipeline schedule.", rich_help_panel="Decision")] = "1f1b",
-    virtual_stages: Annotated[int, typer.Option(help="Stages per pipeline rank.", rich_help_panel="Decision")] = 1,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help=f"The pipeline schedule; auto generates one. {_SEARCHED.capitalize()}.",
+            show_default=False,
+            rich_help_panel="Decision",
+        ),
+    ] = None,
+    virtual_stages: Annotated[
+        int | None,
+        typer.Option(help=f"Stages per pipeline rank, {_SEARCHED}.", show_default=False, rich_help_panel="Decision"),
+    ] = None,
+    placement_order: Annotated[
+        str | None,
+        typer.Option(
+            help=f"How the axes lie on the ranks, such as PDT (tensor groups are neighbours), {_SEARCHED}.",
+            show_default=False,
+            rich_help_panel="Decision",
+        ),
+    ] = None,
     recompute: Annotated[
-        str, typer.Option(help="none, selective, full or auto (the least that fits).", rich_help_panel="Decision")
+        str, typer.Option(help="none, selective, full or auto (searched).", rich_help_panel="Decision")
     ] = "auto",
     shard: Annotated[
         int | None,
@@ -84,7 +102,7 @@ def plan_command(
     shard_group: Annotated[
         int | None,
         typer.Option(
-            help="Ranks that share a shard; default: the whole data axis.",
+            help="Ranks that share a shard; default: the whole data axis where --shard is given, else searched.",
             show_default=False,
             rich_help_panel="Decision",
         ),
@@ -100,6 +118,13 @@ def plan_command(
         str,
         typer.Option(help="replica or global: what depends on the batch as a whole.", rich_help_panel="Decision"),
     ] = "replica",
+    partitioner: Annotated[
+        str,
+        typer.Option(
+            help="What cuts the model into stages: exact, pareto, tree (SageMaker's) or blocks (RaNNC's).",
+            rich_help_panel="Decision",
+        ),
+    ] = "exact",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where to save the plan file.", show_default=False)
     ] = None,
@@ -123,6 +148,8 @@ def plan_command(
         precision=precision,
         optimizer=optimizer,
         loss_scope=_LOSS_SCOPES[loss_scope],
+        placement_order=placement_order,
+        partitioner=partitioner,
     )
     devices = load_cluster(cluster, nodes, devices_per_node, intra_node, inter_node)
     with DelayedProgress() as bar:

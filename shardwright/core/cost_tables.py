@@ -1,16 +1,18 @@
 """What units cost at every tensor degree and microbatch size: counted once, shared by all candidates of a search."""
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from shardwright.core.cluster import Cluster
 from shardwright.core.cost.collectives import send_s
+from shardwright.core.cost.groups import Group
 from shardwright.core.cost.unit import UnitCost, seconds_of, unit_cost
 from shardwright.core.cost.work import PRECISION_BYTES, UnitWork, WorkCounter
 from shardwright.core.fold import Folded, Unit, crossing_bytes, fold
 from shardwright.core.graph import Graph
+from shardwright.core.hardware import Device, Link
 from shardwright.core.layout import Layout
 from shardwright.core.memory import Recompute, state_bytes_per_element
-from shardwright.core.mesh import Mesh
 from shardwright.core.pin import Pin
 from shardwright.core.pins import resolve
 from shardwright.core.realised import RealisedUnit
@@ -71,6 +73,17 @@ LARGE_BYTES = 2**32
 """Of a reduction whose latency no longer counts."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank of a mesh lies, as far as its costs go."""
+
+    device: Device
+    tensor_group: Group
+    """Its peers on the tensor axis, itself among them."""
+    entering: Link | None
+    """By which the stage before sends, all of its ranks at once; None where there is none."""
+
+
 class CostTables:
     """The folded model on one kind of device, in one precision."""
 
@@ -98,10 +111,22 @@ class CostTables:
         self._chosen: dict[int, TensorLayouts] = {}
         self._refused: dict[int, tuple[tuple[str, str], ...]] = {}
         self._layouts: dict[int, tuple[tuple[str, Layout], ...]] = {}
-        self._tables: dict[tuple[int, int, int, Recompute], UnitTable] = {}
-        self._costs: dict[tuple[int, int], tuple[UnitCost, ...]] = {}
+        self._tables: dict[tuple[int, int, Recompute, Place], UnitTable] = {}
+        self._costs: dict[tuple[int, int, Device, Group], tuple[UnitCost, ...]] = {}
         self._held: dict[int, tuple[tuple[tuple[tuple[int, ...], int], ...], int]] = {}
         self._boundary: tuple[tuple[int, int], ...] | None = None
+
+    def on(self, cluster: Cluster) -> "CostTables":
+        """The same model and numbers on another cluster."""
+        return CostTables(
+            self.graph,
+            cluster,
+            self.precision,
+            self.optimizer,
+            self.gradient_precision,
+            self._sequence_parallel,
+            self._pins,
+        )
 
     def chosen(self, tp: int) -> TensorLayouts:
         """The layouts on a tensor axis of so many ranks."""
@@ -153,23 +178,20 @@ class CostTables:
         """For every unit its place in `class_costs`: units that are alike and laid out alike share one."""
         return self.chosen(tp).variants
 
-    def table(self, mesh: Mesh, microbatch: int, recompute: Recompute) -> UnitTable:
-        tp = mesh.axis_size("tp")
-        key = (mesh.axis_size("dp") * tp, tp, microbatch, recompute)
+    def table(self, tp: int, microbatch: int, recompute: Recompute, place: Place) -> UnitTable:
+        """What units cost on a rank at that place, at that tensor degree."""
+        key = (tp, microbatch, recompute, place)
         if key not in self._tables:
-            self._tables[key] = self._make_table(mesh, microbatch, recompute)
+            self._tables[key] = self._make_table(tp, microbatch, recompute, place)
         return self._tables[key]
 
-    def _make_table(self, mesh: Mesh, microbatch: int, recompute: Recompute) -> UnitTable:
-        tp = mesh.axis_size("tp")
-        classes, chosen = self.class_costs(tp, microbatch), self.chosen(tp)
+    def _make_table(self, tp: int, microbatch: int, recompute: Recompute, place: Place) -> UnitTable:
+        classes, chosen = self.class_costs(tp, microbatch, place), self.chosen(tp)
         boundary = tuple(fixed + slope * microbatch for fixed, slope in self._boundaries())
         if chosen.terms.sequence_parallel:
             boundary = tuple(-(-size // tp) for size in boundary)
-        seconds = tuple(0.0 for _ in boundary)
-        if mesh.axis_size("pp") > 1:
-            known = {size: self._send_s(size, mesh) for size in set(boundary)}
-            seconds = tuple(known[size] for size in boundary)
+        known = {size: self._send_s(size, tp, place) for size in set(boundary)}
+        seconds = tuple(known[size] for size in boundary)
         ties, largest = self._held_parameters(tp)
         return UnitTable(
             tuple(classes[variant] for variant in chosen.variants),
@@ -213,19 +235,18 @@ class CostTables:
         members = self.folded.classes
         return tuple(len(members[unit.fold_class]) > 1 for unit in self.folded.units)
 
-    def _send_s(self, size_bytes: int, mesh: Mesh) -> float:
-        """Seconds of a message to the next stage, all ranks of the stage sending theirs at once.
+    def _send_s(self, size_bytes: int, tp: int, place: Place) -> float:
+        """Seconds of a message from the stage before, all ranks of the stage sending theirs at once.
 
         The ranks of a tensor group hold the same tensor: each sends a piece, and the receivers gather them over their
         own link, where that is faster (arXiv 2104.04473, section 4.1). Split sequences are sent as they are.
         """
-        tp, per_stage = mesh.axis_size("tp"), mesh.axis_size("dp") * mesh.axis_size("tp")
-        per_node = max(1, self.cluster.world_size // self.cluster.nodes)
-        link = self.cluster.link_between(0, mesh.rank({"pp": 1}), concurrent=min(per_stage, per_node))
-        whole = send_s(size_bytes, link)
+        if place.entering is None:
+            return 0.0
+        whole = send_s(size_bytes, place.entering)
         if tp == 1 or self.sequence_parallel(tp):
             return whole
-        return min(whole, send_s(size_bytes / tp, link) + self.cluster.group(range(tp)).all_gather_s(size_bytes))
+        return min(whole, send_s(size_bytes / tp, place.entering) + place.tensor_group.all_gather_s(size_bytes))
 
     def _boundaries(self) -> tuple[tuple[int, int], ...]:
         """For every unit the bytes that enter it from before: (fixed, for each sample)."""
@@ -253,11 +274,12 @@ class CostTables:
                 users.setdefault(parameter, []).append(unit.index)
         return {parameter: tuple(units) for parameter, units in users.items()}
 
-    def class_costs(self, tp: int, microbatch: int) -> tuple[UnitCost, ...]:
-        """What a unit of every variant costs."""
-        if (tp, microbatch) not in self._costs:
+    def class_costs(self, tp: int, microbatch: int, place: Place) -> tuple[UnitCost, ...]:
+        """What a unit of every variant costs on a rank at that place."""
+        key = (tp, microbatch, place.device, place.tensor_group)
+        if key not in self._costs:
             chosen = self.chosen(tp)
-            collective_s = seconds_of(self.cluster.group(range(tp)), tp) if tp > 1 else None
+            collective_s = seconds_of(place.tensor_group, tp) if tp > 1 else None
             found = []
             for unit in (self.folded.units[first] for first in chosen.firsts):
                 layouts = chosen.realised(unit.index) if tp > 1 else None
@@ -267,12 +289,12 @@ class CostTables:
                 found.append(
                     unit_cost(
                         self._read.work(like, microbatch, self.precision, layouts),
-                        self.device,
+                        place.device,
                         self.precision,
                         collective_s=collective_s,
                         parameters=sum(held.values()),
                         gradient_bytes=trained * self._added_bytes,
                     )
                 )
-            self._costs[tp, microbatch] = tuple(found)
-        return self._costs[tp, microbatch]
+            self._costs[key] = tuple(found)
+        return self._costs[key]

@@ -89,19 +89,18 @@ def recomputed_s(unit: UnitCost, recompute: Recompute) -> float:
     return unit.selective_s if recompute == "selective" else 0.0
 
 
-@lru_cache(maxsize=4096)
 def live_microbatches(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
     """For every rank how many activations of one stage are live at most. Schedules settle: beyond a few rounds of the
     pipeline the count is constant or grows evenly, so long ones are extrapolated from short ones."""
-
-    def peaks(count: int) -> list[int]:
-        schedule = Schedule.build(name, ranks=ranks, microbatches=count, virtual_stages=virtual_stages)
-        return [peak_live(order) for order in schedule.table]
-
     first, second = 4 * ranks, 5 * ranks
     if microbatches <= second:
-        return tuple(peaks(microbatches))
+        return _peaks(name, ranks, microbatches, virtual_stages)
     growth = (microbatches - second) / (second - first)
-    return tuple(
-        int(late + (late - early) * growth + 0.5) for early, late in zip(peaks(first), peaks(second), strict=True)
-    )
+    early, late = (_peaks(name, ranks, count, virtual_stages) for count in (first, second))
+    return tuple(int(b + (b - a) * growth + 0.5) for a, b in zip(early, late, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def _peaks(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
+    schedule = Schedule.build(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
+    return tuple(peak_live(order) for order in schedule.table)

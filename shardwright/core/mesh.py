@@ -8,6 +8,10 @@ from itertools import product
 from shardwright.core.errors import ClusterError, nearest
 
 
+AXIS_OF_LETTER = {"P": "pp", "D": "dp", "T": "tp"}
+"""The letters of placement orders, as SageMaker's `placement_strategy` has them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """Ranks 0 … size-1 as a grid with one named axis per direction.
@@ -33,9 +37,24 @@ class Mesh:
         """``Mesh.of(pp=2, dp=2, tp=2)``: the first axis is outermost."""
         return cls(tuple(axes), tuple(axes.values()))
 
+    @classmethod
+    def placed(cls, order: str, *, pp: int, dp: int, tp: int) -> "Mesh":
+        """The mesh of a placement order, a permutation of D, P and T: the last letter is neighbouring ranks.
+
+        Raises ClusterError for anything else.
+        """
+        if sorted(order) != sorted(AXIS_OF_LETTER):
+            raise ClusterError(f"placement={order!r}: expected an order of the letters D, P and T, such as PDT")
+        degrees = {"pp": pp, "dp": dp, "tp": tp}
+        return cls.of(**{AXIS_OF_LETTER[letter]: degrees[AXIS_OF_LETTER[letter]] for letter in order})
+
     @property
     def size(self) -> int:
         return math.prod(self.sizes)
+
+    def stride(self, axis: str) -> int:
+        """How far apart neighbours on an axis are, in ranks."""
+        return math.prod(self.sizes[self._index(axis) + 1 :])
 
     def axis_size(self, axis: str) -> int:
         return self.sizes[self._index(axis)]
@@ -63,6 +82,10 @@ class Mesh:
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks that share every coordinate with ``rank`` but those on ``axes``, in mesh order."""
+        if len(axes) == 1:
+            size, stride = self.axis_size(axes[0]), self.stride(axes[0])
+            first = rank - self.coordinates(rank)[axes[0]] * stride
+            return tuple(range(first, first + size * stride, stride))
         here = self.coordinates(rank)
         ordered = [name for name in self.names if name in {self.names[self._index(axis)] for axis in axes}]
         places = product(*(range(self.axis_size(name)) for name in ordered))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +12,8 @@ from shardwright.core.graph import Graph
 from shardwright.core.layout import Layout
 from shardwright.core.memory import MemoryUse, Recompute
 from shardwright.core.mesh import Mesh
-from shardwright.core.schedule import Schedule, StageCosts
+from shardwright.core.schedule import AUTO, Schedule, StageCosts
+from shardwright.core.schedule.files import from_csv
 from shardwright.core.structure import Binding, Structure, in_own_dims, layout_of, require_names, structure_of
 from shardwright.core.tensor_layouts import Rates
 
@@ -44,6 +46,10 @@ class Decision:
     """Whether what the tensor axis leaves whole is divided along the sequence (arXiv 2205.05198, section 4.2.2)."""
     gradient_precision: str | None = None
     """Of the sums of gradients over microbatches; None: as the parameters."""
+    placement_order: str = "PDT"
+    """The order of the axes over the ranks: the last letter's neighbours are neighbouring ranks."""
+    generated: tuple[str, ...] = ()
+    """The actions of every pipeline rank, comma-separated, of a schedule that follows no pattern ("auto")."""
 
     def __post_init__(self) -> None:
         for name in ("pp", "dp", "tp", "batch", "microbatch", "virtual_stages"):
@@ -63,6 +69,45 @@ class Decision:
             raise PlanError(f"stage_starts rise from 0: given {self.stage_starts}")
         if self.shard not in (0, 1, 2, 3):
             raise PlanError(f"shard={self.shard!r}: expected 0 (nothing), 1 (optimizer), 2 (gradients), 3 (parameters)")
+        if sorted(self.placement_order) != ["D", "P", "T"]:
+            raise PlanError(f"placement_order={self.placement_order!r}: expected an order of the letters D, P and T")
+        if bool(self.generated) != (self.schedule == AUTO):
+            raise PlanError(
+                f"schedule {self.schedule!r} with {len(self.generated)} rows of generated actions: {AUTO!r} has them, "
+                f"and no other schedule"
+            )
+        if self.generated:
+            schedule = self.build_schedule(None)
+            sizes = (schedule.ranks, schedule.stages, schedule.microbatches)
+            if sizes != (self.pp, self.stages, self.microbatches):
+                raise PlanError(
+                    f"the generated schedule has {sizes} ranks, stages and microbatches: expected "
+                    f"{(self.pp, self.stages, self.microbatches)}"
+                )
+
+    @property
+    def mesh(self) -> Mesh:
+        """The axes over the ranks."""
+        return Mesh.placed(self.placement_order, pp=self.pp, dp=self.dp, tp=self.tp)
+
+    def build_schedule(self, costs: StageCosts | None) -> Schedule:
+        """The table of actions. Raises ScheduleError when the schedule does not admit the sizes."""
+        if self.generated:
+            return from_csv("\n".join(self.generated), AUTO)
+        return Schedule.build(
+            self.schedule,
+            ranks=self.pp,
+            microbatches=self.microbatches,
+            virtual_stages=self.virtual_stages,
+            costs=costs,
+        )
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """For every stage the pipeline rank that holds it."""
+        if self.generated:
+            return self.build_schedule(None).placement
+        return placement_of(self.schedule, self.pp, self.virtual_stages)
 
     @property
     def stages(self) -> int:
@@ -96,6 +141,21 @@ class Costs:
     """Seconds to send them to the next stage."""
     rates: Rates
     """What the tensor layouts were chosen by: `core.realise` completes them by the same."""
+    ranks: tuple["RankCosts", ...] = ()
+    """For every pipeline rank its own seconds, where devices or links differ; empty where all ranks cost the same."""
+
+    def on_rank(self, rank: int) -> "Costs":
+        """What units cost on one pipeline rank."""
+        own = self.ranks[rank]
+        return replace(self, classes=own.classes, boundary_s=own.boundary_s, ranks=())
+
+
+@dataclass(frozen=True, slots=True)
+class RankCosts:
+    """What units cost on one pipeline rank; the fields are those of `Costs`."""
+
+    classes: tuple[ClassCost, ...]
+    boundary_s: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +238,8 @@ class Plan:
 
     @property
     def mesh(self) -> Mesh:
-        """pp is outermost; the ranks of one tensor-parallel group are neighbours."""
-        return Mesh.of(pp=self.decision.pp, dp=self.decision.dp, tp=self.decision.tp)
+        """The axes over the ranks, in the decision's placement order."""
+        return self.decision.mesh
 
     @property
     def stages(self) -> int:
@@ -202,25 +262,22 @@ class Plan:
 
     def build_schedule(self) -> Schedule:
         """The table of actions. Raises ScheduleError when the schedule does not admit the sizes."""
-        return Schedule.build(
-            self.decision.schedule,
-            ranks=self.decision.pp,
-            microbatches=self.microbatches,
-            virtual_stages=self.decision.virtual_stages,
-            costs=self.stage_costs(),
-        )
+        return self.decision.build_schedule(self.stage_costs())
 
     def stage_costs(self) -> StageCosts:
         """Seconds and bytes of every stage for one microbatch, from the folded costs."""
-        per_unit = [self.costs.classes[c] for c in self.costs.unit_classes]
-        held = [[per_unit[u] for u in units] for units in self.stage_units]
-        return StageCosts(
-            forward_s=tuple(sum(c.forward_s for c in units) for units in held),
-            input_grad_s=tuple(sum(c.input_grad_s for c in units) for units in held),
-            weight_grad_s=tuple(sum(c.weight_grad_s for c in units) for units in held),
-            transfer_s=tuple(self.costs.boundary_s[start] for start in self.decision.stage_starts[1:]),
-            activation_bytes=tuple(sum(c.activation_bytes for c in units) for units in held),
-        )
+        placement = self.decision.stage_ranks if self.costs.ranks else ()
+        forward, input_grad, weight_grad, transfer, kept = [], [], [], [], []
+        for stage, units in enumerate(self.stage_units):
+            costs = self.costs.on_rank(placement[stage]) if placement else self.costs
+            held = [costs.classes[costs.unit_classes[unit]] for unit in units]
+            forward.append(sum(c.forward_s for c in held))
+            input_grad.append(sum(c.input_grad_s for c in held))
+            weight_grad.append(sum(c.weight_grad_s for c in held))
+            kept.append(sum(c.activation_bytes for c in held))
+            if stage:
+                transfer.append(costs.boundary_s[units[0]])
+        return StageCosts(tuple(forward), tuple(input_grad), tuple(weight_grad), tuple(transfer), tuple(kept))
 
     def binding(self, framework: str) -> Binding:
         """The framework's names. Raises PlanError when the plan is not bound to it."""
@@ -307,6 +364,13 @@ class Plan:
         return summarize(self.decision)
 
 
+@lru_cache(maxsize=256)
+def placement_of(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
+    """For every stage the pipeline rank that holds it, however many microbatches there are; two rounds of the pipeline
+    are as many as any schedule asks for. Raises ScheduleError for sizes that the schedule does not admit."""
+    return Schedule.build(schedule, ranks=ranks, microbatches=2 * ranks, virtual_stages=virtual_stages).placement
+
+
 def summarize(decision: Decision) -> str:
     """``pp 4 × dp 2 × tp 8, microbatch 1 × 16, 1f1b, recompute none``."""
     parts = [
@@ -321,7 +385,11 @@ def summarize(decision: Decision) -> str:
     if decision.sequence_parallel:
         parts.append("sequence parallel")
     if decision.shard:
-        parts.append(f"shard {decision.shard}")
+        parts.append(
+            f"shard {decision.shard}" + (f" in groups of {decision.shard_group}" if decision.shard_group else "")
+        )
+    if decision.placement_order != "PDT":
+        parts.append(f"placed {decision.placement_order}")
     return ", ".join(parts)
 
 

@@ -12,9 +12,8 @@ from shardwright.core.errors import PlanFileError, ShardwrightError, nearest
 from shardwright.core.fold import CallRef
 from shardwright.core.layout import Layout, Partial, Placement, Split
 from shardwright.core.memory import MemoryUse
-from shardwright.core.mesh import Mesh
 from shardwright.core.plan_schema import FORMAT, VERSION, BindingFile, DecisionFile, PlacementFile, PlanFile, Section
-from shardwright.core.schedule import schedule_names
+from shardwright.core.schedule import AUTO, schedule_names
 from shardwright.core.structure import Binding, Structure, UnitBinding
 from shardwright.core.tensor_layouts import Rates
 
@@ -51,6 +50,8 @@ def to_document(plan: p.Plan) -> dict[str, Any]:
             "loss_scope": d.loss_scope,
             "sequence_parallel": d.sequence_parallel,
             "gradient_precision": d.gradient_precision,
+            "placement_order": d.placement_order,
+            "generated": list(d.generated),
             "stage_starts": list(d.stage_starts),
             "layouts": {
                 slot: {axis: _placement_out(placement) for axis, placement in layout.placements}
@@ -88,6 +89,10 @@ def to_document(plan: p.Plan) -> dict[str, Any]:
             "boundary_bytes": list(plan.costs.boundary_bytes),
             "boundary_s": list(plan.costs.boundary_s),
             "rates": _fields(plan.costs.rates),
+            "ranks": [
+                {"classes": [_fields(c) for c in own.classes], "boundary_s": list(own.boundary_s)}
+                for own in plan.costs.ranks
+            ],
         },
         "predicted": {
             "step_time_s": plan.predicted.step_time_s,
@@ -168,8 +173,9 @@ def _first_problem(error: ValidationError) -> str:
 
 def _plan(file: PlanFile) -> p.Plan:
     d = file.decision
-    if d.schedule not in schedule_names():
-        raise PlanFileError(f"decision.schedule: {nearest(d.schedule, schedule_names())}; given {d.schedule!r}")
+    names = (*schedule_names(), AUTO)
+    if d.schedule not in names:
+        raise PlanFileError(f"decision.schedule: {nearest(d.schedule, names)}; given {d.schedule!r}")
     structure = Structure(
         tuple(file.model.unit_classes),
         tuple(tuple((role, tuple(shape)) for role, shape in slots.items()) for slots in file.model.classes),
@@ -188,6 +194,10 @@ def _plan(file: PlanFile) -> p.Plan:
             tuple(file.costs.boundary_bytes),
             tuple(file.costs.boundary_s),
             Rates(**_fields_of(file.costs.rates)),
+            tuple(
+                p.RankCosts(tuple(p.ClassCost(**_fields_of(c)) for c in own.classes), tuple(own.boundary_s))
+                for own in file.costs.ranks
+            ),
         ),
         predicted=p.Predicted(
             step_time_s=file.predicted.step_time_s,
@@ -197,7 +207,7 @@ def _plan(file: PlanFile) -> p.Plan:
             data_parallel_s=file.predicted.data_parallel_s,
             optimizer_s=file.predicted.optimizer_s,
             memory_by_stage_rank=tuple(MemoryUse(**_fields_of(m)) for m in file.predicted.memory_by_stage_rank),
-            mesh=Mesh.of(pp=d.pp, dp=d.dp, tp=d.tp),
+            mesh=decision.mesh,
         ),
         alternatives=tuple(p.Alternative(**_fields_of(a)) for a in file.alternatives.plans),
         unsplit=tuple(file.alternatives.unsplit.items()),
@@ -225,6 +235,8 @@ def _decision_in(d: DecisionFile) -> p.Decision:
             loss_scope=d.loss_scope,
             sequence_parallel=d.sequence_parallel,
             gradient_precision=d.gradient_precision,
+            placement_order=d.placement_order,
+            generated=tuple(d.generated),
         )
     except ShardwrightError as error:
         raise PlanFileError(f"decision: {error}") from error
@@ -281,6 +293,16 @@ def _require_consistent(file: PlanFile, structure: Structure) -> None:
                 ("costs.boundary_s", len(file.costs.boundary_s)),
                 *((f"bindings.{name}.units", len(binding.units)) for name, binding in file.bindings.items()),
             )
+        ),
+        (
+            all(
+                len(own.boundary_s) == units and len(own.classes) == len(file.costs.classes) for own in file.costs.ranks
+            ),
+            f"costs.ranks: expected {len(file.costs.classes)} classes and {units} boundary_s for each rank",
+        ),
+        (
+            len(file.costs.ranks) in (0, file.decision.pp),
+            f"costs.ranks: {len(file.costs.ranks)} entries, expected none or one per pipeline rank, {file.decision.pp}",
         ),
         (
             len(file.predicted.memory_by_stage_rank) == file.decision.pp,

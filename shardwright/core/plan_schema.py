@@ -39,6 +39,8 @@ class DecisionFile(Section):
     loss_scope: Literal["replica", "global"]
     sequence_parallel: bool
     gradient_precision: Literal["fp32", "bf16", "fp16"] | None
+    placement_order: str
+    generated: list[str]
     stage_starts: list[Amount]
     layouts: dict[str, dict[str, PlacementFile]]
 
@@ -77,12 +79,18 @@ class RatesFile(Section):
     link_bytes_per_s: Rate
 
 
+class RankCostsFile(Section):
+    classes: list[ClassCostFile]
+    boundary_s: list[Seconds]
+
+
 class CostsFile(Section):
     unit_classes: list[Amount]
     classes: list[ClassCostFile]
     boundary_bytes: list[Amount]
     boundary_s: list[Seconds]
     rates: RatesFile
+    ranks: list[RankCostsFile]
 
 
 class MemoryFile(Section):

@@ -1,17 +1,16 @@
 """What a step will take: the pipeline, the gradients that are added up after it, the optimizer."""
 
-from bisect import bisect_right
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import replace
 
-from shardwright.core.cluster import Cluster
 from shardwright.core.cost.work import PRECISION_BYTES
-from shardwright.core.hardware import Device
+from shardwright.core.links import Links
 from shardwright.core.memory import OPTIMIZER_STATES, MemoryUse
 from shardwright.core.mesh import Mesh
 from shardwright.core.plan import Decision, Predicted
-from shardwright.core.schedule import Schedule, StageCosts
+from shardwright.core.rank_tables import RankTables
+from shardwright.core.schedule import AUTO, StageCosts
 from shardwright.core.simulate import simulate_schedule
-from shardwright.core.stages import UnitTable
 
 HIDDEN_SHARE = 0.9
 """How much of the compute time sharded parameters' traffic can hide behind. Prior: the first gather and the last
@@ -19,80 +18,65 @@ scatter of a pass have nothing beside them, about a tenth of a pass of a dozen u
 
 
 class StepModel:
-    """Steps on one cluster, whose ranks are like ``device``, in one precision."""
+    """Steps on one cluster in one precision."""
 
-    def __init__(self, cluster: Cluster, device: Device, precision: str) -> None:
-        self.cluster, self.device, self.precision = cluster, device, precision
+    def __init__(self, links: Links, precision: str) -> None:
+        self.links, self.cluster, self.precision = links, links.cluster, precision
 
     def predicted(
         self,
         decision: Decision,
-        table: UnitTable,
-        starts: list[int],
-        placement: tuple[int, ...],
+        tables: RankTables,
         memory: tuple[MemoryUse, ...],
         pipeline_s: float | None,
+        placement: Sequence[int],
     ) -> Predicted:
-        """What a step of the decision takes, with its cut ``starts`` and what the ranks hold.
+        """What a step of the decision takes, and what its ranks hold.
 
         ``pipeline_s`` is the makespan of the pipeline; None where there is one stage, whose work is the makespan.
+        ``placement`` gives for every stage its pipeline rank.
         """
-        mesh = Mesh.of(pp=decision.pp, dp=decision.dp, tp=decision.tp)
-        work = [0.0] * decision.pp
-        collective = [0.0] * decision.pp
-        elements, once = [0] * decision.pp, [0.0] * decision.pp
-        ends = (*starts[1:], len(table.units))
-        for stage, (a, b) in enumerate(zip(starts, ends, strict=True)):
-            rank = placement[stage]
-            work[rank] += float(table.seconds[a:b].sum()) * decision.microbatches
-            collective[rank] += sum(u.collective_s for u in table.units[a:b]) * decision.microbatches
-            elements[rank] += int(table.range_elements[a, b])
-            once[rank] += sum(u.step_s for u in table.units[a:b])
+        mesh, starts = decision.mesh, decision.stage_starts
+        ranks = tables.work(starts, placement)
+        work = [rank.seconds * decision.microbatches for rank in ranks]
         pipeline = pipeline_s if pipeline_s is not None else max(work)
-        reduce_s, update_s = self._tail(mesh, decision, max(elements), pipeline)
-        reduce_s += self._tied_s(mesh, table, starts, placement) + max(once)
+        reduce_s, update_s = self.tail(mesh, decision, [rank.elements for rank in ranks], pipeline)
+        reduce_s += self._tied_s(mesh, tables.tied(starts, placement)) + max(rank.once_s for rank in ranks)
         return Predicted(
             step_time_s=pipeline + reduce_s + update_s,
             pipeline_s=pipeline,
             bubble_fraction=max(0.0, 1 - sum(work) / (decision.pp * pipeline)) if pipeline else 0.0,
-            tensor_collective_s=max(collective),
+            tensor_collective_s=max(rank.collective_s for rank in ranks) * decision.microbatches,
             data_parallel_s=reduce_s,
             optimizer_s=update_s,
             memory_by_stage_rank=memory,
             mesh=mesh,
         )
 
-    def _sharded_s(self, mesh: Mesh, decision: Decision, size: int, reduced: int, pipeline_s: float) -> float:
-        """Seconds of sharded parameters' traffic that computing does not hide.
+    def tail(self, mesh: Mesh, decision: Decision, elements: Sequence[float], pipeline_s: float) -> tuple[float, float]:
+        """(seconds to reduce gradients over dp, seconds of the optimizer step) of the pipeline rank that takes longest,
+        nothing hidden; ``elements`` are what each pipeline rank holds."""
+        fullest = [(max(elements[pp] for pp in alike), alike[0]) for alike in self.links.alike(mesh)]
+        return max((self._tail(mesh, decision, held, pipeline_s, pp) for held, pp in fullest), key=sum)
 
-        Every microbatch gathers the parameters for its forward and again for its backward, and scatters its gradients,
-        inside the shard group and while the units beside it compute; groups of one replica each then add up their
-        shards (arXiv 2205.00119, sections 3.2 and 3.4).
-        """
-        members = mesh.group(0, "dp")
-        ways = decision.shard_group or len(members)
-        shard = self.cluster.group(members[:ways])
-        each = 2 * shard.all_gather_s(size) + shard.reduce_scatter_s(reduced)
-        exposed = max(0.0, each * decision.microbatches - pipeline_s * HIDDEN_SHARE)
-        if ways < len(members):
-            exposed += self.cluster.group(members[::ways]).all_reduce_s(reduced / ways)
-        return exposed
+    def least_tail_s(self, mesh: Mesh, decision: Decision, elements: float, pipeline_s: float) -> float:
+        """Seconds below which the tail does not get when the fullest rank holds at least ``elements``, whichever it is."""
+        return min(sum(self._tail(mesh, decision, elements, pipeline_s, alike[0])) for alike in self.links.alike(mesh))
 
-    def _tail(self, mesh: Mesh, decision: Decision, elements: int, pipeline_s: float) -> tuple[float, float]:
-        """(seconds to reduce gradients over dp, seconds of the optimizer step) on the fullest rank, nothing hidden."""
+    def _tail(self, mesh: Mesh, decision: Decision, elements: float, pipeline_s: float, pp: int) -> tuple[float, float]:
         dp = mesh.axis_size("dp")
         width = PRECISION_BYTES[self.precision]
         size = elements * width
         reduced = elements * PRECISION_BYTES[decision.gradient_precision or self.precision]
         reduce_s = 0.0
         if dp > 1:
-            group = self.cluster.group(mesh.group(0, "dp"))
+            group = self.links.axis(mesh, pp, "dp")
             if decision.shard == 0:
                 reduce_s = group.all_reduce_s(reduced)
+            elif decision.shard < 3:
+                reduce_s = self._sharded_reduction_s(mesh, decision, size, reduced, pp)
             else:
-                reduce_s = group.reduce_scatter_s(reduced) + group.all_gather_s(size)
-            if decision.shard == 3:
-                reduce_s = self._sharded_s(mesh, decision, size, reduced, pipeline_s)
+                reduce_s = self._sharded_s(mesh, decision, size, reduced, pipeline_s, pp)
         ways = (decision.shard_group or dp) if decision.shard else 1
         states = OPTIMIZER_STATES[decision.optimizer]
         # Reads parameter, gradient and states, writes parameter and states, in fp32. In mixed precision the 16-bit
@@ -102,67 +86,82 @@ class StepModel:
         if width < 4:
             mixed = width + (4 + 24 if decision.gradient_precision == "fp32" else width + 4)
         touched = elements / ways * (4 * (3 + 2 * states) + mixed)
-        bandwidth = self.device.memory_bandwidth_bytes_per_s * self.device.memory_efficiency
-        return reduce_s, touched / bandwidth
+        return reduce_s, max(
+            touched / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
+            for device in self.links.devices(mesh, pp)
+        )
 
-    def _tied_s(self, mesh: Mesh, table: UnitTable, starts: list[int], placement: tuple[int, ...]) -> float:
+    def _sharded_reduction_s(self, mesh: Mesh, decision: Decision, size: float, reduced: float, pp: int) -> float:
+        """Seconds to scatter the gradients, update the shards and gather the parameters again.
+
+        In groups each adds up its shards with the groups beside it before the update (arXiv 2205.00119, section 3.4).
+        """
+        inside, across, ways = self.links.shard_groups(mesh, pp, decision.shard_group)
+        between = across.all_reduce_s(reduced / ways) if across is not None else 0.0
+        return inside.reduce_scatter_s(reduced) + between + inside.all_gather_s(size)
+
+    def _sharded_s(
+        self, mesh: Mesh, decision: Decision, size: float, reduced: float, pipeline_s: float, pp: int
+    ) -> float:
+        """Seconds of sharded parameters' traffic that computing does not hide.
+
+        Every microbatch gathers the parameters for its forward and again for its backward, and scatters its gradients,
+        inside the shard group and while the units beside it compute; groups of one replica each then add up their
+        shards (arXiv 2205.00119, sections 3.2 and 3.4).
+        """
+        inside, across, ways = self.links.shard_groups(mesh, pp, decision.shard_group)
+        each = 2 * inside.all_gather_s(size) + inside.reduce_scatter_s(reduced)
+        exposed = max(0.0, each * decision.microbatches - pipeline_s * HIDDEN_SHARE)
+        return exposed + (across.all_reduce_s(reduced / ways) if across is not None else 0.0)
+
+    def _tied_s(self, mesh: Mesh, tied: Sequence[tuple[tuple[int, ...], int]]) -> float:
         """Seconds to add up the gradients of parameters that several pipeline ranks hold."""
         total = 0.0
-        for users, elements in table.ties:
-            ranks = sorted({placement[bisect_right(starts, unit) - 1] for unit in users})
-            if len(ranks) > 1:
-                group = self.cluster.group([mesh.rank({"pp": rank}) for rank in ranks])
-                total += group.all_reduce_s(elements * PRECISION_BYTES[self.precision])
+        for ranks, elements in tied:
+            group = self.cluster.group([mesh.rank({"pp": rank}) for rank in ranks])
+            total += group.all_reduce_s(elements * PRECISION_BYTES[self.precision])
         return total
-
-
-@lru_cache(maxsize=256)
-def placement_of(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
-    """For every stage the pipeline rank that holds it, however many microbatches there are; two rounds of the pipeline
-    are as many as any schedule asks for."""
-    return Schedule.build(schedule, ranks=ranks, microbatches=2 * ranks, virtual_stages=virtual_stages).placement
 
 
 def simulated_makespan_s(decision: Decision, costs: StageCosts) -> float:
     """Makespan of the decision's schedule. Long schedules settle into a period, so they are extrapolated from two
-    shorter ones of 4 and 5 rounds of the pipeline."""
+    shorter ones of 4 and 5 rounds of the pipeline; generated ones follow no period and run whole."""
 
     def run(microbatches: int) -> float:
-        schedule = Schedule.build(
-            decision.schedule,
-            ranks=decision.pp,
-            microbatches=microbatches,
-            virtual_stages=decision.virtual_stages,
-            costs=costs,
-        )
+        batch = microbatches * decision.dp * decision.microbatch
+        schedule = replace(decision, batch=batch).build_schedule(costs)
         return simulate_schedule(schedule, costs).makespan_s
 
     short, longer = 4 * decision.pp, 5 * decision.pp
-    if decision.microbatches <= longer:
+    if decision.microbatches <= longer or decision.schedule == AUTO:
         return run(decision.microbatches)
     first, second = run(short), run(longer)
     return second + (decision.microbatches - longer) * (second - first) / (longer - short)
 
 
-def stage_costs(table: UnitTable, starts: list[int]) -> StageCosts:
-    """What the stages of a cut cost for one microbatch."""
-    ends = (*starts[1:], len(table.units))
-    held = [table.units[a:b] for a, b in zip(starts, ends, strict=True)]
-    return StageCosts(
-        forward_s=tuple(sum(u.forward_s for u in units) for units in held),
-        input_grad_s=tuple(
-            sum(u.input_grad_s for u in table.units[a:b]) + float(table.again_s[a:b].sum())
-            for a, b in zip(starts, ends, strict=True)
-        ),
-        weight_grad_s=tuple(sum(u.weight_grad_s for u in units) for units in held),
-        transfer_s=tuple(table.boundary_s[a] for a in starts[1:]),
-        activation_bytes=tuple(int(table.range_kept[a, b]) for a, b in zip(starts, ends, strict=True)),
+def least_makespan_s(costs: StageCosts, placement: Sequence[int], microbatches: int, *, splits_backward: bool) -> float:
+    """Seconds below which no schedule of these stages gets, whatever its order.
+
+    A rank starts when the first microbatch has come through the stages before its first one, and works on all
+    microbatches. Where backwards are whole, what it does last is a backward of its first stage, which then goes on to
+    stage 0; split weight gradients may come after that.
+    """
+    ranks = max(placement) + 1
+    backward = costs.backward_s
+    work = [0.0] * ranks
+    first = [len(placement)] * ranks
+    for stage, rank in enumerate(placement):
+        work[rank] += costs.forward_s[stage] + backward[stage]
+        first[rank] = min(first[rank], stage)
+    head, tail, heads, tails = 0.0, 0.0, [], []
+    for stage, rank in enumerate(placement):
+        heads.append(head)
+        tails.append(tail)
+        sent = costs.transfer_s[stage] if stage + 1 < len(placement) and placement[stage + 1] != rank else 0.0
+        head += costs.forward_s[stage] + sent
+        tail += backward[stage] + sent
+    least = (
+        heads[first[rank]] + work[rank] * microbatches + (0.0 if splits_backward else tails[first[rank]])
+        for rank in range(ranks)
     )
-
-
-def seconds_per_rank(per_stage: list[float], placement: tuple[int, ...], ranks: int) -> list[float]:
-    """Stage times added up over the stages of every rank."""
-    totals = [0.0] * ranks
-    for stage, seconds in enumerate(per_stage):
-        totals[placement[stage]] += seconds
-    return totals
+    return max(least) * (1 - 1e-9)

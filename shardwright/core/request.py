@@ -7,7 +7,13 @@ from shardwright.core.errors import PlanError, nearest
 from shardwright.core.memory import OPTIMIZER_STATES
 from shardwright.core.pin import Pin
 from shardwright.core.plan import LossScope
-from shardwright.core.schedule import schedule_names
+from shardwright.core.partition.partitioners import DEFAULT, require_partitioner
+from shardwright.core.schedule import AUTO, schedule_names
+from shardwright.core.schedule.catalogue import FAMILIES
+from shardwright.core.schedule.family import Family, Sizes
+
+VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
+"""Stages per pipeline rank that a search tries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +25,8 @@ class Request:
     tp: int | None = None
     dp: int | None = None
     microbatch: int | None = None
-    virtual_stages: int = 1
-    schedule: str = "1f1b"
+    virtual_stages: int | None = None
+    schedule: str | None = None
     recompute: str = "auto"
     shard: int | None = None
     shard_group: int | None = None
@@ -32,11 +38,13 @@ class Request:
     gradient_precision: str | None = None
     layouts: tuple[Pin, ...] = ()
     """Parameters whose layouts are pinned (`core.pins.pins_of`)."""
+    placement_order: str | None = None
+    partitioner: str = DEFAULT
 
     def __post_init__(self) -> None:
         for name in ("batch", "pp", "tp", "dp", "microbatch", "virtual_stages", "shard_group"):
             value = getattr(self, name)
-            if value is None and name not in ("batch", "virtual_stages"):
+            if value is None and name != "batch":
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise PlanError(f"{name}={value!r}: expected a whole number of at least 1")
@@ -56,5 +64,61 @@ class Request:
             raise PlanError("stage_starts are given without pp: pin pp as well, there is one entry for each stage")
         if self.optimizer not in OPTIMIZER_STATES:
             raise PlanError(f"optimizer={self.optimizer!r}: {nearest(str(self.optimizer), OPTIMIZER_STATES)}")
-        if self.schedule not in schedule_names():
-            raise PlanError(f"no schedule is named {self.schedule!r}: {nearest(str(self.schedule), schedule_names())}")
+        names = (*schedule_names(), AUTO)
+        if self.schedule is not None and self.schedule not in names:
+            raise PlanError(f"no schedule is named {self.schedule!r}: {nearest(str(self.schedule), names)}")
+        if self.placement_order is not None and sorted(str(self.placement_order)) != ["D", "P", "T"]:
+            raise PlanError(
+                f"placement_order={self.placement_order!r}: expected an order of the letters D, P and T, such as PDT; "
+                f"the last one's neighbours are neighbouring ranks"
+            )
+        require_partitioner(self.partitioner)
+        self._require_pins_that_go_together()
+
+    @property
+    def stages_per_rank(self) -> int | None:
+        """The virtual stages that are pinned, by themselves or by the number of ``stage_starts``; None: searched."""
+        if self.stage_starts is not None and self.pp is not None:
+            return len(self.stage_starts) // self.pp
+        return self.virtual_stages
+
+    def _require_pins_that_go_together(self) -> None:
+        """Raise PlanError for two pins of which each rules the other out; names both."""
+        if self.stage_starts is not None and self.pp is not None:
+            held = self.virtual_stages or max(1, len(self.stage_starts) // self.pp)
+            if len(self.stage_starts) != self.pp * held:
+                raise PlanError(
+                    f"stage_starts={list(self.stage_starts)} has {len(self.stage_starts)} entries: expected "
+                    f"{self.pp * held} (pp · virtual_stages = {self.pp} · {held})"
+                )
+        if self.shard == 0 and self.shard_group is not None and self.shard_group > 1:
+            raise PlanError(
+                f"shard=0 and shard_group={self.shard_group}: nothing is sharded that a group could share; leave out "
+                f"shard_group, or take shard=1, 2 or 3"
+            )
+        if self.shard_group is not None and self.dp is not None and self.dp % self.shard_group:
+            raise PlanError(f"shard_group={self.shard_group} does not divide dp={self.dp}: use a divisor of {self.dp}")
+        if self.sequence_parallel and self.tp == 1:
+            raise PlanError(
+                "sequence_parallel=True and tp=1: the sequence is divided over the tensor axis; leave out one of them, "
+                "or take tp above 1"
+            )
+        if self.dp is not None and self.batch % (self.dp * (self.microbatch or 1)):
+            each = self.dp * (self.microbatch or 1)
+            by = f"dp · microbatch = {self.dp} · {self.microbatch}" if self.microbatch else f"dp = {self.dp}"
+            raise PlanError(
+                f"batch={self.batch} is not a multiple of {by}: use batch={max(1, round(self.batch / each)) * each}, or "
+                f"other degrees"
+            )
+        family = FAMILIES.get(self.schedule or "")
+        if family is not None and not family.trains:
+            raise PlanError(f"schedule {self.schedule!r} has no backward passes, and a plan trains: take another")
+        if family is not None and None not in (self.pp, self.dp, self.microbatch) and self.pp and self.pp > 1:
+            microbatches = self.batch // ((self.dp or 1) * (self.microbatch or 1))
+            self._require_admitted(family, self.pp, microbatches)
+
+    def _require_admitted(self, family: Family, pp: int, microbatches: int) -> None:
+        held = [self.virtual_stages] if self.virtual_stages is not None else list(VIRTUAL_STAGES)
+        reasons = [family.refusal(Sizes(pp, microbatches, virtual)) for virtual in held]
+        if all(reasons):
+            raise PlanError(f"schedule {self.schedule!r} at pp={pp}: {reasons[0]}")

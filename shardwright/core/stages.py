@@ -1,4 +1,4 @@
-"""Stages from units: what any run of units costs in time and memory, and the best cut into stages."""
+"""Stages from units: what any run of units costs in time and memory."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,20 +10,13 @@ from numpy.typing import NDArray
 
 from shardwright.core.cost.unit import UnitCost
 from shardwright.core.memory import (
-    MemoryUse,
     Recompute,
     kept_bytes,
     recomputed_s,
-    state_bytes,
     state_bytes_per_element,
     unit_recompute,
 )
-from shardwright.core.partition.exact import Matrix, min_max_cut, range_sums
-
-EVEN_SHARE = 1.15
-"""How far above an equal share of the parameters a pipeline rank may be, beside one parameter that cannot be cut."""
-PRICE_OF_EVENNESS = 1.25
-"""How much longer the slowest stage may take for it."""
+from shardwright.core.partition.exact import Matrix, range_sums
 
 
 @dataclass(frozen=True)
@@ -94,56 +87,11 @@ class UnitTable:
         working: Matrix = np.maximum(0.0, _range_max(beside) - np.concatenate([[0.0], through])[None, :])
         return working
 
-    def range_memory(self, live: float, request: "MemoryRequest") -> Matrix:
+    def range_memory(self, live: float, state_bytes_per_element: float) -> Matrix:
         """Peak bytes of a stage with ``live`` microbatches under way."""
-        return request.state_bytes_per_element * self.range_elements + live * self.range_kept + self.range_working
+        return state_bytes_per_element * self.range_elements + live * self.range_kept + self.range_working
 
-    def cut(self, stages: int, live: Sequence[int], request: "MemoryRequest") -> list[int] | None:
-        """The first unit of every stage: least largest stage time among the cuts that fit, then least parameters.
-
-        Cuts that spread the parameters evenly (no rank above `EVEN_SHARE` of its share and the largest parameter) come
-        first, unless they are slower by more than `PRICE_OF_EVENNESS`.
-        """
-        ranks = len(live)
-        if stages != ranks:
-            return min_max_cut(self.range_seconds, self.range_elements, stages)
-        fits = np.stack([self.range_memory(n, request) <= request.limit_bytes for n in live])
-        fastest = min_max_cut(self.range_seconds, self.range_elements, stages, fits)
-        even_elements = EVEN_SHARE * self.range_elements[0, len(self.units)] / ranks + self.largest_parameter
-        if fastest is None or self._largest(self.range_elements, fastest) <= even_elements:
-            return fastest
-        even = min_max_cut(
-            self.range_seconds, self.range_elements, stages, fits & (self.range_elements <= even_elements)
-        )
-        if even is None:
-            return fastest
-        slower = self._largest(self.range_seconds, even) / self._largest(self.range_seconds, fastest)
-        return even if slower <= PRICE_OF_EVENNESS else fastest
-
-    def _largest(self, matrix: Matrix, starts: Sequence[int]) -> float:
-        """The largest entry of a cut's stages."""
-        ends = (*starts[1:], len(self.units))
-        return max(float(matrix[a, b]) for a, b in zip(starts, ends, strict=True))
-
-    def memory(
-        self, starts: Sequence[int], placement: Sequence[int], live: Sequence[int], request: "MemoryRequest"
-    ) -> tuple[MemoryUse, ...]:
-        """What every pipeline rank holds, its stages together."""
-        ends = (*starts[1:], len(self.units))
-        found = []
-        for rank, count in enumerate(live):
-            held = [(a, b) for stage, (a, b) in enumerate(zip(starts, ends, strict=True)) if placement[stage] == rank]
-            elements = int(sum(self.range_elements[a, b] for a, b in held) - self._tied_twice(held))
-            parameters, gradients, states = state_bytes(
-                elements, request.precision, request.optimizer, request.shard, request.ways, request.gradient_precision
-            )
-            kept = int(max(self.range_kept[a, b] for a, b in held))
-            working = int(max(self.range_working[a, b] for a, b in held))
-            sent = sum(self.boundary_bytes[a] * 2 for a, _ in held if a) if len(live) > 1 else 0
-            found.append(MemoryUse(parameters, gradients, states, kept * count, working + sent))
-        return tuple(found)
-
-    def _tied_twice(self, held: Sequence[tuple[int, int]]) -> int:
+    def tied_twice(self, held: Sequence[tuple[int, int]]) -> int:
         """Entries of parameters that two stages of one rank share."""
         extra = 0
         for users, size in self.ties:

@@ -78,6 +78,7 @@ def _heading(plan: Plan) -> Text:
     policy = [d.schedule] if d.pp > 1 else []
     policy += [f"{d.virtual_stages} virtual stages"] if d.virtual_stages > 1 else []
     policy += [d.precision, d.optimizer, f"recompute {d.recompute}"]
+    policy += [f"placed {d.placement_order}"] if d.placement_order != "PDT" else []
     policy += [f"shard {d.shard}" + (f" in groups of {d.shard_group}" if d.shard_group else "")] if d.shard else []
     terms = {
         "pipeline": p.pipeline_s,

@@ -49,7 +49,8 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, degrees in wanted.items():
         paths[name] = folder / f"{name}.json"
         rest = {axis: 1 for axis in ("pp", "tp", "dp") if axis not in degrees}
-        sw.plan(graph, cluster, batch=16, microbatch=2, **degrees, **rest).save(paths[name])
+        usual = {"schedule": "1f1b", "shard": 0}
+        sw.plan(graph, cluster, batch=16, microbatch=2, **usual, **degrees, **rest).save(paths[name])
     return paths
 
 

@@ -7,6 +7,7 @@ from shardwright import Cluster
 from shardwright.core.breakdown import break_down
 from tests.core.toy import decoder
 
+USUAL = {"schedule": "1f1b", "virtual_stages": 1, "placement_order": "PDT"}
 GRAPH = decoder(layers=8, hidden=256, heads=8, vocabulary=1024, sequence=128)
 
 
@@ -14,7 +15,9 @@ GRAPH = decoder(layers=8, hidden=256, heads=8, vocabulary=1024, sequence=128)
     "pins", [{"pp": 4, "dp": 2, "tp": 2}, {"pp": 1, "dp": 16, "tp": 1}, {"pp": 8, "dp": 2, "tp": 1}]
 )
 def test_the_parts_add_up_to_the_step_on_every_rank(pins: dict[str, int]) -> None:
-    plan = sw.plan(GRAPH, Cluster("a100-80gb", nodes=2, devices_per_node=8), batch=64, microbatch=2, **pins)
+    plan = sw.plan(
+        GRAPH, Cluster("a100-80gb", nodes=2, devices_per_node=8), batch=64, microbatch=2, shard=0, **USUAL, **pins
+    )
     parts = break_down(plan)
     assert len(parts) == plan.decision.pp
     for part in parts:
@@ -24,7 +27,7 @@ def test_the_parts_add_up_to_the_step_on_every_rank(pins: dict[str, int]) -> Non
 
 
 def test_slow_links_are_transfers_and_few_microbatches_are_bubbles() -> None:
-    pins = {"pp": 4, "dp": 1, "tp": 1, "microbatch": 1}
+    pins = {"pp": 4, "dp": 1, "tp": 1, "microbatch": 1, **USUAL}
     fast = Cluster("a100-80gb", nodes=4, devices_per_node=1)
     slow = Cluster("a100-80gb", nodes=4, devices_per_node=1, inter_node="ethernet-10g")
     near, far = (break_down(sw.plan(GRAPH, c, batch=16, **pins))[0] for c in (fast, slow))

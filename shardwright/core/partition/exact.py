@@ -18,11 +18,14 @@ def range_sums(values: Sequence[float] | NDArray[np.float64]) -> Matrix:
     return sums
 
 
-def min_max_cut(times: Matrix, weights: Matrix, stages: int, fits: NDArray[np.bool_] | None = None) -> list[int] | None:
+def min_max_cut(
+    times: Matrix | Sequence[Matrix], weights: Matrix, stages: int, fits: NDArray[np.bool_] | None = None
+) -> list[int] | None:
     """Cut units 0 … n-1 into ``stages`` runs of at least one unit each.
 
     Args:
-        times: (n+1, n+1); ``times[a, b]`` is the time of a stage that holds units a … b-1, infinity unless a < b.
+        times: (n+1, n+1); ``times[a, b]`` is the time of a stage that holds units a … b-1, infinity unless a < b. One for
+            all stages, or one for each where devices differ.
         weights: of the same form; ties in time are broken by the largest weight (bytes of parameters).
         stages: how many.
         fits: (stages, n+1, n+1), whether that stage may hold those units; None when all may.
@@ -34,10 +37,11 @@ def min_max_cut(times: Matrix, weights: Matrix, stages: int, fits: NDArray[np.bo
     Raises:
         PlanError: fewer units than stages.
     """
-    units = len(times) - 1
+    each = [times] * stages if isinstance(times, np.ndarray) else list(times)
+    units = len(weights) - 1
     if stages > units:
         raise PlanError(f"{stages} stages need at least {stages} units: the model has {units}; use at most pp={units}")
-    costs = [times if fits is None else np.where(fits[k], times, np.inf) for k in range(stages)]
+    costs = [each[k] if fits is None else np.where(fits[k], each[k], np.inf) for k in range(stages)]
     best, _ = _solve(costs)
     if not np.isfinite(best):
         return None

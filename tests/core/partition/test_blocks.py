@@ -10,6 +10,7 @@ from shardwright.core.cost_tables import CostTables
 from shardwright.core.cutting import partition_input
 from shardwright.core.errors import PlanError
 from shardwright.core.graph import Graph
+from shardwright.core.links import Links
 from shardwright.core.mesh import Mesh
 from shardwright.core.partition.blocks import MEMORY_SHARE, block_cut, blocks_of
 from shardwright.core.partition.partitioners import PARTITIONERS, judge
@@ -128,7 +129,8 @@ def two_towers(layers: int = 6, width: int = 512) -> Graph:
 def test_every_partitioner_cuts_and_exact_is_never_beaten(graph: Graph, stages: int) -> None:
     cluster = sw.Cluster("a100-80gb", devices_per_node=stages)
     tables = CostTables(graph, cluster, "bf16", "adamw")
-    table = tables.table(Mesh.of(pp=stages, dp=1, tp=1), 4, "none")
+    mesh = Mesh.of(pp=stages, dp=1, tp=1)
+    table = tables.table(1, 4, "none", Links(cluster).places(mesh)[1][0])
     request = MemoryRequest(cluster.memory_bytes(0), "bf16", "adamw", 0, 1)
     units, tasks = partition_input(tables.folded, tables.counter, table, tables.device, 4, request)
     live = list(range(stages, 0, -1))

@@ -14,6 +14,7 @@ from shardwright.core.plan_schema import schema
 from shardwright.core.schedule import schedule_names
 from tests.core.toy import decoder
 
+USUAL = {"schedule": "1f1b", "virtual_stages": 1, "placement_order": "PDT"}
 GRAPH = decoder(layers=8, hidden=256, heads=8, vocabulary=1024, sequence=128)
 
 
@@ -24,7 +25,7 @@ def cluster() -> Cluster:
 
 @pytest.fixture(scope="module")
 def plan(cluster: Cluster) -> sw.Plan:
-    return sw.plan(GRAPH, cluster, batch=64, pp=4, dp=2, tp=2, microbatch=2)
+    return sw.plan(GRAPH, cluster, batch=64, pp=4, dp=2, tp=2, microbatch=2, **USUAL)
 
 
 def test_pins_stay_pinned(plan: sw.Plan) -> None:
@@ -52,7 +53,7 @@ def test_predicted_pipeline_time_is_the_simulated_makespan(plan: sw.Plan) -> Non
 
 
 def test_long_pipelines_are_extrapolated_exactly(cluster: Cluster) -> None:
-    long = sw.plan(GRAPH, cluster, batch=512, pp=4, dp=2, tp=2, microbatch=1)
+    long = sw.plan(GRAPH, cluster, batch=512, pp=4, dp=2, tp=2, microbatch=1, **USUAL)
     assert long.microbatches == 256
     assert sw.simulate(long).makespan_s == pytest.approx(long.predicted.pipeline_s, rel=1e-6)
 
@@ -151,9 +152,9 @@ def test_a_model_that_does_not_fit_says_by_how_much_and_what_would() -> None:
     with pytest.raises(
         PlanError, match=r"does not fit: .* GiB more than the .* the nearest plan that fits: pp"
     ) as said:
-        sw.plan(graph, Cluster("a100-80gb", nodes=2, devices_per_node=8), batch=32, pp=1, dp=16, tp=1)
+        sw.plan(graph, Cluster("a100-80gb", nodes=2, devices_per_node=8), batch=32, pp=1, dp=16, tp=1, shard=1)
     fitting = str(said.value).rsplit("fits: ", 1)[1]
-    assert "pp 1 × dp 16 × tp 1" not in fitting
+    assert "shard 1" not in fitting
 
 
 def test_a_model_that_fits_nowhere_asks_for_more_devices() -> None:
@@ -217,6 +218,9 @@ def edited(plan: sw.Plan, path: str, value: object) -> str:
         ("costs.classes.0.forward_s", -1.0, "costs.classes.0.forward_s"),
         ("bindings.toy.units.0.parameters", {}, "bindings.toy.units.0.parameters"),
         ("predicted.memory_by_stage_rank", [], "one per pipeline rank"),
+        ("decision.placement_order", "PDX", "an order of the letters D, P and T"),
+        ("decision.schedule", "auto", "0 rows of generated actions"),
+        ("decision.generated", ["0F0", "1F0"], "2 rows of generated actions"),
     ],
 )
 def test_a_bad_file_names_the_place(plan: sw.Plan, path: str, value: object, said: str) -> None:
@@ -273,7 +277,7 @@ def test_a_wrong_world_gives_both_numbers(plan: sw.Plan) -> None:
 
 def test_compare_twins_and_others(plan: sw.Plan, cluster: Cluster) -> None:
     twin_graph = decoder(layers=8, hidden=256, heads=8, vocabulary=1024, sequence=128, transposed=True, name="Twin")
-    twin = sw.plan(twin_graph, cluster, batch=64, pp=4, dp=2, tp=2, microbatch=2)
+    twin = sw.plan(twin_graph, cluster, batch=64, pp=4, dp=2, tp=2, microbatch=2, **USUAL)
     same = sw.compare(plan, twin)
     assert same.same_decision
     assert not same.unexpected

@@ -84,7 +84,7 @@ def test_bad_policies_name_the_fix(pins: dict, said: str) -> None:
 def test_ties_across_stages_are_added_up() -> None:
     graph = decoder(layers=4, hidden=256, heads=8, vocabulary=32000, sequence=64)
     cluster = Cluster("a100-80gb", nodes=2, devices_per_node=1)
-    plan = sw.plan(graph, cluster, batch=8, pp=2, dp=1, tp=1, microbatch=2, precision="fp16")
+    plan = sw.plan(graph, cluster, batch=8, pp=2, dp=1, tp=1, microbatch=2, precision="fp16", schedule="1f1b")
     assert plan.predicted.data_parallel_s > 256 * 32000 * 2 / 25e9
 
 

@@ -1,0 +1,229 @@
+"""What units cost on every rank of a pipeline, and the best cut into stages."""
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.core.errors import PlanError
+from shardwright.core.memory import MemoryUse, state_bytes
+from shardwright.core.partition.exact import Matrix, min_max_cut
+from shardwright.core.schedule import StageCosts
+from shardwright.core.stages import MemoryRequest, UnitTable
+
+EVEN_SHARE = 1.15
+"""How far above an equal share of the parameters a pipeline rank may be, beside one parameter that cannot be cut."""
+PRICE_OF_EVENNESS = 1.25
+"""How much longer the slowest stage may take for it."""
+MOST_TRIES = 4
+"""Cuts tried with less memory each time, where what the matrices of a stage leave out does not fit beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankWork:
+    """One pipeline rank."""
+
+    seconds: float
+    """Of one microbatch, forward and backward."""
+    collective_s: float
+    """Of them, tensor collectives."""
+    once_s: float
+    """What is done once a step, whatever the number of microbatches."""
+    elements: int
+    """Parameter entries that it holds."""
+
+
+@dataclass(frozen=True)
+class RankTables:
+    """The units on every pipeline rank. Ranks that cost the same share one table."""
+
+    tables: tuple[UnitTable, ...]
+    limits_bytes: tuple[int, ...]
+    """The memory of every pipeline rank's smallest device."""
+
+    @property
+    def ranks(self) -> int:
+        return len(self.tables)
+
+    @property
+    def units(self) -> int:
+        return len(self.tables[0].units)
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether every rank costs the same."""
+        return all(table is self.tables[0] for table in self.tables)
+
+    def ends(self, starts: Sequence[int]) -> list[tuple[int, int]]:
+        """(first unit, end) of every stage."""
+        return list(itertools.pairwise((*starts, self.units)))
+
+    # Bounds ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def alike(self) -> tuple[tuple[int, int], ...]:
+        """(a unit, how many are like it) of every kind of unit that stands more than once."""
+        counts: dict[int, list[int]] = {}
+        for index, unit in enumerate(self.tables[0].units):
+            counts.setdefault(id(unit), []).append(index)
+        return tuple((members[0], len(members)) for members in counts.values() if len(members) > 1)
+
+    def has_room(self, live: Sequence[int], held: int, request: MemoryRequest) -> bool:
+        """Whether the ranks have room for the units that are alike, leaving the others out: False means that no cut
+        fits. ``held`` is how many stages each rank holds."""
+        table = self.tables[0]
+        for unit, count in self.alike:
+            state = request.state_bytes_per_element * float(table.range_elements[unit, unit + 1])
+            kept, working = float(table.range_kept[unit, unit + 1]), float(table.range_working[unit, unit + 1])
+            room = 0
+            for limit, alive in zip(self.limits_bytes, live, strict=True):
+                # Of n units in ``held`` stages one stage has at least n / held, whose activations count.
+                each = state + alive * kept / held
+                room += max(0, int((limit - working) / each)) if each > 0 else count
+                if room >= count:
+                    break
+            if room < count:
+                return False
+        return True
+
+    # Cutting -----------------------------------------------------------------------------------------------------
+
+    def cut(self, placement: Sequence[int], live: Sequence[int], request: MemoryRequest) -> list[int] | None:
+        """The first unit of every stage: least largest stage time among the cuts that fit, then least parameters.
+
+        Cuts that spread the parameters evenly (no rank above `EVEN_SHARE` of its share and the largest parameter) come
+        first, unless they are slower by more than `PRICE_OF_EVENNESS`. None when no cut fits.
+        """
+        held = len(placement) // self.ranks
+        if len(placement) > self.units or not self.has_room(live, held, request):
+            return None
+        free = self._free_cut(tuple(placement))
+        if self.over_bytes(self.memory(free, placement, live, request)) == 0:
+            return list(free)
+        room = list(self.limits_bytes)
+        for _ in range(MOST_TRIES):
+            starts = self._cut(placement, live, request, room)
+            if starts is None:
+                return None
+            use = self.memory(starts, placement, live, request)
+            over = [u.total_bytes - limit for u, limit in zip(use, self.limits_bytes, strict=True)]
+            if max(over) <= 0:
+                return starts
+            room = [left - max(0, more) for left, more in zip(room, over, strict=True)]
+        return None
+
+    def _free_cut(self, placement: tuple[int, ...]) -> tuple[int, ...]:
+        """The cut where memory does not bind: the same for all policies of memory."""
+        if placement not in self._free:
+            stages = len(placement)
+            every = np.ones((stages, self.units + 1, self.units + 1), dtype=bool)
+            found = self._fastest(placement, every)
+            if found is None:
+                raise PlanError(f"{stages} stages of {self.units} units: no cut was found")
+            self._free[placement] = tuple(found)
+        return self._free[placement]
+
+    @cached_property
+    def _free(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        return {}
+
+    def _cut(
+        self, placement: Sequence[int], live: Sequence[int], request: MemoryRequest, room: Sequence[int]
+    ) -> list[int] | None:
+        held = len(placement) // self.ranks
+        # A rank's stages share its memory for parameters; its activations are counted by the largest of them.
+        state = request.state_bytes_per_element * held
+        known: dict[tuple[int, int, int], Matrix] = {}
+        fits = []
+        for rank in placement:
+            key = (id(self.tables[rank]), live[rank], room[rank])
+            if key not in known:
+                known[key] = self.tables[rank].range_memory(live[rank], state) <= room[rank]
+            fits.append(known[key])
+        return self._fastest(placement, np.stack(fits))
+
+    def _fastest(self, placement: Sequence[int], fits: NDArray[np.bool_]) -> list[int] | None:
+        stages, held = len(placement), len(placement) // self.ranks
+        times = [self.tables[rank].range_seconds for rank in placement]
+        elements = self.tables[0].range_elements
+        fastest = min_max_cut(times, elements, stages, fits)
+        if fastest is None or held > 1:
+            return fastest
+        even_elements = EVEN_SHARE * elements[0, self.units] / self.ranks + self.tables[0].largest_parameter
+        if max(float(elements[a, b]) for a, b in self.ends(fastest)) <= even_elements:
+            return fastest
+        even = min_max_cut(times, elements, stages, fits & (elements <= even_elements))
+        if even is None:
+            return fastest
+        slowest = [
+            max(float(matrix[a, b]) for matrix, (a, b) in zip(times, self.ends(cut), strict=True))
+            for cut in (even, fastest)
+        ]
+        return even if slowest[0] <= PRICE_OF_EVENNESS * slowest[1] else fastest
+
+    # What a cut comes to -----------------------------------------------------------------------------------------
+
+    def memory(
+        self, starts: Sequence[int], placement: Sequence[int], live: Sequence[int], request: MemoryRequest
+    ) -> tuple[MemoryUse, ...]:
+        """What every pipeline rank holds, its stages together."""
+        found = []
+        for rank, (count, table) in enumerate(zip(live, self.tables, strict=True)):
+            held = [ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank]
+            elements = int(sum(table.range_elements[a, b] for a, b in held) - table.tied_twice(held))
+            parameters, gradients, states = state_bytes(
+                elements, request.precision, request.optimizer, request.shard, request.ways, request.gradient_precision
+            )
+            kept = int(max(table.range_kept[a, b] for a, b in held))
+            working = int(max(table.range_working[a, b] for a, b in held))
+            sent = sum(table.boundary_bytes[a] * 2 for a, _ in held if a) if len(live) > 1 else 0
+            found.append(MemoryUse(parameters, gradients, states, kept * count, working + sent))
+        return tuple(found)
+
+    def over_bytes(self, memory: Sequence[MemoryUse]) -> int:
+        """What the fullest rank lacks, 0 when all fits."""
+        return max(0, *(use.total_bytes - limit for use, limit in zip(memory, self.limits_bytes, strict=True)))
+
+    def stage_costs(self, starts: Sequence[int], placement: Sequence[int]) -> StageCosts:
+        """What the stages of a cut cost for one microbatch."""
+        forward, input_grad, weight_grad, kept = [], [], [], []
+        for stage, (a, b) in enumerate(self.ends(starts)):
+            table = self.tables[placement[stage]]
+            held = table.units[a:b]
+            forward.append(sum(u.forward_s for u in held))
+            input_grad.append(sum(u.input_grad_s for u in held) + float(table.again_s[a:b].sum()))
+            weight_grad.append(sum(u.weight_grad_s for u in held))
+            kept.append(int(table.range_kept[a, b]))
+        transfer = tuple(self.tables[placement[stage]].boundary_s[start] for stage, start in enumerate(starts) if stage)
+        return StageCosts(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer, tuple(kept))
+
+    def work(self, starts: Sequence[int], placement: Sequence[int]) -> list["RankWork"]:
+        """What every rank does and holds, its stages together."""
+        found = [RankWork(0.0, 0.0, 0.0, 0)] * self.ranks
+        for stage, (a, b) in enumerate(self.ends(starts)):
+            rank, table = placement[stage], self.tables[placement[stage]]
+            before, units = found[rank], table.units[a:b]
+            found[rank] = RankWork(
+                before.seconds + float(table.seconds[a:b].sum()),
+                before.collective_s + sum(u.collective_s for u in units),
+                before.once_s + sum(u.step_s for u in units),
+                before.elements + int(table.range_elements[a, b]),
+            )
+        return found
+
+    def tied(self, starts: Sequence[int], placement: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
+        """(pipeline ranks, entries) of every parameter that several ranks hold."""
+        found = []
+        for users, elements in self.tables[0].ties:
+            ranks = sorted({placement[bisect_right(starts, unit) - 1] for unit in users})
+            if len(ranks) > 1:
+                found.append((tuple(ranks), elements))
+        return found
+
+    def with_limit(self, limit_bytes: int) -> "RankTables":
+        """The same on devices of another memory."""
+        return replace(self, limits_bytes=(limit_bytes,) * self.ranks)

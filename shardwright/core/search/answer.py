@@ -1,0 +1,146 @@
+"""From scored choices to a plan: what was chosen, what came next and which term it lost by."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from shardwright.core.cost_tables import Place
+from shardwright.core.memory import kept_bytes, recomputed_s, unit_recompute
+from shardwright.core.plan import (
+    Alternative,
+    ClassCost,
+    Costs,
+    Plan,
+    Predicted,
+    Provenance,
+    RankCosts,
+    pinned_summary,
+    summarize,
+)
+from shardwright.core.search.defaults import Default
+from shardwright.core.search.scoring import Scored, Scorer
+
+
+def as_plan(scorer: Scorer, best: Scored, others: list[Scored], beside: list[Default]) -> Plan:
+    """The plan of the best choice, with the others and the defaults as alternatives."""
+    tables, decision = scorer.tables, best.decision
+    places = [kinds[0] for kinds in scorer.links.places(decision.mesh)]
+    first = _costs_at(scorer, best, places[0])
+    ranks: tuple[RankCosts, ...] = ()
+    if not best.tables.is_uniform:
+        ranks = tuple(
+            RankCosts(_costs_at(scorer, best, _place_of(scorer, best, pp)), best.tables.tables[pp].boundary_s)
+            for pp in range(decision.pp)
+        )
+        first = ranks[0].classes
+    alternatives = [
+        Alternative(summarize(s.decision), s.predicted.step_time_s, _peak(s.predicted), why_slower(best, s))
+        for s in others
+    ]
+    for default in beside:
+        if default.scored is None:
+            alternatives.append(Alternative(default.name, 0.0, 0, f"the {default.name} default: {default.reason}"))
+            continue
+        same = default.scored.decision == decision
+        said = "this is the plan" if same else why_slower(best, default.scored)
+        alternatives.append(
+            Alternative(
+                summarize(default.scored.decision),
+                default.scored.predicted.step_time_s,
+                _peak(default.scored.predicted),
+                f"the {default.name} default: {said}",
+            )
+        )
+    request, graph = scorer.request, tables.graph
+    return Plan(
+        decision=decision,
+        model_name=graph.model_name,
+        model=tables.structure,
+        bindings=((graph.framework, tables.binding),),
+        costs=Costs(
+            tables.variants(decision.tp),
+            first,
+            best.tables.tables[0].boundary_bytes,
+            best.tables.tables[-1].boundary_s,
+            tables.rates(decision.tp),
+            ranks,
+        ),
+        predicted=best.predicted,
+        alternatives=tuple(alternatives),
+        unsplit=tables.unsplit(decision.tp) if decision.tp > 1 else (),
+        provenance=Provenance(
+            shardwright=own_version(),
+            captured_from=graph.framework,
+            cluster=str(scorer.cluster),
+            world_size=scorer.cluster.world_size,
+            device_memory_bytes=min(best.tables.limits_bytes),
+            pinned=_pins(scorer),
+        ),
+    )
+
+
+def _pins(scorer: Scorer) -> tuple[str, ...]:
+    request = scorer.request
+    names = (
+        "pp", "tp", "dp", "microbatch", "virtual_stages", "schedule", "shard", "shard_group", "precision",
+        "placement_order",
+    )  # fmt: skip
+    pins: dict[str, object] = {name: getattr(request, name) for name in names}
+    if request.recompute != "auto":
+        pins["recompute"] = request.recompute
+    if request.partitioner != "exact":
+        pins["partitioner"] = request.partitioner
+    return pinned_summary(pins)
+
+
+def _place_of(scorer: Scorer, best: Scored, pp: int) -> Place:
+    """The kind of place that decides a pipeline rank's time."""
+    tables, decision = scorer.tables, best.decision
+    for place in scorer.links.places(decision.mesh)[pp]:
+        if tables.table(decision.tp, decision.microbatch, decision.recompute, place) is best.tables.tables[pp]:
+            return place
+    return scorer.links.places(decision.mesh)[pp][0]
+
+
+def _costs_at(scorer: Scorer, best: Scored, place: Place) -> tuple[ClassCost, ...]:
+    tables, decision = scorer.tables, best.decision
+    found = []
+    variants = tables.variants(decision.tp)
+    for variant, cost in enumerate(tables.class_costs(decision.tp, decision.microbatch, place)):
+        mode = unit_recompute(decision.recompute, tables.repeated[variants.index(variant)])
+        backward = cost.input_grad_s + recomputed_s(cost, mode)
+        kept = kept_bytes(cost, mode)
+        found.append(ClassCost(cost.forward_s, backward, cost.weight_grad_s, kept, cost.parameter_elements))
+    return tuple(found)
+
+
+def terms_s(predicted: Predicted) -> dict[str, float]:
+    """The step in the terms by which plans differ; they add up to it."""
+    busy = predicted.pipeline_s * (1 - predicted.bubble_fraction)
+    return {
+        "compute": busy - predicted.tensor_collective_s,
+        "tensor collectives": predicted.tensor_collective_s,
+        "pipeline bubble": predicted.bubble_fraction * predicted.pipeline_s,
+        "gradient reduction": predicted.data_parallel_s,
+        "optimizer step": predicted.optimizer_s,
+    }
+
+
+def why_slower(best: Scored, other: Scored) -> str:
+    """By how much, and the term that grew most."""
+    mine, theirs = terms_s(best.predicted), terms_s(other.predicted)
+    name = max(theirs, key=lambda term: theirs[term] - mine[term])
+    ratio = other.predicted.step_time_s / best.predicted.step_time_s if best.predicted.step_time_s else 1.0
+    if ratio <= 1 + 1e-6:
+        return "as fast, and less simple"
+    return f"{ratio - 1:.1%} slower: {name} {theirs[name] * 1e3:.3g} ms against {mine[name] * 1e3:.3g} ms"
+
+
+def _peak(predicted: Predicted) -> int:
+    return max(use.total_bytes for use in predicted.memory_by_stage_rank)
+
+
+def own_version() -> str:
+    """This package's version."""
+    try:
+        return version("shardwright")
+    except PackageNotFoundError:
+        return "0+unknown"

@@ -1,0 +1,80 @@
+"""What one would do without a search, scored beside it: data parallel, fully sharded, Megatron-style."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from shardwright.core.cluster import Cluster
+from shardwright.core.cost_tables import CostTables
+from shardwright.core.errors import PlanError
+from shardwright.core.request import Request
+from shardwright.core.search.scoring import Scored
+
+NAMES = ("data parallel", "fully sharded", "Megatron-style")
+
+
+@dataclass(frozen=True, slots=True)
+class Default:
+    """A default and how it does; None where it is not possible, with the reason."""
+
+    name: str
+    scored: Scored | None
+    reason: str = ""
+
+
+def requests(cluster: Cluster, request: Request) -> Iterator[tuple[str, Request]]:
+    """What each default pins, beside the precision, the optimizer and the like that the user asked for."""
+    free = Request(
+        batch=request.batch,
+        precision=request.precision,
+        optimizer=request.optimizer,
+        loss_scope=request.loss_scope,
+        gradient_precision=request.gradient_precision,
+        layouts=request.layouts,
+        virtual_stages=1,
+        schedule="1f1b",
+        placement_order="PDT",
+    )
+    world = cluster.world_size
+    node = min(group.devices_per_node for group in cluster.groups)
+    yield "data parallel", replace(free, pp=1, tp=1, shard=0)
+    yield "fully sharded", replace(free, pp=1, tp=1, shard=3)
+    # As its papers have it: tensor groups as large as a node (eight at most), then the fewest stages that fit
+    # (arXiv 2104.04473, section 3, takeaways 1 and 2), optimizer states divided (its distributed optimizer).
+    tp = max(degree for degree in range(1, min(node, 8) + 1) if world % degree == 0)
+    yield "Megatron-style", replace(free, tp=tp)
+
+
+def defaults(tables: CostTables, cluster: Cluster, request: Request) -> list[Default]:
+    """The three defaults at their best microbatch and recompute."""
+    from shardwright.core.search.find import Search
+
+    found = []
+    for name, asked in requests(cluster, request):
+        try:
+            if name == NAMES[2]:
+                best = _fewest_stages(tables, cluster, asked)
+            else:
+                best = Search(tables, cluster, asked).run(runners_up=0).best
+            found.append(Default(name, best, "" if best is not None else "does not fit the memory"))
+        except PlanError as error:
+            found.append(Default(name, None, str(error)))
+    return found
+
+
+def _fewest_stages(tables: CostTables, cluster: Cluster, asked: Request) -> Scored | None:
+    from shardwright.core.search.find import Search
+
+    left = cluster.world_size // (asked.tp or 1)
+    refused: PlanError | None = None
+    for pp in (degree for degree in range(1, len(tables.folded.units) + 1) if left % degree == 0):
+        try:
+            pinned = replace(asked, pp=pp, shard=1 if left // pp > 1 else 0)
+            best = Search(tables, cluster, pinned).run(runners_up=0).best
+        except PlanError as error:
+            refused = error
+            continue
+        if best is not None:
+            return best
+    if refused is not None:
+        raise refused
+    return None

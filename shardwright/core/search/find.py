@@ -1,0 +1,203 @@
+"""Best first: bounds that take microseconds decide what is cut, bounds of cuts what is simulated.
+
+A queue holds choices in the order of the time that they cannot get below: degrees first, then with a memory policy, with
+a number of stages per rank, with a schedule; then cut; then simulated. What comes out of the queue simulated is as fast as
+anything in the space, as all that is left is bounded by more. Nothing is cut off by a guess, so the answer is that of an
+exhaustive enumeration in the same simulator.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwright.core.cluster import Cluster
+from shardwright.core.cost_tables import CostTables
+from shardwright.core.errors import PlanError
+from shardwright.core.graph import Graph
+from shardwright.core.plan import Plan
+from shardwright.core.request import Request
+from shardwright.core.search.answer import as_plan
+from shardwright.core.search.defaults import defaults
+from shardwright.core.search.refusal import refusal
+from shardwright.core.search.scoring import Scored, Scorer
+from shardwright.core.search.space import Pipelining, Policy, Shape, Space, splits_backward
+
+REPORTED = 4
+"""Runners-up, each with degrees of its own."""
+LOOKED_AT = 40
+"""Choices that are simulated after the best is known, to find the runners-up."""
+OPENED = 1500
+"""Choices that are opened for the same."""
+SAME = 1e-6
+"""Times that differ by less are equal: the simpler plan is taken."""
+REMEMBERED_TABLES = 8
+Progress = Callable[[int, int], None]
+"""Called with (candidates settled, candidates in all)."""
+
+_REMEMBERED: dict[object, CostTables] = {}
+
+
+def make_plan(graph: Graph, cluster: Cluster, request: Request, progress: Progress | None = None) -> Plan:
+    """The best plan for a captured model on a cluster.
+
+    Raises PlanError when degrees do not divide, when the batch does not divide, or when no plan fits: then by how much,
+    and the nearest plan that does.
+    """
+    tables = tables_of(graph, cluster, request)
+    search = Search(tables, cluster, request)
+    found = search.run(progress)
+    if not found.best:
+        raise PlanError(refusal(tables, cluster, request, search.scorer, search.space))
+    beside = [] if _pins_degrees(request) else defaults(tables, cluster, request)
+    return as_plan(search.scorer, found.best, found.others, beside)
+
+
+def tables_of(graph: Graph, cluster: Cluster, request: Request) -> CostTables:
+    """The cost tables of a graph on a cluster; the last few are kept, for plans that differ in what they pin.
+
+    Graphs are known by identity, each kept alive by its tables.
+    """
+    options: tuple[Any, ...] = (
+        request.precision,
+        request.optimizer,
+        request.gradient_precision,
+        request.sequence_parallel,
+        request.layouts,
+    )
+    key = (id(graph), cluster, options)
+    found = _REMEMBERED.pop(key, None) or CostTables(graph, cluster, *options)
+    _REMEMBERED[key] = found
+    while len(_REMEMBERED) > REMEMBERED_TABLES:
+        _REMEMBERED.pop(next(iter(_REMEMBERED)))
+    return found
+
+
+@dataclass(slots=True)
+class Found:
+    """What a search came to."""
+
+    best: Scored | None
+    others: list[Scored]
+    """The next fastest, each with other degrees, fastest first."""
+
+
+@dataclass(order=True, slots=True)
+class _Entry:
+    """A choice as far as it is made, and the seconds that it cannot get below."""
+
+    bound_s: float
+    settled: int
+    """More settled choices come first among equals."""
+    number: int
+    choice: tuple[Any, ...] = field(compare=False)
+
+
+class Search:
+    """One search. Holds the queue."""
+
+    def __init__(self, tables: CostTables, cluster: Cluster, request: Request) -> None:
+        self.request = request
+        capabilities = tables.graph.capabilities
+        self.space = Space(request, cluster, len(tables.folded.units), splits_backward=capabilities.split_backward)
+        self.scorer = Scorer(tables, cluster, request)
+        self._queue: list[_Entry] = []
+        self._numbers = itertools.count()
+
+    def run(self, progress: Progress | None = None, *, runners_up: int = REPORTED) -> Found:
+        """The best choice and the next ones. Raises PlanError when the request leaves nothing to choose from."""
+        shapes = self.space.shapes()
+        for shape in shapes:
+            self._push(self.scorer.shape_bound_s(shape), shape)
+        best: list[Scored] = []
+        others: dict[tuple[int, int, int], Scored] = {}
+        looked, beyond, opened = 0, 0, 0
+        while self._queue:
+            entry = heapq.heappop(self._queue)
+            choice = entry.choice
+            if best and entry.bound_s > best[0].predicted.step_time_s * (1 + SAME):
+                looked += isinstance(choice[0], Scored) and not choice[0].exact
+                beyond += 1
+                if len(others) >= runners_up or looked > LOOKED_AT or beyond > OPENED:
+                    break
+            if isinstance(choice[0], Scored):
+                scored = choice[0]
+                if not scored.exact:
+                    exact = self.scorer.simulated(scored)
+                    if exact is not None and not exact.over_bytes:
+                        self._push(exact.predicted.step_time_s, exact)
+                elif not best or scored.predicted.step_time_s <= best[0].predicted.step_time_s * (1 + SAME):
+                    best.append(scored)
+                else:
+                    others.setdefault(_degrees(scored), scored)
+                continue
+            if len(choice) == 1:
+                opened += 1
+                if progress is not None:
+                    progress(opened, len(shapes))
+            for bound, further in self._opened(*choice):
+                self._push(max(bound, entry.bound_s), *further)
+        if progress is not None:
+            progress(len(shapes), len(shapes))
+        if not best:
+            return Found(None, [])
+        best.sort(key=preference)
+        for equal in best[1:]:
+            others.setdefault(_degrees(equal), equal)
+        others.pop(_degrees(best[0]), None)
+        return Found(best[0], sorted(others.values(), key=preference)[:runners_up])
+
+    def _push(self, bound_s: float, *choice: Any) -> None:
+        if bound_s != float("inf"):
+            heapq.heappush(self._queue, _Entry(bound_s, -len(choice), next(self._numbers), choice))
+
+    def _opened(self, *choice: Any) -> Iterator[tuple[float, tuple[Any, ...]]]:
+        """A choice with one thing more chosen, in every way, each with its bound."""
+        shape: Shape = choice[0]
+        scorer = self.scorer
+        if len(choice) == 1:
+            for policy in self.space.policies(shape.mesh.axis_size("dp")):
+                yield scorer.policy_bound_s(shape, policy), (shape, policy)
+            return
+        policy: Policy = choice[1]
+        if len(choice) == 2:
+            ways: dict[tuple[int, bool], list[Pipelining]] = {}
+            for pipelining in self.space.pipelinings(shape.mesh.axis_size("pp"), shape.microbatches):
+                split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
+                ways.setdefault((pipelining.virtual_stages, split), []).append(pipelining)
+            for (virtual_stages, split), members in ways.items():
+                bound = scorer.pipeline_bound_s(shape, policy, virtual_stages, split=split)
+                yield bound, (shape, policy, tuple(members))
+            return
+        for pipelining in choice[2]:
+            scored = scorer.cut(shape, policy, pipelining)
+            if scored is not None:
+                yield scored.predicted.step_time_s, (scored,)
+
+
+def preference(scored: Scored) -> tuple[float, int, int, int, int, int, int, bool, int, str]:
+    """Fastest first; among equals the simpler: fewer stages, less tensor splitting, less saving of memory, the usual
+    order of ranks, fewer virtual stages, 1f1b, larger microbatches."""
+    d = scored.decision
+    return (
+        float(f"{scored.predicted.step_time_s:.6g}"),
+        d.pp,
+        d.tp,
+        d.shard,
+        d.shard_group or 0,
+        ("none", "selective", "full").index(d.recompute),
+        d.virtual_stages,
+        d.schedule != "1f1b",
+        -d.microbatch,
+        f"{d.placement_order != 'PDT'}{d.placement_order}{d.schedule}",
+    )
+
+
+def _degrees(scored: Scored) -> tuple[int, int, int]:
+    d = scored.decision
+    return d.pp, d.dp, d.tp
+
+
+def _pins_degrees(request: Request) -> bool:
+    return None not in (request.pp, request.tp, request.dp) or request.stage_starts is not None

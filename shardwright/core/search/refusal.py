@@ -1,0 +1,151 @@
+"""Why nothing fits: what the nearest choice lacks, on which rank, and what would do."""
+
+import math
+from collections.abc import Iterator
+
+
+from shardwright.core.cluster import Cluster, NodeGroup
+from shardwright.core.cost_tables import CostTables
+from shardwright.core.errors import PlanError, ScheduleError
+from shardwright.core.memory import MemoryUse
+from shardwright.core.plan import Decision, summarize
+from shardwright.core.request import Request
+from shardwright.core.search.scoring import Scored, Scorer
+from shardwright.core.search.space import Space
+
+LOOKED_AT = 48
+"""Choices that are cut without a limit, those with the least parameters and activations per rank first."""
+GIB = 2**30
+
+
+def refusal(tables: CostTables, cluster: Cluster, request: Request, scorer: Scorer, space: Space) -> str:
+    """The message of a request that no plan satisfies."""
+    tight = list(_closest(scorer, space))
+    if not tight:
+        raise PlanError(_no_schedule(request, space))
+    least = min(tight, key=lambda s: (s.over_bytes, s.predicted.step_time_s))
+    limits = least.tables.limits_bytes
+    uses = least.predicted.memory_by_stage_rank
+    worst = max(range(len(uses)), key=lambda pp: uses[pp].total_bytes - limits[pp])
+    name, size = max(_parts(uses[worst]).items(), key=lambda part: part[1])
+    said = (
+        f"{tables.graph.model_name} does not fit: with {summarize(least.decision)} the fullest rank (pipeline rank "
+        f"{worst}) needs {_gib(uses[worst].total_bytes)}, {_gib(least.over_bytes)} more than the {_gib(limits[worst])} "
+        f"that {scorer.links.devices(least.decision.mesh, worst)[0].name} has; most of it, {_gib(size)}, is {name}"
+    )
+    relaxed = _relaxed(tables, cluster, request, least.decision)
+    if relaxed is not None:
+        return f"{said}; the nearest plan that fits: {summarize(relaxed)}"
+    more = smallest_cluster(tables, cluster, request)
+    advice = f"the smallest of this kind that could: {more}" if more is not None else "use larger devices"
+    return f"{said}; no plan over {cluster.world_size} devices fits: use more of them, or larger ones; {advice}"
+
+
+def _no_schedule(request: Request, space: Space) -> str:
+    reasons = []
+    for shape in space.shapes():
+        pp = shape.mesh.axis_size("pp")
+        for virtual in (request.stages_per_rank,) if request.stages_per_rank else (1, 2):
+            for name in space.names:
+                reason = space.refusal(name, pp, shape.microbatches, virtual)
+                if reason:
+                    reasons.append(f"schedule {name!r} at pp={pp}: {reason}")
+    shard = f"shard_group={request.shard_group} divides no data degree tried" if request.shard_group else ""
+    return (reasons[0] if reasons else shard) or "no schedule admits any of the pipeline degrees tried"
+
+
+def _closest(scorer: Scorer, space: Space) -> Iterator[Scored]:
+    """The choices that lack least, as far as can be told before the cut."""
+    ranked = []
+    for number, shape in enumerate(space.shapes()):
+        pp, dp, _ = shape.degrees
+        for policy in space.policies(dp):
+            table = scorer.ranked(shape, policy.recompute).tables[0]
+            state = scorer.memory_request(policy, dp).state_bytes_per_element * float(table.range_elements[0, -1])
+            # A rank has at least its share, and what the fullest unit holds.
+            held = state / pp + float(table.range_kept[0, -1]) / pp + float(table.range_working[0, -1])
+            ranked.append((held, number, shape, policy))
+    ranked.sort(key=lambda row: row[:2])
+    looked = 0
+    for _, _, shape, policy in ranked:
+        for pipelining in space.pipelinings(shape.mesh.axis_size("pp"), shape.microbatches):
+            if looked >= LOOKED_AT:
+                return
+            try:
+                scored = scorer.cut(shape, policy, pipelining, fit=False)
+            except ScheduleError:
+                continue
+            looked += 1
+            if scored is not None:
+                yield scored
+
+
+def _relaxed(tables: CostTables, cluster: Cluster, request: Request, wanted: Decision) -> Decision | None:
+    """The choice nearest in degrees to the one wanted, when nothing but the batch and the numbers' kind is pinned."""
+    from shardwright.core.search.find import Search
+
+    free = Request(
+        batch=request.batch,
+        precision=request.precision,
+        optimizer=request.optimizer,
+        loss_scope=request.loss_scope,
+        gradient_precision=request.gradient_precision,
+        layouts=request.layouts,
+    )
+    if free == request:
+        return None
+    found = Search(tables, cluster, free).run(runners_up=8)
+    if found.best is None:
+        return None
+
+    def distance(scored: Scored) -> tuple[float, float]:
+        d = scored.decision
+        ratios = [(d.pp, wanted.pp), (d.dp, wanted.dp), (d.tp, wanted.tp), (d.microbatch, wanted.microbatch)]
+        return sum(abs(math.log2(a / b)) for a, b in ratios), scored.predicted.step_time_s
+
+    return min([found.best, *found.others], key=distance).decision
+
+
+def smallest_cluster(tables: CostTables, cluster: Cluster, request: Request, most: int = 4096) -> Cluster | None:
+    """The fewest nodes like this cluster's (in doublings, the batch pinned or not) on which some plan fits."""
+    from shardwright.core.search.find import Search
+
+    group = cluster.groups[0]
+    nodes = cluster.nodes
+    while nodes * 2 * group.devices_per_node <= most and cluster.inter_node is not None:
+        nodes *= 2
+        larger = Cluster.of_groups(
+            [NodeGroup(group.device, nodes, group.devices_per_node, group.intra_node)], cluster.inter_node
+        )
+        # Only the batch stays: with more devices other degrees come in.
+        free = Request(
+            batch=request.batch,
+            precision=request.precision,
+            optimizer=request.optimizer,
+            gradient_precision=request.gradient_precision,
+            layouts=request.layouts,
+            schedule="1f1b",
+            virtual_stages=1,
+            placement_order="PDT",
+        )
+        bigger = tables.on(larger)
+        try:
+            if Search(bigger, larger, free).run(runners_up=0).best is not None:
+                return larger
+        except PlanError:
+            continue
+    return None
+
+
+def _parts(use: MemoryUse) -> dict[str, int]:
+    return {
+        "parameters": use.parameters_bytes,
+        "gradients": use.gradients_bytes,
+        "optimizer states": use.optimizer_bytes,
+        "activations": use.activations_bytes,
+        "buffers": use.buffers_bytes,
+    }
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / GIB:.2f} GiB"

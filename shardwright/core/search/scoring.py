@@ -1,0 +1,297 @@
+"""What a choice costs: a bound that takes microseconds, a cut with its memory, a simulated pipeline."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from shardwright.core.cluster import Cluster
+from shardwright.core.cost_tables import CostTables, Place
+from shardwright.core.cutting import partition_input
+from shardwright.core.errors import PlanError, ScheduleError
+from shardwright.core.links import Links
+from shardwright.core.memory import Recompute, live_microbatches
+from shardwright.core.partition.partitioners import DEFAULT, cut_units
+from shardwright.core.plan import Decision, Predicted, placement_of
+from shardwright.core.predict import StepModel, least_makespan_s, simulated_makespan_s
+from shardwright.core.rank_tables import RankTables
+from shardwright.core.request import Request
+from shardwright.core.schedule import AUTO, Schedule
+from shardwright.core.schedule.live import peak_live
+from shardwright.core.schedule.placement import looped
+from shardwright.core.search.space import Pipelining, Policy, Shape, splits_backward
+from shardwright.core.stages import MemoryRequest, UnitTable
+
+SAFE = 1 - 1e-9
+"""Bounds are lowered by this much, so that rounding never puts one above what it bounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A choice with its cut. ``over_bytes`` is what its fullest rank lacks (0 when it fits)."""
+
+    decision: Decision
+    pipelining: Pipelining
+    tables: RankTables
+    predicted: Predicted
+    over_bytes: int
+    exact: bool
+    """Whether its pipeline was simulated; else its time is a bound that it does not get below."""
+
+
+class Scorer:
+    """Scores choices for one model on one cluster. Holds what all of them share."""
+
+    def __init__(self, tables: CostTables, cluster: Cluster, request: Request) -> None:
+        self.tables, self.cluster, self.request = tables, cluster, request
+        self.links = Links(cluster)
+        self.step = StepModel(self.links, tables.precision)
+        self._ranked: dict[tuple[object, ...], RankTables] = {}
+        self._firsts: dict[tuple[object, ...], UnitTable] = {}
+        self._fluid: dict[tuple[int, int], float] = {}
+        self._cuts: dict[tuple[object, ...], tuple[int, ...] | None] = {}
+
+    def ranked(self, shape: Shape, recompute: Recompute) -> RankTables:
+        """What units cost on every pipeline rank."""
+        key = (shape.mesh, shape.microbatch, recompute)
+        if key not in self._ranked:
+            tp = shape.mesh.axis_size("tp")
+            found = []
+            for places in self.links.places(shape.mesh):
+                kinds = [self.tables.table(tp, shape.microbatch, recompute, place) for place in places]
+                # Replicas on unlike devices wait for the slowest.
+                found.append(kinds[0] if len(kinds) == 1 else max(kinds, key=lambda table: float(table.seconds.sum())))
+            limits = tuple(self.links.memory_bytes(shape.mesh, pp) for pp in range(len(found)))
+            self._ranked[key] = RankTables(tuple(found), limits)
+        return self._ranked[key]
+
+    def memory_request(self, policy: Policy, dp: int) -> MemoryRequest:
+        """What decides the bytes of a parameter under a policy."""
+        ways = policy.shard_group or dp
+        request = self.request
+        return MemoryRequest(
+            0, self.tables.precision, request.optimizer, policy.shard, ways, request.gradient_precision
+        )
+
+    # Bounds ------------------------------------------------------------------------------------------------------
+
+    def shape_bound_s(self, shape: Shape) -> float:
+        """Seconds below which no step gets with these degrees and this microbatch, whatever is kept in memory."""
+        recompute = "none" if self.request.recompute == "auto" else self.request.recompute
+        return self._fluid_s(shape, recompute) * shape.microbatches * SAFE
+
+    def policy_bound_s(self, shape: Shape, policy: Policy) -> float:
+        """The same under a memory policy; infinity where not even an even share of the parameters and of one
+        microbatch's activations fits."""
+        pp, dp, _ = shape.degrees
+        table = self._first(shape, policy.recompute)
+        request = self.memory_request(policy, dp)
+        held = request.state_bytes_per_element * float(table.range_elements[0, -1]) + float(table.range_kept[0, -1])
+        room = (
+            pp * self.cluster.memory_bytes(0)
+            if self.cluster.is_uniform
+            else sum(self.ranked(shape, policy.recompute).limits_bytes)
+        )
+        if held > room:
+            return math.inf
+        return self._with_tail_s(shape, policy, self._fluid_s(shape, policy.recompute) * shape.microbatches)
+
+    def pipeline_bound_s(self, shape: Shape, policy: Policy, virtual_stages: int, *, split: bool) -> float:
+        """The same for one stage per rank, where the first microbatch must come through the ranks before a rank, and
+        the last one back: over all cuts the least of the slowest rank has a closed form."""
+        pp, m = shape.mesh.axis_size("pp"), shape.microbatches
+        fluid = self._fluid_s(shape, policy.recompute) * m
+        if pp == 1 or virtual_stages > 1 or not self.cluster.is_uniform:
+            return self._with_tail_s(shape, policy, fluid)
+        table = self._first(shape, policy.recompute)
+        whole = float(table.seconds.sum())
+        # Of what lies before a rank it waits for the forward, and where backwards are whole for the backward too.
+        share = 1.0
+        if split:
+            pairs = zip(table.units, table.seconds.tolist(), strict=True)
+            share = min((u.forward_s / total for u, total in pairs if total > 0), default=1.0)
+        filled = fluid
+        if 0 < share < m or (share == 1 and m == 1):
+            # For every rank: share · (work before it) + m · (own work) ≤ T, so that all ranks together do at most
+            # T / share · (1 - (1 - share / m)^pp).
+            filled = max(fluid, whole * share / (1 - (1 - share / m) ** pp))
+        return self._with_tail_s(shape, policy, filled)
+
+    def _with_tail_s(self, shape: Shape, policy: Policy, pipeline_s: float) -> float:
+        pp = shape.mesh.axis_size("pp")
+        elements = float(self._first(shape, policy.recompute).range_elements[0, -1]) / pp
+        decision = self.decision(shape, policy, Pipelining("1f1b", 1), ())
+        return (pipeline_s + self.step.least_tail_s(shape.mesh, decision, elements, pipeline_s)) * SAFE
+
+    def _first(self, shape: Shape, recompute: Recompute) -> UnitTable:
+        """What units cost on the first rank, messages left out."""
+        key = (shape.mesh, shape.microbatch, recompute)
+        if key not in self._firsts:
+            tp = shape.mesh.axis_size("tp")
+            place = Place(self.cluster.device(0), self.links.axis(shape.mesh, 0, "tp"), None)
+            self._firsts[key] = self.tables.table(tp, shape.microbatch, recompute, place)
+        return self._firsts[key]
+
+    def _fluid_s(self, shape: Shape, recompute: Recompute) -> float:
+        """Seconds of one microbatch if units could be divided at will over the ranks, each as fast as its device."""
+        first = self._first(shape, recompute)
+        if self.cluster.is_uniform:
+            pp = shape.mesh.axis_size("pp")
+            key = (id(first), pp)
+            if key not in self._fluid:
+                alike = Counter(map(id, first.units))
+                # Units that are alike are whole: one rank has at least its share of them, rounded up.
+                whole = [-(-alike[id(u)] // pp) * s for u, s in zip(first.units, first.seconds.tolist(), strict=True)]
+                self._fluid[key] = max(float(first.seconds.sum()) / pp, *whole)
+            return self._fluid[key]
+        base = first.seconds.tolist()
+        rates = 0.0
+        for table in self.ranked(shape, recompute).tables:
+            ratios = [mine / other for mine, other in zip(table.seconds.tolist(), base, strict=True) if other > 0]
+            rates += 1 / min(ratios, default=1.0)
+        return sum(base) / rates
+
+    # Cuts --------------------------------------------------------------------------------------------------------
+
+    def cut(self, shape: Shape, policy: Policy, pipelining: Pipelining, *, fit: bool = True) -> Scored | None:
+        """The choice with its cut, its memory and a bound of its time (exact where there is one stage); None where no
+        cut fits, or, without ``fit``, where there are fewer units than stages."""
+        ranked = self.ranked(shape, policy.recompute)
+        pp, dp, _ = shape.degrees
+        virtual, name = pipelining.virtual_stages, pipelining.schedule
+        generated = name == AUTO
+        placement = looped(pp, virtual) if generated else placement_of(name, pp, virtual)
+        live = live_microbatches("1f1b" if generated else name, pp, shape.microbatches, 1 if generated else virtual)
+        if generated and virtual > 1:
+            live = tuple(count * virtual for count in live)
+        request = self.memory_request(policy, dp)
+        starts = self._starts(shape, policy, placement, live, request, ranked, fit)
+        if starts is None:
+            return None
+        memory = ranked.memory(starts, placement, live, request)
+        over = ranked.over_bytes(memory)
+        if over and fit:
+            return None
+        decision = self.decision(shape, policy, pipelining, starts)
+        costs = ranked.stage_costs(starts, placement)
+        split = splits_backward(name, virtual)
+        pipeline = least_makespan_s(costs, placement, shape.microbatches, splits_backward=split) if pp > 1 else None
+        predicted = self.step.predicted(decision, ranked, memory, pipeline, placement)
+        return Scored(decision, pipelining, ranked, predicted, over, exact=pp == 1 and not generated)
+
+    def _starts(
+        self,
+        shape: Shape,
+        policy: Policy,
+        placement: Sequence[int],
+        live: Sequence[int],
+        request: MemoryRequest,
+        ranked: RankTables,
+        fit: bool,
+    ) -> tuple[int, ...] | None:
+        given = self.request.stage_starts
+        if given is not None:
+            _require_starts(given, len(placement), ranked.units)
+            return given
+        key = (shape, policy, tuple(placement), tuple(live), fit)
+        if key not in self._cuts:
+            tables = ranked if fit else ranked.with_limit(1 << 62)
+            if self.request.partitioner == DEFAULT:
+                found = tables.cut(placement, live, request)
+                self._cuts[key] = None if found is None else tuple(found)
+            else:
+                limited = replace(request, limit_bytes=min(tables.limits_bytes))
+                units, tasks = partition_input(
+                    self.tables.folded,
+                    self.tables.counter,
+                    ranked.tables[0],
+                    self.tables.device,
+                    shape.microbatch,
+                    limited,
+                )
+                counts = [live[rank] for rank in placement]
+                self._cuts[key] = cut_units(self.request.partitioner, units, tasks, counts)
+        return self._cuts[key]
+
+    # Times -------------------------------------------------------------------------------------------------------
+
+    def simulated(self, scored: Scored) -> Scored | None:
+        """The same with its pipeline simulated; a generated schedule is generated here, within the memory that the rest
+        leaves (None where it finds none)."""
+        if scored.exact:
+            return scored
+        decision, ranked = scored.decision, scored.tables
+        if scored.pipelining.schedule == AUTO:
+            return self._generated(scored)
+        placement = placement_of(decision.schedule, decision.pp, decision.virtual_stages)
+        pipeline = simulated_makespan_s(decision, ranked.stage_costs(decision.stage_starts, placement))
+        predicted = self.step.predicted(decision, ranked, scored.predicted.memory_by_stage_rank, pipeline, placement)
+        return replace(scored, predicted=predicted, exact=True)
+
+    def _generated(self, scored: Scored) -> Scored | None:
+        decision, ranked = scored.decision, scored.tables
+        looped_placement = looped(decision.pp, decision.virtual_stages)
+        costs = ranked.stage_costs(decision.stage_starts, looped_placement)
+        room = [
+            max(0, limit - (use.total_bytes - use.activations_bytes))
+            for limit, use in zip(ranked.limits_bytes, scored.predicted.memory_by_stage_rank, strict=True)
+        ]
+        try:
+            schedule = Schedule.build(
+                AUTO,
+                ranks=decision.pp,
+                microbatches=decision.microbatches,
+                virtual_stages=decision.virtual_stages,
+                costs=costs,
+                memory_limit_bytes=room,
+            )
+        except ScheduleError:
+            return None
+        rows = tuple(",".join(action.text for action in order) for order in schedule.table)
+        made = replace(decision, schedule=AUTO, generated=rows)
+        costs = ranked.stage_costs(made.stage_starts, schedule.placement)
+        held = [peak_live(schedule.table[rank], costs.activation_bytes) for rank in range(decision.pp)]
+        memory = tuple(
+            replace(use, activations_bytes=kept)
+            for use, kept in zip(scored.predicted.memory_by_stage_rank, held, strict=True)
+        )
+        pipeline = simulated_makespan_s(made, costs)
+        predicted = self.step.predicted(made, ranked, memory, pipeline, schedule.placement)
+        return replace(scored, decision=made, predicted=predicted, over_bytes=ranked.over_bytes(memory), exact=True)
+
+    def decision(self, shape: Shape, policy: Policy, pipelining: Pipelining, starts: Sequence[int]) -> Decision:
+        """The choice as a plan has it; with no ``starts``, for what depends on degrees and policy alone. A schedule that
+        is yet to be generated stands as 1f1b."""
+        request = self.request
+        pp, dp, tp = shape.degrees
+        return Decision(
+            pp=pp,
+            dp=dp,
+            tp=tp,
+            batch=request.batch,
+            microbatch=shape.microbatch,
+            schedule="1f1b" if pipelining.schedule == AUTO else pipelining.schedule,
+            stage_starts=tuple(starts) or tuple(range(pp * pipelining.virtual_stages)),
+            layouts=self.tables.layouts(tp) if starts else (),
+            virtual_stages=pipelining.virtual_stages,
+            recompute=policy.recompute,
+            shard=policy.shard,
+            shard_group=policy.shard_group,
+            precision=self.tables.precision,
+            optimizer=request.optimizer,
+            loss_scope=request.loss_scope,
+            sequence_parallel=self.tables.sequence_parallel(tp),
+            gradient_precision=request.gradient_precision,
+            placement_order=shape.order,
+        )
+
+
+def _require_starts(starts: Sequence[int], stages: int, units: int) -> None:
+    """Raise PlanError unless ``starts`` cuts the model's units into that many stages."""
+    rising = starts[0] == 0 and all(a < b for a, b in pairwise(starts)) and starts[-1] < units
+    if len(starts) != stages or not rising:
+        raise PlanError(
+            f"stage_starts={list(starts)}: expected {stages} (pp · virtual_stages) unit numbers that rise from 0 "
+            f"and stay below the model's {units} units"
+        )

@@ -1,0 +1,217 @@
+"""What a search may choose from: degrees and their order over the ranks, microbatches, memory policies, pipelines.
+
+What the request pins is not varied. A request that leaves nothing to choose from is refused with the pins that do not
+go together.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwright.core.cluster import Cluster
+from shardwright.core.errors import PlanError, ScheduleError
+from shardwright.core.memory import Recompute
+from shardwright.core.mesh import Mesh
+from shardwright.core.request import VIRTUAL_STAGES, Request
+from shardwright.core.schedule import AUTO, Schedule, schedule_names
+from shardwright.core.schedule.catalogue import FAMILIES
+from shardwright.core.schedule.family import Sizes
+
+MAX_MICROBATCH = 64
+MAX_TENSOR_DEGREE = 8
+"""Tensor degrees that do not fit into a node are tried up to this one: beyond it a message for each layer leaves the node
+too often to pay anywhere (a pin may ask for more)."""
+SHARD_GROUPS = (2, 4, 8, 16, 32, 64)
+"""Ranks that share a shard, beside the whole data axis. A pinned ``shard`` means the whole axis, unless its group is
+pinned too."""
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+ORDERS = ("PDT", "DPT", "PTD", "TPD", "DTP", "TDP")
+"""Placement orders, the usual first: pipeline stages apart, tensor groups together."""
+GENERATED_ACTIONS = 20_000
+"""Forwards and backwards up to which a schedule is generated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Degrees, how they lie on the ranks, and how the batch is divided."""
+
+    mesh: Mesh
+    order: str
+    microbatch: int
+    microbatches: int
+
+    @property
+    def degrees(self) -> tuple[int, int, int]:
+        """(pp, dp, tp)."""
+        return self.mesh.axis_size("pp"), self.mesh.axis_size("dp"), self.mesh.axis_size("tp")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What is kept in memory."""
+
+    recompute: Recompute
+    shard: int
+    shard_group: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pipelining:
+    """How the stages are run."""
+
+    schedule: str
+    virtual_stages: int
+
+
+class Space:
+    """What one request may choose from on one cluster, for a model of so many units."""
+
+    def __init__(self, request: Request, cluster: Cluster, units: int, *, splits_backward: bool) -> None:
+        self.request, self.cluster, self.units = request, cluster, units
+        self.names = _names(request, splits_backward)
+
+    def shapes(self) -> list[Shape]:
+        """All of them. Raises PlanError, with what would divide, when there is none."""
+        reasons: dict[str, None] = {}
+        found = [
+            Shape(mesh, order, microbatch, self.request.batch // (mesh.axis_size("dp") * microbatch))
+            for mesh, order in self._meshes()
+            for microbatch in self._microbatches(mesh.axis_size("dp"), reasons)
+        ]
+        if not found:
+            raise PlanError(
+                "; ".join(list(reasons)[:3])
+                or f"the model has {self.units} units, fewer than the stages asked for: use at most pp={self.units}"
+            )
+        return found
+
+    def _meshes(self) -> Iterator[tuple[Mesh, str]]:
+        request, world = self.request, self.cluster.world_size
+        given = {name: getattr(request, name) for name in ("pp", "dp", "tp")}
+        product = math.prod(v for v in given.values() if v)
+        if world % product or (None not in given.values() and product != world):
+            said = " · ".join(f"{name} {value}" for name, value in given.items() if value)
+            raise PlanError(
+                f"{said} = {product}, and the cluster has {world} devices: the degrees must "
+                f"{'multiply to' if None not in given.values() else 'divide'} {world}; {_nearest_degrees(given, world)}"
+            )
+        held = request.stages_per_rank or 1
+        if given["pp"] and given["pp"] * held > self.units:
+            beside = f" × virtual_stages={held}" if held > 1 else ""
+            raise PlanError(
+                f"pp={given['pp']}{beside} needs more stages than the model's {self.units} units: use at most "
+                f"pp={max(1, self.units // held)}"
+            )
+        node = min(group.devices_per_node for group in self.cluster.groups)
+        for pp in _options(given["pp"], world):
+            if pp * held > self.units:
+                continue
+            for tp in _options(given["tp"], world // pp):
+                if given["dp"] and pp * tp * given["dp"] != world:
+                    continue
+                if not given["tp"] and node % tp and tp > MAX_TENSOR_DEGREE:
+                    continue
+                seen: set[tuple[str, ...]] = set()
+                for order in self._orders():
+                    mesh = Mesh.placed(order, pp=pp, dp=world // (pp * tp), tp=tp)
+                    lies = tuple(name for name in mesh.names if mesh.axis_size(name) > 1)
+                    if lies not in seen:
+                        seen.add(lies)
+                        yield mesh, order
+
+    def _orders(self) -> tuple[str, ...]:
+        if self.request.placement_order is not None:
+            return (self.request.placement_order,)
+        return ORDERS[:1] if self.cluster.nodes == 1 and self.cluster.is_uniform else ORDERS
+
+    def _microbatches(self, dp: int, reasons: dict[str, None]) -> Iterator[int]:
+        batch, given = self.request.batch, self.request.microbatch
+        if batch % (dp * (given or 1)):
+            multiple = dp * (given or 1)
+            near = max(1, round(batch / multiple)) * multiple
+            by = f"dp · microbatch = {dp} · {given}" if given else f"dp = {dp}"
+            reasons[f"batch={batch} is not a multiple of {by}: use batch={near}, or other degrees"] = None
+            return
+        if given:
+            yield given
+            return
+        each = batch // dp
+        yield from (size for size in range(1, min(MAX_MICROBATCH, each) + 1) if each % size == 0)
+
+    def policies(self, dp: int) -> Iterator[Policy]:
+        """The memory policies for a data degree, the least saving first."""
+        request = self.request
+        modes = RECOMPUTES if request.recompute == "auto" else tuple(m for m in RECOMPUTES if m == request.recompute)
+        levels = (request.shard,) if request.shard is not None else (0, 1, 2, 3) if dp > 1 else (0,)
+        group = request.shard_group
+        if group is not None and dp % group:
+            return
+        for recompute in modes:
+            for level in levels:
+                yield Policy(recompute, level, group)
+                if level and group is None and request.shard is None:
+                    yield from (Policy(recompute, level, size) for size in SHARD_GROUPS if size < dp and dp % size == 0)
+
+    def pipelinings(self, pp: int, microbatches: int) -> Iterator[Pipelining]:
+        """The schedules that admit the sizes, with their stages per rank."""
+        request = self.request
+        if pp == 1 and request.schedule is None:
+            yield Pipelining("1f1b", request.stages_per_rank or 1)
+            return
+        held = VIRTUAL_STAGES if request.stages_per_rank is None else (request.stages_per_rank,)
+        for virtual_stages in held:
+            if pp * virtual_stages > self.units:
+                continue
+            for name in self.names:
+                if self.refusal(name, pp, microbatches, virtual_stages) is None:
+                    yield Pipelining(name, virtual_stages)
+
+    def refusal(self, name: str, pp: int, microbatches: int, virtual_stages: int) -> str | None:
+        """Why a schedule does not admit the sizes, or None."""
+        if name == AUTO:
+            actions = 2 * pp * virtual_stages * microbatches
+            if actions > GENERATED_ACTIONS:
+                return f"{actions} forwards and backwards are more than the {GENERATED_ACTIONS} of a generated schedule"
+            return None
+        return FAMILIES[name].refusal(Sizes(pp, microbatches, virtual_stages))
+
+
+@lru_cache(maxsize=64)
+def splits_backward(name: str, virtual_stages: int) -> bool:
+    """Whether a schedule runs input and weight gradients apart."""
+    if name == AUTO:
+        return True
+    try:
+        sample = Schedule.build(name, ranks=2, microbatches=4, virtual_stages=virtual_stages)
+    except ScheduleError:
+        return True
+    return sample.splits_backward
+
+
+def _names(request: Request, may_split: bool) -> tuple[str, ...]:
+    """The schedules to try: the pinned one, else those that train and that the framework can run."""
+    if request.schedule is not None:
+        return (request.schedule,)
+    names = []
+    for name in sorted(schedule_names(), key=lambda name: (name != "1f1b", name)):
+        held = 2 if FAMILIES[name].refusal(Sizes(2, 4, 1)) else 1
+        if FAMILIES[name].trains and (may_split or not splits_backward(name, held)):
+            names.append(name)
+    return tuple(names)
+
+
+def _options(given: int | None, world: int) -> list[int]:
+    if given:
+        return [given] if world % given == 0 else []
+    return [d for d in range(1, world + 1) if world % d == 0]
+
+
+def _nearest_degrees(given: dict[str, int | None], world: int) -> str:
+    """For an error: the divisor of the world nearest to each degree that does not divide it."""
+    said = []
+    for name, value in given.items():
+        if value and world % value:
+            near = min(_options(None, world), key=lambda d: (abs(math.log(d / value)), d))
+            said.append(f"nearest for {name}: {near}")
+    return ", ".join(said) or f"leave one of them out, and it becomes what is left of {world}"
