@@ -24,7 +24,7 @@ class Links:
             found: dict[object, list[int]] = {}
             for pp in range(mesh.axis_size("pp")):
                 kinds = self.devices(mesh, pp)
-                found.setdefault((id(self.axis(mesh, pp, "dp")), kinds), []).append(pp)
+                found.setdefault((self.axis(mesh, pp, "dp"), kinds), []).append(pp)
             self._alike[mesh] = tuple(map(tuple, found.values()))
         return self._alike[mesh]
 

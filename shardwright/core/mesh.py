@@ -7,7 +7,6 @@ from itertools import product
 
 from shardwright.core.errors import ClusterError, nearest
 
-
 AXIS_OF_LETTER = {"P": "pp", "D": "dp", "T": "tp"}
 """The letters of placement orders, as SageMaker's `placement_strategy` has them."""
 

@@ -8,7 +8,7 @@ from shardwright.core.links import Links
 from shardwright.core.memory import OPTIMIZER_STATES, MemoryUse
 from shardwright.core.mesh import Mesh
 from shardwright.core.plan import Decision, Predicted
-from shardwright.core.rank_tables import RankTables
+from shardwright.core.rank_tables import RankTables, RankWork
 from shardwright.core.schedule import AUTO, StageCosts
 from shardwright.core.simulate import simulate_schedule
 
@@ -53,6 +53,21 @@ class StepModel:
             mesh=mesh,
         )
 
+    def steps_s(
+        self,
+        decisions: Sequence[Decision],
+        ranks: Sequence[RankWork],
+        tied: Sequence[tuple[tuple[int, ...], int]],
+        pipeline_s: float | None,
+    ) -> list[float]:
+        """Seconds of a step alone, as `predicted` has them, for decisions that differ in what they shard; ``ranks`` and
+        ``tied`` are those of their cut."""
+        first = decisions[0]
+        pipeline = max(rank.seconds for rank in ranks) * first.microbatches if pipeline_s is None else pipeline_s
+        mesh, elements = first.mesh, [rank.elements for rank in ranks]
+        shared = pipeline + (self._tied_s(mesh, tied) + max(rank.once_s for rank in ranks))
+        return [shared + sum(self.tail(mesh, decision, elements, pipeline)) for decision in decisions]
+
     def tail(self, mesh: Mesh, decision: Decision, elements: Sequence[float], pipeline_s: float) -> tuple[float, float]:
         """(seconds to reduce gradients over dp, seconds of the optimizer step) of the pipeline rank that takes longest,
         nothing hidden; ``elements`` are what each pipeline rank holds."""
@@ -60,7 +75,7 @@ class StepModel:
         return max((self._tail(mesh, decision, held, pipeline_s, pp) for held, pp in fullest), key=sum)
 
     def least_tail_s(self, mesh: Mesh, decision: Decision, elements: float, pipeline_s: float) -> float:
-        """Seconds below which the tail does not get when the fullest rank holds at least ``elements``, whichever it is."""
+        """Seconds below which the tail does not get when some rank holds at least ``elements``, whichever it is."""
         return min(sum(self._tail(mesh, decision, elements, pipeline_s, alike[0])) for alike in self.links.alike(mesh))
 
     def _tail(self, mesh: Mesh, decision: Decision, elements: float, pipeline_s: float, pp: int) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from shardwright.core.errors import PlanError
 from shardwright.core.memory import MemoryUse, state_bytes
-from shardwright.core.partition.exact import Matrix, min_max_cut
+from shardwright.core.partition.exact import min_max_cut
 from shardwright.core.schedule import StageCosts
 from shardwright.core.stages import MemoryRequest, UnitTable
 
@@ -101,7 +101,7 @@ class RankTables:
         held = len(placement) // self.ranks
         if len(placement) > self.units or not self.has_room(live, held, request):
             return None
-        free = self._free_cut(tuple(placement))
+        free = self.free_cut(tuple(placement))
         if self.over_bytes(self.memory(free, placement, live, request)) == 0:
             return list(free)
         room = list(self.limits_bytes)
@@ -116,7 +116,7 @@ class RankTables:
             room = [left - max(0, more) for left, more in zip(room, over, strict=True)]
         return None
 
-    def _free_cut(self, placement: tuple[int, ...]) -> tuple[int, ...]:
+    def free_cut(self, placement: tuple[int, ...]) -> tuple[int, ...]:
         """The cut where memory does not bind: the same for all policies of memory."""
         if placement not in self._free:
             stages = len(placement)
@@ -137,7 +137,7 @@ class RankTables:
         held = len(placement) // self.ranks
         # A rank's stages share its memory for parameters; its activations are counted by the largest of them.
         state = request.state_bytes_per_element * held
-        known: dict[tuple[int, int, int], Matrix] = {}
+        known: dict[tuple[int, int, int], NDArray[np.bool_]] = {}
         fits = []
         for rank in placement:
             key = (id(self.tables[rank]), live[rank], room[rank])
@@ -172,17 +172,33 @@ class RankTables:
     ) -> tuple[MemoryUse, ...]:
         """What every pipeline rank holds, its stages together."""
         found = []
-        for rank, (count, table) in enumerate(zip(live, self.tables, strict=True)):
-            held = [ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank]
-            elements = int(sum(table.range_elements[a, b] for a, b in held) - table.tied_twice(held))
+        held = self._held(tuple(starts), tuple(placement))
+        for count, (elements, kept, working, sent) in zip(live, held, strict=True):
             parameters, gradients, states = state_bytes(
                 elements, request.precision, request.optimizer, request.shard, request.ways, request.gradient_precision
             )
-            kept = int(max(table.range_kept[a, b] for a, b in held))
-            working = int(max(table.range_working[a, b] for a, b in held))
-            sent = sum(table.boundary_bytes[a] * 2 for a, _ in held if a) if len(live) > 1 else 0
             found.append(MemoryUse(parameters, gradients, states, kept * count, working + sent))
         return tuple(found)
+
+    def _held(self, starts: tuple[int, ...], placement: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
+        """For every rank its parameter entries, and bytes kept for one microbatch, working and sent; of its fullest
+        stage where it has several."""
+        key = starts, placement
+        if key not in self._holdings:
+            found = []
+            for rank, table in enumerate(self.tables):
+                held = [ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank]
+                elements = int(sum(table.range_elements[a, b] for a, b in held) - table.tied_twice(held))
+                kept = int(max(table.range_kept[a, b] for a, b in held))
+                working = int(max(table.range_working[a, b] for a, b in held))
+                sent = sum(table.boundary_bytes[a] * 2 for a, _ in held if a) if self.ranks > 1 else 0
+                found.append((elements, kept, working, sent))
+            self._holdings[key] = found
+        return self._holdings[key]
+
+    @cached_property
+    def _holdings(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int, int, int]]]:
+        return {}
 
     def over_bytes(self, memory: Sequence[MemoryUse]) -> int:
         """What the fullest rank lacks, 0 when all fits."""

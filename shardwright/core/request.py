@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from shardwright.core.cost.work import PRECISION_BYTES
 from shardwright.core.errors import PlanError, nearest
 from shardwright.core.memory import OPTIMIZER_STATES
+from shardwright.core.partition.partitioners import DEFAULT, require_partitioner
 from shardwright.core.pin import Pin
 from shardwright.core.plan import LossScope
-from shardwright.core.partition.partitioners import DEFAULT, require_partitioner
 from shardwright.core.schedule import AUTO, schedule_names
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.family import Family, Sizes
@@ -107,8 +107,8 @@ class Request:
             each = self.dp * (self.microbatch or 1)
             by = f"dp · microbatch = {self.dp} · {self.microbatch}" if self.microbatch else f"dp = {self.dp}"
             raise PlanError(
-                f"batch={self.batch} is not a multiple of {by}: use batch={max(1, round(self.batch / each)) * each}, or "
-                f"other degrees"
+                f"batch={self.batch} is not a multiple of {by}: use batch={max(1, round(self.batch / each)) * each}, "
+                f"or other degrees"
             )
         family = FAMILIES.get(self.schedule or "")
         if family is not None and not family.trains:

@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import shardwright as sw
 from shardwright.core.cost.work import WorkCounter, forward_flops
 from shardwright.core.fold import fold
+from tests.twins.capabilities import common
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import gpt2_flax
@@ -22,13 +23,13 @@ MEDIUM = {"n_layer": 24, "n_embd": 1024, "n_head": 16, "vocab_size": 50304}
 SEQUENCE = 1024
 
 
-def captures(sizes: dict[str, int]) -> tuple[sw.Graph, sw.Graph]:
+def captures(sizes: dict[str, int]) -> tuple[sw.Graph, ...]:
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
         tokens = torch.empty(2, SEQUENCE, dtype=torch.long)
     twin = nnx.eval_shape(lambda: gpt2_flax.create(gpt2_flax.Config(**sizes)))
     batch = {"input_ids": jax.ShapeDtypeStruct((2, SEQUENCE), jnp.int32)}
-    return (
+    return common(
         sw.capture(model, {"input_ids": tokens, "labels": tokens}),
         sw.capture(twin, batch, gpt2_flax.next_token_loss),
     )

@@ -24,8 +24,8 @@ def min_max_cut(
     """Cut units 0 … n-1 into ``stages`` runs of at least one unit each.
 
     Args:
-        times: (n+1, n+1); ``times[a, b]`` is the time of a stage that holds units a … b-1, infinity unless a < b. One for
-            all stages, or one for each where devices differ.
+        times: (n+1, n+1); ``times[a, b]`` is the time of a stage that holds units a … b-1, infinity unless a < b. One
+            for all stages, or one for each where devices differ.
         weights: of the same form; ties in time are broken by the largest weight (bytes of parameters).
         stages: how many.
         fits: (stages, n+1, n+1), whether that stage may hold those units; None when all may.

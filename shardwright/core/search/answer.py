@@ -49,7 +49,7 @@ def as_plan(scorer: Scorer, best: Scored, others: list[Scored], beside: list[Def
                 f"the {default.name} default: {said}",
             )
         )
-    request, graph = scorer.request, tables.graph
+    graph = tables.graph
     return Plan(
         decision=decision,
         model_name=graph.model_name,

@@ -1,9 +1,9 @@
 """Best first: bounds that take microseconds decide what is cut, bounds of cuts what is simulated.
 
-A queue holds choices in the order of the time that they cannot get below: degrees first, then with a memory policy, with
-a number of stages per rank, with a schedule; then cut; then simulated. What comes out of the queue simulated is as fast as
-anything in the space, as all that is left is bounded by more. Nothing is cut off by a guess, so the answer is that of an
-exhaustive enumeration in the same simulator.
+A queue holds choices in the order of the time that they cannot get below: degrees first, then with recompute, with a
+number of stages per rank, with a schedule; then cut; then simulated, under all memory policies that the cut fits in.
+What comes out of the queue simulated is as fast as anything in the space, as all that is left is bounded by more.
+Nothing is cut off by a guess, so the answer is that of an exhaustive enumeration in the same simulator.
 """
 
 import heapq
@@ -18,12 +18,15 @@ from shardwright.core.errors import PlanError
 from shardwright.core.graph import Graph
 from shardwright.core.plan import Plan
 from shardwright.core.request import Request
+from shardwright.core.schedule import AUTO
 from shardwright.core.search.answer import as_plan
 from shardwright.core.search.defaults import defaults
 from shardwright.core.search.refusal import refusal
-from shardwright.core.search.scoring import Scored, Scorer
-from shardwright.core.search.space import Pipelining, Policy, Shape, Space, splits_backward
+from shardwright.core.search.scoring import Draft, Scored, Scorer
+from shardwright.core.search.space import GENERATED_ACTIONS, Pipelining, Policy, Shape, Space, splits_backward
 
+GENERATED = 3
+"""Choices for which a schedule is generated, where one is asked for."""
 REPORTED = 4
 """Runners-up, each with degrees of its own."""
 LOOKED_AT = 40
@@ -39,6 +42,15 @@ Progress = Callable[[int, int], None]
 _REMEMBERED: dict[object, CostTables] = {}
 
 
+@dataclass(slots=True)
+class Found:
+    """What a search came to."""
+
+    best: Scored | None
+    others: list[Scored]
+    """The next fastest, each with other degrees, fastest first."""
+
+
 def make_plan(graph: Graph, cluster: Cluster, request: Request, progress: Progress | None = None) -> Plan:
     """The best plan for a captured model on a cluster.
 
@@ -48,10 +60,29 @@ def make_plan(graph: Graph, cluster: Cluster, request: Request, progress: Progre
     tables = tables_of(graph, cluster, request)
     search = Search(tables, cluster, request)
     found = search.run(progress)
-    if not found.best:
+    if found.best is None:
         raise PlanError(refusal(tables, cluster, request, search.scorer, search.space))
+    best, others = found.best, found.others
+    if request.schedule == AUTO:
+        best, *others = generated(search.scorer, [best, *others])
     beside = [] if _pins_degrees(request) else defaults(tables, cluster, request)
-    return as_plan(search.scorer, found.best, found.others, beside)
+    return as_plan(search.scorer, best, others, beside)
+
+
+def generated(scorer: Scorer, choices: list[Scored]) -> list[Scored]:
+    """The best choices with schedules generated for their stages, fastest first; never none.
+
+    Raises PlanError when they have too many microbatches for that.
+    """
+    sizes = [2 * s.decision.stages * s.decision.microbatches for s in choices]
+    small = [s for s, size in zip(choices, sizes, strict=True) if size <= GENERATED_ACTIONS][:GENERATED]
+    made = [new for scored in small if (new := scorer.generated(scored)) is not None]
+    if not made:
+        raise PlanError(
+            f"schedule 'auto': the best plan has {min(sizes)} forwards and backwards, and a schedule is generated for "
+            f"at most {GENERATED_ACTIONS}: pin a larger microbatch, or name a schedule"
+        )
+    return sorted(made, key=preference)
 
 
 def tables_of(graph: Graph, cluster: Cluster, request: Request) -> CostTables:
@@ -72,15 +103,6 @@ def tables_of(graph: Graph, cluster: Cluster, request: Request) -> CostTables:
     while len(_REMEMBERED) > REMEMBERED_TABLES:
         _REMEMBERED.pop(next(iter(_REMEMBERED)))
     return found
-
-
-@dataclass(slots=True)
-class Found:
-    """What a search came to."""
-
-    best: Scored | None
-    others: list[Scored]
-    """The next fastest, each with other degrees, fastest first."""
 
 
 @dataclass(order=True, slots=True)
@@ -117,16 +139,19 @@ class Search:
             entry = heapq.heappop(self._queue)
             choice = entry.choice
             if best and entry.bound_s > best[0].predicted.step_time_s * (1 + SAME):
-                looked += isinstance(choice[0], Scored) and not choice[0].exact
+                looked += isinstance(choice[0], Draft | Scored)
                 beyond += 1
                 if len(others) >= runners_up or looked > LOOKED_AT or beyond > OPENED:
                     break
+            if isinstance(choice[0], Draft):
+                done = self.scorer.finished(choice[0])
+                self._push(done.predicted.step_time_s, done)
+                continue
             if isinstance(choice[0], Scored):
                 scored = choice[0]
                 if not scored.exact:
                     exact = self.scorer.simulated(scored)
-                    if exact is not None and not exact.over_bytes:
-                        self._push(exact.predicted.step_time_s, exact)
+                    self._push(exact.predicted.step_time_s, exact)
                 elif not best or scored.predicted.step_time_s <= best[0].predicted.step_time_s * (1 + SAME):
                     best.append(scored)
                 else:
@@ -157,23 +182,35 @@ class Search:
         shape: Shape = choice[0]
         scorer = self.scorer
         if len(choice) == 1:
+            modes: dict[str, list[Policy]] = {}
             for policy in self.space.policies(shape.mesh.axis_size("dp")):
-                yield scorer.policy_bound_s(shape, policy), (shape, policy)
+                modes.setdefault(policy.recompute, []).append(policy)
+            for alike in modes.values():
+                yield scorer.bound_s(shape, alike), (shape, tuple(alike))
             return
-        policy: Policy = choice[1]
+        policies: tuple[Policy, ...] = choice[1]
         if len(choice) == 2:
             ways: dict[tuple[int, bool], list[Pipelining]] = {}
             for pipelining in self.space.pipelinings(shape.mesh.axis_size("pp"), shape.microbatches):
                 split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
                 ways.setdefault((pipelining.virtual_stages, split), []).append(pipelining)
             for (virtual_stages, split), members in ways.items():
-                bound = scorer.pipeline_bound_s(shape, policy, virtual_stages, split=split)
-                yield bound, (shape, policy, tuple(members))
+                bound = scorer.bound_s(shape, policies, virtual_stages, split=split)
+                yield bound, (shape, policies, tuple(members))
             return
-        for pipelining in choice[2]:
-            scored = scorer.cut(shape, policy, pipelining)
-            if scored is not None:
-                yield scored.predicted.step_time_s, (scored,)
+        if len(choice) == 3:
+            for pipelining in choice[2]:
+                draft, tight = scorer.draft(shape, policies, pipelining)
+                if draft is not None:
+                    yield draft.bound_s, (draft,)
+                split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
+                for policy in tight:
+                    bound = scorer.bound_s(shape, (policy,), pipelining.virtual_stages, split=split)
+                    yield bound, (shape, (policy,), (pipelining,), True)
+            return
+        scored = scorer.cut(shape, policies[0], choice[2][0])
+        if scored is not None:
+            yield scored.predicted.step_time_s, (scored,)
 
 
 def preference(scored: Scored) -> tuple[float, int, int, int, int, int, int, bool, int, str]:

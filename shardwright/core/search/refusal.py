@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 
-
 from shardwright.core.cluster import Cluster, NodeGroup
 from shardwright.core.cost_tables import CostTables
 from shardwright.core.errors import PlanError, ScheduleError

@@ -11,7 +11,7 @@ from shardwright.core.cost_tables import CostTables, Place
 from shardwright.core.cutting import partition_input
 from shardwright.core.errors import PlanError, ScheduleError
 from shardwright.core.links import Links
-from shardwright.core.memory import Recompute, live_microbatches
+from shardwright.core.memory import MemoryUse, Recompute, live_microbatches
 from shardwright.core.partition.partitioners import DEFAULT, cut_units
 from shardwright.core.plan import Decision, Predicted, placement_of
 from shardwright.core.predict import StepModel, least_makespan_s, simulated_makespan_s
@@ -19,8 +19,7 @@ from shardwright.core.rank_tables import RankTables
 from shardwright.core.request import Request
 from shardwright.core.schedule import AUTO, Schedule
 from shardwright.core.schedule.live import peak_live
-from shardwright.core.schedule.placement import looped
-from shardwright.core.search.space import Pipelining, Policy, Shape, splits_backward
+from shardwright.core.search.space import RECOMPUTES, Pipelining, Policy, Shape, splits_backward
 from shardwright.core.stages import MemoryRequest, UnitTable
 
 SAFE = 1 - 1e-9
@@ -32,12 +31,22 @@ class Scored:
     """A choice with its cut. ``over_bytes`` is what its fullest rank lacks (0 when it fits)."""
 
     decision: Decision
-    pipelining: Pipelining
     tables: RankTables
     predicted: Predicted
     over_bytes: int
     exact: bool
     """Whether its pipeline was simulated; else its time is a bound that it does not get below."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A cut that memory did not bind, and the policies under which it fits: they share one pipeline."""
+
+    shape: Shape
+    pipelining: Pipelining
+    starts: tuple[int, ...]
+    policies: tuple[tuple[Policy, tuple[MemoryUse, ...]], ...]
+    bound_s: float
 
 
 class Scorer:
@@ -49,6 +58,7 @@ class Scorer:
         self.step = StepModel(self.links, tables.precision)
         self._ranked: dict[tuple[object, ...], RankTables] = {}
         self._firsts: dict[tuple[object, ...], UnitTable] = {}
+        self._plain: dict[tuple[Shape, Policy], Decision] = {}
         self._fluid: dict[tuple[int, int], float] = {}
         self._cuts: dict[tuple[object, ...], tuple[int, ...] | None] = {}
 
@@ -78,51 +88,57 @@ class Scorer:
 
     def shape_bound_s(self, shape: Shape) -> float:
         """Seconds below which no step gets with these degrees and this microbatch, whatever is kept in memory."""
-        recompute = "none" if self.request.recompute == "auto" else self.request.recompute
+        recompute = next(mode for mode in RECOMPUTES if self.request.recompute in ("auto", mode))
         return self._fluid_s(shape, recompute) * shape.microbatches * SAFE
 
-    def policy_bound_s(self, shape: Shape, policy: Policy) -> float:
-        """The same under a memory policy; infinity where not even an even share of the parameters and of one
-        microbatch's activations fits."""
+    def bound_s(
+        self, shape: Shape, policies: Sequence[Policy], virtual_stages: int = 0, *, split: bool = True
+    ) -> float:
+        """The same under the best of some policies of one kind of recompute; infinity where none has room.
+
+        With ``virtual_stages`` of 1 the first microbatch must come through the ranks before a rank, and the last one
+        back: over all cuts the least of the slowest rank has a closed form. 0: any number of stages.
+        """
+        recompute = policies[0].recompute
+        pipeline = self._fluid_s(shape, recompute) * shape.microbatches
+        if virtual_stages == 1:
+            pipeline = max(pipeline, self._filled_s(shape, recompute, split=split))
+        pp = shape.mesh.axis_size("pp")
+        elements = float(self._first(shape, recompute).range_elements[0, -1]) / pp
+        least = math.inf
+        for policy in policies:
+            if self._may_fit(shape, policy):
+                decision = self._undivided(shape, policy)
+                least = min(least, self.step.least_tail_s(shape.mesh, decision, elements, pipeline))
+        return (pipeline + least) * SAFE
+
+    def _may_fit(self, shape: Shape, policy: Policy) -> bool:
+        """Whether all ranks together have room for the parameters and one microbatch's activations."""
         pp, dp, _ = shape.degrees
         table = self._first(shape, policy.recompute)
         request = self.memory_request(policy, dp)
         held = request.state_bytes_per_element * float(table.range_elements[0, -1]) + float(table.range_kept[0, -1])
-        room = (
-            pp * self.cluster.memory_bytes(0)
-            if self.cluster.is_uniform
-            else sum(self.ranked(shape, policy.recompute).limits_bytes)
-        )
-        if held > room:
-            return math.inf
-        return self._with_tail_s(shape, policy, self._fluid_s(shape, policy.recompute) * shape.microbatches)
+        if self.cluster.is_uniform:
+            return held <= pp * self.cluster.memory_bytes(0)
+        return held <= sum(self.ranked(shape, policy.recompute).limits_bytes)
 
-    def pipeline_bound_s(self, shape: Shape, policy: Policy, virtual_stages: int, *, split: bool) -> float:
-        """The same for one stage per rank, where the first microbatch must come through the ranks before a rank, and
-        the last one back: over all cuts the least of the slowest rank has a closed form."""
+    def _filled_s(self, shape: Shape, recompute: Recompute, *, split: bool) -> float:
+        """Seconds below which no pipeline of one stage per rank gets, filling and draining included."""
         pp, m = shape.mesh.axis_size("pp"), shape.microbatches
-        fluid = self._fluid_s(shape, policy.recompute) * m
-        if pp == 1 or virtual_stages > 1 or not self.cluster.is_uniform:
-            return self._with_tail_s(shape, policy, fluid)
-        table = self._first(shape, policy.recompute)
+        if pp == 1 or not self.cluster.is_uniform:
+            return 0.0
+        table = self._first(shape, recompute)
         whole = float(table.seconds.sum())
         # Of what lies before a rank it waits for the forward, and where backwards are whole for the backward too.
         share = 1.0
         if split:
             pairs = zip(table.units, table.seconds.tolist(), strict=True)
             share = min((u.forward_s / total for u, total in pairs if total > 0), default=1.0)
-        filled = fluid
-        if 0 < share < m or (share == 1 and m == 1):
-            # For every rank: share · (work before it) + m · (own work) ≤ T, so that all ranks together do at most
-            # T / share · (1 - (1 - share / m)^pp).
-            filled = max(fluid, whole * share / (1 - (1 - share / m) ** pp))
-        return self._with_tail_s(shape, policy, filled)
-
-    def _with_tail_s(self, shape: Shape, policy: Policy, pipeline_s: float) -> float:
-        pp = shape.mesh.axis_size("pp")
-        elements = float(self._first(shape, policy.recompute).range_elements[0, -1]) / pp
-        decision = self.decision(shape, policy, Pipelining("1f1b", 1), ())
-        return (pipeline_s + self.step.least_tail_s(shape.mesh, decision, elements, pipeline_s)) * SAFE
+        if not 0 < share <= m:
+            return 0.0
+        # For every rank: share · (work before it) + m · (own work) ≤ T, so that all ranks together do at most
+        # T / share · (1 - (1 - share / m)^pp).
+        return whole * share / (1 - (1 - share / m) ** pp)
 
     def _first(self, shape: Shape, recompute: Recompute) -> UnitTable:
         """What units cost on the first rank, messages left out."""
@@ -150,26 +166,73 @@ class Scorer:
         for table in self.ranked(shape, recompute).tables:
             ratios = [mine / other for mine, other in zip(table.seconds.tolist(), base, strict=True) if other > 0]
             rates += 1 / min(ratios, default=1.0)
-        return sum(base) / rates
+        return float(sum(base)) / rates
 
     # Cuts --------------------------------------------------------------------------------------------------------
+
+    def draft(
+        self, shape: Shape, policies: Sequence[Policy], pipelining: Pipelining
+    ) -> tuple[Draft | None, list[Policy]]:
+        """The cut that memory does not bind, with the policies under which it fits; and those that may have room for
+        another cut alone."""
+        recompute = policies[0].recompute
+        ranked = self.ranked(shape, recompute)
+        pp, dp, _ = shape.degrees
+        name, virtual = pipelining.schedule, pipelining.virtual_stages
+        placement = placement_of(name, pp, virtual)
+        live = live_microbatches(name, pp, shape.microbatches, virtual)
+        starts = self._starts(shape, policies[0], placement, live, ranked, fit=False)
+        if starts is None:
+            return None, []
+        fitting, tight = [], []
+        for policy in policies:
+            request = self.memory_request(policy, dp)
+            memory = ranked.memory(starts, placement, live, request)
+            if not ranked.over_bytes(memory):
+                fitting.append((policy, memory))
+            elif self.request.stage_starts is None and ranked.has_room(live, virtual, request):
+                tight.append(policy)
+        if not fitting:
+            return None, tight
+        costs = ranked.stage_costs(starts, placement)
+        split = splits_backward(name, virtual)
+        pipeline = least_makespan_s(costs, placement, shape.microbatches, splits_backward=split) if pp > 1 else None
+        decisions = [self._undivided(shape, policy) for policy, _ in fitting]
+        ranks, tied = ranked.work(starts, placement), ranked.tied(starts, placement)
+        least = min(self.step.steps_s(decisions, ranks, tied, pipeline)) * SAFE
+        return Draft(shape, pipelining, starts, tuple(fitting), least), tight
+
+    def finished(self, draft: Draft) -> Scored:
+        """A draft with its pipeline simulated, under the best of its policies (the first, which saves least, of
+        equals)."""
+        shape, pipelining, starts = draft.shape, draft.pipelining, draft.starts
+        pp = shape.mesh.axis_size("pp")
+        ranked = self.ranked(shape, draft.policies[0][0].recompute)
+        placement = placement_of(pipelining.schedule, pp, pipelining.virtual_stages)
+        pipeline: float | None = None
+        if pp > 1:
+            decision = self.decision(shape, draft.policies[0][0], pipelining, starts)
+            pipeline = simulated_makespan_s(decision, ranked.stage_costs(starts, placement))
+        ranks, tied = ranked.work(starts, placement), ranked.tied(starts, placement)
+        sharded = [self._undivided(shape, policy) for policy, _ in draft.policies]
+        times = [float(f"{seconds:.6g}") for seconds in self.step.steps_s(sharded, ranks, tied, pipeline)]
+        policy, memory = draft.policies[times.index(min(times))]
+        decision = self.decision(shape, policy, pipelining, starts)
+        predicted = self.step.predicted(decision, ranked, memory, pipeline, placement)
+        return Scored(decision, ranked, predicted, 0, exact=True)
 
     def cut(self, shape: Shape, policy: Policy, pipelining: Pipelining, *, fit: bool = True) -> Scored | None:
         """The choice with its cut, its memory and a bound of its time (exact where there is one stage); None where no
         cut fits, or, without ``fit``, where there are fewer units than stages."""
         ranked = self.ranked(shape, policy.recompute)
         pp, dp, _ = shape.degrees
-        virtual, name = pipelining.virtual_stages, pipelining.schedule
-        generated = name == AUTO
-        placement = looped(pp, virtual) if generated else placement_of(name, pp, virtual)
-        live = live_microbatches("1f1b" if generated else name, pp, shape.microbatches, 1 if generated else virtual)
-        if generated and virtual > 1:
-            live = tuple(count * virtual for count in live)
-        request = self.memory_request(policy, dp)
-        starts = self._starts(shape, policy, placement, live, request, ranked, fit)
+        name, virtual = pipelining.schedule, pipelining.virtual_stages
+        placement = placement_of(name, pp, virtual)
+        live = live_microbatches(name, pp, shape.microbatches, virtual)
+        starts = self._starts(shape, policy, placement, live, ranked, fit=fit)
         if starts is None:
             return None
-        memory = ranked.memory(starts, placement, live, request)
+        memory = ranked.memory(starts, placement, live, self.memory_request(policy, dp))
         over = ranked.over_bytes(memory)
         if over and fit:
             return None
@@ -178,7 +241,7 @@ class Scorer:
         split = splits_backward(name, virtual)
         pipeline = least_makespan_s(costs, placement, shape.microbatches, splits_backward=split) if pp > 1 else None
         predicted = self.step.predicted(decision, ranked, memory, pipeline, placement)
-        return Scored(decision, pipelining, ranked, predicted, over, exact=pp == 1 and not generated)
+        return Scored(decision, ranked, predicted, over, exact=pp == 1)
 
     def _starts(
         self,
@@ -186,53 +249,50 @@ class Scorer:
         policy: Policy,
         placement: Sequence[int],
         live: Sequence[int],
-        request: MemoryRequest,
         ranked: RankTables,
+        *,
         fit: bool,
     ) -> tuple[int, ...] | None:
         given = self.request.stage_starts
         if given is not None:
             _require_starts(given, len(placement), ranked.units)
             return given
-        key = (shape, policy, tuple(placement), tuple(live), fit)
+        tables = ranked if fit else ranked.with_limit(1 << 62)
+        request = self.memory_request(policy, shape.mesh.axis_size("dp"))
+        if self.request.partitioner == DEFAULT:
+            found = tables.cut(placement, live, request) if fit else ranked.free_cut(tuple(placement))
+            return None if found is None else tuple(found)
+        key = (shape, policy if fit else policy.recompute, tuple(placement), tuple(live))
         if key not in self._cuts:
-            tables = ranked if fit else ranked.with_limit(1 << 62)
-            if self.request.partitioner == DEFAULT:
-                found = tables.cut(placement, live, request)
-                self._cuts[key] = None if found is None else tuple(found)
-            else:
-                limited = replace(request, limit_bytes=min(tables.limits_bytes))
-                units, tasks = partition_input(
-                    self.tables.folded,
-                    self.tables.counter,
-                    ranked.tables[0],
-                    self.tables.device,
-                    shape.microbatch,
-                    limited,
-                )
-                counts = [live[rank] for rank in placement]
-                self._cuts[key] = cut_units(self.request.partitioner, units, tasks, counts)
+            units, tasks = partition_input(
+                self.tables.folded,
+                self.tables.counter,
+                ranked.tables[-1],
+                self.tables.device,
+                shape.microbatch,
+                replace(request, limit_bytes=min(tables.limits_bytes)),
+            )
+            counts = [live[rank] for rank in placement]
+            self._cuts[key] = cut_units(self.request.partitioner, units, tasks, counts)
         return self._cuts[key]
 
     # Times -------------------------------------------------------------------------------------------------------
 
-    def simulated(self, scored: Scored) -> Scored | None:
-        """The same with its pipeline simulated; a generated schedule is generated here, within the memory that the rest
-        leaves (None where it finds none)."""
+    def simulated(self, scored: Scored) -> Scored:
+        """The same with its pipeline simulated."""
         if scored.exact:
             return scored
         decision, ranked = scored.decision, scored.tables
-        if scored.pipelining.schedule == AUTO:
-            return self._generated(scored)
-        placement = placement_of(decision.schedule, decision.pp, decision.virtual_stages)
+        placement = decision.stage_ranks
         pipeline = simulated_makespan_s(decision, ranked.stage_costs(decision.stage_starts, placement))
         predicted = self.step.predicted(decision, ranked, scored.predicted.memory_by_stage_rank, pipeline, placement)
         return replace(scored, predicted=predicted, exact=True)
 
-    def _generated(self, scored: Scored) -> Scored | None:
+    def generated(self, scored: Scored) -> Scored | None:
+        """The same with a schedule generated for its stages, within the memory that the rest leaves; None where there
+        is none."""
         decision, ranked = scored.decision, scored.tables
-        looped_placement = looped(decision.pp, decision.virtual_stages)
-        costs = ranked.stage_costs(decision.stage_starts, looped_placement)
+        costs = ranked.stage_costs(decision.stage_starts, decision.stage_ranks)
         room = [
             max(0, limit - (use.total_bytes - use.activations_bytes))
             for limit, use in zip(ranked.limits_bytes, scored.predicted.memory_by_stage_rank, strict=True)
@@ -251,18 +311,24 @@ class Scorer:
         rows = tuple(",".join(action.text for action in order) for order in schedule.table)
         made = replace(decision, schedule=AUTO, generated=rows)
         costs = ranked.stage_costs(made.stage_starts, schedule.placement)
-        held = [peak_live(schedule.table[rank], costs.activation_bytes) for rank in range(decision.pp)]
         memory = tuple(
-            replace(use, activations_bytes=kept)
-            for use, kept in zip(scored.predicted.memory_by_stage_rank, held, strict=True)
+            replace(use, activations_bytes=peak_live(schedule.table[rank], costs.activation_bytes))
+            for rank, use in enumerate(scored.predicted.memory_by_stage_rank)
         )
         pipeline = simulated_makespan_s(made, costs)
         predicted = self.step.predicted(made, ranked, memory, pipeline, schedule.placement)
-        return replace(scored, decision=made, predicted=predicted, over_bytes=ranked.over_bytes(memory), exact=True)
+        over = ranked.over_bytes(memory)
+        return None if over else Scored(made, ranked, predicted, 0, exact=True)
+
+    def _undivided(self, shape: Shape, policy: Policy) -> Decision:
+        """Degrees and policy as a decision, before there is a cut: what the end of a step depends on."""
+        key = (shape, policy)
+        if key not in self._plain:
+            self._plain[key] = self.decision(shape, policy, Pipelining("1f1b", 1), ())
+        return self._plain[key]
 
     def decision(self, shape: Shape, policy: Policy, pipelining: Pipelining, starts: Sequence[int]) -> Decision:
-        """The choice as a plan has it; with no ``starts``, for what depends on degrees and policy alone. A schedule that
-        is yet to be generated stands as 1f1b."""
+        """The choice as a plan has it; with no ``starts``, for what depends on degrees and policy alone."""
         request = self.request
         pp, dp, tp = shape.degrees
         return Decision(
@@ -271,7 +337,7 @@ class Scorer:
             tp=tp,
             batch=request.batch,
             microbatch=shape.microbatch,
-            schedule="1f1b" if pipelining.schedule == AUTO else pipelining.schedule,
+            schedule=pipelining.schedule,
             stage_starts=tuple(starts) or tuple(range(pp * pipelining.virtual_stages)),
             layouts=self.tables.layouts(tp) if starts else (),
             virtual_stages=pipelining.virtual_stages,

@@ -20,8 +20,8 @@ from shardwright.core.schedule.family import Sizes
 
 MAX_MICROBATCH = 64
 MAX_TENSOR_DEGREE = 8
-"""Tensor degrees that do not fit into a node are tried up to this one: beyond it a message for each layer leaves the node
-too often to pay anywhere (a pin may ask for more)."""
+"""Tensor degrees that do not fit into a node are tried up to this one: beyond it messages of every layer leave the node
+too often to pay (a pin may ask for more)."""
 SHARD_GROUPS = (2, 4, 8, 16, 32, 64)
 """Ranks that share a shard, beside the whole data axis. A pinned ``shard`` means the whole axis, unless its group is
 pinned too."""
@@ -156,7 +156,7 @@ class Space:
     def pipelinings(self, pp: int, microbatches: int) -> Iterator[Pipelining]:
         """The schedules that admit the sizes, with their stages per rank."""
         request = self.request
-        if pp == 1 and request.schedule is None:
+        if pp == 1 and request.schedule in (None, AUTO):
             yield Pipelining("1f1b", request.stages_per_rank or 1)
             return
         held = VIRTUAL_STAGES if request.stages_per_rank is None else (request.stages_per_rank,)
@@ -169,19 +169,12 @@ class Space:
 
     def refusal(self, name: str, pp: int, microbatches: int, virtual_stages: int) -> str | None:
         """Why a schedule does not admit the sizes, or None."""
-        if name == AUTO:
-            actions = 2 * pp * virtual_stages * microbatches
-            if actions > GENERATED_ACTIONS:
-                return f"{actions} forwards and backwards are more than the {GENERATED_ACTIONS} of a generated schedule"
-            return None
         return FAMILIES[name].refusal(Sizes(pp, microbatches, virtual_stages))
 
 
 @lru_cache(maxsize=64)
 def splits_backward(name: str, virtual_stages: int) -> bool:
     """Whether a schedule runs input and weight gradients apart."""
-    if name == AUTO:
-        return True
     try:
         sample = Schedule.build(name, ranks=2, microbatches=4, virtual_stages=virtual_stages)
     except ScheduleError:
@@ -190,9 +183,11 @@ def splits_backward(name: str, virtual_stages: int) -> bool:
 
 
 def _names(request: Request, may_split: bool) -> tuple[str, ...]:
-    """The schedules to try: the pinned one, else those that train and that the framework can run."""
-    if request.schedule is not None:
-        return (request.schedule,)
+    """The schedules to try: the pinned one, else those that train and that the framework can run. A generated schedule
+    is made for what does best with the named ones."""
+    if request.schedule not in (None, AUTO):
+        return (str(request.schedule),)
+    may_split = may_split or request.schedule == AUTO
     names = []
     for name in sorted(schedule_names(), key=lambda name: (name != "1f1b", name)):
         held = 2 if FAMILIES[name].refusal(Sizes(2, 4, 1)) else 1

@@ -1,0 +1,256 @@
+"""The search against exhaustive enumeration and the defaults, on mixed clusters, and what it says to bad requests."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright import Cluster
+from shardwright.core.cluster import NodeGroup
+from shardwright.core.errors import ClusterError, PlanError
+from shardwright.core.graph import Graph
+from shardwright.core.hardware import load_link, load_profile
+from shardwright.core.plan_file import from_text, to_text
+from shardwright.core.search.space import ORDERS, RECOMPUTES
+from tests.core.toy import decoder
+
+WHOLE_BACKWARD = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "looped-bfs", "simple", "interleaved")
+
+
+def without_split_backward(graph: Graph) -> Graph:
+    return replace(graph, capabilities=replace(graph.capabilities, split_backward=False))
+
+
+SMALL = without_split_backward(decoder(layers=3, hidden=256, heads=8, vocabulary=1024, sequence=128))
+
+
+def enumerated(graph: Graph, cluster: Cluster, batch: int, **pins: object) -> list[float]:
+    """The step time of everything that may be chosen, each pinned and planned by itself."""
+    world = cluster.world_size
+    times = []
+    for pp, tp in product(range(1, world + 1), repeat=2):
+        if world % (pp * tp) or pp > 5:
+            continue
+        dp = world // (pp * tp)
+        pipelines = [("1f1b", 1)] if pp == 1 else list(product(WHOLE_BACKWARD, (1, 2, 3, 4)))
+        policies = [(shard, None) for shard in ((0, 1, 2, 3) if dp > 1 else (0,))]
+        policies += [(shard, 2) for shard in (1, 2, 3) if dp == 4]
+        orders = ORDERS if cluster.nodes > 1 else ("PDT",)
+        for (schedule, virtual), (shard, group), recompute, order in product(pipelines, policies, RECOMPUTES, orders):
+            for microbatch in range(1, batch // dp + 1):
+                if batch % (dp * microbatch):
+                    continue
+                try:
+                    plan = sw.plan(
+                        graph, cluster, batch=batch, pp=pp, tp=tp, dp=dp, microbatch=microbatch, schedule=schedule,
+                        virtual_stages=virtual, shard=shard, shard_group=group, recompute=recompute,
+                        placement_order=order, **pins,
+                    )  # fmt: skip
+                except PlanError:
+                    continue
+                times.append(plan.predicted.step_time_s)
+    return times
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        Cluster("a100-80gb", devices_per_node=2),
+        Cluster("v100", nodes=2, devices_per_node=1, inter_node="ethernet-10g"),
+    ],
+    ids=str,
+)
+def test_equals_exhaustive_enumeration(cluster: Cluster) -> None:
+    best = sw.plan(SMALL, cluster, batch=4)
+    assert best.predicted.step_time_s == pytest.approx(min(enumerated(SMALL, cluster, 4)), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_equals_exhaustive_enumeration_on_two_nodes() -> None:
+    cluster = Cluster("a100-80gb", nodes=2, devices_per_node=2, inter_node="ethernet-25g")
+    best = sw.plan(SMALL, cluster, batch=4)
+    assert best.predicted.step_time_s == pytest.approx(min(enumerated(SMALL, cluster, 4)), rel=1e-5)
+
+
+def test_equals_enumeration_where_memory_binds() -> None:
+    """A device so small that most choices do not fit, and some only with another cut."""
+    device = replace(load_profile("t4").device, memory_bytes=34 * 2**20, reserved_memory_bytes=0)
+    cluster = Cluster(device, devices_per_node=2)
+    best = sw.plan(SMALL, cluster, batch=8)
+    times = enumerated(SMALL, cluster, 8)
+    roomy = sw.plan(SMALL, Cluster("t4", devices_per_node=2), batch=8)
+    assert best.predicted.step_time_s == pytest.approx(min(times), rel=1e-5)
+    assert best.predicted.step_time_s > roomy.predicted.step_time_s, "memory does not bind: the case tests nothing"
+
+
+def random_case(seed: int) -> tuple[Graph, Cluster, int]:
+    random = np.random.default_rng(seed)
+    layers, heads = int(random.choice([2, 4, 8])), int(random.choice([4, 8]))
+    graph = decoder(
+        layers=layers,
+        hidden=heads * int(random.choice([32, 64, 128])),
+        heads=heads,
+        vocabulary=int(random.choice([512, 8192, 50304])),
+        sequence=int(random.choice([64, 512])),
+    )
+    nodes, each = int(random.choice([1, 2, 4])), int(random.choice([1, 2, 4]))
+    device = str(random.choice(["v100", "a100-80gb", "h100", "t4"]))
+    between = str(random.choice(["ethernet-10g", "ib-hdr200"]))
+    cluster = Cluster(device, nodes=nodes, devices_per_node=each, inter_node=between)
+    batch = cluster.world_size * int(random.choice([1, 2, 3, 8]))
+    return without_split_backward(graph), cluster, batch
+
+
+def check_defaults(seeds: range) -> None:
+    compared = 0
+    for seed in seeds:
+        graph, cluster, batch = random_case(seed)
+        plan = sw.plan(graph, cluster, batch=batch)
+        world, node = cluster.world_size, cluster.groups[0].devices_per_node
+        megatron = {"tp": node, "pp": 1, "dp": world // node, "schedule": "1f1b", "virtual_stages": 1}
+        for pins in (
+            {"dp": world, "pp": 1, "tp": 1, "shard": 0},
+            {"dp": world, "pp": 1, "tp": 1, "shard": 3},
+            megatron,
+        ):
+            default = sw.plan(graph, cluster, batch=batch, **pins)
+            compared += 1
+            assert plan.predicted.step_time_s <= default.predicted.step_time_s * (1 + 1e-6), f"seed {seed}, {pins}"
+        said = " ".join(a.reason for a in plan.alternatives)
+        assert all(name in said for name in ("data parallel", "fully sharded", "Megatron-style"))
+    assert compared == 3 * len(seeds)
+
+
+def test_never_slower_than_the_defaults() -> None:
+    check_defaults(range(6))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_never_slower_than_the_defaults_over_200_cases() -> None:
+    check_defaults(range(200))
+
+
+# Mixed clusters ---------------------------------------------------------------------------------------------------
+
+
+def mixed(between: str = "ib-hdr200") -> Cluster:
+    """A node of fast devices and a node of slow ones, each with its own link inside."""
+    fast, slow = load_profile("h100"), load_profile("v100")
+    groups = [NodeGroup(fast.device, 1, 4, fast.intra_node), NodeGroup(slow.device, 1, 4, load_link("ethernet-100g"))]
+    return Cluster.of_groups(groups, between)
+
+
+DEEP = without_split_backward(decoder(layers=16, hidden=1024, heads=16, vocabulary=8192, sequence=512))
+
+
+def test_a_mixed_cluster_gives_the_faster_devices_more() -> None:
+    pins = {"pp": 2, "tp": 1, "dp": 4, "microbatch": 8, "schedule": "1f1b", "shard": 0, "recompute": "none"}
+    pins |= {"placement_order": "PDT", "precision": "fp16"}
+    cluster = mixed()
+    aware = sw.plan(DEEP, cluster, batch=512, **pins)
+    first, second = (len(units) for units in aware.stage_units)
+    assert first > second
+    # What one gets who takes all devices to be alike: the cut of a uniform cluster, run on the mixed one.
+    alike = sw.plan(DEEP, Cluster("h100", nodes=2, devices_per_node=4), batch=512, **pins)
+    naive = sw.plan(DEEP, cluster, batch=512, **pins, stage_starts=alike.decision.stage_starts)
+    assert aware.predicted.step_time_s < 0.8 * naive.predicted.step_time_s
+    assert sw.simulate(aware).makespan_s == pytest.approx(aware.predicted.pipeline_s, rel=1e-6)
+    assert from_text(to_text(aware)) == aware
+
+
+def test_memory_is_that_of_each_devices_own() -> None:
+    plan = sw.plan(DEEP, mixed(), batch=64, pp=2, tp=1, dp=4, placement_order="PDT", precision="fp16")
+    assert plan.provenance.device_memory_bytes == mixed().memory_bytes(7)
+
+
+def test_a_mixed_cluster_without_a_link_is_refused() -> None:
+    groups = mixed().groups
+    with pytest.raises(ClusterError, match="needs inter_node"):
+        Cluster.of_groups(groups)
+
+
+# Schedules and orders ---------------------------------------------------------------------------------------------
+
+
+def test_a_generated_schedule_is_in_the_plan_and_no_longer_than_a_named_one() -> None:
+    cluster = Cluster("a100-80gb", devices_per_node=4)
+    pins = {"pp": 4, "tp": 1, "dp": 1, "microbatch": 1, "virtual_stages": 1, "shard": 0, "recompute": "none"}
+    auto = sw.plan(DEEP, cluster, batch=6, schedule="auto", **pins)
+    assert auto.decision.schedule == "auto"
+    assert sw.simulate(auto).makespan_s == pytest.approx(auto.predicted.pipeline_s, rel=1e-9)
+    again = from_text(to_text(auto))
+    assert again == auto
+    assert again.build_schedule().digest == auto.build_schedule().digest
+    for name in ("1f1b", "gpipe", "zb-h1"):
+        named = sw.plan(DEEP, cluster, batch=6, schedule=name, **pins)
+        assert auto.predicted.pipeline_s <= named.predicted.pipeline_s * (1 + 1e-9)
+
+
+def test_a_framework_that_splits_no_backward_gets_no_such_schedule() -> None:
+    cluster = Cluster("a100-80gb", devices_per_node=4)
+    able = replace(DEEP, capabilities=replace(DEEP.capabilities, split_backward=True))
+    pins = {"pp": 4, "tp": 1, "dp": 1, "microbatch": 1}
+    unable, split = (sw.plan(graph, cluster, batch=4, **pins) for graph in (DEEP, able))
+    assert not unable.build_schedule().splits_backward
+    assert split.predicted.step_time_s <= unable.predicted.step_time_s
+
+
+def test_a_placement_order_decides_which_ranks_are_neighbours() -> None:
+    cluster = Cluster("a100-80gb", nodes=2, devices_per_node=4)
+    pins = {"pp": 2, "tp": 2, "dp": 2, "microbatch": 1, "shard": 0}
+    times = {}
+    for order in ORDERS:
+        plan = sw.plan(DEEP, cluster, batch=16, placement_order=order, **pins)
+        assert plan.mesh.names == tuple({"P": "pp", "D": "dp", "T": "tp"}[letter] for letter in order)
+        times[order] = plan.predicted.step_time_s
+    assert times["TPD"] > times["PDT"], "tensor groups over two nodes"
+    free = sw.plan(DEEP, cluster, batch=16, **pins)
+    assert free.predicted.step_time_s == pytest.approx(min(times.values()), rel=1e-6)
+
+
+@pytest.mark.parametrize("partitioner", ["tree", "blocks", "pareto", "exact"])
+def test_a_pinned_partitioner_cuts_the_plan(partitioner: str) -> None:
+    cluster = Cluster("a100-80gb", devices_per_node=4)
+    pins = {"pp": 4, "tp": 1, "dp": 1, "schedule": "1f1b", "shard": 0}
+    plan = sw.plan(DEEP, cluster, batch=16, partitioner=partitioner, **pins)
+    best = sw.plan(DEEP, cluster, batch=16, **pins)
+    assert len(plan.decision.stage_starts) == 4
+    assert best.predicted.step_time_s <= plan.predicted.step_time_s * 1.02
+
+
+# Requests that cannot be met --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pins", "said"),
+    [
+        ({"shard": 0, "shard_group": 2}, "shard=0 and shard_group=2"),
+        ({"sequence_parallel": True, "tp": 1}, "sequence_parallel=True and tp=1"),
+        ({"pp": 2, "stage_starts": [0, 3, 4]}, r"stage_starts=\[0, 3, 4\].*expected 2 \(pp · virtual_stages = 2 · 1"),
+        ({"schedule": "1f1b", "pp": 2, "dp": 2, "microbatch": 1, "virtual_stages": 2}, "'1f1b' at pp=2: .*must be 1"),
+        ({"schedule": "forward-only"}, "no backward passes"),
+        ({"placement_order": "PDX"}, "an order of the letters D, P and T"),
+        ({"partitioner": "trees"}, "did you mean 'tree'"),
+        ({"dp": 4, "batch": 6}, r"batch=6 is not a multiple of dp = 4: use batch=8"),
+        ({"batch": 1, "tp": 1, "pp": 1}, r"batch=1 is not a multiple of dp = 4: use batch=4"),
+    ],
+)
+def test_pins_that_contradict_each_other_are_both_named(pins: dict, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        sw.plan(DEEP, Cluster("a100-80gb", devices_per_node=4), **{"batch": 16, **pins})
+
+
+def test_one_device_is_planned_and_none_is_refused() -> None:
+    plan = sw.plan(SMALL, Cluster("a100-80gb"), batch=4)
+    assert (plan.decision.pp, plan.decision.dp, plan.decision.tp) == (1, 1, 1)
+    with pytest.raises(ClusterError, match="at least 1"):
+        Cluster("a100-80gb", nodes=0)
+
+
+def test_a_model_that_fits_nowhere_names_what_binds_and_what_would_do() -> None:
+    graph = without_split_backward(decoder(layers=24, hidden=4096, heads=32, vocabulary=32000, sequence=512))
+    with pytest.raises(PlanError, match=r"most of it, .*, is optimizer states.*the smallest of this kind that could: "):
+        sw.plan(graph, Cluster("t4", nodes=1, devices_per_node=2), batch=64)
