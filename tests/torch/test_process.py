@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shardwright.backends.torch.mesh import bind
 from shardwright.backends.torch.process import Launch, first_node, read_launch
 from shardwright.core.errors import ClusterError, MissingCapabilityError, ShardwrightError
+from shardwright.core.mesh import Mesh
 from shardwright.core.schedule import Schedule
 from shardwright.torch.config import read_config
 from tests.torch.launch import single
@@ -182,3 +185,14 @@ def test_a_step_output_says_how_it_becomes_a_number() -> None:
     assert output.reduce_mean().item() == 2.0
     with pytest.raises(ShardwrightError, match=r"2 values.*reduce_mean\(\)\.item\(\)"):
         output.item()
+
+
+def test_meshes_share_their_process_groups() -> None:
+    """Each group has threads and sockets of its own: models made one after the other must not add to them."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    try:
+        first, again = (bind(Mesh.of(pp=2, dp=4)) for _ in range(2))
+        assert first.groups == {"pp": (1, 5), "dp": (4, 5, 6, 7)}
+        assert all(first.handles[axis] is again.handles[axis] for axis in ("pp", "dp"))
+    finally:
+        torch.distributed.destroy_process_group()

@@ -62,14 +62,32 @@ def bind(mesh: Mesh, device: torch.device | None = None) -> BoundMesh:
     handles: dict[str, ProcessGroup] = {}
     for axis in mesh.names:
         for ranks in mesh.groups(axis):
-            # Every rank takes part in making every group, in the same order: torch asks for that.
-            whole = len(ranks) == running
-            handle = dist.group.WORLD if whole else dist.new_group(list(ranks))
+            handle = _group(ranks)
             if rank in ranks:
                 if not isinstance(handle, ProcessGroup):
                     raise ClusterError(f"torch.distributed made no process group for ranks {ranks}")
                 groups[axis], handles[axis] = ranks, handle
     return BoundMesh(mesh, rank, device or torch.device("cpu"), groups, handles)
+
+
+_made: dict[tuple[int, ...], object] = {}
+"""The groups made within the default process group, each with threads and sockets of its own: meshes share them."""
+_made_within: ProcessGroup | None = None
+
+
+def _group(ranks: tuple[int, ...]) -> object:
+    """The process group of these ranks. Every rank takes part in making every group, in the same order: torch asks for
+    that."""
+    global _made_within
+    whole = dist.group.WORLD
+    if _made_within is not whole:
+        _made.clear()
+        _made_within = whole
+    if len(ranks) == dist.get_world_size():
+        return whole
+    if ranks not in _made:
+        _made[ranks] = dist.new_group(list(ranks))
+    return _made[ranks]
 
 
 def lower_layout(layout: Layout, bound: BoundMesh) -> tuple[TorchPlacement, ...]:
