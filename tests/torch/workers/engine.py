@@ -210,6 +210,69 @@ def batch_norm_sees_what_the_loss_scope_says() -> None:
     sw.shutdown()
 
 
+def two_optimizers(model: Any, wrap: Callable[[Any], Any]) -> tuple[list[Any], list[Any]]:
+    """One of matrices and one of the rest, with a schedule of learning rates each."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    optimizers = [
+        wrap(torch.optim.AdamW(matrices, lr=1e-3, weight_decay=0.1)),
+        wrap(torch.optim.SGD([{"params": rest[::2]}, {"params": rest[1::2], "lr": 0.02}], lr=0.1, momentum=0.9)),
+    ]
+    schedules = [
+        torch.optim.lr_scheduler.StepLR(optimizers[0], 1, 0.5),
+        torch.optim.lr_scheduler.OneCycleLR(optimizers[1], max_lr=[0.1, 0.02], total_steps=8),
+    ]
+    return optimizers, schedules
+
+
+def several_optimizers_and_learning_rates_over_accumulated_gradients() -> None:
+    for pipeline in ("1f1b", "zb-h1"):
+        plain = build("gpt2")
+        sw.init(CONFIG, pipeline=pipeline)
+        model = sw.DistributedModel(copy.deepcopy(plain))
+        ours, ours_rates = two_optimizers(model, sw.DistributedOptimizer)
+        theirs, their_rates = two_optimizers(plain, lambda optimizer: optimizer)
+        for step in range(4):
+            for part in range(2):  # two steps add up before each update
+                given = batch("gpt2", 2 * step + part)
+                plain_run(plain, cut(given, 4))
+                train_step(model, given)
+            norm = model.clip_grad_norm_(0.5)
+            torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+            for acting in (ours, theirs, ours_rates, their_rates):
+                for one in acting:
+                    one.step()
+            for acting in (ours, theirs):
+                for one in acting:
+                    one.zero_grad()
+        assert ours_rates[1].get_last_lr() == their_rates[1].get_last_lr()
+        for key, tensor in model.state_dict().items():
+            torch.testing.assert_close(tensor, plain.state_dict()[key], rtol=1e-4, atol=1e-5, msg=key)
+        sw.shutdown()
+
+
+def autocast_is_that_of_the_plain_model() -> None:
+    for pipeline in ("1f1b", "zb-h1"):
+        for name in ("gpt2", "llama"):
+            plain, given = build(name), batch(name, 0)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                expected = plain_run(plain, cut(given, 4))
+            sw.init(CONFIG, pipeline=pipeline)
+            model = sw.DistributedModel(build(name))
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                out = train_step(model, given)
+            assert out["logits"].outputs[0].dtype is torch.bfloat16
+            assert abs(float(out["loss"].reduce_mean()) - expected) <= 1e-5 * abs(expected)
+            wanted = dict(plain.named_parameters())
+            everything = torch.stack([p.grad.norm() for p in wanted.values()]).norm()
+            for key, parameter in model.local_named_parameters():
+                assert parameter.grad.dtype is torch.float32
+                # Sums over rows round to bfloat16 in another order.
+                error = (parameter.grad - wanted[key].grad).norm()
+                assert error <= 4e-3 * wanted[key].grad.norm() + 1e-4 * everything, (pipeline, name, key, float(error))
+            sw.shutdown()
+
+
 def units_can_be_compiled() -> None:
     plain, given = build("bert", layers=2), batch("bert", 0)
     expected = plain_run(plain, cut(given, 4))
@@ -292,6 +355,8 @@ CHECKS: tuple[Callable[[], None], ...] = (
     gradients_are_summed_while_the_backward_runs,
     batch_norm_sees_what_the_loss_scope_says,
     units_can_be_compiled,
+    several_optimizers_and_learning_rates_over_accumulated_gradients,
+    autocast_is_that_of_the_plain_model,
 )
 
 
