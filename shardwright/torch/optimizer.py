@@ -1,11 +1,12 @@
 """The optimizer of a split model: the user's own, over the parameters that this rank holds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from shardwright.core.errors import ShardwrightError
+from shardwright.backends.torch.optimizer_states import gather_states, load_states
+from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 from shardwright.torch import session as sessions
 
 
@@ -22,7 +23,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if session.model is None:
             raise ShardwrightError("wrap the model first: sw.DistributedModel(model), then the optimizer")
         self.optimizer = optimizer
-        self._holding = session.model.runtime.holding
+        runtime = session.model.runtime
+        self._holding, self._bound, self._watch = runtime.holding, session.bound, session.watch
+        self._gradients = runtime.gradients
         self._names: list[list[str | torch.Tensor]] = []
         self._note_groups()
         self._rebind()
@@ -61,6 +64,37 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave on this rank, under the same plan."""
         self.optimizer.load_state_dict(state_dict)
+
+    def whole_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """The state of all parameters, by their original names, whatever the split: what `load_whole_state_dict` takes
+        under any other. On every rank, or with ``rank0_only`` on rank 0 and empty elsewhere. Every rank calls this.
+
+        Returns:
+            ``{"state": {name: {...}}, "param_groups": [{"params": [names], ...}]}``, tensors on the CPU.
+        """
+        self._require_whole_parameters()
+        return gather_states(self._holding, self.optimizer, self._named_groups(), self._bound, self._watch, rank0_only)
+
+    def load_whole_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load this rank's share of what `whole_state_dict` gave. Raises PlanError for names that do not fit."""
+        self._require_whole_parameters()
+        load_states(self._holding, self.optimizer, self._named_groups(), state_dict)
+
+    def _require_whole_parameters(self) -> None:
+        if self._gradients.shards is not None:
+            raise MissingCapabilityError(
+                "the states of an optimizer lie in pieces along the tensor axis, and this version puts those of a "
+                "pipeline together alone: save state_dict() on every rank, and load it under the same plan"
+            )
+
+    def _named_groups(self) -> list[list[str]]:
+        foreign = [p for names in self._names for p in names if not isinstance(p, str)]
+        if foreign:
+            raise ShardwrightError(
+                f"the optimizer has a parameter of shape {tuple(foreign[0].shape)} that is none of the model's, and so "
+                f"has no name: give it an optimizer of its own"
+            )
+        return [[str(name) for name in names] for names in self._names]
 
     def _note_groups(self) -> None:
         """Remember every group by names; parameters that are not the model's by themselves."""

@@ -251,6 +251,46 @@ def several_optimizers_and_learning_rates_over_accumulated_gradients() -> None:
         sw.shutdown()
 
 
+def optimizer_states_move_to_another_split() -> None:
+    """Two steps under one split, two under another, against four of the plain model."""
+    plain = build("gpt2")
+    theirs, _ = two_optimizers(plain, lambda optimizer: optimizer)
+    for step in range(4):
+        plain.zero_grad()
+        plain_run(plain, cut(batch("gpt2", step), 4))
+        for one in theirs:
+            one.step()
+    configs = (CONFIG | {"pipeline": "zb-h1"}, {"microbatches": 2, "ddp": True, "wait_timeout_s": 60.0})
+    for first, second in (configs, configs[::-1]):
+        weights: Any = build("gpt2").state_dict()
+        states: list[Any] = []
+        for number, config in enumerate((first, second)):
+            sw.init(config)
+            model = sw.DistributedModel(build("gpt2"))
+            model.load_state_dict(weights)
+            ours, _ = two_optimizers(model, sw.DistributedOptimizer)
+            for optimizer, state in zip(ours, states, strict=bool(number)):
+                optimizer.load_whole_state_dict(state)
+            for step in (2 * number, 2 * number + 1):
+                model.zero_grad()
+                given = {k: t.chunk(sw.dp_size())[sw.dp_rank()] for k, t in batch("gpt2", step).items()}
+                train_step(model, given)
+                for one in ours:
+                    one.step()
+            weights, states = model.state_dict(), [one.whole_state_dict() for one in ours]
+            only = ours[0].whole_state_dict(rank0_only=True)
+            assert bool(only) == (sw.rank() == 0)
+            assert set(states[0]["state"]) == {n for n, p in plain.named_parameters() if p.dim() > 1}
+            assert states[1]["param_groups"][1]["lr"] == theirs[1].param_groups[1]["lr"]
+            if number:
+                states[0]["param_groups"][0]["params"][0] += "s"
+                with pytest.raises(ShardwrightError, match="did you mean"):
+                    ours[0].load_whole_state_dict(states[0])
+            sw.shutdown()
+        for key, tensor in weights.items():
+            torch.testing.assert_close(tensor, plain.state_dict()[key], rtol=1e-4, atol=1e-5, msg=key)
+
+
 def autocast_is_that_of_the_plain_model() -> None:
     for pipeline in ("1f1b", "zb-h1"):
         for name in ("gpt2", "llama"):
@@ -357,6 +397,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     units_can_be_compiled,
     several_optimizers_and_learning_rates_over_accumulated_gradients,
     autocast_is_that_of_the_plain_model,
+    optimizer_states_move_to_another_split,
 )
 
 
