@@ -58,15 +58,16 @@ class Recorder:
         return self._actions, self._marks
 
 
-def clock_offset_s(bound: BoundMesh, watch: Watch) -> float:
-    """What to add to this process's clock to have that of the peer at pp coordinate 0. All pp peers call this.
+def clock_offset_s(bound: BoundMesh, watch: Watch) -> tuple[float, float]:
+    """What to add to this process's clock to have that of the peer at pp coordinate 0, and how far off that may be at
+    most, in seconds. All pp peers call this.
 
     Each asks the first in turn; half of the shortest round trip is taken for the way there (Cristian, Distributed
     Computing 3, 1989).
     """
     me, size = bound.coordinate("pp"), bound.size("pp")
     first = bound.peer("pp", 0)
-    offset = 0.0
+    offset, error = 0.0, 0.0
     device = bound.device
     watch.doing("comparing clocks")
     with watch.waiting("pp peers, to compare clocks"):
@@ -88,13 +89,14 @@ def clock_offset_s(bound: BoundMesh, watch: Watch) -> float:
                     ended = time.perf_counter()
                     if ended - begun < shortest:
                         shortest, offset = ended - begun, there - (begun + ended) / 2
+                error = shortest / 2
     watch.doing("between steps")
-    return offset
+    return offset, error
 
 
 def gather(recorders: Sequence[Recorder], ranks: int, bound: BoundMesh, watch: Watch) -> tuple[Timeline, ...]:
     """One timeline for each recorded step, the same on all pp peers, which call this together."""
-    offset = clock_offset_s(bound, watch)
+    offset, _ = clock_offset_s(bound, watch)
     own = []
     for recorder in recorders:
         actions, marks = recorder.times()
