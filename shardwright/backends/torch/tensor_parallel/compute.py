@@ -20,14 +20,12 @@ if TYPE_CHECKING:
 def dropout(call: "Call") -> bool:
     op = call.pieces[0][0]
     place = call.split_of(0, 0)
-    if place is None:
-        as_recorded(call)
-        return True
     call.lowering.seeded(call.site)
     shape = list(call.lowering.shape(op.inputs[0]))
     made = call.lowering.source.call(
-        random.dropout, call.inputs(0)[0], call.argument("p"), place, shape, call.lowering.axis, is_kept=True
-    )
+        random.dropout, call.inputs(0)[0], call.argument("p"), place, shape, call.site.order, call.lowering.axis,
+        is_kept=True,
+    )  # fmt: skip
     call.give(0, 0, made)
     return True
 

@@ -56,6 +56,8 @@ class Lowering:
     at: dict[int, Var] = field(default_factory=dict)
     """Graph tensor → where its readers find it."""
     place: dict[int, Placement] = field(default_factory=dict)
+    source_of: dict[int, Var] = field(default_factory=dict)
+    """Graph tensor → the argument of the function, for those that come from outside."""
     draws: dict[Context, None] = field(default_factory=dict)
     whole_ops: list[str] = field(default_factory=list)
 
@@ -128,15 +130,21 @@ class Lowering:
         for i in sorted({self.traced.site_of_op[i][0] for i in inside}):
             named = [t for t in self.traced.sites[i].inputs if t is not None and t not in made]
             read.update((t, None) for t in named if graph.tensors[t].role not in ("activation", "input"))
+        written = {now: buffer for buffer, now in self.traced.written.items() if now in made}
+        read.update((buffer, None) for buffer in written.values())
         roles = {t: graph.tensors[t].role for t in read}
         entering = tuple(t for t in read if roles[t] in ("activation", "input"))
         held = tuple(t for t in read if t not in entering)
         for tensor in (*entering, *held):
             place = self.layout.parameters.get(tensor, self.layout.enters.get(tensor, R))
-            self.made(tensor, self.source.input(), place)
+            self.source_of[tensor] = self.source.input()
+            self.made(tensor, self.source_of[tensor], place)
         for i in inside:
             if i >= self._next:
                 self._site(i)
+        for now, buffer in written.items():
+            value = self.hop(self.at[now], Hop((self.place[now], R), None))
+            self.source.call(_write, self.source_of[buffer], value, is_kept=True)
         leaves = tuple(self.layout.leaves)
         outputs = [self._leave(t, self.layout.leaves[t][1]) for t in leaves]
         return Lowered(
@@ -330,6 +338,12 @@ class Call:
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     """The same values as a tensor object of its own."""
     return tensor.view_as(tensor)
+
+
+def _write(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    """Leave a value in a buffer of the model."""
+    with torch.no_grad():
+        buffer.copy_(value)
 
 
 def summed_parameters(layouts: Sequence[UnitLayout], traced: Traced) -> frozenset[int]:

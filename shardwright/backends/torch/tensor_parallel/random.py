@@ -11,13 +11,18 @@ from shardwright.backends.torch.tensor_parallel.pieces import piece_of
 from shardwright.core.layout import Split
 
 
-def dropout(source: torch.Tensor, probability: float, place: Split, shape: Sequence[int], axis: Axis) -> torch.Tensor:
-    """Dropout of a piece of a tensor of ``shape``, whose memory is laid out as the piece's is."""
-    strides = source.stride()
-    order = sorted(range(source.dim()), key=lambda d: (-strides[d], d))
-    ones = torch.empty_permuted(list(shape), order, dtype=source.dtype, device=source.device).fill_(1.0)
+def dropout(
+    source: torch.Tensor,
+    probability: float,
+    place: Split | None,
+    shape: Sequence[int],
+    order: Sequence[int],
+    axis: Axis,
+) -> torch.Tensor:
+    """Dropout of a piece (None: all) of a tensor of ``shape``, in whose memory the dims come in ``order``."""
+    ones = torch.empty_permuted(list(shape), list(order), dtype=source.dtype, device=source.device).fill_(1.0)
     mask = torch.dropout(ones, probability, True)
-    return source * piece_of(mask, place, axis.size, axis.coordinate)
+    return source * (mask if place is None else piece_of(mask, place, axis.size, axis.coordinate))
 
 
 def attention(

@@ -64,6 +64,8 @@ class Site:
     """Where a random number drawn here belongs."""
     inputs: tuple[int | None, ...]
     """For every slot the graph tensor that it reads; None for those that the graph does not follow."""
+    order: tuple[int, ...] = ()
+    """The dims of the first input in the order of its memory, in the unsplit model: random numbers come in that."""
     constants: tuple[tuple[int, torch.Tensor], ...] = ()
     """(slot, value) of the constants that the graph does not follow."""
     is_write: bool = False
@@ -89,6 +91,8 @@ class Traced:
     """For every op of the graph (site, piece)."""
     constants: dict[int, torch.Tensor]
     """Graph tensor → its value, for constants made outside the model's modules."""
+    written: dict[int, int]
+    """Graph tensor of a buffer → the value that the forward pass leaves in it, for those that it writes to."""
     outputs: tuple[int | None, ...]
     """For every tensor that the model returns, as `tensors_in` finds them, its graph tensor; None for those not asked
     for."""
@@ -108,6 +112,7 @@ class _Draft:
     detached: tuple[bool, ...]
     context: Context
     slots: tuple[int, ...]
+    order: tuple[int, ...]
     is_write: bool = False
 
 
@@ -118,11 +123,21 @@ class TracingRecorder(Recorder):
         super().__init__(templates)
         self.drafts: list[_Draft] = []
         self.constants: dict[int, torch.Tensor] = {}
-        self.returned: list[int] = []
+        self.left: dict[int, int] = {}
+        """Value of a tensor that the model holds → the value that it holds in the end, where that is another."""
         self._prototypes: dict[int, tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...]]] = {}
         self._detached: set[int] = set()
         self._given: tuple[bool, ...] = ()
+        self._order: tuple[int, ...] = ()
         self._finished: dict[int, int] = {}
+        self._held: list[tuple[int, torch.Tensor]] = []
+
+    def note_written(self) -> None:
+        """After the run: which tensors of the model hold something else now."""
+        for number, tensor in self._held:
+            now = self.read(tensor)
+            if now != number:
+                self.left[number] = now
 
     def leave(self, *, failed: bool) -> None:
         super().leave(failed=failed)
@@ -132,6 +147,8 @@ class TracingRecorder(Recorder):
         number = super().name(tensor, role, name)
         if role == "constant" and not name:
             self.constants[number] = tensor
+        elif role in ("buffer", "parameter", "constant"):
+            self._held.append((number, tensor))
         return number
 
     def _record(self, func: Any, known: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -139,6 +156,7 @@ class TracingRecorder(Recorder):
         _slots(args, inputs)
         _slots({k: v for k, v in kwargs.items() if k not in known.writes}, inputs)
         outer, self._given = self._given, tuple(id(t) in self._detached for t in inputs)
+        self._order = _memory_order(inputs[0]) if inputs else ()
         try:
             result = super()._record(func, known, args, kwargs)
         finally:
@@ -196,7 +214,7 @@ class TracingRecorder(Recorder):
         self.drafts.append(
             _Draft(
                 function, arguments, keywords, template, first, len(template.pieces), torch.is_grad_enabled(), detached,
-                context, tuple(slots),
+                context, tuple(slots), self._order,
             )
         )  # fmt: skip
 
@@ -207,7 +225,10 @@ class _TracingSession(_Session):
 
     def _run(self, *args: Any) -> _Run:
         with _no_custom_gradients():
-            return super()._run(*args)
+            found = super()._run(*args)
+        assert isinstance(found.recorder, TracingRecorder)
+        found.recorder.note_written()
+        return found
 
     def _result(self, output: Any) -> list[torch.Tensor]:
         found = tensors_in(output)
@@ -265,6 +286,7 @@ def _traced(graph: Graph, small: _Run, large: _Run, session: _TracingSession) ->
                     (k, _merged(v, w, x)) for (k, v), (_, w) in zip(x.keywords, y.keywords, strict=True)
                 ), x.template, ops, x.grad, x.detached, x.context,
                 tuple(number.get(n) for n in x.slots),
+                x.order,
                 tuple((i, a.constants[n]) for i, n in enumerate(x.slots) if n in a.constants and n not in number),
                 x.is_write,
             )
@@ -280,7 +302,10 @@ def _traced(graph: Graph, small: _Run, large: _Run, session: _TracingSession) ->
     else:
         places = dict(zip(asked, graph.outputs, strict=True))
         outputs = tuple(places.get(i) for i in range(session.returned))
-    return Traced(graph, tuple(sites), tuple(site_of_op), constants, outputs)
+    written = {number[n]: number[m] for n, m in a.left.items() if n in number and m in number}
+    if len(written) != len(a.left):
+        raise NotReplayableError("the model writes to a tensor that the captured graph does not follow")
+    return Traced(graph, tuple(sites), tuple(site_of_op), constants, written, outputs)
 
 
 def _origins(recorder: Recorder, outputs: tuple[int, ...]) -> list[int]:
@@ -295,13 +320,19 @@ def _origins(recorder: Recorder, outputs: tuple[int, ...]) -> list[int]:
 
 
 def _numbers(graph: Graph, recorder: Recorder, origin: Sequence[int]) -> dict[int, int]:
-    """Recorded value → graph tensor, for those that ops read or make."""
-    found: dict[int, int] = {}
+    """Recorded value → graph tensor, for those that ops read or make, and those that the model holds."""
+    named = {(t.role, t.name): n for n, t in enumerate(graph.tensors) if t.name}
+    found = {n: named[v.role, v.name] for n, v in enumerate(recorder.values) if (v.role, v.name) in named and v.name}
     for i, r in enumerate(origin):
         op, recorded = graph.ops[i], recorder.ops[r]
         if op.kind != "contraction":
             found.update(zip((*recorded.inputs, *recorded.outputs), (*op.inputs, *op.outputs), strict=True))
     return found
+
+
+def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    strides = tensor.stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))
 
 
 def _slots(value: Any, found: list[torch.Tensor]) -> Any:
