@@ -2,7 +2,7 @@
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from shardwright.core.capabilities import Capabilities
@@ -12,6 +12,7 @@ from shardwright.core.hardware.measurements import Measurements, MeasureProgress
 from shardwright.core.layout import Layout
 from shardwright.core.mesh import Mesh
 from shardwright.core.plan import Plan
+from shardwright.core.timeline import Timeline
 
 
 class Executable(Protocol):
@@ -19,6 +20,10 @@ class Executable(Protocol):
 
     def step(self, batch: Any) -> float:
         """Run one training step on this process's share of the batch; the loss of the whole batch."""
+        ...
+
+    def timelines(self, batch: Any, steps: int) -> Sequence[Timeline]:
+        """When each action of the pipeline ran in each of some training steps."""
         ...
 
     def whole_parameters(self) -> Mapping[str, Any]:

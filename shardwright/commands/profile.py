@@ -1,14 +1,17 @@
 """`shardwright profile`: measure the machine that this runs on, and write a hardware profile."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from shardwright.backends.protocol import load
+from shardwright.commands.model_file import load_model
 from shardwright.commands.output import JsonOption, print_json, print_view, require_folder
 from shardwright.commands.progress import DelayedProgress
 from shardwright.core.errors import ShardwrightError
+from shardwright.measure import measure_units
 
 
 def profile_command(
@@ -16,9 +19,17 @@ def profile_command(
     framework: Annotated[Literal["torch", "jax"], typer.Option(help="Measure as this framework runs.")] = "torch",
     name: Annotated[str, typer.Option(help="What the profile is called.")] = "measured",
     budget: Annotated[float, typer.Option(help="About how many seconds to measure.", min=1.0)] = 20.0,
+    model: Annotated[
+        str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Measure the units of this model too.")
+    ] = None,
+    microbatch: Annotated[
+        list[int] | None, typer.Option(help="Sizes at which to run the model's units; may be repeated. [default: 1, 4]")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Measure products, memory, launches and collectives here; the profile serves `Cluster(PROFILE.toml)`.
+
+    With --model, plans of that model take its units' measured times.
 
     Under torchrun (or mpirun, srun) every rank measures, the collectives are those of the whole group, and rank 0
     writes.
@@ -34,6 +45,13 @@ def profile_command(
             bar.update(done, total)
 
         measured = backend.profile(name=name, budget_s=budget, progress=show)
+        if model is not None:
+            given = load_model(model)
+            sizes = tuple(microbatch or (1, 4))
+            units = measure_units(
+                given.model, given.sample, given.loss, microbatches=sizes, ranks=measured.ranks, progress=show
+            )
+            measured = replace(measured, units=units)
     if measured.rank:
         return
     measured.save(output)

@@ -2,8 +2,10 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 
 from shardwright.core.cluster import Cluster
+from shardwright.core.cost.calibrated import calibrated
 from shardwright.core.cost.collectives import send_s
 from shardwright.core.cost.groups import Group
 from shardwright.core.cost.unit import UnitCost, seconds_of, unit_cost
@@ -11,6 +13,7 @@ from shardwright.core.cost.work import PRECISION_BYTES, UnitWork, WorkCounter
 from shardwright.core.fold import Folded, Unit, crossing_bytes, fold
 from shardwright.core.graph import Graph
 from shardwright.core.hardware import Device, Link
+from shardwright.core.hardware.device import MeasuredUnit
 from shardwright.core.layout import Layout
 from shardwright.core.memory import Recompute, state_bytes_per_element
 from shardwright.core.pin import Pin
@@ -274,6 +277,19 @@ class CostTables:
                 users.setdefault(parameter, []).append(unit.index)
         return {parameter: tuple(units) for parameter, units in users.items()}
 
+    def _runs_of(self, unit: Unit, device: Device) -> list[MeasuredUnit]:
+        """The measured runs of a unit's class."""
+        mine = (self.structure.digest, unit.fold_class, self.precision)
+        return [m for m in device.measured_units if (m.model, m.unit_class, m.precision) == mine]
+
+    def _whole_cost(self, unit: Unit, device: Device, microbatch: int) -> UnitCost:
+        """What is predicted of a unit on one device that holds all of it."""
+        trained = [self.graph.parameters[p] for p in unit.parameters if self.graph.parameters[p].trainable]
+        added = sum(self.graph.tensors[p.tensor].elements(1) for p in trained) * self._added_bytes
+        return unit_cost(
+            self._read.work(unit, microbatch, self.precision, None), device, self.precision, gradient_bytes=added
+        )
+
     def class_costs(self, tp: int, microbatch: int, place: Place) -> tuple[UnitCost, ...]:
         """What a unit of every variant costs on a rank at that place."""
         key = (tp, microbatch, place.device, place.tensor_group)
@@ -286,14 +302,20 @@ class CostTables:
                 like = unit if layouts is None else self.folded.units[layouts.unit]
                 held = {p: self._entries(p, unit.index, tp) for p in unit.parameters}
                 trained = sum(n for p, n in held.items() if self.graph.parameters[p].trainable)
+                cost = unit_cost(
+                    self._read.work(like, microbatch, self.precision, layouts),
+                    place.device,
+                    self.precision,
+                    collective_s=collective_s,
+                    parameters=sum(held.values()),
+                    gradient_bytes=trained * self._added_bytes,
+                )
                 found.append(
-                    unit_cost(
-                        self._read.work(like, microbatch, self.precision, layouts),
-                        place.device,
-                        self.precision,
-                        collective_s=collective_s,
-                        parameters=sum(held.values()),
-                        gradient_bytes=trained * self._added_bytes,
+                    calibrated(
+                        cost,
+                        self._runs_of(unit, place.device),
+                        microbatch,
+                        partial(self._whole_cost, unit, place.device),
                     )
                 )
             self._costs[key] = tuple(found)

@@ -102,8 +102,7 @@ class StepModel:
             mixed = width + (4 + 24 if decision.gradient_precision == "fp32" else width + 4)
         touched = elements / ways * (4 * (3 + 2 * states) + mixed)
         return reduce_s, max(
-            touched / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
-            for device in self.links.devices(mesh, pp)
+            touched / device.optimizer_bandwidth_bytes_per_s for device in self.links.devices(mesh, pp)
         )
 
     def _sharded_reduction_s(self, mesh: Mesh, decision: Decision, size: float, reduced: float, pp: int) -> float:

@@ -23,6 +23,7 @@ def measurements(**changes: object) -> Measurements:
         "products": PRODUCTS,
         "memory_bandwidth_bytes_per_s": 12e9,
         "vector_efficiency": 0.3,
+        "optimizer_efficiency": 0.2,
         "kernel_launch_s": 9e-6,
         "host_link_bandwidth_bytes_per_s": 12e9,
     }

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardwright.core.hardware.device import Kind, MeasuredProduct
@@ -32,7 +33,7 @@ def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | No
     devices = jax.local_devices()
     kind: Kind = _KINDS.get(devices[0].platform, "gpu")
     precisions = ("fp32",) if kind == "cpu" else ("fp32", "bf16")
-    total = len(SIDES) * len(precisions) + 3 + (len(MESSAGES) if len(devices) > 1 else 0)
+    total = len(SIDES) * len(precisions) + 4 + (len(MESSAGES) if len(devices) > 1 else 0)
     each, done = budget_s / total, 0
 
     def step(what: str) -> None:
@@ -55,6 +56,11 @@ def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | No
     step("elementwise chains")
     values = jnp.ones((4096, 1024), jnp.float32)
     vector = 3 * values.nbytes / _median_s(jax.jit(_chain), (values,), each) / bandwidth
+    step("optimizer")
+    adamw = optax.adamw(1e-3)
+    states = adamw.init(large)
+    update = jax.jit(lambda p, s, g: _updated(adamw, p, s, g))
+    updated = 7 * large.nbytes / _median_s(update, (large, states, large), each) / bandwidth
     step("launches")
     small = jnp.ones((8, 8), jnp.float32)
     launch = _median_s(jax.jit(_many), (small,), each) / CHAIN
@@ -70,6 +76,7 @@ def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | No
         products=tuple(products),
         memory_bandwidth_bytes_per_s=bandwidth,
         vector_efficiency=vector,
+        optimizer_efficiency=updated,
         kernel_launch_s=launch,
         host_link_bandwidth_bytes_per_s=bandwidth if kind == "cpu" else large.nbytes / _host_copy_s(large, each),
         ranks=len(devices),
@@ -80,6 +87,11 @@ def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | No
 def _chain(values: jax.Array) -> jax.Array:
     centred = values - values.mean(-1, keepdims=True)
     return values + jax.nn.gelu(centred * jax.lax.rsqrt(centred.var(-1, keepdims=True) + 1e-5))
+
+
+def _updated(optimizer: optax.GradientTransformation, params: Any, state: Any, gradients: Any) -> Any:
+    updates, state = optimizer.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state
 
 
 def _many(values: jax.Array) -> jax.Array:

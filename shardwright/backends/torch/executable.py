@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardwright.backends.torch import checkpoint
+from shardwright.backends.torch.measure import gather
 from shardwright.backends.torch.mesh import bind
 from shardwright.backends.torch.process import choose_device, start, this_launch
 from shardwright.backends.torch.runtime import Runtime
@@ -17,6 +18,7 @@ from shardwright.backends.torch.watch import Watch
 from shardwright.backends.torch.weights import Weights
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.plan import Plan
+from shardwright.core.timeline import Timeline
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -65,6 +67,17 @@ class TorchExecutable:
         every = returned[0].everywhere
         assert every is not None
         return float(every.mean())
+
+    def timelines(self, batch: Any, steps: int) -> tuple[Timeline, ...]:
+        """When each action of this replica's pipeline ran in each of some training steps; every rank calls this."""
+        runtime = self._runtime
+        runtime.recorders = []
+        try:
+            for _ in range(steps):
+                self.step(batch)
+            return gather(runtime.recorders, runtime.bound.size("pp"), runtime.bound, runtime.watch)
+        finally:
+            runtime.recorders = None
 
     def whole_parameters(self) -> Mapping[str, torch.Tensor]:
         """Every parameter, whole, by its first name, on every rank."""

@@ -48,7 +48,7 @@ def profile_device(
     sides = CUDA_SIDES if is_cuda else SIDES
     precisions = ("fp32", "bf16", "fp16") if is_cuda else ("fp32",)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    total = len(sides) * len(precisions) + 3 + (len(MESSAGES) if ranks > 1 else 0)
+    total = len(sides) * len(precisions) + 4 + (len(MESSAGES) if ranks > 1 else 0)
     each = budget_s / total
     done = 0
 
@@ -80,6 +80,12 @@ def profile_device(
     # Forward, the value read twice and the result written; backward, counted as twice that.
     moved = 3 * 3 * values.nbytes
     vector = moved / _quartile_s(both_ways, device, each) / bandwidth
+    step("optimizer")
+    optimizer = torch.optim.AdamW([torch.zeros_like(large[: 1 << 22]).requires_grad_() for _ in range(4)])
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    updated = 7 * large.nbytes / _quartile_s(optimizer.step, device, each) / bandwidth
     step("launches")
     small = torch.randn(2, 8, device=device)
     launch = _quartile_s(lambda: _chain(small), device, each, whole=False)
@@ -102,6 +108,7 @@ def profile_device(
         products=tuple(products),
         memory_bandwidth_bytes_per_s=bandwidth,
         vector_efficiency=vector,
+        optimizer_efficiency=updated,
         kernel_launch_s=launch,
         host_link_bandwidth_bytes_per_s=host,
         rank=dist.get_rank() if ranks > 1 else 0,

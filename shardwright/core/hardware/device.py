@@ -37,6 +37,34 @@ class MeasuredProduct:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredUnit:
+    """What one microbatch of one class of units of a model took, whole, on one device.
+
+    model: the digest of the model's structure, the same for its twin in the other framework.
+
+    Raises ClusterError for a count or a time that cannot be.
+    """
+
+    model: str
+    unit_class: int
+    precision: str
+    microbatch: int
+    forward_s: float
+    backward_s: float
+
+    def __post_init__(self) -> None:
+        owner = f"unit class {self.unit_class} of model {self.model}"
+        if self.precision not in PRECISIONS:
+            raise ClusterError(
+                f"{owner}: precision {self.precision!r} is not known; {nearest(self.precision, PRECISIONS)}"
+            )
+        check.whole(owner, "unit_class", self.unit_class, at_least=0)
+        check.whole(owner, "microbatch", self.microbatch, at_least=1)
+        for name in ("forward_s", "backward_s"):
+            check.positive(owner, name, getattr(self, name), zero_allowed=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """One rank's device.
 
@@ -52,7 +80,10 @@ class Device:
     vector_efficiency: the share of the memory bandwidth that everything but products reaches, its traffic counted as
         if chains of elementwise ops ran as one kernel each; None: memory_efficiency.
     dispatch_s: the host's time to issue one product or one such chain, forward; None: kernel_launch_s.
+    optimizer_efficiency: the share of the memory bandwidth that an optimizer's step reaches, its traffic counted as if
+        it were one kernel; None: memory_efficiency.
     measured_products: rates of products measured on this device, which stand in for peak, tiles and efficiency.
+    measured_units: what units of some models took on this device, which stands in for the sum of their ops.
     price_usd_per_hour: of one device, None when not known.
     origins: for each constant, where it comes from.
 
@@ -73,7 +104,9 @@ class Device:
     tile_depth: float | None = None
     vector_efficiency: float | None = None
     dispatch_s: float | None = None
+    optimizer_efficiency: float | None = None
     measured_products: tuple[MeasuredProduct, ...] = ()
+    measured_units: tuple[MeasuredUnit, ...] = ()
     price_usd_per_hour: float | None = None
     summary: str = field(default="", compare=False)
     origins: Mapping[str, str] = field(default_factory=Table, compare=False, repr=False)
@@ -104,8 +137,9 @@ class Device:
         check.positive(owner, "host_link_bandwidth_bytes_per_s", self.host_link_bandwidth_bytes_per_s)
         if self.compute_units is not None:
             check.whole(owner, "compute_units", self.compute_units, at_least=1)
-        if self.vector_efficiency is not None:
-            check.positive(owner, "vector_efficiency", self.vector_efficiency, at_most=1.0)
+        for share in ("vector_efficiency", "optimizer_efficiency"):
+            if (value := getattr(self, share)) is not None:
+                check.positive(owner, share, value, at_most=1.0)
         for constant in ("tile_depth", "dispatch_s"):
             if (value := getattr(self, constant)) is not None:
                 check.positive(owner, constant, value, zero_allowed=True)
@@ -124,6 +158,12 @@ class Device:
     def vector_bandwidth_bytes_per_s(self) -> float:
         """What everything but matrix products reaches, by the traffic of fused chains."""
         efficiency = self.memory_efficiency if self.vector_efficiency is None else self.vector_efficiency
+        return self.memory_bandwidth_bytes_per_s * efficiency
+
+    @property
+    def optimizer_bandwidth_bytes_per_s(self) -> float:
+        """What an optimizer's step reaches, by the traffic of a single kernel."""
+        efficiency = self.memory_efficiency if self.optimizer_efficiency is None else self.optimizer_efficiency
         return self.memory_bandwidth_bytes_per_s * efficiency
 
     @property

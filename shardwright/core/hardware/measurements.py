@@ -1,7 +1,7 @@
 """What a machine measured of itself, and the profile that follows from it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from shardwright.core.errors import ClusterError
 from shardwright.core.hardware import check
-from shardwright.core.hardware.device import Kind, MeasuredProduct
+from shardwright.core.hardware.device import Kind, MeasuredProduct, MeasuredUnit
 
 SHARED_MEMORY_LINK = "shared-memory"
 MeasureProgress = Callable[[str, int, int], None]
@@ -31,7 +31,9 @@ class Measurements:
     memory_bandwidth_bytes_per_s: of a copy, bytes read and written together.
     vector_efficiency: the share of it that a chain of elementwise ops and a normalisation reaches, its traffic counted
         as if the chain were one kernel.
+    optimizer_efficiency: the share of it that a step of AdamW reaches, counted as one kernel.
     kernel_launch_s: of the smallest such chain.
+    units: of a model that was measured too.
 
     Raises ClusterError when a figure is not positive and finite, or no product was measured.
     """
@@ -43,12 +45,14 @@ class Measurements:
     products: tuple[MeasuredProduct, ...]
     memory_bandwidth_bytes_per_s: float
     vector_efficiency: float
+    optimizer_efficiency: float
     kernel_launch_s: float
     host_link_bandwidth_bytes_per_s: float
     rank: int = 0
     """The rank that measured, of ``ranks``; rank 0 writes the profile."""
     ranks: int = 1
     all_reduces: tuple[LinkSample, ...] = ()
+    units: tuple[MeasuredUnit, ...] = ()
 
     def __post_init__(self) -> None:
         owner = f"measurements of {self.name!r}"
@@ -57,6 +61,7 @@ class Measurements:
         check.whole(owner, "memory_bytes", self.memory_bytes, at_least=1)
         check.positive(owner, "memory_bandwidth_bytes_per_s", self.memory_bandwidth_bytes_per_s)
         check.positive(owner, "vector_efficiency", self.vector_efficiency)
+        check.positive(owner, "optimizer_efficiency", self.optimizer_efficiency)
         check.positive(owner, "kernel_launch_s", self.kernel_launch_s)
         check.positive(owner, "host_link_bandwidth_bytes_per_s", self.host_link_bandwidth_bytes_per_s)
         if self.ranks > 1 and len(self.all_reduces) < 2:
@@ -86,6 +91,7 @@ class Measurements:
             "memory_efficiency": constant(1.0, "the bandwidth is that reached"),
             "host_link_bandwidth_bytes_per_s": constant(self.host_link_bandwidth_bytes_per_s, "a copy to the host"),
             "vector_efficiency": constant(min(1.0, self.vector_efficiency), "normalisation, GELU and sum"),
+            "optimizer_efficiency": constant(min(1.0, self.optimizer_efficiency), "a step of AdamW"),
             "peak_flops_per_s": {
                 precision: constant(peak, "the fastest product") for precision, peak in sorted(peaks.items())
             },
@@ -105,6 +111,8 @@ class Measurements:
             {"precision": p.precision, "m": p.m, "n": p.n, "k": p.k, "flops_per_s": p.flops_per_s}
             for p in self.products
         ]
+        if self.units:
+            document["units"] = [asdict(unit) for unit in self.units]
         return document
 
     def save(self, path: Path) -> None:

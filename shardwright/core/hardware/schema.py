@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from shardwright.core.errors import ClusterError, nearest
-from shardwright.core.hardware.device import Device, Kind, MeasuredProduct
+from shardwright.core.hardware.device import Device, Kind, MeasuredProduct, MeasuredUnit
 from shardwright.core.hardware.link import Link, Sharing
 
 FORMAT = 1
@@ -92,6 +92,7 @@ class DeviceTable(_Section):
     tile_depth: Constant | None = None
     vector_efficiency: Constant | None = None
     dispatch_s: Constant | None = None
+    optimizer_efficiency: Constant | None = None
     price_usd_per_hour: Constant | None = None
 
 
@@ -149,12 +150,24 @@ class ProductTable(_Section):
     flops_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
+class UnitTable(_Section):
+    """A class of units of a model that was measured."""
+
+    model: Annotated[str, Field(min_length=1)]
+    unit_class: Annotated[int, Field(ge=0)]
+    precision: str
+    microbatch: Annotated[int, Field(ge=1)]
+    forward_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    backward_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class ProfileFile(DeviceTable):
-    """A profile file: a device, its usual links, and the products that were measured on it, if any were."""
+    """A profile file: a device, its usual links, and what was measured on it, if anything was."""
 
     format: int
     links: LinkNames
     products: list[ProductTable] = []
+    units: list[UnitTable] = []
 
 
 class GroupTable(_Section):
@@ -275,6 +288,7 @@ def to_device(table: DeviceTable, source: str) -> Device:
             measured_products=tuple(
                 MeasuredProduct(p.precision, p.m, p.n, p.k, p.flops_per_s) for p in getattr(table, "products", ())
             ),
+            measured_units=tuple(MeasuredUnit(**u.model_dump()) for u in getattr(table, "units", ())),
             **numbers,
         )
     except ClusterError as error:

@@ -1,0 +1,48 @@
+"""Costs of units that were measured: what the model of ops says, corrected by what a run took."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from shardwright.core.cost.unit import UnitCost
+from shardwright.core.hardware.device import MeasuredUnit
+
+
+def calibrated(
+    cost: UnitCost, measured: Sequence[MeasuredUnit], microbatch: int, whole: Callable[[int], UnitCost]
+) -> UnitCost:
+    """``cost`` with its seconds of computing multiplied by measured over predicted, collectives left as they are.
+
+    Args:
+        cost: of one microbatch of ``microbatch`` samples, on the whole unit or on one rank's part of it.
+        measured: runs of this class of units, whole on one device; none: the cost is given back.
+        whole: what is predicted of the whole unit at a microbatch that was measured.
+
+    Between the microbatches that were measured the factor is interpolated in their logarithm; outside, it is that of
+    the nearest.
+    """
+    if not measured:
+        return cost
+    runs = sorted(measured, key=lambda run: run.microbatch)
+    said = [whole(run.microbatch) for run in runs]
+    at = np.log([run.microbatch for run in runs])
+
+    def factor(taken: list[float], predicted: list[float]) -> float:
+        ratios = [t / p if p > 0 else 1.0 for t, p in zip(taken, predicted, strict=True)]
+        return float(np.interp(np.log(microbatch), at, ratios))
+
+    forward = factor([run.forward_s for run in runs], [c.forward_s for c in said])
+    backward = factor([run.backward_s for run in runs], [c.input_grad_s + c.weight_grad_s for c in said])
+    passes = cost.collective_s / 2
+    return replace(
+        cost,
+        forward_s=_scaled(cost.forward_s, min(passes, cost.forward_s), forward),
+        input_grad_s=_scaled(cost.input_grad_s, min(passes, cost.input_grad_s), backward),
+        weight_grad_s=cost.weight_grad_s * backward,
+        selective_s=cost.selective_s * forward,
+    )
+
+
+def _scaled(seconds: float, collective_s: float, factor: float) -> float:
+    return collective_s + (seconds - collective_s) * factor

@@ -1,0 +1,62 @@
+"""Measured units stand in for the sum of their ops."""
+
+from dataclasses import replace
+
+import pytest
+
+import shardwright as sw
+from shardwright.core.cost.calibrated import calibrated
+from shardwright.core.cost.unit import UnitCost
+from shardwright.core.errors import ClusterError
+from shardwright.core.hardware import load_device
+from shardwright.core.hardware.device import MeasuredUnit
+from tests.core.toy import decoder
+
+
+def cost(size: int, collective_s: float = 0.0) -> UnitCost:
+    return UnitCost(
+        2.0 * size + collective_s / 2, 3.0 * size + collective_s / 2, 1.0 * size, 0.5, collective_s, 1, 1, 1, 1, 1
+    )
+
+
+def run(microbatch: int, forward_s: float, backward_s: float) -> MeasuredUnit:
+    return MeasuredUnit("digest", 0, "fp32", microbatch, forward_s, backward_s)
+
+
+def test_at_a_measured_size_the_time_is_the_measured_one() -> None:
+    found = calibrated(cost(4), [run(1, 4.0, 4.0), run(4, 12.0, 20.0)], 4, cost)
+    assert found.forward_s == pytest.approx(12.0)
+    assert found.input_grad_s + found.weight_grad_s == pytest.approx(20.0)
+    assert found.input_grad_s / found.weight_grad_s == pytest.approx(3.0)
+
+
+def test_between_sizes_the_factor_is_interpolated_and_outside_it_is_the_nearest() -> None:
+    runs = [run(1, 2.0, 4.0), run(4, 16.0, 16.0)]  # factors of the forward: 1 and 2
+    assert calibrated(cost(2), runs, 2, cost).forward_s == pytest.approx(1.5 * 4.0)
+    assert calibrated(cost(8), runs, 8, cost).forward_s == pytest.approx(2.0 * 16.0)
+
+
+def test_collectives_keep_their_time() -> None:
+    found = calibrated(cost(4, collective_s=1.0), [run(4, 16.0, 16.0)], 4, cost)
+    assert found.forward_s == pytest.approx(0.5 + 16.0)
+    assert found.collective_s == 1.0
+
+
+def test_plans_take_measured_units() -> None:
+    graph = decoder(2, 32, 4, 64, 16)
+    pins = {"batch": 4, "microbatch": 1, "precision": "fp32", "recompute": "none", "shard": 0}
+    device = load_device("cpu")
+    plain = sw.plan(graph, sw.Cluster(device), **pins)
+    units = tuple(
+        MeasuredUnit(plain.model.digest, unit_class, "fp32", 1, 0.5, 1.0)
+        for unit_class in range(len(plain.model.class_slots))
+    )
+    plan = sw.plan(graph, sw.Cluster(replace(device, measured_units=units)), **pins)
+    assert plan.predicted.pipeline_s == pytest.approx(4 * 1.5 * len(plain.model.unit_classes))
+
+
+def test_a_run_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ClusterError, match="microbatch"):
+        run(0, 1.0, 1.0)
+    with pytest.raises(ClusterError, match="forward_s"):
+        run(1, -1.0, 1.0)
