@@ -15,6 +15,7 @@ from flax import nnx
 import shardwright.jax as sw
 from shardwright.core.graph import Graph
 from shardwright.core.schedule import schedule_names
+from shardwright.core.schedule.actions import Action
 from tests.jax.chains import (
     Chain,
     Run,
@@ -174,6 +175,25 @@ def test_a_step_is_few_dispatches(graph: Graph) -> None:
     train(state, batches(1)[0])
     assert train.counts is not None
     assert train.counts.dispatches == 2 * (8 + 8) + 2 + 2
+
+
+def test_a_measured_timeline_has_every_action_once(graph: Graph) -> None:
+    """In the schedule's own order on every rank, each after what it reads."""
+    plan = plan_of(graph, 2, schedule="zb-h1")
+    train, state = run(plan)
+    _, loss, timeline = train.measure(state, batches(1)[0])
+    assert np.isfinite(float(loss))
+    table = plan.build_schedule().table
+    for rank in range(2):
+        # Stage 0 sends no gradient further back, so its input gradients are nothing to run.
+        expected = [a for a in table[rank] if not (rank == 0 and a.kind == "I")]
+        assert list(timeline.actions[rank]) == expected
+        assert (timeline.start_s[rank][1:] >= timeline.end_s[rank][:-1]).all()
+    ends = [dict(zip(timeline.actions[r], timeline.end_s[r], strict=True)) for r in range(2)]
+    starts = dict(zip(timeline.actions[1], timeline.start_s[1], strict=True))
+    for m in range(plan.microbatches):
+        assert starts[Action.parse(f"1F{m}")] >= ends[0][Action.parse(f"0F{m}")]
+    assert 0 < timeline.makespan_s < 60
 
 
 # --- bad input

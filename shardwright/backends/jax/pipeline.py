@@ -32,8 +32,8 @@ from shardwright.core.simulate import simulate_schedule
 
 LOCAL = frozenset({"arrival", "kept", "between", "cotangent"})
 """Kinds of operand that belong to one microbatch; the others are a stage's for the whole step."""
-Observer = Callable[[Action, int, Sequence[Any]], None]
-"""Called with every action once it is dispatched, its rank, and what it makes."""
+Observer = Callable[[Action, int, jax.Array], None]
+"""Called with every action once it is dispatched, its rank, and an array that is there when it is done."""
 
 
 @dataclass(slots=True)
@@ -182,7 +182,7 @@ class Pipeline:
                 arrival = next(a for a in self.micro.cut.parts[stage].arrivals if a.value == number)
                 back: Key = ("cotangent", number, stage)
                 sends.append((position, ((arrival.source, back, self._sharding(arrival.source, back)),)))
-            else:
+            elif kind != "marker":
                 stays.append((position, kind in LOCAL, key))
         reads = tuple((key[0] in LOCAL, key) for key in function.reads)
         return Launch(run, function, reads, tuple(sends), tuple(stays))
@@ -218,7 +218,7 @@ class Pipeline:
         runs = self._begin(step, params, random, other, batch)
         for action in self.order:
             for part in action.flat:
-                self._act(runs, part, observe, action)
+                self._act(runs, part, observe)
         sums = [runs[self.sums[which]].shared[("sum", which, 0)] for which in (WEIGHT, TOTAL)]
         gradients = [runs[stage].shared[key] for stage, key in self.gradient_keys]
         other = [
@@ -262,7 +262,7 @@ class Pipeline:
         self.counts.dispatches += len(runs)
         return runs
 
-    def _act(self, runs: list[StageRun], part: Action, observe: Observer | None, whole: Action) -> None:
+    def _act(self, runs: list[StageRun], part: Action, observe: Observer | None) -> None:
         """Dispatch one action: run it, keep and send what it makes, let go of what nobody needs any more."""
         m = part.microbatch or 0
         own = runs[part.stage]
@@ -289,7 +289,7 @@ class Pipeline:
         if part.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
             del own.local[m]
         if observe is not None:
-            observe(part, self.schedule.placement[part.stage], made)
+            observe(part, self.schedule.placement[part.stage], made[-1])
 
 
 def _function(own: StageFunctions, kind: Kind) -> StageFunction | None:

@@ -29,6 +29,7 @@ Kind = Literal[
     "sum",  # Σ weight · loss, Σ weight
     "departure",
     "arrival_gradient",
+    "marker",  # there when the function is done, and never handed on
 ]
 Key = tuple[Kind, int, int]
 """What an operand is: its kind, its number (a value of the cut program; a position), and for cotangents the stage that
@@ -295,10 +296,10 @@ class _Builder:
             for key, atom in zip(makes, outputs, strict=True):
                 value = values[atom] if isinstance(atom, int) else jnp.asarray(atom.val, aval_of(program, atom).dtype)
                 found.append(at[key] + value.astype(at[key].dtype) if key[0] in ("gradient", "sum") else value)
-            return tuple(found)
+            return (*found, jnp.zeros((), jnp.int32))
 
         donates = tuple(i for i, key in enumerate(order) if key[0] in ("gradient", "sum"))
-        return StageFunction(run, order, tuple(makes), tuple(keys.values()), donates)
+        return StageFunction(run, order, (*makes, ("marker", 0, 0)), tuple(keys.values()), donates)
 
     def _spelled(self, key: Key) -> list[Key]:
         """A cotangent comes from every stage that used the value."""

@@ -20,8 +20,10 @@ from shardwright.backends.jax.pipeline import StepCounts
 from shardwright.backends.jax.pipelined import PipelinedStep, PipelinedTraining
 from shardwright.backends.jax.samples import batch_size, resolve_batch_dims
 from shardwright.backends.jax.state import Parts, TrainState, abstractly, is_abstract, put_together, take_apart
+from shardwright.backends.jax.watch import Watch
 from shardwright.core.errors import MissingCapabilityError, PlanError
 from shardwright.core.plan import Plan
+from shardwright.core.timeline import Timeline
 
 Loss = jax.Array
 
@@ -119,6 +121,11 @@ class TrainStep:
         ``state`` is donated: its memory becomes the new state's. Raises PlanError when it already was, and when the
         batch is not of the plan's size.
         """
+        step, leaves = self._step_for(state, batch)
+        return step(state, leaves)
+
+    def _step_for(self, state: TrainState, batch: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The compiled step for a batch, and the batch's leaves."""
         state.require_alive()
         dims = resolve_batch_dims(batch, self.batch_dims)
         decision = self.plan.decision
@@ -134,7 +141,20 @@ class TrainStep:
         if key not in self._compiled:
             compile_step = self._compile if self._pipelined is None else self._pipelined.step_for
             self._compiled[key] = compile_step(state, structure, dims, leaves)
-        return self._compiled[key](state, tuple(leaves))
+        return self._compiled[key], tuple(leaves)
+
+    def measure(self, state: TrainState, batch: Any) -> tuple[TrainState, Loss, Timeline]:
+        """One update, and when each of its actions ran. The step before it should have been of the same form, so that
+        nothing is compiled. Raises MissingCapabilityError for a plan without pipeline stages, which has no actions."""
+        if self._pipelined is None:
+            raise MissingCapabilityError(
+                "the plan has pp=1, so a step is one program without actions to measure: plan with pp above 1, or use "
+                "jax.profiler"
+            )
+        step, leaves = self._step_for(state, batch)
+        watch = Watch(step.pipeline.micro.cut, self.plan.decision.pp)
+        state, loss = step(state, leaves, watch)
+        return state, loss, watch.timeline()
 
     def params(self, state: TrainState) -> Any:
         """The parameters as they were given to `init`: a pytree, or an NNX module. The arrays are the state's own, so
