@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from shardwright.core.errors import ClusterError
+from shardwright.core.errors import ClusterError, MissingCapabilityError
 from shardwright.core.plan import Plan
 
 Rows = tuple[int, int]
@@ -87,7 +87,8 @@ class StageMeshes:
     """The devices of every stage, as a mesh with the axes dp and tp. Stages of one rank share a mesh."""
 
     def __init__(self, plan: Plan, devices: Sequence[jax.Device] | None, placement: Sequence[int]) -> None:
-        """Raises ClusterError when the number of devices is not the plan's."""
+        """Raises ClusterError when the number of devices is not the plan's, MissingCapabilityError when they belong to
+        several processes."""
         given = list(jax.devices() if devices is None else devices)
         size = plan.mesh.size
         if len(given) != size:
@@ -100,6 +101,13 @@ class StageMeshes:
             )
             raise ClusterError(
                 f"the plan is for {size} devices (pp {d.pp} × dp {d.dp} × tp {d.tp}), and there are {len(given)}: {fix}"
+            )
+        processes = {device.process_index for device in given}
+        if len(processes) > 1:
+            raise MissingCapabilityError(
+                f"the plan has pp={plan.decision.pp} over the devices of {len(processes)} processes, and stages that "
+                "are programs of their own run in one process here: give devices=jax.local_devices(), or plan with "
+                "pp=1, which one program over all processes runs"
             )
         grid = np.array(given, dtype=object).reshape(plan.mesh.sizes)
         ranks = [jax.sharding.Mesh(grid[rank], ("dp", "tp")) for rank in range(plan.decision.pp)]

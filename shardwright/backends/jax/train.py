@@ -16,7 +16,7 @@ from shardwright.backends.jax.compiled import Compilation
 from shardwright.backends.jax.layout import optimizer_shardings, parameter_shardings, replicated, spread_over
 from shardwright.backends.jax.loss import LossFunction, Microbatches, accumulate
 from shardwright.backends.jax.mesh import bind
-from shardwright.backends.jax.pipeline import StepCounts
+from shardwright.backends.jax.pipeline import Pipeline, StepCounts
 from shardwright.backends.jax.pipelined import PipelinedStep, PipelinedTraining
 from shardwright.backends.jax.samples import batch_size, resolve_batch_dims
 from shardwright.backends.jax.state import Parts, TrainState, abstractly, is_abstract, put_together, take_apart
@@ -122,7 +122,8 @@ class TrainStep:
         batch is not of the plan's size.
         """
         step, leaves = self._step_for(state, batch)
-        return step(state, leaves)
+        made: tuple[TrainState, Loss] = step(state, leaves)
+        return made
 
     def _step_for(self, state: TrainState, batch: Any) -> tuple[Any, tuple[Any, ...]]:
         """The compiled step for a batch, and the batch's leaves."""
@@ -162,6 +163,14 @@ class TrainStep:
         state.require_alive()
         params = state.params if self._pipelined is None else self._pipelined.whole(state.params)
         return put_together(Parts(params, state.random, state.other, state.graphdef))
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The compiled pipeline of the last new step. Raises PlanError without one, or before a step."""
+        steps = [step for step in self._compiled.values() if isinstance(step, PipelinedStep)]
+        if not steps:
+            raise PlanError("there is no compiled pipeline: plan with pp above 1, and run a step first")
+        return steps[-1].pipeline
 
     @property
     def compiled(self) -> Compilation | None:
