@@ -106,8 +106,8 @@ class StageMeshes:
         if len(processes) > 1:
             raise MissingCapabilityError(
                 f"the plan has pp={plan.decision.pp} over the devices of {len(processes)} processes, and stages that "
-                "are programs of their own run in one process here: give devices=jax.local_devices(), or plan with "
-                "pp=1, which one program over all processes runs"
+                "are programs of their own run in one process: give devices=jax.local_devices(), or stages that are "
+                "alike, which one program over all processes runs (one_program=True)"
             )
         grid = np.array(given, dtype=object).reshape(plan.mesh.sizes)
         ranks = [jax.sharding.Mesh(grid[rank], ("dp", "tp")) for rank in range(plan.decision.pp)]

@@ -19,6 +19,7 @@ from shardwright.backends.jax.mesh import bind
 from shardwright.backends.jax.pipeline import Pipeline, StepCounts
 from shardwright.backends.jax.pipelined import PipelinedStep, PipelinedTraining
 from shardwright.backends.jax.samples import batch_size, resolve_batch_dims
+from shardwright.backends.jax.spmd_training import SpmdTraining
 from shardwright.backends.jax.state import Parts, TrainState, abstractly, is_abstract, put_together, take_apart
 from shardwright.backends.jax.watch import Watch
 from shardwright.core.errors import MissingCapabilityError, PlanError
@@ -35,6 +36,7 @@ def train_step(
     *,
     devices: Sequence[jax.Device] | None = None,
     batch_dims: Any = None,
+    one_program: bool | None = None,
 ) -> "TrainStep":
     """A training step under a plan.
 
@@ -48,11 +50,13 @@ def train_step(
         as its parameters, the batch along dp. A split of a fused matrix by blocks is a plain split of the dim here (see
         `backends.jax.layout.lower_layout`); results are the same.
     batch_dims: as in capture.
+    one_program: run pipeline stages as one SPMD program, which stages that are alike can, instead of programs of their
+        own for each stage, which any model and schedule can, but in one process. Default: only over several processes.
 
-    Raises MissingCapabilityError for what this runtime does not do (pipeline stages), ClusterError when the number of
-    devices is not the plan's.
+    Raises MissingCapabilityError for what this runtime does not do, ClusterError when the number of devices is not the
+    plan's.
     """
-    return TrainStep(loss_fn, optimizer, plan, devices=devices, batch_dims=batch_dims)
+    return TrainStep(loss_fn, optimizer, plan, devices=devices, batch_dims=batch_dims, one_program=one_program)
 
 
 class TrainStep:
@@ -66,6 +70,7 @@ class TrainStep:
         *,
         devices: Sequence[jax.Device] | None = None,
         batch_dims: Any = None,
+        one_program: bool | None = None,
     ) -> None:
         _require_supported(plan)
         _warn_of_precision(plan)
@@ -74,9 +79,12 @@ class TrainStep:
         self.batch_dims = batch_dims
         self._loss = LossFunction.of(loss_fn, plan)
         self._compiled: dict[Any, Callable[..., tuple[TrainState, Loss]]] = {}
-        self._pipelined: PipelinedTraining | None = None
+        self._pipelined: PipelinedTraining | SpmdTraining | None = None
         if plan.decision.pp > 1:
-            self._pipelined = PipelinedTraining(self._loss, optimizer, plan, devices)
+            used = jax.devices() if devices is None else devices
+            spread = len({device.process_index for device in used}) > 1
+            form = SpmdTraining if one_program or (one_program is None and spread) else PipelinedTraining
+            self._pipelined = form(self._loss, optimizer, plan, devices)
         else:
             self.mesh = bind(plan.mesh, devices)
 
@@ -147,10 +155,10 @@ class TrainStep:
     def measure(self, state: TrainState, batch: Any) -> tuple[TrainState, Loss, Timeline]:
         """One update, and when each of its actions ran. The step before it should have been of the same form, so that
         nothing is compiled. Raises MissingCapabilityError for a plan without pipeline stages, which has no actions."""
-        if self._pipelined is None:
+        if not isinstance(self._pipelined, PipelinedTraining):
             raise MissingCapabilityError(
-                "the plan has pp=1, so a step is one program without actions to measure: plan with pp above 1, or use "
-                "jax.profiler"
+                "a step of this plan is one program, without actions to measure: plan with pp above 1, in one process, "
+                "or use jax.profiler"
             )
         step, leaves = self._step_for(state, batch)
         watch = Watch(step.pipeline.micro.cut, self.plan.decision.pp)

@@ -1,0 +1,98 @@
+"""Stages that are alike: the same equations on other weights. Their inputs, sorted by what they are."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwright.backends.jax.cut import Cut
+from shardwright.backends.jax.equations import Equation, FlatProgram, aval_of
+from shardwright.core.errors import MissingCapabilityError
+
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Parts 1 … n of a cut, as one function: that of part 1."""
+
+    equations: tuple[Equation, ...]
+    stacked: tuple[tuple[int, ...], ...]
+    """Weights that differ from part to part: for each, its value in every part."""
+    shared: tuple[int, ...]
+    """Inputs that are the same for all."""
+    entering: tuple[int, ...]
+    """Values that a part takes from the one before it; those of part 1."""
+    leaving: tuple[int, ...]
+    """What part 1 hands to the next for each of them."""
+    final: tuple[tuple[int, int], ...]
+    """(a value of the last part that what follows reads, the same value of part 1)."""
+
+
+def alike(cut: Cut, first: int, last: int) -> Alike:
+    """Parts ``first`` … ``last`` as one function.
+
+    Raises MissingCapabilityError, naming the difference, when they are not alike or take more than the last one's
+    values and what is common to all.
+    """
+    flat = cut.flat
+    shapes = [_canonical(flat, cut.parts[index].equations) for index in range(first, last + 1)]
+    for offset, (signature, inputs, _) in enumerate(shapes):
+        if signature != shapes[0][0] or len(inputs) != len(shapes[0][1]):
+            raise MissingCapabilityError(
+                f"stage {offset} does not run what stage 0 does ({len(signature)} equations against "
+                f"{len(shapes[0][0])}, {len(inputs)} inputs against {len(shapes[0][1])}): one program for all stages "
+                "needs stages that are alike; cut blocks evenly, or run the stages as programs of their own in one "
+                "process"
+            )
+    weights = {weight.value for weight in cut.weights}
+    made = [{value: number for number, value in enumerate(outputs)} for _, _, outputs in shapes]
+    stacked, shared, entering, leaving = [], [], [], []
+    for values in zip(*(inputs for _, inputs, _ in shapes), strict=True):
+        if len(set(values)) == 1:
+            shared.append(values[0])
+        elif all(value in weights for value in values):
+            stacked.append(tuple(values))
+        else:
+            from_before = {made[i].get(value, -1) for i, value in enumerate(values[1:])}
+            if len(from_before) != 1 or -1 in from_before:
+                raise MissingCapabilityError(
+                    f"a value of shape {flat.avals[values[0]].shape} enters the stages from elsewhere than the stage "
+                    "before: one program for all stages hands values on from one to the next alone; run the stages as "
+                    "programs of their own in one process"
+                )
+            entering.append(values[0])
+            leaving.append(shapes[0][2][from_before.pop()])
+    final = tuple(
+        (arrival.value, shapes[0][2][made[-1][arrival.value]])
+        for arrival in cut.parts[last + 1].arrivals
+        if arrival.value in made[-1]
+    )
+    return Alike(
+        cut.parts[first].equations, tuple(stacked), tuple(shared), tuple(entering), tuple(leaving), final
+    )
+
+
+def _canonical(flat: FlatProgram, equations: Sequence[Equation]) -> tuple[list[Any], list[int], list[int]]:
+    """What equations do, whatever their values are called; their inputs and results in order of first mention."""
+    names: dict[int, int] = {}
+    inputs: list[int] = []
+    outputs: list[int] = []
+    signature = []
+    for equation in equations:
+        operands: list[Any] = []
+        for atom in equation.inputs:
+            if not isinstance(atom, int):
+                operands.append((str(atom.val), str(atom.aval)))
+                continue
+            if atom not in names:
+                names[atom] = len(names)
+                inputs.append(atom)
+            operands.append(names[atom])
+        for value in equation.outputs:
+            names[value] = len(names)
+            outputs.append(value)
+        params = ADDRESS.sub("", str(sorted(equation.params.items(), key=lambda item: item[0])))
+        shapes = [str(aval_of(flat, atom)) for atom in (*equation.inputs, *equation.outputs)]
+        signature.append((equation.primitive.name, params, tuple(operands), tuple(shapes)))
+    return signature, inputs, outputs

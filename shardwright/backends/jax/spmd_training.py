@@ -1,0 +1,219 @@
+"""Training under a plan whose stages are alike, as one program over all devices of all processes.
+
+The blocks' parameters are kept stacked, [virtual stages, pp, …] with pp along the mesh's, so that every device holds its
+stages' alone; their optimizer states too. The update sees the parameters as they were given.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardwright.backends.jax.holding import holdings_of
+from shardwright.backends.jax.layout import parameter_shardings, replicated
+from shardwright.backends.jax.loss import LossFunction, Microbatches
+from shardwright.backends.jax.mesh import bind
+from shardwright.backends.jax.microbatch import CutMicrobatch, cut_microbatch
+from shardwright.backends.jax.spmd import SpmdLoss, block_plan
+from shardwright.backends.jax.state import Parts, TrainState
+from shardwright.core.errors import MissingCapabilityError
+from shardwright.core.plan import Plan
+
+Slot = tuple[tuple[Any, ...], int]
+"""Which array of a tree: the path before a parameter's own (none for the parameters themselves), and the parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stacking:
+    """A tree whose leaves include one for every parameter, as lists of arrays: stacks of the blocks', and the rest."""
+
+    structure: Any
+    rows: tuple[tuple[tuple[int, ...], Any], ...]
+    """For every stack: the leaves in it, in the order of stages, and its sharding."""
+    rest: tuple[tuple[int, Any], ...]
+    """Every other leaf, and its sharding."""
+    shape: tuple[int, int]
+
+    def pack(self, tree: Any) -> dict[str, list[Any]]:
+        leaves = jax.tree.leaves(tree)
+        stacks = [jnp.stack([leaves[i] for i in rows]).reshape(*self.shape, *leaves[rows[0]].shape)
+                  for rows, _ in self.rows]  # fmt: skip
+        return {"stacks": stacks, "rest": [leaves[i] for i, _ in self.rest]}
+
+    def unpack(self, packed: dict[str, list[Any]]) -> Any:
+        leaves: list[Any] = [None] * (len(self.rest) + sum(len(rows) for rows, _ in self.rows))
+        for (rows, _), stack in zip(self.rows, packed["stacks"], strict=True):
+            flat = stack.reshape(-1, *stack.shape[2:])
+            for number, leaf in enumerate(rows):
+                leaves[leaf] = flat[number]
+        for (leaf, _), value in zip(self.rest, packed["rest"], strict=True):
+            leaves[leaf] = value
+        return jax.tree.unflatten(self.structure, leaves)
+
+    @property
+    def shardings(self) -> dict[str, list[Any]]:
+        return {"stacks": [at for _, at in self.rows], "rest": [at for _, at in self.rest]}
+
+
+class SpmdTraining:
+    """The same interface as `PipelinedTraining`, with one program a step."""
+
+    def __init__(
+        self,
+        loss: LossFunction,
+        optimizer: optax.GradientTransformation,
+        plan: Plan,
+        devices: Sequence[jax.Device] | None,
+    ) -> None:
+        self.loss, self.optimizer, self.plan = loss, optimizer, plan
+        self.blocks = block_plan(plan)
+        self.mesh: Mesh = bind(plan.mesh, devices)
+
+    # --- state
+
+    def init(self, given: Parts, init: Callable[[], tuple[Any, Any, Any]] | None) -> TrainState:
+        """The state of a model taken apart: arrays, or shapes and the function that makes (params, random, other)."""
+        stacking, states = self._stackings(given)
+        whole = replicated(self.mesh)
+
+        def start(params: Any) -> tuple[Any, Any]:
+            return stacking.pack(params), states.pack(self.optimizer.init(params))
+
+        places = (stacking.shardings, states.shardings)
+        if init is None:
+            packed, optimizer = jax.jit(start, out_shardings=places)(given.params)
+            random = jax.tree.map(lambda leaf: jax.device_put(leaf, whole, may_alias=False), given.random)
+            other = given.other
+        else:
+
+            def make() -> tuple[Any, Any, Any]:
+                params, random, other = init()
+                return start(params), random, other
+
+            everywhere = jax.tree.map(lambda _: whole, (given.random, given.other))
+            (packed, optimizer), random, other = jax.jit(make, out_shardings=(places, *everywhere))()
+        step = jax.device_put(jnp.zeros((), jnp.int32), whole)
+        self._unpack = jax.jit(stacking.unpack, out_shardings=whole)
+        return TrainState(step, packed, optimizer, random, other, given.graphdef)
+
+    def whole(self, params: Any) -> Any:
+        """Parameters as they were given, whole on every device."""
+        return self._unpack(params)
+
+    def _stackings(self, given: Parts) -> tuple[Stacking, Stacking]:
+        """How parameters and the optimizer's state are kept: where stages use the same leaves of their blocks, one
+        stack."""
+        plan = self.plan
+        names = given.names
+        leaves, structure = jax.tree.flatten(given.params)
+        holdings = holdings_of(self.blocks, names, [leaf.shape for leaf in leaves])
+        if any(h.rows is not None for h in holdings):
+            raise MissingCapabilityError(
+                "the model keeps its layers in stacks of its own, which one program for all stages does not restack: "
+                "give the layers as parameters of their own, or run the stages in one process"
+            )
+        of_stage: list[list[int]] = [[] for _ in range(plan.stages)]
+        for unit, bound in enumerate(plan.binding("jax").units):
+            stage = next(s for s, held in enumerate(self.blocks.stage_units) if unit in held) - 1
+            if 0 <= stage < plan.stages:
+                own = [names.index(name) for _, name, _ in bound.parameters]
+                of_stage[stage] += [leaf for leaf in own if holdings[leaf].stage == stage + 1]
+        shardings = jax.tree.leaves(
+            parameter_shardings(names, given.params, plan.parameter_layouts("jax"), self.mesh)
+        )
+        groups = list(zip(*of_stage, strict=True))
+        rows = tuple((tuple(g), self._stacked(shardings[g[0]])) for g in groups)
+        inside = {leaf for group in groups for leaf in group}
+        rest = tuple((leaf, shardings[leaf]) for leaf in range(len(leaves)) if leaf not in inside)
+        shape = (plan.decision.virtual_stages, plan.decision.pp)
+        stacking = Stacking(structure, rows, rest, shape)
+        return stacking, self._of_optimizer(given.params, stacking, shardings)
+
+    def _stacked(self, sharding: NamedSharding) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(None, "pp", *sharding.spec))
+
+    def _of_optimizer(self, params: Any, stacking: Stacking, shardings: Sequence[NamedSharding]) -> Stacking:
+        """Leaves of the optimizer's state that end in a parameter's path, and have its shape, are kept as it is."""
+        shapes: Any = jax.eval_shape(lambda p: p, params)
+        state = jax.eval_shape(self.optimizer.init, shapes)
+        known = {path: (number, leaf.shape) for number, (path, leaf) in
+                 enumerate(jax.tree_util.tree_flatten_with_path(shapes)[0])}  # fmt: skip
+        found: dict[Slot, int] = {}
+        flat = jax.tree_util.tree_flatten_with_path(state)[0]
+        for position, (path, leaf) in enumerate(flat):
+            for start in range(len(path)):
+                number, shape = known.get(path[start:], (-1, ()))
+                if number >= 0 and shape == leaf.shape:
+                    found[(path[:start], number)] = position
+                    break
+        rows = []
+        for prefix in dict.fromkeys(prefix for prefix, _ in found):
+            for group, at in stacking.rows:
+                if all((prefix, leaf) in found for leaf in group):
+                    rows.append((tuple(found[(prefix, leaf)] for leaf in group), at))
+        inside = {position for group, _ in rows for position in group}
+        parameter = {position: number for (_, number), position in found.items()}
+        whole = replicated(self.mesh)
+        rest = tuple(
+            (position, shardings[parameter[position]] if position in parameter else whole)
+            for position in range(len(flat))
+            if position not in inside
+        )
+        return Stacking(jax.tree.structure(state), tuple(rows), rest, stacking.shape)
+
+    # --- steps
+
+    def step_for(
+        self, state: TrainState, structure: Any, dims: tuple[int | None, ...], leaves: Sequence[Any]
+    ) -> Callable[..., tuple[TrainState, jax.Array]]:
+        """The compiled step for batches of one structure."""
+        d = self.plan.decision
+        batch = Microbatches(
+            self.loss, state.graphdef, structure, dims, d.dp, self.plan.microbatches, d.loss_scope == "replica"
+        )
+        shapes = jax.eval_shape(self._unpack, state.params)
+        parts = Parts(shapes, state.random, state.other, state.graphdef)
+        holdings = holdings_of(self.blocks, parts.names, [leaf.shape for leaf in jax.tree.leaves(shapes)])
+        micro = cut_microbatch(self.blocks, batch, parts, leaves, holdings)
+        loss = SpmdLoss.of(micro, self.plan, self.mesh)
+        stacking, states = self._stackings(parts)
+        run = self._program(loss, stacking, states, micro)
+        along = NamedSharding(self.mesh, PartitionSpec(None, "dp"))
+        whole = replicated(self.mesh)
+
+        def step(state: TrainState, leaves: Sequence[Any]) -> tuple[TrainState, jax.Array]:
+            given = [
+                jax.device_put(batch.split(leaf, dim), whole if dim is None else along)
+                for leaf, dim in zip(leaves, dims, strict=True)
+            ]
+            number, params, optimizer, value = run(state.step, state.params, state.optimizer, state.random, given)
+            return TrainState(number, params, optimizer, state.random, state.other, state.graphdef), value
+
+        return step
+
+    def _program(self, loss: SpmdLoss, stacking: Stacking, states: Stacking, micro: CutMicrobatch) -> Any:
+        values = [weight.value for weight in micro.cut.weights]
+        stacks = {tuple(values[leaf] for leaf in group): number for number, (group, _) in enumerate(stacking.rows)}
+
+        def step(number: Any, params: Any, optimizer: Any, random: Any, batch: Any) -> Any:
+            sources = {micro.step: number} | dict(zip(micro.random, jax.tree.leaves(random), strict=True))
+
+            def total(params: Any) -> Any:
+                rest = {values[leaf]: a for (leaf, _), a in zip(stacking.rest, params["rest"], strict=True)}
+                stacked = [params["stacks"][stacks[group]] for group in loss.blocks.stacked]
+                return loss(stacked, rest, sources, dict(zip(micro.batch, batch, strict=True)))
+
+            (value, weight), found = jax.value_and_grad(total, has_aux=True)(params)
+            mean = jax.tree.map(lambda g: g / weight, found)
+            whole = stacking.unpack(params)
+            updates, state = self.optimizer.update(stacking.unpack(mean), states.unpack(optimizer), whole)
+            changed = optax.apply_updates(whole, updates)
+            return number + 1, stacking.pack(changed), states.pack(state), value / weight
+
+        whole = replicated(self.mesh)
+        places = (whole, stacking.shardings, states.shardings, whole)
+        return jax.jit(step, out_shardings=places, donate_argnums=(1, 2))
