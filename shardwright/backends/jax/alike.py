@@ -68,9 +68,7 @@ def alike(cut: Cut, first: int, last: int) -> Alike:
         for arrival in cut.parts[last + 1].arrivals
         if arrival.value in made[-1]
     )
-    return Alike(
-        cut.parts[first].equations, tuple(stacked), tuple(shared), tuple(entering), tuple(leaving), final
-    )
+    return Alike(cut.parts[first].equations, tuple(stacked), tuple(shared), tuple(entering), tuple(leaving), final)
 
 
 def _canonical(flat: FlatProgram, equations: Sequence[Equation]) -> tuple[list[Any], list[int], list[int]]:

@@ -144,8 +144,8 @@ class _Placer:
                 )
         return placed
 
-    def _fixed(self, equation: Equation) -> int | str | None:
-        """A stage, "anywhere", or None where it is open."""
+    def _fixed(self, equation: Equation) -> int | str | frozenset[int]:
+        """A stage, "anywhere", or, where it is open, the stages of the weights that it reads."""
         inputs = list(equation.values)
         if equation.stage is not None:
             return equation.stage
@@ -160,11 +160,18 @@ class _Placer:
                 self.of_weights.update((value, stages) for value in equation.outputs)
                 return "anywhere"
         stages = frozenset[int]().union(*(self.of_weights.get(value, frozenset()) for value in inputs))
-        return next(iter(stages)) if len(stages) == 1 else None
+        return next(iter(stages)) if len(stages) == 1 else stages
 
-    def _fill(self, fixed: list[int | str | None], light: Sequence[Equation]) -> list[int]:
-        """A stage for every equation: between two stages, the cut where the fewest bytes cross."""
+    def _fill(self, fixed: list[int | str | frozenset[int]], light: Sequence[Equation]) -> list[int]:
+        """A stage for every equation: between two stages, the cut where the fewest bytes cross. A tied weight that
+        no stage so far reads moves on to the next one that does."""
         crossing = _crossing_bytes(self.flat, {value for e in light for value in e.outputs} | self.anywhere)
+        fixed = list(fixed)
+        so_far = 0
+        for position, own in enumerate(fixed):
+            if isinstance(own, frozenset) and own and so_far not in own:
+                fixed[position] = own = min((stage for stage in own if stage > so_far), default=own)
+            so_far = max(so_far, own) if isinstance(own, int) else so_far
         found: list[int] = []
         position, before = 0, 0
         while position < len(fixed):

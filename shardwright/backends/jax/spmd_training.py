@@ -1,7 +1,7 @@
 """Training under a plan whose stages are alike, as one program over all devices of all processes.
 
-The blocks' parameters are kept stacked, [virtual stages, pp, …] with pp along the mesh's, so that every device holds its
-stages' alone; their optimizer states too. The update sees the parameters as they were given.
+The blocks' parameters are kept stacked, [virtual stages, pp, …] with pp along the mesh's, so that every device holds
+its stages' alone; their optimizer states too. The update sees the parameters as they were given.
 """
 
 from collections.abc import Callable, Sequence
@@ -122,9 +122,7 @@ class SpmdTraining:
             if 0 <= stage < plan.stages:
                 own = [names.index(name) for _, name, _ in bound.parameters]
                 of_stage[stage] += [leaf for leaf in own if holdings[leaf].stage == stage + 1]
-        shardings = jax.tree.leaves(
-            parameter_shardings(names, given.params, plan.parameter_layouts("jax"), self.mesh)
-        )
+        shardings = jax.tree.leaves(parameter_shardings(names, given.params, plan.parameter_layouts("jax"), self.mesh))
         groups = list(zip(*of_stage, strict=True))
         rows = tuple((tuple(g), self._stacked(shardings[g[0]])) for g in groups)
         inside = {leaf for group in groups for leaf in group}

@@ -1,0 +1,88 @@
+"""A model whose blocks are alike, and a step of it by one of several processes: `python -m tests.jax.spmd_model RANK
+PROCESSES PORT` prints the losses of two steps and the devices that hold the blocks."""
+
+import os
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import shardwright.jax as sw
+
+WIDTH, VOCABULARY, LENGTH, BATCH = 8, 12, 4, 16
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        return x + mask * self.down(jnp.tanh(self.up(self.norm(x))))
+
+
+class Model(nnx.Module):
+    """Token ids → logits; every block reads a mask made of the ids, and the head is the embedding."""
+
+    def __init__(self, blocks: int, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(blocks)])
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        mask = (ids > 1)[..., None].astype(jnp.float32)
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.embed.attend(x)
+
+
+def loss_fn(model: Model, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    counted = (batch["y"] < VOCABULARY // 2).astype(jnp.float32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
+    return (losses * counted).sum() / counted.sum(), counted.sum()
+
+
+def maker(blocks: int) -> Callable[[], Model]:
+    return lambda: Model(blocks, nnx.Rngs(2))
+
+
+def batches(steps: int) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    return [{name: rng.integers(0, VOCABULARY, (BATCH, LENGTH), np.int32) for name in ("x", "y")} for _ in range(steps)]
+
+
+def optimizer() -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, weight_decay=0.1))
+
+
+def plan_of(blocks: int, pp: int, dp: int = 1, **pins: object) -> sw.Plan:
+    sample = {name: jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32) for name in ("x", "y")}
+    graph = sw.capture(nnx.eval_shape(maker(blocks)), sample, lambda model, batch: loss_fn(model, batch)[0])
+    cluster = sw.Cluster("cpu", nodes=1, devices_per_node=pp * dp)
+    given = {"microbatch": 2, "precision": "fp32", "recompute": "none", "shard": 0, "schedule": "gpipe"} | pins
+    return sw.plan(graph, cluster, batch=BATCH, pp=pp, dp=dp, tp=1, **given)  # type: ignore[arg-type]
+
+
+def main(rank: int, processes: int, port: int) -> None:
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
+    train = sw.train_step(loss_fn, optimizer(), plan_of(4, 4, 2))
+    state = train.init(maker(4))
+    losses = []
+    for batch in batches(2):
+        state, loss = train(state, batch)
+        losses.append(float(loss))
+    held = sorted({shard.device.id for shard in state.params["stacks"][0].addressable_shards})
+    print(f"losses {losses} devices {len(held)}", flush=True)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+    main(*(int(argument) for argument in sys.argv[1:]))

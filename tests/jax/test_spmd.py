@@ -1,0 +1,108 @@
+"""Pipelines of stages that are alike as one SPMD program, in one process and in two."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import shardwright.jax as sw
+from tests.jax.chains import Run, module_reference, named
+from tests.jax.spmd_model import batches, loss_fn, maker, optimizer, plan_of
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = 4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation() -> Iterator[None]:
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Run:
+    return module_reference(loss_fn, maker(BLOCKS), optimizer(), batches(2))
+
+
+@pytest.mark.parametrize(
+    ("pp", "dp", "pins"),
+    [
+        (4, 2, {}),
+        (2, 1, {"schedule": "looped-bfs", "virtual_stages": 2}),
+        pytest.param(2, 1, {"recompute": "full"}, marks=pytest.mark.slow),
+    ],
+)
+def test_losses_and_parameters_are_the_unsplit_models(expected: Run, pp: int, dp: int, pins: dict[str, Any]) -> None:
+    plan = plan_of(BLOCKS, pp, dp, **pins)
+    devices = jax.devices()[: plan.mesh.size]
+    train = sw.train_step(loss_fn, optimizer(), plan, devices=devices, one_program=True)
+    state = train.init(maker(BLOCKS))
+    losses = []
+    for batch in batches(2):
+        state, loss = train(state, batch)
+        losses.append(float(loss))
+    np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
+    after = named(nnx.state(train.params(state), nnx.Param))
+    for name, value in expected.params.items():
+        np.testing.assert_allclose(after[name], value, rtol=2e-3, atol=2e-5, err_msg=name)
+    for tree in (state.params, state.optimizer):  # every device holds its share of the blocks
+        assert tree["stacks"]
+        for stack in tree["stacks"]:
+            assert stack.addressable_shards[0].data.size * pp == stack.size
+
+
+def test_two_processes_of_four_devices_each(expected: Run) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.jax.spmd_model", str(rank), "2", str(port)],
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [worker.communicate(timeout=400)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    for text in said:
+        match = re.search(r"losses \[(.*)\] devices 4", text)
+        assert match, text
+        np.testing.assert_allclose([float(x) for x in match[1].split(",")], expected.losses, rtol=1e-5)
+
+
+# --- bad input
+
+
+def test_blocks_that_stages_do_not_divide() -> None:
+    with pytest.raises(sw.ShardwrightError, match=r"repeats 6 blocks, which 4 stages .* divides 6"):
+        sw.train_step(loss_fn, optimizer(), plan_of(6, 4), devices=jax.devices()[:4], one_program=True)
+
+
+def test_a_schedule_that_is_no_loop() -> None:
+    plan = plan_of(BLOCKS, 2, schedule="1f1b")
+    with pytest.raises(sw.ShardwrightError, match=r"schedule='1f1b'.* gpipe and looped-bfs"):
+        sw.train_step(loss_fn, optimizer(), plan, devices=jax.devices()[:2], one_program=True)
+
+
+def test_stages_that_are_not_alike() -> None:
+    from tests.jax import chains
+
+    graph = chains.graph_of(chains.maker(4))
+    plan = chains.plan_of(graph, 2, schedule="gpipe")
+    train = sw.train_step(chains.loss_fn, optimizer(), plan, devices=jax.devices()[:2], one_program=True)
+    with pytest.raises(sw.ShardwrightError, match="stages that are alike"):
+        train(train.init(chains.maker(4)), chains.batches(1)[0])
