@@ -1,6 +1,7 @@
 """The choice between recorded pipelines and message passing, and the steps under either."""
 
 import contextlib
+import hashlib
 import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -13,7 +14,8 @@ from shardwright.backends.torch.messages.planning import count_flops, divide_mod
 from shardwright.backends.torch.program import Tree
 from shardwright.backends.torch.results import Returned
 from shardwright.backends.torch.runtime import StepBody
-from shardwright.core.errors import CaptureError, PlanError, UnrecordableError
+from shardwright.backends.torch.stage_map import StageMap
+from shardwright.core.errors import CaptureError, MissingCapabilityError, PlanError, UnrecordableError
 from shardwright.core.graph import Graph
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.planning import capture_at_first_step, plan_at_first_step
@@ -37,22 +39,30 @@ def run_step(
         start_messages(session, model, body, microbatches[0])
     if runtime.messages is None and runtime.stage_map is None:
         _split(session, model, body, microbatches[0])
-    try:
-        return runtime.step(signature, body, microbatches, samples)
-    except UnrecordableError as error:
-        if mode == "recorded" or runtime.messages is not None:
-            raise
-        _say(session, error)
-    start_messages(session, model, body, microbatches[0])
-    return runtime.step(signature, body, microbatches, samples)
+    prepared = None
+    if runtime.messages is None and mode == "auto":
+        failed: UnrecordableError | None = None
+        try:
+            prepared = runtime.prepare(signature, body, microbatches)
+        except UnrecordableError as error:
+            failed = error
+        # Pipeline peers have the same batch and come to the same end; replicas may not.
+        if failed is not None if session.bound.size("dp") == 1 else _anywhere(failed is not None, session):
+            _say(session, failed)
+            start_messages(session, model, body, microbatches[0])
+    return runtime.step(signature, body, microbatches, samples, prepared)
 
 
 def start_messages(
     session: Session, model: DistributedModel, body: StepBody, microbatch: Sequence[torch.Tensor]
 ) -> None:
     """From now on steps run by messages. A model that is not split yet is divided by its module tree; every rank takes
-    the division of rank 0."""
+    the division of rank 0.
+
+    Raises MissingCapabilityError: the configuration or the plan asks for what recorded pipelines alone do.
+    """
     runtime, config = model.runtime, session.config
+    _refuse_what_is_recorded_only(session)
     stage_map = runtime.stage_map
     if stage_map is not None:
         given: dict[str, int] = {}
@@ -70,6 +80,24 @@ def start_messages(
         active=config.active_microbatches,
         schedule=pipeline,
     )
+
+
+def _refuse_what_is_recorded_only(session: Session) -> None:
+    config, plan = session.config, session.plan
+    decision = None if plan is None else plan.decision
+    asked = {
+        f"a tensor axis of {session.bound.size('tp')}": session.bound.size("tp") > 1,
+        "recompute": config.recompute != "none" or (decision is not None and decision.recompute != "none"),
+        "loss_scope='global'": config.loss_scope == "global"
+        or (decision is not None and decision.loss_scope == "global"),
+        "compile": bool(config.compile),
+    }
+    refused = [name for name, is_asked in asked.items() if is_asked]
+    if refused:
+        raise MissingCapabilityError(
+            f"the step runs by message passing, which does not do {' nor '.join(refused)}: leave that out, or change "
+            f"the model so that it can be recorded ('pipeline_mode': 'recorded' says what hinders it)"
+        )
 
 
 def _split(session: Session, model: DistributedModel, body: StepBody, microbatch: Sequence[torch.Tensor]) -> None:
@@ -93,12 +121,18 @@ def _split(session: Session, model: DistributedModel, body: StepBody, microbatch
         return
     assert graph is not None
     stage_map = plan_at_first_step(session, model, graph)
+    if session.bound.size("dp") > 1:
+        failed = _replicas_differ(stage_map, session)
+        if failed is not None and recorded_only:
+            raise failed
     try:
         runtime.record_ahead(stage_map, body, microbatch)
     except UnrecordableError as error:
         if recorded_only:
             raise
-        _say(session, error)
+        failed = error
+    if not recorded_only and _anywhere(failed is not None, session):
+        _say(session, failed)
         start_messages(session, model, body, microbatch)
     else:
         runtime.split(stage_map)
@@ -115,6 +149,21 @@ def _why_unrecordable(
     except CaptureError:
         return None
     return None
+
+
+def _replicas_differ(stage_map: StageMap, session: Session) -> UnrecordableError | None:
+    """What the model calls may depend on the batch, of which every replica has another."""
+    text = f"{stage_map.calls} {sorted(stage_map.parameter_stages.items())}"
+    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    ends = torch.tensor([number, -number], dtype=torch.int64, device=session.bound.device)
+    with session.watch.waiting("all ranks, to compare the plans of the replicas"):
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    if int(ends[0]) == -int(ends[1]):
+        return None
+    return UnrecordableError(
+        "the replicas planned different stages: which modules the model calls depends on the batch, so that no plan "
+        "fits all of them; let the model run by message passing, or pass a plan"
+    )
 
 
 def _anywhere(here: bool, session: Session) -> bool:

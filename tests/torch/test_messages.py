@@ -15,7 +15,7 @@ CASES = (
     "loop:3:1:interleaved",
     "nested:3:1:interleaved",
 )
-OVER_REPLICAS = ("depth:3:2:interleaved", "chosen:3:2:interleaved", "exit:3:2:simple")
+OVER_REPLICAS = ("depth:3:2:interleaved", "chosen:3:2:interleaved", "exit:3:2:simple", "normed:3:2:interleaved")
 
 
 def check(found: dict[str, object]) -> None:

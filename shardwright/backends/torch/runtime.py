@@ -248,6 +248,7 @@ class Runtime:
         body: StepBody,
         microbatches: Sequence[Sequence[torch.Tensor]],
         samples: Sequence[int] | None = None,
+        prepared: "_Compiled | None" = None,
     ) -> tuple[Tree, dict[int, Returned]]:
         """Run one training step; every rank calls this at the same time.
 
@@ -256,6 +257,7 @@ class Runtime:
             body: what the user's step does, from stand-ins for the tensors of one microbatch.
             microbatches: the tensors of each microbatch, on this run's device. There may be fewer than planned.
             samples: how many each microbatch has: the weight of its losses, where the step gives none. Default: alike.
+            prepared: what `prepare` gave for it.
 
         Returns:
             the result of the body as a tree, and its tensors by their position among the leaves.
@@ -265,18 +267,7 @@ class Runtime:
             return self._step_by_messages(self.messages, body, microbatches, samples or [1] * count)
         stage_map = self.stage_map
         assert stage_map is not None
-        self._tree.require_same()
-        shapes = tuple(tuple((tuple(t.shape), t.dtype) for t in mb) for mb in microbatches)
-        variants = self._compiled.setdefault((signature, shapes, self._schedule_digest), [])
-        compiled = next((made for made in variants if made.holds(microbatches)), None)
-        if compiled is None:
-            if len(variants) >= VARIANTS:
-                raise UnrecordableError(
-                    f"what {type(self.model).__name__} reads from the batch had {VARIANTS} outcomes, each recorded, "
-                    f"and there are more: let the model run by message passing"
-                )
-            compiled = self._compile(stage_map, body, microbatches)
-            variants.append(compiled)
+        compiled = prepared or self.prepare(signature, body, microbatches)
         if not self._synchronized:
             self._synchronize()
             self._synchronized = True
@@ -316,10 +307,33 @@ class Runtime:
         self.watch.doing("between steps")
         return compiled.result, returned
 
+    def prepare(self, signature: Hashable, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]]) -> _Compiled:
+        """The recording by which a step can be run, made now if there is none yet; pp peers call this together.
+
+        Raises UnrecordableError: there is none.
+        """
+        stage_map = self.stage_map
+        assert stage_map is not None
+        self._tree.require_same()
+        shapes = tuple(tuple((tuple(t.shape), t.dtype) for t in mb) for mb in microbatches)
+        variants = self._compiled.setdefault((signature, shapes, self._schedule_digest), [])
+        compiled = next((made for made in variants if made.holds(microbatches)), None)
+        if compiled is None:
+            if len(variants) >= VARIANTS:
+                raise UnrecordableError(
+                    f"what {type(self.model).__name__} reads from the batch had {VARIANTS} outcomes, each recorded, "
+                    f"and there are more: let the model run by message passing"
+                )
+            compiled = self._compile(stage_map, body, microbatches)
+            variants.append(compiled)
+        return compiled
+
     def run_by_messages(self, owners: Owners, *, microbatches: int, active: int | None, schedule: str) -> None:
         """Run steps by messages from now on; every rank calls this at the same time. See `messages.engine.Messages`."""
         if self.holding.placement is None:
             self._hold(owners.placement(self.model))
+        if self.bound.size("dp") > 1 and self.statistics is None:
+            self.statistics = RunningStatistics(self.model, self.bound, self.watch)
         self.messages = Messages(
             owners, self.holding, self.gradients, self.bound, self.watch, timeout_s=self.timeout_s, active=active,
             schedule=schedule, microbatches=microbatches,
@@ -331,8 +345,13 @@ class Runtime:
         if not self._synchronized:
             self._synchronize()
             self._synchronized = True
+        self._tree.require_same()
+        if self.statistics is not None:
+            self.statistics.begin()
         with self._heard_by(messages):
             tree, returned, trained = messages.step(body, microbatches, samples, seed=self.seed, step=self.steps_run)
+        if self.statistics is not None:
+            self.statistics.finish()
         self.steps_run += int(trained)
         return tree, returned
 

@@ -138,8 +138,24 @@ class Nested(nn.Module):
         return F.cross_entropy(self.head(h), y)
 
 
+class Normed(nn.Module):
+    """Batch statistics, whose order matters, behind a choice that depends on values."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.a = Block(dropout)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.b = Block(dropout)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        if x.sum().item() > 0:
+            h = self.a(h)
+        return F.cross_entropy(self.b(self.norm(h))[:, :CLASSES], y)
+
+
 MODELS: dict[str, Callable[[float], nn.Module]] = {
-    "depth": Depth, "chosen": Chosen, "exit": EarlyExit, "loop": Loop, "nested": Nested,
+    "depth": Depth, "chosen": Chosen, "exit": EarlyExit, "loop": Loop, "nested": Nested, "normed": Normed,
 }  # fmt: skip
 
 

@@ -15,7 +15,8 @@ import shardwright.torch as sw
 
 STEPS = 4
 GLOBAL_MICROBATCHES = 4
-SAMPLES = 8
+SAMPLES = {"normed": 64}
+"""Batch norm over two samples has gradients that are nothing but rounding."""
 
 
 @sw.step
@@ -30,7 +31,8 @@ warnings.simplefilter("always")
 
 def run(case: str) -> dict[str, object]:
     name, pp, dp, pipeline = case.split(":")
-    expected = reference(name, STEPS, GLOBAL_MICROBATCHES, SAMPLES)
+    samples = SAMPLES.get(name, 8)
+    expected = reference(name, STEPS, GLOBAL_MICROBATCHES, samples)
     sw.init(
         {
             "pipeline_parallel_degree": int(pp),
@@ -48,7 +50,7 @@ def run(case: str) -> dict[str, object]:
     missing: list[str] = []
     for step in range(STEPS):
         distributed.zero_grad()
-        own = {key: tensor.chunk(int(dp))[sw.dp_rank()] for key, tensor in batch(step, SAMPLES).items()}
+        own = {key: tensor.chunk(int(dp))[sw.dp_rank()] for key, tensor in batch(step, samples).items()}
         loss = float(train_step(model, own).reduce_mean())
         worst_loss = max(worst_loss, abs(loss - expected.losses[step]) / abs(expected.losses[step]))
         wanted = expected.gradients[step]

@@ -22,7 +22,7 @@ from shardwright.backends.torch.messages.failure import StepFailedError
 from shardwright.backends.torch.messages.owners import Owners
 from shardwright.backends.torch.randomness import stream_seed
 from shardwright.backends.torch.unsplit import seeded_by_rule
-from shardwright.core.errors import ShardwrightError, UnrecordableError
+from shardwright.core.errors import MissingCapabilityError, ShardwrightError, UnrecordableError
 
 MICROBATCHES = 4
 SAMPLES = 8
@@ -249,24 +249,8 @@ def checkpointing_calls_again() -> None:
     sw.shutdown()
 
 
-class Normed(nn.Module):
-    """Batch statistics, whose order matters, behind a choice that depends on values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = Block()
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.b = Block()
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        h = self.a(x)
-        if x.sum().item() > 0:
-            h = self.a(h)
-        return F.cross_entropy(self.b(self.norm(h))[:, :CLASSES], y)
-
-
 def batch_statistics_follow_the_order_of_microbatches() -> None:
-    plain, model = start(Normed, {"a": 1, "norm": 2, "b": 0})
+    plain, model = start(dynamic.Normed, {"a": 1, "norm": 2, "b": 0})
     compare(plain, model, steps=3)
     assert "norm.running_mean" in dict(model.local_named_buffers()) or sw.rank() != 2
     sw.shutdown()
@@ -578,6 +562,9 @@ def wrong_inputs() -> None:
         compare(plain, model, steps=1)
         plain.zero_grad()
         model.zero_grad()
+    sw.shutdown()
+    _, model = start(Block3, recompute="full", loss_scope="global")
+    expect(MissingCapabilityError, "nor loss_scope='global'", lambda: train_step(model, given))
     sw.shutdown()
     sw.init({**CONFIG, "wait_timeout_s": 20.0})
     small = sw.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)))

@@ -144,9 +144,9 @@ class Messages:
         self.draws.first_microbatch = self._shares.first
         self.draws.begin(training=self.holding.model.training)
         self.watch.doing(f"step {step}, by messages")
-        self.wire.open()
         with kept_generators(True, self.bound.device), _patched_calls(self.calls), self.watch.waiting(_Waits(self)):
             try:
+                self.wire.open()  # only now: calls are served from here on
                 outcome = self._run(len(microbatches))
             except BaseException as error:
                 self._fail(error)
