@@ -1,4 +1,4 @@
-"""The command line: `shardwright plan | show | compare | simulate | explain | schedule | doctor`.
+"""The command line: `shardwright plan | partition | show | compare | simulate | explain | schedule | doctor`.
 
 Neither framework is imported before a model file asks for one.
 """
@@ -13,6 +13,7 @@ from shardwright.commands.compare import compare_command
 from shardwright.commands.doctor import doctor_command
 from shardwright.commands.explain import explain_command
 from shardwright.commands.output import USER_ERROR, print_error
+from shardwright.commands.partition import partition_command
 from shardwright.commands.plan import plan_command
 from shardwright.commands.profile import profile_command
 from shardwright.commands.schedule import schedule_command
@@ -72,6 +73,7 @@ def _shardwright(
 
 
 app.command("plan")(plan_command)
+app.command("partition")(partition_command)
 app.command("show")(show_command)
 app.command("compare")(compare_command)
 app.command("simulate")(simulate_command)

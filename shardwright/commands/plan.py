@@ -1,7 +1,6 @@
 """`shardwright plan`: capture a model and find how to split it over a cluster."""
 
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +12,11 @@ from shardwright.commands.output import JsonOption, print_json, print_view, requ
 from shardwright.commands.progress import DelayedProgress
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import ClusterError, ShardwrightError, nearest
-from shardwright.core.pins import pins_of
-from shardwright.core.plan import LossScope, Plan
+from shardwright.core.graph import Graph
+from shardwright.core.plan import LossScope
 from shardwright.core.request import Request
 from shardwright.core.search import make_plan
+from shardwright.core.search.study import study as make_study
 
 _SEARCHED = "searched where not given"
 _LOSS_SCOPES: dict[str, LossScope] = {"replica": "replica", "global": "global"}
@@ -125,6 +125,16 @@ def plan_command(
             rich_help_panel="Decision",
         ),
     ] = "exact",
+    study: Annotated[
+        bool,
+        typer.Option(
+            "--study", help="Also what binds, what changes would bring, and time against memory against price."
+        ),
+    ] = False,
+    tokens: Annotated[
+        float | None,
+        typer.Option(help="With --study: days and cost of training on so many tokens.", show_default=False),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where to save the plan file.", show_default=False)
     ] = None,
@@ -152,28 +162,34 @@ def plan_command(
         partitioner=partitioner,
     )
     devices = load_cluster(cluster, nodes, devices_per_node, intra_node, inter_node)
+    if tokens is not None and not study:
+        raise ShardwrightError(f"--tokens {tokens:g} without --study: add --study, which says what training takes")
     with DelayedProgress() as bar:
-        plan = _make(model, devices, request, bar)
+        graph = _captured(model, bar)
+        bar.stage("searching")
+        studied = make_study(graph, devices, request, tokens) if study else None
+        plan = studied.plan if studied is not None else make_plan(graph, devices, request, bar.update)
     from shardwright.core.plan_file import to_document, to_text
 
     if output is not None:
         write_text(output, to_text(plan))
+    from shardwright.report.study import study_document, study_view
+
     if json:
-        print_json(to_document(plan))
+        document = to_document(plan)
+        print_json(document if studied is None else {"plan": document, "study": study_document(studied)})
         return
     from shardwright.report.tables import plan_view
 
     saved = f"saved to {output}" if output is not None else "not saved: give -o plan.json to keep it"
-    print_view(plan_view(plan), saved)
+    print_view(plan_view(plan), *([] if studied is None else [study_view(studied)]), saved)
 
 
-def _make(model: str, cluster: Cluster, request: Request, bar: DelayedProgress) -> Plan:
+def _captured(model: str, bar: DelayedProgress) -> Graph:
     bar.stage(f"loading {model}")
     given = load_model(model)
     bar.stage("capturing")
-    graph = capture(given.model, given.sample, given.loss)
-    bar.stage("searching")
-    return make_plan(graph, cluster, replace(request, layouts=pins_of(graph, None)), bar.update)
+    return capture(given.model, given.sample, given.loss)
 
 
 def load_cluster(

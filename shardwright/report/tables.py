@@ -35,7 +35,7 @@ def comparison_view(comparison: Comparison, first: str, second: str) -> Renderab
         verdict = Text("Same decision: degrees, cuts, layouts, schedule and memory policy.", style="green")
     frameworks = {plan.provenance.captured_from for plan in (comparison.first, comparison.second)}
     unexpected = set(comparison.unexpected)
-    table = _table("What differs", "section", "field", Text(first), Text(second), "between frameworks")
+    table = new_table("What differs", "section", "field", Text(first), Text(second), "between frameworks")
     for each in comparison.differences:
         expected = len(frameworks) > 1 and each not in unexpected
         note = Text("expected", style="dim") if expected else Text("")
@@ -52,7 +52,7 @@ def timeline_view(plan: Plan, timeline: Timeline) -> RenderableType:
         f"{decision.schedule}: {decision.stages} stages on {decision.pp} ranks, {plan.microbatches} microbatches, "
         f"{seconds_text(timeline.makespan_s)}"
     )
-    table = _table("Pipeline", "rank", ">actions", ">idle", ">live activations", ">activation memory")
+    table = new_table("Pipeline", "rank", ">actions", ">idle", ">live activations", ">activation memory")
     for rank in range(timeline.ranks):
         table.add_row(
             str(rank),
@@ -66,7 +66,7 @@ def timeline_view(plan: Plan, timeline: Timeline) -> RenderableType:
 
 def step_view(parts: Sequence[RankStep]) -> RenderableType:
     """Where the time of a step goes, rank by rank."""
-    table = _table("Step", "rank", ">compute", ">transfers", ">bubble", ">gradients", ">optimizer", ">together")
+    table = new_table("Step", "rank", ">compute", ">transfers", ">bubble", ">gradients", ">optimizer", ">together")
     for rank, part in enumerate(parts):
         columns = (part.compute_s, part.transfer_s, part.bubble_s, part.gradients_s, part.optimizer_s, part.total_s)
         table.add_row(str(rank), *map(seconds_text, columns))
@@ -105,7 +105,7 @@ def _stages(plan: Plan) -> Table:
     costs = plan.stage_costs()
     framework, binding = plan.bindings[0]
     placement = plan.build_schedule().placement
-    table = _table(
+    table = new_table(
         f"Stages ({framework}'s names)", "stage", "pp", "units", "modules", ">parameters", ">forward", ">backward"
     )
     classes = plan.model.class_slots
@@ -132,7 +132,7 @@ def _stages(plan: Plan) -> Table:
 
 def _memory(plan: Plan) -> Table:
     limit = plan.provenance.device_memory_bytes
-    table = _table(
+    table = new_table(
         f"Memory per rank (of {bytes_text(limit)})",
         "pp", ">parameters", ">gradients", ">optimizer", ">activations", ">buffers", ">total", ">used",
     )  # fmt: skip
@@ -151,7 +151,7 @@ def _memory(plan: Plan) -> Table:
 
 def _layouts(plan: Plan) -> Table:
     framework, binding = plan.bindings[0]
-    table = _table(f"Layouts ({framework}'s names)", "parameter", ">units", ">shape (in, out)", "layout")
+    table = new_table(f"Layouts ({framework}'s names)", "parameter", ">units", ">shape (in, out)", "layout")
     for slot, layout in plan.decision.layouts:
         structural, role = slot.split("/")
         units = [unit for unit, own in enumerate(plan.model.unit_classes) if own == int(structural)]
@@ -167,7 +167,7 @@ def _layouts(plan: Plan) -> Table:
 
 
 def _alternatives(plan: Plan) -> Table:
-    table = _table("Not chosen", "plan", ">step", ">peak memory", "why")
+    table = new_table("Not chosen", "plan", ">step", ">peak memory", "why")
     for each in plan.alternatives:
         table.add_row(
             Text(each.summary), seconds_text(each.step_time_s), bytes_text(each.peak_memory_bytes), Text(each.reason)
@@ -175,7 +175,7 @@ def _alternatives(plan: Plan) -> Table:
     return table
 
 
-def _table(title: str, *columns: str | Text) -> Table:
+def new_table(title: str, *columns: str | Text) -> Table:
     """An empty table; a column whose name begins with > is aligned to the right."""
     table = Table(
         title=f"\n{title}",

@@ -8,7 +8,7 @@ until few enough are left. Stages come from a dynamic programme over those (`par
 
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shardwright.core.errors import PlanError
 from shardwright.core.partition.exact import range_sums
-from shardwright.core.partition.pareto import StageTimes, pareto_cut
+from shardwright.core.partition.pareto import StageTimes, masked, pareto_cut
 from shardwright.core.partition.tasks import Tasks
 
 MOST_BLOCKS = 32
@@ -56,7 +56,7 @@ def block_cut(
     *,
     send_s_per_byte: float,
     limit_bytes: float,
-    live: int = 1,
+    live: Sequence[int] = (),
     most_blocks: int = MOST_BLOCKS,
 ) -> BlockCut | None:
     """Tasks in ``stages`` stages, one device each.
@@ -64,13 +64,14 @@ def block_cut(
     Args:
         send_s_per_byte: of a message between two devices.
         limit_bytes: what a device has for parameters, their states and activations; a `MEMORY_SHARE` of it is used.
-        live: microbatches whose activations are kept at once.
+        live: for every stage how many microbatches' activations are kept at once; none: one each.
         most_blocks: how many blocks go into the dynamic programme, at least the number of stages.
 
     Returns None where no cut fits. Raises PlanError for fewer tasks than stages.
     """
     limit = limit_bytes * MEMORY_SHARE
-    blocks = blocks_of(tasks, max(stages, most_blocks), limit, live)
+    live = tuple(live) or (1,) * stages
+    blocks = blocks_of(tasks, max(stages, most_blocks), limit, min(live))
     if len(blocks) < stages:
         raise PlanError(f"{stages} stages need as many blocks: the model has {len(blocks)}; use at most that many")
     block_of = {task: index for index, held in enumerate(blocks) for task in held}
@@ -85,11 +86,9 @@ def block_cut(
     sent = send_s_per_byte * crossing
     leaving = sent.copy()
     leaving[-1] = 0.0
-    fits = state + live * kept <= limit
-    times = StageTimes(
-        np.where(fits, forward + leaving[None, :], np.inf), np.where(fits, backward + sent[:, None], np.inf)
-    )
-    cut = pareto_cut(lambda device, width: times, n, stages, stages, one_state=True)
+    plain = StageTimes(forward + leaving[None, :], backward + sent[:, None])
+    times = [masked(plain, state + count * kept <= limit) for count in live]
+    cut = pareto_cut(lambda device, width: times[device], n, stages, stages, one_state=True)
     if cut is None:
         return None
     stage_of_block = np.searchsorted(np.asarray(cut.starts), np.arange(n), side="right") - 1

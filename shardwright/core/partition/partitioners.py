@@ -111,9 +111,9 @@ def cut_units(name: str, units: Units, tasks: Callable[[], Tasks], live: Sequenc
             stages,
             send_s_per_byte=units.send_s_per_byte,
             limit_bytes=units.limit_bytes,
-            live=max(live),
+            live=live,
         )
-        return None if cut is None else whole_units(cut.stage_of, units, tasks(), stages)
+        return None if cut is None else uncoarsened(whole_units(cut.stage_of, units, tasks(), stages), units, live)
     fits = units.fits(live)
     if name == "exact":
         total = times.forward_s + times.backward_s
@@ -141,6 +141,34 @@ def whole_units(stage_of_task: Sequence[int], units: Units, tasks: Tasks, stages
         first = next((u for u in range(count) if wanted[u] >= stage), count)
         starts.append(min(max(first, starts[-1] + 1), count - (stages - stage)))
     return tuple(starts)
+
+
+def uncoarsened(starts: tuple[int, ...], units: Units, live: Sequence[int]) -> tuple[int, ...]:
+    """The cut after moving units over the borders of stages for as long as that gains, as RaNNC's last step does with
+    the pieces of its blocks."""
+    plain, fits = units.stage_times(), units.fits(live)
+
+    def worth(cut: tuple[int, ...]) -> tuple[int, float, float]:
+        ends = list(zip(cut, (*cut[1:], len(units)), strict=True))
+        forward = [float(plain.forward_s[a, b]) for a, b in ends]
+        backward = [float(plain.backward_s[a, b]) for a, b in ends]
+        unfit = sum(not fits[stage, a, b] for stage, (a, b) in enumerate(ends))
+        # Among equals the more even one: it may be a step on the way to a better one.
+        squares = sum((f + b) ** 2 for f, b in zip(forward, backward, strict=True))
+        return unfit, round(max(forward) + max(backward), 12), squares
+
+    best = worth(starts)
+    while True:
+        moved = [
+            (*starts[:place], starts[place] + step, *starts[place + 1 :])
+            for place in range(1, len(starts))
+            for step in (-1, 1)
+            if starts[place - 1] < starts[place] + step < (*starts, len(units))[place + 1]
+        ]
+        found = min(moved, key=worth, default=starts)
+        if worth(found) >= best:
+            return starts
+        starts, best = found, worth(found)
 
 
 def judge(name: str, units: Units, tasks: Callable[[], Tasks], live: Sequence[int]) -> Judged | None:

@@ -19,6 +19,7 @@ from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.family import Sizes
 
 MAX_MICROBATCH = 64
+"""Up to which every size that divides is tried; beyond it powers of two."""
 MAX_TENSOR_DEGREE = 8
 """Tensor degrees that do not fit into a node are tried up to this one: beyond it messages of every layer leave the node
 too often to pay (a pin may ask for more)."""
@@ -138,6 +139,14 @@ class Space:
             return
         each = batch // dp
         yield from (size for size in range(1, min(MAX_MICROBATCH, each) + 1) if each % size == 0)
+        # Small samples, of a recommender say, take large ones: the powers of two beyond, and all of them at once.
+        size = 2 * MAX_MICROBATCH
+        while size < each:
+            if each % size == 0:
+                yield size
+            size *= 2
+        if each > MAX_MICROBATCH:
+            yield each
 
     def policies(self, dp: int) -> Iterator[Policy]:
         """The memory policies for a data degree, the least saving first."""

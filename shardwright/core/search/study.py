@@ -1,0 +1,281 @@
+"""What surrounds a plan: what binds it, what a change would bring, time against memory against price, days and cost."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from shardwright.core.cluster import Cluster, NodeGroup
+from shardwright.core.cost_tables import CostTables
+from shardwright.core.errors import PlanError
+from shardwright.core.graph import Graph
+from shardwright.core.hardware import Link
+from shardwright.core.plan import Plan, summarize
+from shardwright.core.request import Request
+from shardwright.core.search.answer import terms_s
+from shardwright.core.search.find import Search, make_plan, tables_of
+from shardwright.core.search.scoring import Scored
+
+FASTER = 2
+"""How many times the bandwidth and the memory of the changes that are looked at."""
+INTEGERS = frozenset({"int64", "int32", "uint32", "int16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Binds:
+    """What stands in the way of a faster plan."""
+
+    memory_rank: int
+    """The fullest pipeline rank."""
+    memory_share: float
+    """Of its device's memory."""
+    memory_part: str
+    """What takes most of it."""
+    memory_when: str
+    term: str
+    """The largest part of the step that is not computing."""
+    term_s: float
+    link: str
+    """The link that it travels over; empty for the pipeline's bubble and the optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What another cluster or another microbatch would bring."""
+
+    name: str
+    summary: str
+    step_time_s: float | None
+    """None where no plan fits, or none is possible."""
+    gain: float
+    """Of the plan's step time, negative for a loss."""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A plan that no other looked at beats in time, in memory and in price."""
+
+    summary: str
+    devices: int
+    step_time_s: float
+    peak_memory_bytes: int
+    usd_per_step: float | None
+    efficiency: float
+    """Samples per second and device, against the best of all points."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A whole training run."""
+
+    tokens: float
+    tokens_per_sample: int
+    steps: int
+    days: float
+    usd: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """A plan and its surroundings."""
+
+    plan: Plan
+    binds: Binds
+    changes: tuple[Change, ...]
+    front: tuple[Point, ...]
+    training: Training | None
+
+
+def study(graph: Graph, cluster: Cluster, request: Request, tokens: float | None = None) -> Study:
+    """The best plan with what binds it, what changes would bring, the front of time, memory and price, and, for
+    ``tokens``, how long training takes and what it costs.
+
+    Raises PlanError as `make_plan` does, and for tokens of a model whose inputs are none.
+    """
+    plan = make_plan(graph, cluster, request)
+    return Study(
+        plan,
+        what_binds(plan, cluster),
+        tuple(_changes(graph, cluster, request, plan)),
+        tuple(_front(graph, cluster, request)),
+        None if tokens is None else _training(graph, cluster, plan, tokens),
+    )
+
+
+def what_binds(plan: Plan, cluster: Cluster) -> Binds:
+    """The fullest rank and the largest term beside computing."""
+    uses = plan.predicted.memory_by_stage_rank
+    limits = [
+        min(cluster.memory_bytes(rank) for rank in _ranks_of(plan, pp)) if cluster.world_size == plan.mesh.size else 1
+        for pp in range(len(uses))
+    ]
+    rank = max(range(len(uses)), key=lambda pp: uses[pp].total_bytes / limits[pp])
+    use = uses[rank]
+    parts = {
+        "parameters": use.parameters_bytes,
+        "gradients": use.gradients_bytes,
+        "optimizer states": use.optimizer_bytes,
+        "activations": use.activations_bytes,
+        "buffers": use.buffers_bytes,
+    }
+    part = max(parts, key=lambda name: parts[name])
+    when = "all through the step"
+    if part in ("activations", "buffers"):
+        when = "in the last backward of one microbatch"
+        if plan.decision.pp > 1:
+            when = (
+                f"when it has most microbatches under way, at the end of the pipeline's fill ({plan.decision.schedule})"
+            )
+    terms = {name: seconds for name, seconds in terms_s(plan.predicted).items() if name != "compute"}
+    term = max(terms, key=lambda name: terms[name])
+    axis = {"tensor collectives": "tp", "gradient reduction": "dp"}.get(term)
+    link = _link_name(plan, cluster, axis) if axis is not None else ""
+    return Binds(rank, use.total_bytes / limits[rank], part, when, term, terms[term], link)
+
+
+def _ranks_of(plan: Plan, pp: int) -> list[int]:
+    mesh = plan.mesh
+    size, stride = mesh.axis_size("pp"), mesh.stride("pp")
+    return [rank for rank in range(mesh.size) if rank // stride % size == pp]
+
+
+def _link_name(plan: Plan, cluster: Cluster, axis: str) -> str:
+    members = plan.mesh.group(0, axis)
+    return cluster.link_for_group(members).name if len(members) > 1 else ""
+
+
+def _changes(graph: Graph, cluster: Cluster, request: Request, plan: Plan) -> Iterator[Change]:
+    def tried(name: str, other: Cluster, asked: Request) -> Change:
+        best, note = _best(graph, other, asked)
+        if best is None:
+            return Change(name, "", None, 0.0, note or "does not fit")
+        step_s = best.predicted.step_time_s
+        return Change(name, summarize(best.decision), step_s, 1 - step_s / plan.predicted.step_time_s)
+
+    yield tried(f"{FASTER} times the memory", _with_memory(cluster, FASTER), request)
+    inside = [replace(group, intra_node=_faster(group.intra_node)) for group in cluster.groups]
+    if max(group.devices_per_node for group in cluster.groups) > 1:
+        yield tried(f"{FASTER} times the bandwidth within nodes", _again(cluster, inside, cluster.inter_node), request)
+    if cluster.nodes > 1 and cluster.inter_node is not None:
+        faster = _again(cluster, list(cluster.groups), _faster(cluster.inter_node))
+        yield tried(f"{FASTER} times the bandwidth between nodes", faster, request)
+    if request.microbatch is None:
+        chosen = plan.decision.microbatch
+        for size in dict.fromkeys((max(1, chosen // 2), chosen * 2)):
+            if size != chosen:
+                yield tried(f"microbatch {size} instead of {chosen}", cluster, replace(request, microbatch=size))
+
+
+def _again(cluster: Cluster, groups: list[NodeGroup], between: Link | None) -> Cluster:
+    return Cluster.of_groups(groups, between)
+
+
+def _faster(link: Link) -> Link:
+    return replace(link, name=f"{link.name} × {FASTER}", bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * FASTER)
+
+
+def _with_memory(cluster: Cluster, times: int) -> Cluster:
+    groups = [
+        replace(group, device=replace(group.device, memory_bytes=group.device.memory_bytes * times))
+        for group in cluster.groups
+    ]
+    return Cluster.of_groups(groups, cluster.inter_node)
+
+
+def _best(graph: Graph, cluster: Cluster, request: Request) -> tuple[Scored | None, str]:
+    try:
+        tables: CostTables = tables_of(graph, cluster, request)
+        return Search(tables, cluster, request).run(runners_up=0).best, ""
+    except PlanError as error:
+        return None, str(error).split(";")[0]
+
+
+def _front(graph: Graph, cluster: Cluster, request: Request) -> list[Point]:
+    """Fewer and fewer nodes, and on each number the plan of least memory beside the fastest."""
+    found: list[tuple[Scored, Cluster]] = []
+    for fewer in _sizes(cluster):
+        asked = request if fewer.world_size == cluster.world_size else _unpinned(request)
+        for more in (asked, replace(asked, recompute="full", shard=3, shard_group=None)):
+            if more != asked and (request.recompute != "auto" or request.shard is not None):
+                continue
+            best, _ = _best(graph, fewer, more)
+            if best is not None:
+                found.append((best, fewer))
+    points = [_point(scored, where, request.batch) for scored, where in found]
+    kept = [p for p in points if not any(_beats(other, p) for other in points)]
+    rate = max((request.batch / p.step_time_s / p.devices for p in kept), default=1.0)
+    kept = [replace(p, efficiency=request.batch / p.step_time_s / p.devices / rate) for p in kept]
+    distinct = {(p.devices, f"{p.step_time_s:.6g}", p.peak_memory_bytes): p for p in reversed(kept)}
+    return sorted(distinct.values(), key=lambda p: p.step_time_s)
+
+
+def _sizes(cluster: Cluster) -> Iterator[Cluster]:
+    yield cluster
+    if len(cluster.groups) != 1:
+        return
+    group, nodes = cluster.groups[0], cluster.nodes
+    while nodes % 2 == 0:
+        nodes //= 2
+        yield Cluster.of_groups([replace(group, nodes=nodes)], cluster.inter_node)
+    each = group.devices_per_node
+    while nodes == 1 and each % 2 == 0:
+        each //= 2
+        yield Cluster.of_groups([replace(group, nodes=1, devices_per_node=each)], cluster.inter_node)
+
+
+def _unpinned(request: Request) -> Request:
+    """The same with degrees free: they are those of another number of devices."""
+    return replace(request, pp=None, tp=None, dp=None, stage_starts=None, shard_group=None)
+
+
+def price_usd_per_s(cluster: Cluster) -> float | None:
+    """Of all devices; None when one has no price."""
+    prices = [group.device.price_usd_per_hour for group in cluster.groups]
+    known = [price for price in prices if price is not None]
+    if len(known) < len(prices):
+        return None
+    return sum(price * group.devices for price, group in zip(known, cluster.groups, strict=True)) / 3600
+
+
+def _point(scored: Scored, cluster: Cluster, batch: int) -> Point:
+    step_s, price = scored.predicted.step_time_s, price_usd_per_s(cluster)
+    peak = max(use.total_bytes for use in scored.predicted.memory_by_stage_rank)
+    return Point(
+        summarize(scored.decision),
+        cluster.world_size,
+        step_s,
+        peak,
+        None if price is None else price * step_s,
+        1.0,
+    )
+
+
+def _beats(one: Point, other: Point) -> bool:
+    """Whether a point is nowhere worse than another, and somewhere better."""
+
+    def key(point: Point) -> tuple[float, float, float]:
+        price = point.usd_per_step if point.usd_per_step is not None else point.devices * point.step_time_s
+        return point.step_time_s, point.peak_memory_bytes, price
+
+    return key(one) != key(other) and all(a <= b for a, b in zip(key(one), key(other), strict=True))
+
+
+def _training(graph: Graph, cluster: Cluster, plan: Plan, tokens: float) -> Training:
+    if not tokens > 0 or not math.isfinite(tokens):
+        raise PlanError(f"tokens={tokens!r}: expected a number above 0")
+    each = tokens_per_sample(graph)
+    steps = math.ceil(tokens / each / plan.decision.batch)
+    seconds, price = steps * plan.predicted.step_time_s, price_usd_per_s(cluster)
+    return Training(tokens, each, steps, seconds / 86400, None if price is None else price * seconds)
+
+
+def tokens_per_sample(graph: Graph) -> int:
+    """The tokens of one sample: the entries of the longest integer input. Raises PlanError where there is none."""
+    counts = [
+        graph.tensors[t].elements(2) - graph.tensors[t].elements(1)
+        for t in graph.inputs
+        if graph.tensors[t].dtype in INTEGERS and graph.tensors[t].has_batch
+    ]
+    if not counts:
+        raise PlanError(f"{graph.model_name} takes no tokens: its inputs are not integers; leave out the token count")
+    return max(counts)

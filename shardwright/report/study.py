@@ -1,0 +1,62 @@
+"""What surrounds a plan, as tables for a terminal and as plain values."""
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from shardwright.core.search.study import Study
+from shardwright.report.tables import bytes_text, new_table, seconds_text
+
+BAR = 24
+
+
+def study_view(study: Study) -> RenderableType:
+    """What binds, what changes would bring, the front, and a training run."""
+    binds = study.binds
+    over = f" over {binds.link}" if binds.link else ""
+    lines = [
+        f"memory: pipeline rank {binds.memory_rank} is filled to {binds.memory_share:.0%}, most of it "
+        f"{binds.memory_part}, {binds.memory_when}",
+        f"time: beside computing most goes to {binds.term}{over}, {seconds_text(binds.term_s)} a step",
+    ]
+    parts: list[RenderableType] = [Text("\nWhat binds", style="bold"), *(Text(f"  {line}") for line in lines)]
+    changes = new_table("What a change would bring", "change", ">step", ">gain", "plan")
+    for change in study.changes:
+        if change.step_time_s is None:
+            changes.add_row(change.name, "", "", Text(change.note))
+        else:
+            changes.add_row(change.name, seconds_text(change.step_time_s), f"{change.gain:+.1%}", Text(change.summary))
+    parts.append(changes)
+    front = new_table(
+        "Time, memory and price", ">devices", ">step", "", ">peak memory", ">USD a step", ">per device", "plan"
+    )
+    slowest = max((point.step_time_s for point in study.front), default=1.0)
+    for point in study.front:
+        price = "" if point.usd_per_step is None else f"{point.usd_per_step:.3g}"
+        front.add_row(
+            str(point.devices),
+            seconds_text(point.step_time_s),
+            "█" * max(1, round(BAR * point.step_time_s / slowest)),
+            bytes_text(point.peak_memory_bytes),
+            price,
+            f"{point.efficiency:.0%}",
+            Text(point.summary),
+        )
+    parts.append(front)
+    if study.training is not None:
+        t = study.training
+        cost = "price not known" if t.usd is None else f"{t.usd:,.0f} USD"
+        parts.append(Text(f"\n{t.tokens:.4g} tokens are {t.steps:,} steps: {t.days:.3g} days, {cost}", style="bold"))
+    return Group(*parts)
+
+
+def study_document(study: Study) -> dict[str, Any]:
+    """Everything but the plan, as plain values."""
+    return {
+        "binds": asdict(study.binds),
+        "changes": [asdict(change) for change in study.changes],
+        "front": [asdict(point) for point in study.front],
+        "training": None if study.training is None else asdict(study.training),
+    }

@@ -1,0 +1,89 @@
+"""What surrounds a plan: what binds, changes, the front, a training run; and the table of partitioners."""
+
+from dataclasses import replace
+
+import pytest
+
+import shardwright as sw
+from shardwright import Cluster
+from shardwright.core.errors import PlanError
+from shardwright.core.hardware import load_profile
+from shardwright.core.partition.contest import contest
+from shardwright.core.partition.partitioners import PARTITIONERS
+from shardwright.core.request import Request
+from shardwright.core.search.study import Study, study, tokens_per_sample
+from tests.core.toy import Builder, decoder
+
+GRAPH = decoder(layers=4, hidden=512, heads=8, vocabulary=8192, sequence=128)
+PINS = {"schedule": "1f1b", "virtual_stages": 1, "placement_order": "PDT"}
+
+
+@pytest.fixture(scope="module")
+def found() -> Study:
+    return study(GRAPH, Cluster("v100", nodes=2, devices_per_node=2), Request(batch=32, **PINS), tokens=1e9)
+
+
+def test_changes_bring_what_a_plan_of_the_changed_cluster_says(found: Study) -> None:
+    by_name = {change.name: change for change in found.changes}
+    device = load_profile("v100").device
+    larger = Cluster(replace(device, memory_bytes=2 * device.memory_bytes), nodes=2, devices_per_node=2)
+    again = sw.plan(GRAPH, larger, batch=32, **PINS)
+    memory = by_name["2 times the memory"]
+    assert memory.step_time_s == pytest.approx(again.predicted.step_time_s)
+    assert memory.gain == pytest.approx(1 - again.predicted.step_time_s / found.plan.predicted.step_time_s)
+    for name in ("2 times the bandwidth within nodes", "2 times the bandwidth between nodes"):
+        assert by_name[name].gain >= -1e-9
+    assert all(change.gain <= 1e-9 for change in found.changes if change.name.startswith("microbatch"))
+
+
+def test_nothing_on_the_front_is_beaten(found: Study) -> None:
+    assert found.front[0].step_time_s == pytest.approx(found.plan.predicted.step_time_s, rel=1e-6)
+    for one in found.front:
+        for other in found.front:
+            worse = (
+                one.step_time_s > other.step_time_s * (1 + 1e-9)
+                and one.peak_memory_bytes > other.peak_memory_bytes
+                and (one.usd_per_step or 0) > (other.usd_per_step or 0) * (1 + 1e-9)
+            )
+            assert not worse
+    assert max(point.efficiency for point in found.front) == pytest.approx(1)
+
+
+def test_a_training_run_is_counted_in_steps_days_and_dollars(found: Study) -> None:
+    run = found.training
+    assert run is not None
+    assert run.tokens_per_sample == 128
+    assert run.steps == -(-1_000_000_000 // (128 * 32))
+    assert run.days == pytest.approx(run.steps * found.plan.predicted.step_time_s / 86400)
+    price = load_profile("v100").device.price_usd_per_hour
+    assert price is not None
+    assert run.usd == pytest.approx(run.days * 24 * 4 * price)
+
+
+def test_what_binds_is_the_fullest_rank_and_the_largest_term(found: Study) -> None:
+    uses = found.plan.predicted.memory_by_stage_rank
+    assert found.binds.memory_rank == max(range(len(uses)), key=lambda pp: uses[pp].total_bytes)
+    limit = Cluster("v100").memory_bytes(0)
+    assert found.binds.memory_share == pytest.approx(max(use.total_bytes for use in uses) / limit)
+    assert found.binds.term_s <= found.plan.predicted.step_time_s
+
+
+def test_tokens_of_a_model_without_any_are_refused() -> None:
+    b = Builder()
+    x = b.input("x", -1, 4, 8, dtype="float32")
+    with pytest.raises(PlanError, match="takes no tokens"):
+        tokens_per_sample(b.build(b.linear(x, b.parameter("w", 8, 8), None, 8)))
+    with pytest.raises(PlanError, match="above 0"):
+        study(GRAPH, Cluster("v100"), Request(batch=2, **PINS), tokens=-1)
+
+
+def test_partitioners_side_by_side() -> None:
+    table = contest(GRAPH, Cluster("a100-80gb", devices_per_node=4), 4)
+    assert [name for name, _ in table.judged] == list(PARTITIONERS)
+    best = dict(table.judged)["pareto"]
+    assert best is not None
+    for _, judged in table.judged:
+        assert judged is not None
+        assert judged.objective_s >= best.objective_s * (1 - 1e-9)
+    with pytest.raises(PlanError, match="do not divide"):
+        contest(GRAPH, Cluster("a100-80gb", devices_per_node=4), 3)

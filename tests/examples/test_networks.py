@@ -1,0 +1,51 @@
+"""The named networks: parameter counts as published, and a plan for each of the small ones by one command."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardwright as sw
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "networks"))
+import own_models as own
+import transformers_models as hf
+
+PUBLISHED = {
+    hf.bert_large: (340e6, 336_226_108),
+    hf.roberta_large: (355e6, 355_412_057),
+    hf.t5_11b: (11e9, 11_307_321_344),
+    hf.gpt2_xl: (1.5e9, 1_557_611_200),
+    hf.gpt3_175b: (175e9, 174_604_259_328),
+    hf.megatron_8b: (8.3e9, 8_317_040_640),
+    hf.turing_nlg_17b: (17.2e9, 17_176_845_728),
+    hf.megatron_turing_530b: (530e9, 529_600_819_200),
+    hf.gpt_1t: (1e12, 1_008_038_758_400),
+    hf.speech_t5: (144e6, 144_431_684),
+    own.ncf: (32e6, 31_832_577),
+    own.vit_g: (1.84e9, 1_844_437_352),
+}
+CHEAP = (hf.bert_large, own.ncf, own.vit_g)
+
+
+@pytest.mark.parametrize("network", PUBLISHED, ids=lambda network: network.__name__)
+def test_sizes_are_the_published_ones(network: Callable[[], Any]) -> None:
+    """No memory is taken: weights are shapes."""
+    model = network()[0]
+    count = sum(parameter.numel() for parameter in model.parameters())
+    rounded, exact = PUBLISHED[network]
+    assert count == exact
+    assert count == pytest.approx(rounded, rel=0.05)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("network", CHEAP, ids=lambda network: network.__name__)
+def test_each_is_planned(network: Callable[[], Any]) -> None:
+    model, sample, *loss = network()
+    graph = sw.capture(model, sample, *loss)
+    assert graph.parameter_count() == PUBLISHED[network][1]
+    plan = sw.plan(graph, sw.Cluster("a100-80gb", devices_per_node=8), batch=64)
+    assert max(plan.predicted.peak_memory_bytes) <= plan.provenance.device_memory_bytes
+    assert plan.alternatives
