@@ -25,11 +25,13 @@ from shardwright.core.structure import Binding, Structure, structure_of
 from shardwright.core.tensor_layouts import (
     AXIS,
     Rates,
+    SlotAlternatives,
     TensorLayouts,
     Terms,
     choose,
     choose_form,
     pins_of,
+    slot_alternatives,
     slot_layouts,
     unsplit,
 )
@@ -176,6 +178,14 @@ class CostTables:
             slot = slot_of.get(name, name)
             said[slot] = f"{reason}; {said[slot]}" if slot in said else reason
         return tuple(sorted(said.items()))
+
+    def layout_alternatives(self, tp: int) -> SlotAlternatives:
+        """What else every parameter could be, and what that would have cost."""
+        if tp == 1:
+            return ()
+        pins = dict(resolve(self.graph, self._pins, {AXIS: tp}).places)
+        kept = {t: p for t, p in pins.items() if self.graph.tensors[t].name not in dict(self._refused.get(tp, ()))}
+        return slot_alternatives(self._read.frame, self.structure, self.chosen(tp), kept)
 
     def variants(self, tp: int) -> tuple[int, ...]:
         """For every unit its place in `class_costs`: units that are alike and laid out alike share one."""

@@ -2,6 +2,7 @@
 
 from shardwright.core.errors import PlanError, nearest
 from shardwright.core.plan import Plan
+from shardwright.core.structure import layout_of
 
 
 def explain(plan: Plan, parameter: str | None = None) -> str:
@@ -44,14 +45,28 @@ def _parameter_text(plan: Plan, parameter: str) -> str:
     lines = []
     unsplit = dict(plan.unsplit)
     decided = dict(plan.decision.layouts)
+    others = dict(plan.layout_alternatives)
     for framework, unit, role in known[parameter]:
         stage = next(s for s, units in enumerate(plan.stage_units) if unit in units)
         slot = f"{plan.model.unit_classes[unit]}/{role}"
         shape = dict(plan.model.class_slots[plan.model.unit_classes[unit]])[role]
         lines.append(f"{parameter} ({framework}): unit {unit}, stage {stage}, slot {slot}, shape (in, out) {shape}")
-        if slot in decided:
-            lines.append(f"  layout {decided[slot]} in slot dims")
+        layout = layout_of(decided, unit, plan.model.unit_classes[unit], role)
+        if not layout.is_replicated:
+            lines.append(f"  layout {layout} in slot dims")
         else:
-            why = unsplit.get(slot) or ("tp is 1" if plan.decision.tp == 1 else "vectors follow the matrix beside them")
+            why = unsplit.get(slot) or (
+                "tp is 1" if plan.decision.tp == 1 else "no axis that it could be split on pays"
+            )
             lines.append(f"  replicated: {why}")
+        lines += [
+            f"  not {a.layout}: {_signed(a.extra_s * 1e6, 'µs')} for each sample and unit, and "
+            f"{_signed(a.extra_bytes / 2**20, 'MiB')} held, at the rates of large work"
+            for a in others.get(slot, ())
+            if a.layout != layout
+        ]
     return "\n".join(lines)
+
+
+def _signed(value: float, unit: str) -> str:
+    return f"{value:+.4g} {unit}"

@@ -15,7 +15,7 @@ from shardwright.core.mesh import Mesh
 from shardwright.core.schedule import AUTO, Schedule, StageCosts
 from shardwright.core.schedule.files import from_csv
 from shardwright.core.structure import Binding, Structure, in_own_dims, layout_of, require_names, structure_of
-from shardwright.core.tensor_layouts import Rates
+from shardwright.core.tensor_layouts import Rates, SlotAlternatives
 
 LossScope = Literal["replica", "global"]
 
@@ -222,6 +222,8 @@ class Plan:
     alternatives: tuple[Alternative, ...]
     unsplit: tuple[tuple[str, str], ...]
     """``class/role`` of the matrices that stay whole on the tensor axis, and why."""
+    layout_alternatives: SlotAlternatives
+    """For every slot the next best layouts, and what they would have cost."""
     provenance: Provenance
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from shardwright.core.layout import Layout, Partial, Placement, Split
 from shardwright.core.memory import MemoryUse
 from shardwright.core.plan_schema import FORMAT, VERSION, BindingFile, DecisionFile, PlacementFile, PlanFile, Section
 from shardwright.core.schedule import AUTO, schedule_names
+from shardwright.core.solver import Alternative
 from shardwright.core.structure import Binding, Structure, UnitBinding
 from shardwright.core.tensor_layouts import Rates
 
@@ -103,7 +104,17 @@ def to_document(plan: p.Plan) -> dict[str, Any]:
             "optimizer_s": plan.predicted.optimizer_s,
             "memory_by_stage_rank": [_fields(use) for use in plan.predicted.memory_by_stage_rank],
         },
-        "alternatives": {"plans": [_fields(a) for a in plan.alternatives], "unsplit": dict(plan.unsplit)},
+        "alternatives": {
+            "plans": [_fields(a) for a in plan.alternatives],
+            "unsplit": dict(plan.unsplit),
+            "layouts": {
+                slot: [
+                    {"layout": _layout_out(a.layout), "extra_s": a.extra_s, "extra_bytes": a.extra_bytes}
+                    for a in others
+                ]
+                for slot, others in plan.layout_alternatives
+            },
+        },
         "provenance": {
             "shardwright": plan.provenance.shardwright,
             "captured_from": plan.provenance.captured_from,
@@ -117,6 +128,10 @@ def to_document(plan: p.Plan) -> dict[str, Any]:
 
 def _fields(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in value.__dataclass_fields__}
+
+
+def _layout_out(layout: Layout) -> dict[str, Any]:
+    return {axis: _placement_out(placement) for axis, placement in layout.placements}
 
 
 def _placement_out(placement: Placement) -> dict[str, Any]:
@@ -211,6 +226,10 @@ def _plan(file: PlanFile) -> p.Plan:
         ),
         alternatives=tuple(p.Alternative(**_fields_of(a)) for a in file.alternatives.plans),
         unsplit=tuple(file.alternatives.unsplit.items()),
+        layout_alternatives=tuple(
+            (slot, tuple(Alternative(_layout_in(slot, a.layout), a.extra_s, a.extra_bytes) for a in others))
+            for slot, others in file.alternatives.layouts.items()
+        ),
         provenance=p.Provenance(**(_fields_of(file.provenance) | {"pinned": tuple(file.provenance.pinned)})),
     )
 

@@ -118,9 +118,16 @@ class AlternativeFile(Section):
     reason: str
 
 
+class LayoutAlternativeFile(Section):
+    layout: dict[str, PlacementFile]
+    extra_s: Annotated[float, Field(allow_inf_nan=False)]
+    extra_bytes: Annotated[float, Field(allow_inf_nan=False)]
+
+
 class AlternativesFile(Section):
     plans: list[AlternativeFile]
     unsplit: dict[str, str]
+    layouts: dict[str, list[LayoutAlternativeFile]]
 
 
 class ProvenanceFile(Section):

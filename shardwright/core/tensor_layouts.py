@@ -15,7 +15,7 @@ from shardwright.core.fold import Folded
 from shardwright.core.layout import Layout, Placement, Split
 from shardwright.core.realised import RealisedUnit
 from shardwright.core.rules.axes import DimGroup
-from shardwright.core.solver import AxisCost, Frame, Pins, Setting, Solution, solve_at
+from shardwright.core.solver import Alternative, AxisCost, Frame, Pins, Setting, Solution, alternatives, solve_at
 from shardwright.core.structure import Structure, in_own_dims, in_slot_dims, layout_of
 
 AXIS = "tp"
@@ -163,6 +163,34 @@ def pins_of(frame: Frame, structure: Structure, layouts: Mapping[str, Layout]) -
             layout = in_own_dims(layout_of(layouts, unit.index, structural, slot.role), slot.dims)
             found[graph.parameters[slot.parameter].tensor] = (layout.on(AXIS),)
     return found
+
+
+KEPT_ALTERNATIVES = 3
+"""Other layouts of one parameter that a plan keeps."""
+
+SlotAlternatives = tuple[tuple[str, tuple[Alternative, ...]], ...]
+"""(``class/role``, other layouts in slot dims, best first)."""
+
+
+def slot_alternatives(
+    frame: Frame, structure: Structure, chosen: TensorLayouts, pins: Pins | None = None
+) -> SlotAlternatives:
+    """What else every parameter could be, as seen in the first unit of its structural class."""
+    setting, price = chosen.terms.setting(), chosen.terms.price_s_per_byte(frame.folded)
+    found: dict[str, tuple[Alternative, ...]] = {}
+    seen: set[int] = set()
+    for unit in frame.folded.units:
+        structural = structure.unit_classes[unit.index]
+        if structural in seen:
+            continue
+        seen.add(structural)
+        others = alternatives(frame, setting, price, chosen.solution, unit.index, pins)
+        for slot in frame.slots[unit.index]:
+            known = others.get(frame.graph.parameters[slot.parameter].tensor, ())[:KEPT_ALTERNATIVES]
+            in_slot = tuple(replace(a, layout=in_slot_dims(a.layout, slot.dims)) for a in known)
+            if in_slot:
+                found[f"{structural}/{slot.role}"] = in_slot
+    return tuple(sorted(found.items()))
 
 
 # What stays whole ------------------------------------------------------------------------------------------------

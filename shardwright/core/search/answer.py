@@ -66,6 +66,7 @@ def as_plan(scorer: Scorer, best: Scored, others: list[Scored], beside: list[Def
         predicted=best.predicted,
         alternatives=tuple(alternatives),
         unsplit=tables.unsplit(decision.tp) if decision.tp > 1 else (),
+        layout_alternatives=tables.layout_alternatives(decision.tp),
         provenance=Provenance(
             shardwright=own_version(),
             captured_from=graph.framework,

@@ -104,6 +104,26 @@ def lightest_bytes(folded: Folded, setting: Setting, counter: WorkCounter | None
     return _best_agreeing(_Chain(Frame(folded, counter), setting), {}, 1e3).weight_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another layout of one parameter, with the best that its unit can do then."""
+
+    layout: Layout
+    extra_s: float
+    """Against what was chosen: compute and conversions of one microbatch of one unit, forward and backward."""
+    extra_bytes: float
+    """Parameters' state and kept activations of one rank."""
+
+
+def alternatives(
+    frame: Frame, setting: Setting, price_s_per_byte: float, solution: Solution, unit: int, pins: Pins | None = None
+) -> dict[int, tuple[Alternative, ...]]:
+    """For every parameter of a unit (its tensor) the other layouts that it can have, best first: the other parameters
+    of the unit follow, what enters and leaves it stays. It is what a pin of that layout would cost. ``pins`` are the
+    user's alone."""
+    return _Chain(frame, setting).alternatives(solution, unit, dict(pins or {}), price_s_per_byte)
+
+
 def _best_agreeing(chain: "_Chain", pins: dict[int, tuple[Placement | None, ...]], price: float) -> Solution:
     """The best in which every shared parameter has one placement: those on which units differ are tried in turn."""
     found = chain.solve(pins, price)
@@ -168,10 +188,10 @@ class _Chain:
             own = {tensor: pins[tensor] for tensor in tensors if tensor in pins}
             groups, dims = self.frame.groups(index), None
             if not self.setting.free_activations:
-                pinned = {(t, p.dim) for t, places in own.items() for p in places if isinstance(p, Split)}
                 crossing = {t for t in borders if t is not None}
-                inner = [g.dims for g in groups if g.dims & pinned or not any(t in crossing for t, _ in g.dims)]
-                dims = frozenset[Dim]().union(*inner)
+                inner = [g.dims for g in groups if not any(t in crossing for t, _ in g.dims)]
+                asked = [(t, p.dim) for t, places in own.items() for p in places if isinstance(p, Split)]
+                dims = frozenset[Dim]().union(*inner, *(self.frame.split_with(index, dim) for dim in asked))
             self._problems[key] = UnitProblem(self.frame, index, self.setting, own, dims)
         return self._problems[key]
 
@@ -232,6 +252,42 @@ class _Chain:
             units.append(self._solution(i, step.problem, chosen, step.choices))
         return Solution(tuple(units), total, weight, 0.0)
 
+    def alternatives(
+        self, solution: Solution, unit: int, pins: Pins, price: float
+    ) -> dict[int, tuple[Alternative, ...]]:
+        answer, problem = solution.units[unit], self._problem(unit, pins)
+        found: dict[int, tuple[Alternative, ...]] = {}
+        for tensor, layout in answer.parameters:
+            choices = self._choices_of(problem, tensor, answer, price)
+            for place in problem.every_split(tensor):  # along dims that leave the unit, where only a pin may split
+                if not any(place in other.values() for other in (dict(lies.placements) for lies in choices)):
+                    with suppress(PlanError):
+                        pinned = self._problem(unit, {**pins, tensor: (place,) * len(self.setting.axes)})
+                        choices |= self._choices_of(pinned, tensor, answer, price)
+            if layout not in choices:
+                continue
+            time_s, weight = choices.pop(layout)
+            ranked = sorted(choices.items(), key=lambda item: item[1][0] + price * item[1][1])
+            found[tensor] = tuple(Alternative(lies, s - time_s, w - weight) for lies, (s, w) in ranked)
+        return found
+
+    def _choices_of(
+        self, problem: UnitProblem, tensor: int, answer: UnitSolution, price: float
+    ) -> dict[Layout, tuple[float, float]]:
+        """For every layout of one parameter the least (time, weight) of its unit, between the same borders."""
+        borders: dict[int, int] = {}
+        for nodes, layout in ((problem.entering, answer.enters), (problem.leaving, answer.leaves)):
+            for node in nodes.values():
+                states = [problem.layout(value) for value, _ in problem.options[node]]
+                borders[node] = states.index(layout if layout in states else Layout())
+        node = problem.choice_of_tensor[tensor]
+        table, choices = problem.network.tables([node], price, borders)
+        return {
+            problem.layout(places): problem.network.total(choices([i]))
+            for i, (places, _) in enumerate(problem.options[node])
+            if np.isfinite(table[i])
+        }
+
     def _solution(self, index: int, problem: UnitProblem, chosen: tuple[int, ...], choices: Choices) -> UnitSolution:
         mine, own = self.folded.units[index], problem.unit
         graph = self.folded.graph
@@ -274,4 +330,4 @@ class _Chain:
         return self._answers[key]
 
 
-__all__ = ["Pins", "Solution", "UnitSolution", "lightest_bytes", "solve", "solve_at"]
+__all__ = ["Alternative", "Pins", "Solution", "UnitSolution", "alternatives", "lightest_bytes", "solve", "solve_at"]

@@ -92,6 +92,24 @@ class Frame:
             self._groups[unit] = dim_groups(self.graph, self.folded.units[unit])
         return self._groups[unit]
 
+    def split_with(self, unit: int, dim: Dim) -> frozenset[Dim]:
+        """The dims that ops split together with a dim of a parameter, in those ops that read it or a view of it."""
+        of = self.folded.units[unit]
+        found, followed = {dim}, {dim}
+        for op in self.graph.ops[of.first_op : of.end_op]:
+            operands = [
+                (label, (tensor, i))
+                for tensor, labels in zip((*op.inputs, *op.outputs), op.labels, strict=True)
+                for i, label in enumerate(labels)
+                if label >= 0
+            ]
+            mine = {label for label, own in operands if own in followed and own[0] in op.inputs}
+            tied = {own for label, own in operands if label in mine}
+            found |= tied
+            if len(op.inputs) == 1 and op.kind in ("view", "copy", "elementwise"):
+                followed |= {own for own in tied if own[0] in op.outputs}
+        return frozenset(found)
+
     def signatures(self, unit: int, batch: int) -> tuple[tuple[Signature, ...], ...]:
         """For every op of a unit its signatures along one axis, at ``batch`` samples."""
         key = (unit, batch)

@@ -220,6 +220,12 @@ class UnitProblem:
         places = [Split(dim, self.blocks.get((tensor, dim), ())) for dim in range(len(self._shape[tensor]))]
         return [p for p in places if self._shape[tensor][p.dim] > 1 and self._may_split(tensor, p, axis)]
 
+    def every_split(self, tensor: int) -> list[Split]:
+        """How a parameter can be cut evenly by every axis, whether or not the solver may."""
+        places = (Split(dim, self.blocks.get((tensor, dim), ())) for dim in range(len(self._shape[tensor])))
+        degrees = [axis.size for axis in self.setting.axes]
+        return [p for p in places if divides(self._shape[tensor], [(p, n) for n in degrees])]
+
     def _combined(self, tensor: int, per_axis: list[list[tuple[Placement, Placement]]]) -> list[State]:
         found = []
         for chosen in product(*per_axis):

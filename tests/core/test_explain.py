@@ -1,0 +1,65 @@
+"""Why a parameter lies as it does."""
+
+from dataclasses import replace
+
+import pytest
+
+import shardwright as sw
+from shardwright.core.cost.work import WorkCounter
+from shardwright.core.fold import fold
+from shardwright.core.realise import terms_of
+from shardwright.core.solver import Frame, solve_at
+from shardwright.core.structure import in_own_dims
+from shardwright.core.tensor_layouts import choose, pins_of
+from tests.core.toy import decoder
+
+GRAPH = decoder(layers=2, hidden=1024, heads=16, vocabulary=32000, sequence=512)
+
+
+@pytest.fixture(scope="module")
+def plan() -> sw.Plan:
+    return sw.plan(GRAPH, sw.Cluster("a100-80gb", devices_per_node=4), batch=8, pp=1, tp=4, dp=1)
+
+
+def test_every_matrix_has_a_runner_up(plan: sw.Plan) -> None:
+    for slot in ("0/w0", "1/w0", "1/w1", "1/w2", "1/w3", "2/w0"):
+        others = dict(plan.layout_alternatives)[slot]
+        assert sw.Layout() in [a.layout for a in others]
+        assert dict(plan.decision.layouts)[slot] not in [a.layout for a in others]
+
+
+def test_what_an_alternative_costs_is_what_the_solver_finds_when_it_is_pinned(plan: sw.Plan) -> None:
+    """One unit with the alternative pinned, the others as chosen, against all as chosen."""
+    frame = Frame(fold(GRAPH), WorkCounter(GRAPH))
+    terms = terms_of(plan.decision, plan.costs.rates)
+    price = terms.price_s_per_byte(frame.folded)
+    chosen = choose(frame, terms, pins_of(frame, plan.model, dict(plan.decision.layouts))).solution
+    slots = {slot.role: slot for slot in frame.slots[1]}
+    for role in ("w1", "w2"):
+        other = next(a for a in dict(plan.layout_alternatives)[f"1/{role}"] if a.layout == sw.Layout())
+        tensor = GRAPH.parameters[slots[role].parameter].tensor
+        place = in_own_dims(other.layout, slots[role].dims).on("tp")
+        pinned = solve_at(frame, terms.setting(), price, {tensor: (place,)})
+        assert pinned.time_s - chosen.time_s == pytest.approx(other.extra_s, rel=1e-6, abs=1e-12)
+        assert pinned.weight_bytes - chosen.weight_bytes == pytest.approx(other.extra_bytes, rel=1e-6)
+
+
+def test_the_text_names_the_layout_its_alternatives_and_what_they_cost(plan: sw.Plan) -> None:
+    text = sw.explain(plan, "h.1.fc")
+    assert "layout tp: S1 in slot dims" in text
+    assert "not R: +" in text
+    assert "MiB held" in text
+    assert "not tp: S0: +" in text
+    assert "replicated: " in sw.explain(plan, "h.0.ln_1.weight")
+
+
+def test_a_unit_that_differs_from_its_class_is_told_by_itself(plan: sw.Plan) -> None:
+    layouts = (*plan.decision.layouts, ("@2/w2", sw.Layout.of(tp=sw.Split(0))))
+    edited = replace(plan, decision=replace(plan.decision, layouts=layouts))
+    assert "layout tp: S1 in slot dims" in sw.explain(edited, "h.0.fc")
+    assert "layout tp: S0 in slot dims" in sw.explain(edited, "h.1.fc")
+
+
+def test_an_unknown_parameter_is_named_with_the_nearest(plan: sw.Plan) -> None:
+    with pytest.raises(sw.ShardwrightError, match=r"no parameter 'h\.1\.fcc'"):
+        sw.explain(plan, "h.1.fcc")
