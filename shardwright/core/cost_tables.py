@@ -187,6 +187,27 @@ class CostTables:
         kept = {t: p for t, p in pins.items() if self.graph.tensors[t].name not in dict(self._refused.get(tp, ()))}
         return slot_alternatives(self._read.frame, self.structure, self.chosen(tp), kept)
 
+    def slow_tensor_axis(self, tp: int, microbatch: int) -> str | None:
+        """With figures, whether a tensor axis that runs across nodes leaves each of its ranks with no less time than
+        the part of it that fits into one node would."""
+        per_node = max(1, self.cluster.world_size // self.cluster.nodes)
+        if tp <= per_node:
+            return None
+        fewer = max(n for n in range(1, per_node + 1) if tp % n == 0)
+
+        def microbatch_s(degree: int) -> float:
+            costs = self.class_costs(degree, microbatch, Place(self.device, self.cluster.group(range(degree)), None))
+            return sum(costs[variant].total_s for variant in self.variants(degree))
+
+        ours, theirs = microbatch_s(tp), microbatch_s(fewer)
+        if ours < theirs:
+            return None
+        return (
+            f"tp={tp} runs across nodes, at {self.rates(tp).link_bytes_per_s / 1e9:.3g} GB/s: a microbatch of "
+            f"{microbatch} takes each rank {ours * 1e3:.3g} ms, and {theirs * 1e3:.3g} ms with tp={fewer}; use "
+            f"tp={fewer}, and the other ranks for replicas or stages"
+        )
+
     def variants(self, tp: int) -> tuple[int, ...]:
         """For every unit its place in `class_costs`: units that are alike and laid out alike share one."""
         return self.chosen(tp).variants

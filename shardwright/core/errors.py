@@ -27,6 +27,10 @@ class LayoutError(ShardwrightError):
     """A placement or a layout does not fit the tensor or the mesh."""
 
 
+class PlanWarning(UserWarning):
+    """A plan does what was asked, and something else would be better."""
+
+
 class PlanError(ShardwrightError):
     """No plan satisfies the request, or a plan does not match its model or devices."""
 

@@ -8,13 +8,14 @@ Nothing is cut off by a guess, so the answer is that of an exhaustive enumeratio
 
 import heapq
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardwright.core.cluster import Cluster
 from shardwright.core.cost_tables import CostTables
-from shardwright.core.errors import PlanError
+from shardwright.core.errors import PlanError, PlanWarning
 from shardwright.core.graph import Graph
 from shardwright.core.plan import Plan
 from shardwright.core.request import Request
@@ -65,6 +66,10 @@ def make_plan(graph: Graph, cluster: Cluster, request: Request, progress: Progre
     best, others = found.best, found.others
     if request.schedule == AUTO:
         best, *others = generated(search.scorer, [best, *others])
+    if request.tp is not None:  # what was asked for is done, and said where it does not pay
+        slow = tables.slow_tensor_axis(best.decision.tp, best.decision.microbatch)
+        if slow is not None:
+            warnings.warn(slow, PlanWarning, stacklevel=3)
     beside = [] if _pins_degrees(request) else defaults(tables, cluster, request)
     return as_plan(search.scorer, best, others, beside)
 

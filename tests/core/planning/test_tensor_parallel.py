@@ -8,8 +8,9 @@ import pytest
 import shardwright as sw
 from shardwright import Cluster, Split
 from shardwright.core.cost.work import Collective, WorkCounter
-from shardwright.core.errors import PlanError
+from shardwright.core.errors import PlanError, PlanWarning
 from shardwright.core.fold import fold
+from shardwright.core.hardware import Link
 from shardwright.core.layout import Partial, Replicate
 from shardwright.core.realise import realise
 from tests.core.toy import decoder
@@ -173,3 +174,17 @@ def test_an_edited_layout_is_realised() -> None:
 def test_another_model_is_refused() -> None:
     with pytest.raises(PlanError, match="4 units against 5"):
         realise(decoder(**{**BIG, "layers": 3}), planned(4))
+
+
+# What does not pay -----------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_axis_across_slow_nodes_is_warned_of_with_figures() -> None:
+    cluster = Cluster("a100-80gb", nodes=2, devices_per_node=4, inter_node=Link("slow", 1e9, 5e-5))
+    with pytest.warns(PlanWarning, match=r"tp=8 runs across nodes, at .* GB/s: .* ms, and .* ms with tp=4; use tp=4"):
+        sw.plan(decoder(**BIG), cluster, batch=8, pp=1, tp=8, dp=1)
+
+
+def test_a_tensor_axis_that_pays_is_not(recwarn: pytest.WarningsRecorder) -> None:
+    planned(4, decoder(**{**BIG, "hidden": 4096}))
+    assert not [w for w in recwarn if issubclass(w.category, PlanWarning)]
