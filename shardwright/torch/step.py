@@ -18,6 +18,7 @@ from shardwright.torch.batch import Batch
 from shardwright.torch.mode import run_step
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.output import StepOutput
+from shardwright.torch.peers import of_all_peers
 
 StepFunction = Callable[..., Any]
 
@@ -80,6 +81,11 @@ class _Step:
         names = [str(path[0].key) for path, _ in pytree.tree_flatten_with_path(arguments)[0]]  # type: ignore[attr-defined]
         device = session.bound.device
         positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        if session.bound.size("tp") > 1 and not session.config.prescaled_batch:
+            for p in positions:
+                axis = self._axis(leaves[p], names[p])
+                if axis is not None:
+                    leaves[p] = of_all_peers(leaves[p].to(device), axis, names[p], session.bound, session.watch)
         literals = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         given_tensors = {names[p] + f" (number {p})": (leaves[p], self._axis(leaves[p], names[p])) for p in positions}
         batch = Batch.of(given_tensors, session.microbatches)

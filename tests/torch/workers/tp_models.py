@@ -46,6 +46,24 @@ class Output(dict[str, torch.Tensor]):
         return self["loss"]
 
 
+class Images(nn.Module):
+    """Convolutions, batch norms with running statistics, pooling, an odd number of classes."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.stages = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(3)
+        )
+        self.head, self.dropout = nn.Linear(16, 5), nn.Dropout(dropout)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> Output:
+        x = self.stem(pixel_values)
+        for stage in self.stages:
+            x = x + stage(x)
+        return Output(loss=F.cross_entropy(self.head(self.dropout(F.avg_pool2d(x, 2).mean((2, 3)))), labels))
+
+
 class FusedBlock(nn.Module):
     """Gate and up in one matrix, keys and values in one matrix for fewer heads than the queries, RMS norms written out,
     weights used by name."""
@@ -103,6 +121,8 @@ def build(name: str, dropout: float = 0.0) -> nn.Module:
         return Rating(dropout)
     if name == "fused":
         return Fused(dropout)
+    if name == "images":
+        return Images(dropout)
     if name == "vit":
         return ViTForImageClassification(
             ViTConfig(
@@ -151,6 +171,9 @@ def batch(name: str, step: int, samples: int = 8) -> dict[str, Any]:
         users = torch.randint(0, 40, (samples,), generator=generator)
         items = torch.randint(0, 24, (samples,), generator=generator)
         return {"user": users, "item": items, "labels": torch.randint(0, 2, (samples,), generator=generator).float()}
+    if name == "images":
+        images = torch.randn((samples, 3, 8, 8), generator=generator)
+        return {"pixel_values": images, "labels": torch.randint(0, 5, (samples,), generator=generator)}
     if name == "vit":
         images = torch.randn((samples, 3, 32, 32), generator=generator)
         return {"pixel_values": images, "labels": torch.randint(0, 10, (samples,), generator=generator)}

@@ -1,6 +1,7 @@
 """Trains models under several degrees in one launch, dropout on, and compares every step with an unsplit run.
 
-Usage: tp_training.py OUT.json CASE...; a case is model:pp:dp:tp. The unsplit run is this library's own in one process,
+Usage: tp_training.py FOLDER OUT.json CASE...; a case is model:pp:dp:tp, or model:pp:dp:tp:apart where each rank of the
+tensor axis has samples of its own. The unsplit run is this library's own in one process,
 whose masks are those of the logical tensors; `reference` runs it and leaves its numbers for the launches.
 
     tp_training.py reference FOLDER MODEL...
@@ -36,7 +37,9 @@ def train(name: str, keys: dict[str, Any], replicas: int) -> dict[str, Any]:
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
         optimizer.zero_grad()
-        own = {key: tensor.chunk(replicas)[sw.rdp_rank()] for key, tensor in batch(name, step).items()}
+        apart = keys.get("prescaled_batch") is False
+        which, of = (sw.dp_rank(), sw.dp_size()) if apart else (sw.rdp_rank(), replicas)
+        own = {key: tensor.chunk(of)[which] for key, tensor in batch(name, step).items()}
         losses.append(float(train_step(model, own).reduce_mean()))
         if step == 0:
             shards = model.runtime.gradients.shards
@@ -94,8 +97,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     results = []
     for case in sys.argv[3:]:
-        name, pp, dp, tp = case.split(":")
+        name, pp, dp, tp, *apart = case.split(":")
         keys = {"pipeline_parallel_degree": int(pp), "tensor_parallel_degree": int(tp), "ddp": int(dp) > 1}
+        keys |= {"prescaled_batch": False} if apart else {}
         expected = torch.load(folder / f"{name}.pt", weights_only=True)
         result = compare(case, train(name, keys, int(dp)), expected)
         every: list[Any] = [None] * dist.get_world_size()
