@@ -28,6 +28,7 @@ from shardwright import (  # noqa: E402
     simulate,
 )
 from shardwright.backends.torch.marks import set_tensor_parallelism, tensor_parallelism  # noqa: E402
+from shardwright.backends.torch.tensor_parallel.registry import tp_register, tp_register_with_module  # noqa: E402
 from shardwright.core.measured import measured_costs  # noqa: E402
 from shardwright.torch.data import DistributedSampler, sampler  # noqa: E402
 from shardwright.torch.model import DistributedModel, delay_param_initialization  # noqa: E402
@@ -109,5 +110,7 @@ __all__ = [
     "step",
     "tensor_parallelism",
     "tp_rank",
+    "tp_register",
+    "tp_register_with_module",
     "tp_size",
 ]

@@ -31,7 +31,7 @@ _LATER: dict[str, tuple[Any, str]] = {
 """Keys of features that this version lacks: the value that asks for nothing, and what holds instead."""
 
 _WITHOUT_EFFECT = {
-    "optimize", "memory_weight", "default_partition", "activation_loading_horizon", "skip_tracing",
+    "memory_weight", "default_partition", "activation_loading_horizon", "skip_tracing",
     "deterministic_server", "static_mode", "fast_mode", "tensor_parallel_seed", "sdp_reduce_bucket_size",
     "sdp_param_persistence_threshold", "sdp_max_live_parameters", "sdp_hierarchical_allgather",
     "sdp_gradient_clipping",
@@ -50,6 +50,8 @@ class Config:
         recompute: "full" runs the forward of repeated blocks again in the backward pass.
         prescaled_batch: whether all ranks of the tensor axis are given the same batch. Without it each has samples of
             its own, and a step is over all of them.
+        optimize: on the tensor axis, "memory" divides along the sequence what would be held whole by every rank,
+            "speed" keeps it whole; default: what the planner finds.
         loss_scope: "global" lets batch norm see the microbatches of all replicas together.
         compile: run each block of this rank through torch.compile; a name is that of its backend. Not with dropout,
             with recompute or with schedules that split the backward pass.
@@ -70,6 +72,7 @@ class Config:
     cluster: str | None = None
     recompute: Literal["none", "full"] = "none"
     prescaled_batch: bool = True
+    optimize: Literal["speed", "memory"] | None = None
     loss_scope: LossScope = "replica"
     compile: bool | str = False
     seed: int = 0
@@ -96,6 +99,8 @@ class Config:
             if self.compile not in backends:
                 said = ", ".join(backends)
                 raise ShardwrightError(f"compile={self.compile!r}: expected True, False or a backend: {said}")
+        if self.optimize not in (None, "speed", "memory"):
+            raise ShardwrightError(f"optimize={self.optimize!r}: expected 'speed' or 'memory'")
         if self.ddp_dist_backend not in ("auto", "nccl", "gloo"):
             raise ShardwrightError(f"ddp_dist_backend={self.ddp_dist_backend!r}: expected auto, nccl or gloo")
         if self.pipeline_mode not in PIPELINE_MODES:

@@ -13,6 +13,7 @@ from shardwright.backends.torch import checkpoint
 from shardwright.backends.torch.compiling import Compiler
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.stage_map import StageMap
+from shardwright.backends.torch.tensor_parallel.registry import replace_registered
 from shardwright.backends.torch.weights import Weights
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.schedule import Schedule, StageCosts
@@ -40,6 +41,8 @@ class DistributedModel(nn.Module):
         session = sessions.current()
         if session.model is not None:
             raise ShardwrightError("this version runs one DistributedModel per process: put both into one module")
+        if session.bound.size("tp") > 1:
+            replace_registered(module)
         self.module = module
         self.session = session
         self.runtime = Runtime(

@@ -58,7 +58,8 @@ def plan_at_first_step(session: Session, model: DistributedModel, graph: Graph) 
         graph,
         Cluster(config.cluster or _hardware(bound.device), devices_per_node=bound.mesh.size),
         batch=samples * config.microbatches * dp,
-        pp=pp, tp=bound.size("tp"), dp=dp, microbatch=samples, schedule=_schedule_for_cut(config),
+        pp=pp, tp=bound.size("tp"), dp=dp, sequence_parallel=_divides_sequence(config),
+        microbatch=samples, schedule=_schedule_for_cut(config),
         virtual_stages=config.virtual_stages, recompute=config.recompute,
         loss_scope=config.loss_scope, shard=0, precision=_precision(model.module),
         layouts=_layouts(config.layouts, model.module),
@@ -72,6 +73,13 @@ def plan_at_first_step(session: Session, model: DistributedModel, graph: Graph) 
         first = bound.peer("pp", 0)
         raise PlanError(f"ranks {first} and {different} planned different stages: make a plan file and pass it")
     return StageMap.of_plan(plan, schedule)
+
+
+def _divides_sequence(config: Config) -> bool | None:
+    """Whether what the tensor axis leaves whole is divided along the sequence; None: as the planner finds."""
+    if config.optimize is None or config.tensor_parallel_degree == 1:
+        return None
+    return config.optimize == "memory"
 
 
 def _schedule_for_cut(config: Config) -> str:

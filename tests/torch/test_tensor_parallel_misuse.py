@@ -39,8 +39,13 @@ def test_widths_that_do_not_divide_stay_whole_with_the_reason(said: dict[str, st
 
 
 def test_a_model_changed_after_planning_is_refused(said: dict[str, str]) -> None:
-    assert said["changed module"].startswith("PlanError: this plan is for GPT2LMHeadModel, which")
+    assert "transformer.drop was replaced by Sequential after the model was wrapped" in said["changed module"]
 
 
 def test_evaluation_at_another_length_runs_on_the_same_pieces(said: dict[str, str]) -> None:
     assert said["evaluation"] == ""
+
+
+def test_a_registered_form_takes_the_place_of_its_class(said: dict[str, str]) -> None:
+    assert said["registered"] == "InterleavedApart"
+    assert "was built before Early was registered: register first" in said["built before"]

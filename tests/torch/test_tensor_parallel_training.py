@@ -9,7 +9,7 @@ import pytest
 from tests.torch.launch import single, torchrun
 
 CASES = {
-    2: ("gpt2:1:1:2", "t5:1:1:2", "llama:1:1:2", "fused:1:1:2", "images:1:1:2"),
+    2: ("gpt2:1:1:2", "gpt2:1:1:2:memory", "t5:1:1:2", "llama:1:1:2", "fused:1:1:2", "images:1:1:2"),
     4: ("gpt2:2:1:2", "gpt2:1:2:2:apart"),
 }
 SLOW = {
@@ -72,6 +72,6 @@ def test_other_models_and_degrees(slow_results: dict[str, dict], case: str) -> N
     require_same(slow_results[case])
 
 
-@pytest.mark.parametrize("case", CASES[2])
+@pytest.mark.parametrize("case", [case for case in CASES[2] if not case.startswith("images")])
 def test_no_rank_holds_more_than_its_share(results: dict[str, dict], case: str) -> None:
     assert results[case]["held"] <= 1.15 * results[case]["whole"] / 2

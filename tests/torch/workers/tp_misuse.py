@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from tp_models import batch, build
 
 import shardwright.torch as sw
+from shardwright.core.errors import ShardwrightError
 
 
 @sw.step
@@ -134,6 +135,85 @@ def changed_module() -> str:
     return ""
 
 
+class Interleaved(nn.Module):
+    """Gates and values in turn, written by somebody: returns a tuple, takes its argument by name."""
+
+    def __init__(self, width: int, slope: float = 1.0) -> None:
+        super().__init__()
+        self.both, self.back, self.slope = nn.Linear(width, 4 * width), nn.Linear(2 * width, width), slope
+
+    def forward(self, *, states: torch.Tensor) -> tuple[torch.Tensor, None]:
+        both = self.both(states)
+        return self.back(torch.sigmoid(self.slope * both[..., ::2]) * both[..., 1::2]), None
+
+
+class InterleavedApart(nn.Module):
+    """The same with gates and values in two dims."""
+
+    def __init__(self, width: int, inner: int, slope: float) -> None:
+        super().__init__()
+        self.both, self.back, self.slope = nn.Linear(width, 2 * inner), nn.Linear(inner, width), slope
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, value = self.both(x).unflatten(-1, (-1, 2)).unbind(-1)
+        return self.back(torch.sigmoid(self.slope * gate) * value)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Interleaved(8, slope=2.0) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(states=x)[0]
+        return F.mse_loss(x, labels)
+
+
+def registered() -> str:
+    """Replaced at the tensor axis: the same names and numbers, and the registered form ran."""
+    try:
+        sw.tp_register_with_module(nn.Linear, 3)
+        return "a number was registered"
+    except ShardwrightError:
+        pass
+    sw.tp_register(
+        InterleavedApart,
+        init_hook=lambda width, slope=1.0: ((width, 2 * width, slope), {}),
+        forward_hook=lambda *, states: ((states,), {}),
+        return_hook=lambda made: (made, None),
+    )(Interleaved)
+    torch.manual_seed(1)
+    plain = Stack()
+    torch.manual_seed(1)
+    reference = Stack()
+    x, labels = torch.randn(4, 6, 8), torch.randn(4, 6, 8)
+    model = begin(plain)
+    loss = float(train_plain(model, x, labels).reduce_mean())
+    expected = sum(reference(a, b) / 2 for a, b in zip(x.chunk(2), labels.chunk(2), strict=True))
+    expected.backward()
+    shards = model.runtime.gradients.shards
+    pairs = [(shards.whole(n, p.grad), reference.get_parameter(n).grad) for n, p in sorted(plain.named_parameters())]
+    worst = max(float((a - b).abs().max()) for a, b in pairs)
+    if abs(loss - expected.item()) > 1e-5 or worst > 1e-5:
+        return f"loss {loss} for {expected.item()}, gradients {worst} apart"
+    if list(model.state_dict()) != list(reference.state_dict()) or not shards.places:
+        return f"names {list(model.state_dict())}, pieces {shards.places}"
+    return type(plain.layers[0]).__name__
+
+
+def built_before() -> str:
+    """Modules that were built before their class was registered say so."""
+
+    class Early(nn.Linear):
+        pass
+
+    model = nn.Sequential(Early(8, 8))
+    sw.tp_register_with_module(Early, nn.Linear)
+    begin(model)
+    return ""
+
+
 def evaluation() -> str:
     """Another length, no gradients, in evaluation mode: on pieces, and the unsplit model's loss."""
     plain = build("gpt2", 0.1)
@@ -155,6 +235,7 @@ def evaluate(model, batch):
 CASES: dict[str, Callable[[], str]] = {
     "hook": hooked, "inputs": other_inputs, "seeds": other_seeds, "own gradient": own_gradient,
     "odd widths": odd_widths, "changed module": changed_module, "evaluation": evaluation,
+    "registered": registered, "built before": built_before,
 }  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """Trains models under several degrees in one launch, dropout on, and compares every step with an unsplit run.
 
 Usage: tp_training.py FOLDER OUT.json CASE...; a case is model:pp:dp:tp, or model:pp:dp:tp:apart where each rank of the
-tensor axis has samples of its own. The unsplit run is this library's own in one process,
-whose masks are those of the logical tensors; `reference` runs it and leaves its numbers for the launches.
+tensor axis has samples of its own, or model:pp:dp:tp:memory or :speed for what is optimized. The unsplit run is this
+library's own in one process, whose masks are those of the logical tensors; `reference` runs it and leaves its numbers
+for the launches.
 
     tp_training.py reference FOLDER MODEL...
 """
@@ -97,9 +98,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     results = []
     for case in sys.argv[3:]:
-        name, pp, dp, tp, *apart = case.split(":")
+        name, pp, dp, tp, how = (*case.split(":"), "")[:5]
         keys = {"pipeline_parallel_degree": int(pp), "tensor_parallel_degree": int(tp), "ddp": int(dp) > 1}
-        keys |= {"prescaled_batch": False} if apart else {}
+        keys |= {"prescaled_batch": False} if how == "apart" else {"optimize": how} if how else {}
         expected = torch.load(folder / f"{name}.pt", weights_only=True)
         result = compare(case, train(name, keys, int(dp)), expected)
         every: list[Any] = [None] * dist.get_world_size()

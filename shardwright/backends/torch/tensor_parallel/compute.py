@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 @rule("dropout")
 def dropout(call: "Call") -> bool:
     op = call.pieces[0][0]
+    if not call.argument("train", True) or not call.argument("p"):
+        call.give(0, 0, call.inputs(0)[0])
+        return True
     place = call.split_of(0, 0)
     call.lowering.seeded(call.site)
     shape = list(call.lowering.shape(op.inputs[0]))
