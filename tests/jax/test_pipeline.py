@@ -169,6 +169,20 @@ def test_dropout_does_not_depend_on_the_split() -> None:
     np.testing.assert_allclose(losses(2, 2, recompute="full"), alone, rtol=1e-5)
 
 
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_a_mesh_of_the_users_is_theirs_alone(graph: Graph, axis_type: jax.sharding.AxisType) -> None:
+    """Whatever its axis types: stages have meshes of their own. Parameters may come from it."""
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(axis_type, axis_type), devices=jax.devices()[:4])
+    graphdef, params, rest = nnx.split(create(), nnx.Param, ...)
+    params = jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    train = sw.train_step(loss_fn, optax.adamw(1e-2), plan_of(graph, 2), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        state = train.init(nnx.merge(graphdef, params, rest))
+        state, loss = train(state, batches(1)[0])
+        train.params(state)
+    np.testing.assert_allclose(float(loss), expected().losses[0], rtol=1e-5)
+
+
 def test_a_step_is_few_dispatches(graph: Graph) -> None:
     """One for each action, one to start a stage's sums, one to update it."""
     train, state = run(plan_of(graph, 2))

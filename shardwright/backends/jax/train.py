@@ -3,10 +3,12 @@
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -27,6 +29,7 @@ from shardwright.core.plan import Plan
 from shardwright.core.timeline import Timeline
 
 Loss = jax.Array
+NO_MESH = jax.sharding.Mesh(np.empty((), dtype=object), ())
 
 
 def train_step(
@@ -99,6 +102,10 @@ class TrainStep:
 
         Raises PlanError when the parameters are not the plan's (naming those that differ) or are only shapes.
         """
+        with self._mesh_set_aside():
+            return self._init(params_or_init, state, seed)
+
+    def _init(self, params_or_init: Any, state: Any, seed: int) -> TrainState:
         init = params_or_init if callable(params_or_init) and not isinstance(params_or_init, nnx.Module) else None
         given = take_apart(abstractly(init) if init is not None else params_or_init, seed, state)
         if init is None and is_abstract(given):
@@ -129,9 +136,14 @@ class TrainStep:
         ``state`` is donated: its memory becomes the new state's. Raises PlanError when it already was, and when the
         batch is not of the plan's size.
         """
-        step, leaves = self._step_for(state, batch)
-        made: tuple[TrainState, Loss] = step(state, leaves)
+        with self._mesh_set_aside():
+            step, leaves = self._step_for(state, batch)
+            made: tuple[TrainState, Loss] = step(state, leaves)
         return made
+
+    def _mesh_set_aside(self) -> Any:
+        """Stages have meshes of their own; one that the caller has set, of whatever axis types, is theirs alone."""
+        return nullcontext() if self._pipelined is None else jax.set_mesh(NO_MESH)
 
     def _step_for(self, state: TrainState, batch: Any) -> tuple[Any, tuple[Any, ...]]:
         """The compiled step for a batch, and the batch's leaves."""
@@ -160,16 +172,18 @@ class TrainStep:
                 "a step of this plan is one program, without actions to measure: plan with pp above 1, in one process, "
                 "or use jax.profiler"
             )
-        step, leaves = self._step_for(state, batch)
-        watch = Watch(step.pipeline.micro.cut, self.plan.decision.pp)
-        state, loss = step(state, leaves, watch)
-        return state, loss, watch.timeline()
+        with self._mesh_set_aside():
+            step, leaves = self._step_for(state, batch)
+            watch = Watch(step.pipeline.micro.cut, self.plan.decision.pp)
+            state, loss = step(state, leaves, watch)
+            return state, loss, watch.timeline()
 
     def params(self, state: TrainState) -> Any:
         """The parameters as they were given to `init`: a pytree, or an NNX module. The arrays are the state's own, so
         use or copy them before the state goes into the next step."""
         state.require_alive()
-        params = state.params if self._pipelined is None else self._pipelined.whole(state.params)
+        with self._mesh_set_aside():
+            params = state.params if self._pipelined is None else self._pipelined.whole(state.params)
         return put_together(Parts(params, state.random, state.other, state.graphdef))
 
     @property
