@@ -6,6 +6,7 @@ microbatch (`pipeline`). It holds shapes and names, no data.
 
 import copy
 import enum
+import functools
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -145,7 +146,7 @@ class Step:
     def name(self) -> str:
         if self.path is not None:
             return f"{self.path or 'the model'} (call {self.occurrence})"
-        return getattr(self.function, "__name__", str(self.function))
+        return name_of(self.function)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +194,15 @@ class Program:
         """A text that two ranks share when they recorded the same program."""
         lines = [f"{v.shape} {v.dtype} {v.step} {v.input}" for v in self.values]
         lines += [f"{s.name} {sorted(s.reads)} {s.outputs} {s.renewals}" for s in self.steps]
-        lines += [f"{g.function} {sorted(g.reads)} {g.found}" for g in self.guards]
+        lines += [f"{name_of(g.function)} {sorted(g.reads)} {g.found}" for g in self.guards]
         return "\n".join(lines)
+
+
+def name_of(function: Any) -> str:
+    """A function by a name that is the same in every process."""
+    if isinstance(function, functools.partial):
+        return f"{name_of(function.func)} of {', '.join(map(name_of, function.args))}"
+    return getattr(function, "__name__", type(function).__name__)
 
 
 _PLAIN = (
