@@ -13,6 +13,7 @@ from torch import nn
 
 from shardwright.backends.torch import CAPABILITIES
 from shardwright.backends.torch.capture import capture
+from shardwright.backends.torch.identity import text_of, value_names
 from shardwright.backends.torch.process import Launch, start
 from shardwright.backends.torch.unsplit import seeded_by_rule
 from shardwright.core.errors import CaptureError, UnrecordableError
@@ -286,3 +287,27 @@ def test_several_rows_for_each_sample() -> None:
     graph = capture(Patches(), sample, require_loss=False, capabilities=CAPABILITIES)
     assert graph.sample_batch == 2
     assert [graph.tensors[i].shape(5) for i in graph.inputs] == [(20, WIDTH), (5, WIDTH)]
+
+
+class InAnyOrder(Two):
+    """As over a set of strings, whose order is another one in each process."""
+
+    kinds: tuple[float, ...] = (2.0, 3.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = {kind: self.a(x * kind) for kind in self.kinds}
+        return self.b(made[2.0] - torch.sin(made[3.0]))
+
+
+def test_ranks_that_record_in_another_order_agree() -> None:
+    found = []
+    for kinds in ((2.0, 3.0), (3.0, 2.0)):
+        model = InAnyOrder(Block(), Block())
+        model.kinds = kinds
+        runtime = make_runtime(model, [[("a", 0), ("a", 1)], [("b", 0)]], {})
+        assert runtime.stage_map is not None
+        division = runtime.record(runtime.stage_map, lambda g, r=runtime: mean_square(r.model, g), [samples(WIDTH)])
+        names = value_names(division.program)
+        (edge,) = division.edges
+        found.append((text_of(division.program), [names[value] for value in edge.values]))
+    assert found[0] == found[1]

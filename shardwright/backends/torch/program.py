@@ -190,13 +190,6 @@ class Program:
     def draws_random_numbers(self) -> bool:
         return any(step.random for step in self.steps)
 
-    def digest_text(self) -> str:
-        """A text that two ranks share when they recorded the same program."""
-        lines = [f"{v.shape} {v.dtype} {v.step} {v.input}" for v in self.values]
-        lines += [f"{s.name} {sorted(s.reads)} {s.outputs} {s.renewals}" for s in self.steps]
-        lines += [f"{name_of(g.function)} {sorted(g.reads)} {g.found}" for g in self.guards]
-        return "\n".join(lines)
-
 
 def name_of(function: Any) -> str:
     """A function by a name that is the same in every process."""

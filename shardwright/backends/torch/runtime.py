@@ -18,6 +18,7 @@ from shardwright.backends.torch.data_parallel import Gradients
 from shardwright.backends.torch.fake_state import find_model_call
 from shardwright.backends.torch.guards import holds
 from shardwright.backends.torch.holding import Holding, Placement, place
+from shardwright.backends.torch.identity import text_of
 from shardwright.backends.torch.measure import Recorder
 from shardwright.backends.torch.mesh import BoundMesh
 from shardwright.backends.torch.messages.engine import Messages
@@ -452,7 +453,7 @@ class Runtime:
         for program in programs:
             require_results(program, self.bound.size("pp"))
         require_hooks_fire(self.holding.modules, {path for held in stage_map.calls for path, _ in held})
-        digest = hashlib.blake2b("\n".join(program.digest_text() for program in programs).encode(), digest_size=8)
+        digest = hashlib.blake2b("\n".join(text_of(program) for program in programs).encode(), digest_size=8)
         different = compare_over("pp", {"program": _signed(digest)}, self.bound, self.watch).get("program")
         if different:
             raise ShardwrightError(

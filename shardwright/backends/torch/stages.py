@@ -7,6 +7,7 @@ depends on the batch and on constants alone runs again on every stage that needs
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shardwright.backends.torch.identity import value_names
 from shardwright.backends.torch.program import BufferRef, ParameterRef, Program, Step, ValueRef
 from shardwright.core.errors import CaptureError, PlanError
 
@@ -214,8 +215,9 @@ def _edges(
     uphill: set[int],
 ) -> tuple[Edge, ...]:
     carried: dict[tuple[int, int], list[int]] = {}
+    names = value_names(program)  # both ends take the values of a message in the same order
     for target, (_, values) in enumerate(wanted):
-        for value in sorted(values):
+        for value in sorted(values, key=lambda value: (names[value], value)):
             source = stage_of_value(value)
             if source is None or source == target:
                 continue

@@ -1,0 +1,403 @@
+"""Every model class of `transformers` that can be built tiny, split over 2 and 4 ranks, against the plain model.
+
+    python benchmarks/zoo.py                                   # all classes, 2 and 4 ranks: hours on two cores
+    python benchmarks/zoo.py --ranks 2 --classes T5ForConditionalGeneration WhisperForConditionalGeneration
+    python benchmarks/zoo.py --table                           # of what the result files hold so far
+    python benchmarks/zoo.py --tracer                          # what torch.distributed.pipelining.pipeline() splits
+
+Models are made from configurations with random weights, in train mode, dropout on, with the configuration as it is.
+One step of two microbatches is compared with the plain model in one process, which draws its dropout masks by the same
+rule: the loss within 1e-5, every gradient within 1e-4 of its norm plus 1e-6 of the norm of all, None where the plain
+model has None. The plan is made as for users, by capture and search for a CPU cluster.
+
+One process group per number of ranks takes the classes one by one; it is started again after a failure, so that no
+class ends the run. Results go to JSON lines in --out, and a run goes on where the last one ended.
+"""
+
+import argparse
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import SplitPoint, pipeline
+from transformers.utils import logging
+
+import shardwright
+from shardwright.backends.torch import TorchBackend
+from shardwright.core.cost.work import WorkCounter
+from shardwright.core.fold import fold
+from shardwright.core.hardware import load_profile
+from shardwright.core.plan import Plan
+from tests.models import inputs
+from tests.models.equality import LOSS, MICROBATCHES, SAMPLES, Expected, microbatches_of, plain_step, split_step
+
+PLAIN = "reference.pt"
+SLOWER = 1e5
+"""Plans are for a CPU with so much less arithmetic: in toys of these sizes the cost of an op's start would decide."""
+
+TASKS = (
+    "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "SPEECH_SEQ_2_SEQ", "CTC", "RNNT", "TDT",
+    "TEXT_TO_SPECTROGRAM", "TEXT_TO_WAVEFORM", "AUDIO_CLASSIFICATION", "AUDIO_FRAME_CLASSIFICATION", "AUDIO_XVECTOR",
+    "VIDEO_CLASSIFICATION", "DEPTH_ESTIMATION", "OBJECT_DETECTION", "SEMANTIC_SEGMENTATION", "UNIVERSAL_SEGMENTATION",
+    "INSTANCE_SEGMENTATION", "MASKED_IMAGE_MODELING", "CAUSAL_IMAGE_MODELING", "ZERO_SHOT_IMAGE_CLASSIFICATION",
+    "ZERO_SHOT_OBJECT_DETECTION", "VISUAL_QUESTION_ANSWERING", "DOCUMENT_QUESTION_ANSWERING",
+    "TABLE_QUESTION_ANSWERING", "TIME_SERIES_CLASSIFICATION", "TIME_SERIES_PREDICTION", "TIME_SERIES_REGRESSION",
+    "IMAGE_TEXT_TO_TEXT", "PRETRAINING", "KEYPOINT_DETECTION", "KEYPOINT_MATCHING", "IMAGE_MATTING", "IMAGE_TO_IMAGE",
+    "POSE_ESTIMATION", "TABLE_RECOGNITION", "TEXT_RECOGNITION", "NORMAL_ESTIMATION", "POINTMAP_ESTIMATION", "DECISION",
+)  # fmt: skip
+
+
+def all_classes() -> dict[str, str]:
+    """Class → the task under which `transformers` lists it first."""
+    from transformers.models.auto import modeling_auto
+
+    found: dict[str, str] = {}
+    for task in TASKS:
+        for names in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").values():
+            for name in names if isinstance(names, (tuple, list)) else (names,):
+                found.setdefault(name, task)
+    return found
+
+
+# What the processes do ------------------------------------------------------------------------------------------------
+
+
+def reference(name: str, folder: Path, ranks: Sequence[int]) -> dict[str, Any]:
+    """Run the plain model, leave what it gives and a plan for every number of ranks in ``folder``."""
+    try:
+        expected = plain_step(name)
+    except Exception as error:
+        return {"built": False, "reason": said(error)}
+    torch.save({field.name: getattr(expected, field.name) for field in fields(expected)}, folder / PLAIN)
+    result: dict[str, Any] = {"built": True, "loss": expected.losses}
+    try:
+        result["shares"] = {str(pp): plan(name, pp, folder / f"plan{pp}.json") for pp in ranks}
+    except Exception as error:
+        result["no_plan"] = said(error)
+    return result
+
+
+def plan(name: str, pp: int, file: Path) -> dict[str, Any]:
+    """Plan a model for so many ranks; each rank's share of the forward FLOPs, and the best that any cut of the units
+    gives the rank that has the least."""
+    model = inputs.build(name)
+    given = inputs.batch(model, SAMPLES * MICROBATCHES, 0)
+    graph = TorchBackend().capture(model, microbatches_of(given)[0], require_loss=False)
+    device = load_profile("cpu").device
+    slow = replace(device, peak_flops_per_s={"fp32": device.peak_flops_per_s["fp32"] / SLOWER}, measured_products=())
+    cluster = shardwright.Cluster(slow, nodes=1, devices_per_node=pp)
+    made = shardwright.plan(
+        graph, cluster, batch=SAMPLES * MICROBATCHES, pp=pp, tp=1, dp=1, microbatch=SAMPLES, schedule="1f1b",
+        recompute="none", shard=0, precision="fp32",
+    )  # fmt: skip
+    made.save(file)
+    counter = WorkCounter(graph)
+    flops = [counter.count(unit, SAMPLES).forward_flops for unit in fold(graph).units]
+    total = sum(flops) or 1
+    shares = [sum(flops[u] for u in units) / total for units in made.stage_units]
+    return {"ranks": shares, "best_least": best_least(flops, pp) / total, "units": len(flops)}
+
+
+def best_least(flops: Sequence[int], ranks: int) -> float:
+    """The most that the rank with the least can have, over all cuts into runs of units."""
+    sums = [0]
+    for value in flops:
+        sums.append(sums[-1] + value)
+    best = [float(total) for total in sums]
+    for _ in range(ranks - 1):
+        best = [max((min(best[j], sums[i] - sums[j]) for j in range(i)), default=0.0) for i in range(len(sums))]
+    return best[-1]
+
+
+def split(name: str, folder: Path, pp: int) -> dict[str, Any]:
+    """Run one step on this rank and compare what it holds with the reference."""
+    expected = Expected(**torch.load(folder / PLAIN, weights_only=True))
+    file = folder / f"plan{pp}.json"
+    start = time.perf_counter()
+    found = split_step(name, pp, expected, file if file.exists() else None)
+    return asdict(found) | {"time_s": time.perf_counter() - start}
+
+
+def trace(name: str, folder: Path) -> dict[str, Any]:
+    """Split the same model in two by torch's tracer, at the middle of our units: forward only, cache off, no labels."""
+    model = inputs.build(name).eval()
+    given = microbatches_of(inputs.batch(model, SAMPLES * MICROBATCHES, 0))[0]
+    kept = {k: v for k, v in given.items() if k not in ("labels", "start_positions", "end_positions", "return_loss")}
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+    calls = Plan.load(folder / "plan2.json").stage_calls("torch")
+    point = next(call.path for call in calls[1] if call.path)
+    with torch.no_grad():
+        made = pipeline(model, (), kept, split_spec={point: SplitPoint.BEGINNING})
+        whole, parts = model(**kept), made.split_gm(**kept)
+    one, other = (
+        [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)] for out in (whole, parts)
+    )
+    if made.num_stages != 2:
+        return {"traced": False, "reason": f"{made.num_stages} stages"}
+    alike = bool(one) and any(o.shape == one[0].shape and torch.allclose(o, one[0], atol=1e-4) for o in other)
+    return {"traced": alike, "reason": "" if alike else "other results"}
+
+
+def said(error: BaseException) -> str:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    first = " ".join(str(error).split())
+    return f"{type(error).__name__}: {first[:400]} ({Path(place.filename).name}:{place.lineno})"
+
+
+def serve(role: str, ranks: Sequence[int]) -> None:
+    """Take names from standard input, one by one, and answer each with a line of JSON."""
+    warnings.filterwarnings("ignore")
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    if role == "split":
+        dist.init_process_group("gloo")
+    for line in sys.stdin:
+        name, folder = line.split()
+        try:
+            if role == "reference":
+                result = reference(name, Path(folder), ranks)
+            elif role == "tracer":
+                result = trace(name, Path(folder))
+            else:
+                result = split(name, Path(folder), ranks[0])
+        except Exception as error:
+            result = {"error": said(error)}
+        answers.write(json.dumps(result) + "\n")
+        answers.flush()
+
+
+# What the parent does -------------------------------------------------------------------------------------------------
+
+
+class Group:
+    """Processes that serve one role, one after the other's failure."""
+
+    def __init__(self, role: str, size: int, ranks: Sequence[int]) -> None:
+        self.role, self.size, self.ranks = role, size, ranks
+        self.processes: list[subprocess.Popen[str]] = []
+        self.answers: list[queue.Queue[str | None]] = []
+
+    def start(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(self.size):
+            environment = os.environ | {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.size), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+            }  # fmt: skip
+            if self.role != "split":
+                for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+                    environment.pop(key)
+            process = subprocess.Popen(
+                [sys.executable, __file__, "--serve", self.role, "--ranks", *map(str, self.ranks)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
+            )  # fmt: skip
+            answers: queue.Queue[str | None] = queue.Queue()
+            threading.Thread(target=_read, args=(process, answers), daemon=True).start()
+            self.processes.append(process)
+            self.answers.append(answers)
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        self.processes, self.answers = [], []
+
+    def ask(self, name: str, folder: Path, timeout_s: float) -> list[dict[str, Any]]:
+        """What every process answers. One that dies, hangs or fails ends the group, which starts anew for the next."""
+        if not self.processes:
+            self.start()
+        found = []
+        until = time.monotonic() + timeout_s
+        for process in self.processes:
+            assert process.stdin is not None
+            try:
+                process.stdin.write(f"{name} {folder}\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                pass
+        for answers in self.answers:
+            try:
+                line = answers.get(timeout=max(0.1, until - time.monotonic()))
+                found.append({"error": "the process died"} if line is None else json.loads(line))
+            except queue.Empty:
+                found.append({"error": f"no answer within {timeout_s:.0f} s"})
+        if any("error" in answer for answer in found):
+            self.stop()
+        return found
+
+
+def _read(process: "subprocess.Popen[str]", answers: "queue.Queue[str | None]") -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        answers.put(line)
+    answers.put(None)
+
+
+def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One result of what all ranks found: the first error, or the worst figures."""
+    errors = [a["error"] for a in answers if "error" in a]
+    if errors:
+        first = [e for e in errors if "Peer" not in e and "answer" not in e]
+        return {"exact": False, "reason": (first or errors)[0]}
+    bad = [key for a in answers for key in a["bad"]]
+    loss, gradient = max(a["loss"] for a in answers), max(a["gradient"] for a in answers)
+    exact = loss <= LOSS and not bad
+    reason = "" if exact else f"loss off by {loss:.1e}; gradients beyond the bound: {', '.join(bad[:3]) or 'none'}"
+    return {
+        "exact": exact, "reason": reason, "mode": answers[0]["mode"], "loss": loss, "gradient": gradient,
+        "elements": [a["elements"] for a in answers], "time_s": max(a["time_s"] for a in answers),
+    }  # fmt: skip
+
+
+class Results:
+    """JSON lines on disk: by class, what was found under each heading."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.of: dict[str, dict[str, Any]] = {}
+        if file.exists():
+            for line in file.read_text().splitlines():
+                entry = json.loads(line)
+                self.of.setdefault(entry["class"], {})[entry["heading"]] = entry["result"]
+
+    def add(self, name: str, heading: str, result: dict[str, Any]) -> None:
+        self.of.setdefault(name, {})[heading] = result
+        with self.file.open("a") as file:
+            file.write(json.dumps({"class": name, "heading": heading, "result": result}) + "\n")
+
+
+def run(classes: Sequence[str], ranks: Sequence[int], out: Path, timeout_s: float, tracer: bool) -> Results:
+    out.mkdir(parents=True, exist_ok=True)
+    results = Results(out / "zoo.jsonl")
+    plain = Group("reference", 1, ranks)
+    groups = {pp: Group("split", pp, [pp]) for pp in ranks}
+    tracing = Group("tracer", 1, ranks)
+    for number, name in enumerate(classes):
+        with tempfile.TemporaryDirectory() as folder:
+            known = results.of.get(name, {})
+            wanted = [pp for pp in ranks if str(pp) not in known]
+            if not (wanted or (tracer and "tracer" not in known)):
+                continue
+            (about,) = plain.ask(name, Path(folder), timeout_s)
+            if "error" in about:
+                about = {"built": False, "reason": about["error"]}
+            if "plain" not in known:
+                results.add(name, "plain", about)
+            if not about["built"]:
+                print(f"{number + 1}/{len(classes)} {name}: not built: {about['reason'][:150]}", flush=True)
+                continue
+            for pp in wanted:
+                found = merged(groups[pp].ask(name, Path(folder), timeout_s))
+                results.add(name, str(pp), found)
+                told = found["mode"] if found["exact"] else f"FAILS: {found['reason'][:300]}"
+                print(f"{number + 1}/{len(classes)} {name}: {pp} ranks: {told}", flush=True)
+            if tracer and "tracer" not in known:
+                (traced,) = tracing.ask(name, Path(folder), timeout_s)
+                results.add(name, "tracer", traced)
+    for group in (plain, tracing, *groups.values()):
+        group.stop()
+    return results
+
+
+def table(results: Results, ranks: Sequence[int]) -> str:
+    """The table, and what it adds up to."""
+    tasks = all_classes()
+    lines = [
+        "| class | task | " + " | ".join(f"{pp} ranks | share of FLOPs" for pp in ranks) + " | torch's tracer |",
+        "|---|---|" + "---|---|" * len(ranks) + "---|",
+    ]
+    built = {name: found for name, found in results.of.items() if found.get("plain", {}).get("built")}
+    for name, found in built.items():
+        cells = [name, tasks.get(name, "").lower().replace("_", " ")]
+        for pp in ranks:
+            cells += _cells(found, pp)
+        traced = found.get("tracer")
+        cells.append("" if traced is None else _of_tracer(traced))
+        lines.append("| " + " | ".join(cell.replace("|", "/")[:160] for cell in cells) + " |")
+    lines += ["", f"{len(results.of)} classes tried, {len(built)} built and run plainly."]
+    for pp in ranks:
+        ran = [found[str(pp)] for found in built.values() if str(pp) in found]
+        modes = Counter(found["mode"] for found in ran if found["exact"])
+        shares = [f["plain"]["shares"][str(pp)] for f in built.values() if "shares" in f["plain"]]
+        fair = sum(min(s["ranks"]) >= 0.5 / pp for s in shares)
+        barred = sum(min(s["ranks"]) < 0.5 / pp and s["best_least"] < 0.5 / pp for s in shares)
+        lines.append(
+            f"{pp} ranks: {sum(f['exact'] for f in ran)} of {len(ran)} exact ({modes['recorded']} recorded, "
+            f"{modes['messages']} by messages); of {len(shares)} plans {fair} give every rank half its fair share of "
+            f"FLOPs or more, {barred} cannot because of single units."
+        )
+    traced = [found["tracer"] for found in built.values() if "tracer" in found]
+    if traced:
+        count = sum(bool(t.get("traced")) for t in traced)
+        lines.append(f"torch's tracer splits {count} of {len(traced)}, forward only.")
+    failures = [
+        f"- {name}, {pp} ranks: {found[str(pp)]['reason']}"
+        for name, found in built.items()
+        for pp in ranks
+        if str(pp) in found and not found[str(pp)]["exact"]
+    ]
+    lines += ["", "Failures:", *failures] if failures else []
+    unbuilt = [f"- {name}: {f['plain']['reason'][:200]}" for name, f in results.of.items() if name not in built]
+    lines += ["", "Not built:", *unbuilt] if unbuilt else []
+    return "\n".join(lines)
+
+
+def _of_tracer(traced: dict[str, Any]) -> str:
+    return "splits" if traced.get("traced") else str(traced.get("reason") or traced.get("error", ""))
+
+
+def _cells(found: dict[str, Any], pp: int) -> tuple[str, str]:
+    result = found.get(str(pp))
+    if result is None:
+        return "", ""
+    shares = found["plain"].get("shares", {}).get(str(pp))
+    text = "" if shares is None else " ".join(f"{100 * share:.0f}" for share in shares["ranks"])
+    if shares is not None and min(shares["ranks"]) < 0.5 / pp:
+        text += f" (best cut: {100 * shares['best_least']:.0f})"
+    return (result["mode"] if result["exact"] else "fails"), text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--classes", nargs="*", help="these classes alone")
+    parser.add_argument("--ranks", nargs="*", type=int, default=[2, 4])
+    parser.add_argument("--out", type=Path, default=Path("zoo-results"))
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one class")
+    parser.add_argument("--tracer", action="store_true", help="torch's tracer too")
+    parser.add_argument("--table", action="store_true", help="print the table of the results so far, and run nothing")
+    parser.add_argument("--serve", choices=["reference", "split", "tracer"], help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.serve:
+        serve(given.serve, given.ranks)
+        return
+    if given.table:
+        print(table(Results(given.out / "zoo.jsonl"), given.ranks))
+        return
+    results = run(given.classes or list(all_classes()), given.ranks, given.out, given.timeout, given.tracer)
+    print(table(results, given.ranks))
+
+
+if __name__ == "__main__":
+    main()
