@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import shardwright.torch as sw
 from shardwright.backends.torch.unsplit import seeded_by_rule
@@ -92,11 +91,7 @@ def split_step(name: str, ranks: int, expected: Expected, plan: Path | None = No
     off = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, expected.losses, strict=True))
     mode = "recorded" if model.runtime.messages is None else "messages"
     elements = sum(parameter.numel() for parameter in model.local_parameters())
-    handles = {id(handle): handle for handle in model.session.bound.handles.values()}
     sw.shutdown()
-    for handle in handles.values():
-        if handle is not dist.group.WORLD:
-            dist.destroy_process_group(handle)
     return Found(mode, off, worst, bad, elements)
 
 

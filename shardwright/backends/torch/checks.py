@@ -1,6 +1,6 @@
 """What can be known to go wrong before the first step runs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -81,3 +81,20 @@ class ModuleTree:
                     f"{path} was replaced by {now} after the model was wrapped: stages, and the optimizer, know the "
                     f"old one; change the model first, then call sw.DistributedModel(model)"
                 )
+
+
+def require_alike(programs: Sequence[Program]) -> None:
+    """Raise CaptureError unless the microbatches of a step have the same losses and results, whatever their shapes."""
+    first = programs[0]
+    if len({str(loss.weight) for loss in first.losses}) > 1:
+        raise CaptureError(
+            "model.backward is called several times in one step with different weights: give all of them the same "
+            "weight, or none"
+        )
+    for other in programs[1:]:
+        same = [loss.weight is None for loss in first.losses] == [loss.weight is None for loss in other.losses]
+        if not same or first.result.spec != other.result.spec:
+            raise CaptureError(
+                "the step calls model.backward or returns something else for microbatches of another shape: what it "
+                "does may depend on the shapes, how often it calls model.backward and what it returns may not"
+            )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright.backends.torch.batch_norm import RunningStatistics, norm_over_replicas
-from shardwright.backends.torch.checks import ModuleTree, require_hooks_fire, require_results
+from shardwright.backends.torch.checks import ModuleTree, require_alike, require_hooks_fire, require_results
 from shardwright.backends.torch.compiling import Compiler
 from shardwright.backends.torch.data_parallel import Gradients
 from shardwright.backends.torch.fake_state import find_model_call
@@ -37,30 +37,13 @@ from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
 from shardwright.backends.torch.transfer import Mailroom, as_carried
 from shardwright.backends.torch.watch import Watch
 from shardwright.backends.torch.weights import Weights, materialize
-from shardwright.core.errors import CaptureError, PlanError, ShardwrightError, UnrecordableError
+from shardwright.core.errors import PlanError, ShardwrightError, UnrecordableError
 from shardwright.core.schedule import Schedule
 
 VARIANTS = 16
 """How often a step is recorded for batches of the same shapes that differ in what the model reads from them."""
 
 StepBody = Callable[[list[torch.Tensor]], Any]
-
-
-def _require_alike(programs: Sequence[Program]) -> None:
-    """Raise CaptureError unless the microbatches of a step have the same losses and results, whatever their shapes."""
-    first = programs[0]
-    if len({str(loss.weight) for loss in first.losses}) > 1:
-        raise CaptureError(
-            "model.backward is called several times in one step with different weights: give all of them the same "
-            "weight, or none"
-        )
-    for other in programs[1:]:
-        same = [loss.weight is None for loss in first.losses] == [loss.weight is None for loss in other.losses]
-        if not same or first.result.spec != other.result.spec:
-            raise CaptureError(
-                "the step calls model.backward or returns something else for microbatches of another shape: what it "
-                "does may depend on the shapes, how often it calls model.backward and what it returns may not"
-            )
 
 
 @dataclass(slots=True)
@@ -449,7 +432,7 @@ class Runtime:
         self._ahead = None
         used = [d for d in itertools.chain.from_iterable(of_shapes.values()) if any(d is one for one in divisions)]
         programs = [division.program for division in used]
-        _require_alike(programs)
+        require_alike(programs)
         for program in programs:
             require_results(program, self.bound.size("pp"))
         require_hooks_fire(self.holding.modules, {path for held in stage_map.calls for path, _ in held})
