@@ -36,7 +36,7 @@ def partition_input(
 
     @cache
     def tasks() -> Tasks:
-        costs = list(zip(forward, backward, kept, strict=True))
-        return op_tasks(folded, counter, costs, device, request.precision, microbatch, each)
+        costs = list(zip(forward, backward, kept, units.state_bytes, strict=True))
+        return op_tasks(folded, counter, costs, device, request.precision, microbatch)
 
     return units, tasks

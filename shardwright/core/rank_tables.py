@@ -120,8 +120,7 @@ class RankTables:
         """The cut where memory does not bind: the same for all policies of memory."""
         if placement not in self._free:
             stages = len(placement)
-            every = np.ones((stages, self.units + 1, self.units + 1), dtype=bool)
-            found = self._fastest(placement, every)
+            found = self._fastest(placement, None)
             if found is None:
                 raise PlanError(f"{stages} stages of {self.units} units: no cut was found")
             self._free[placement] = tuple(found)
@@ -146,7 +145,7 @@ class RankTables:
             fits.append(known[key])
         return self._fastest(placement, np.stack(fits))
 
-    def _fastest(self, placement: Sequence[int], fits: NDArray[np.bool_]) -> list[int] | None:
+    def _fastest(self, placement: Sequence[int], fits: NDArray[np.bool_] | None) -> list[int] | None:
         stages, held = len(placement), len(placement) // self.ranks
         times = [self.tables[rank].range_seconds for rank in placement]
         elements = self.tables[0].range_elements
@@ -156,7 +155,8 @@ class RankTables:
         even_elements = EVEN_SHARE * elements[0, self.units] / self.ranks + self.tables[0].largest_parameter
         if max(float(elements[a, b]) for a, b in self.ends(fastest)) <= even_elements:
             return fastest
-        even = min_max_cut(times, elements, stages, fits & (elements <= even_elements))
+        light = np.broadcast_to(elements <= even_elements, (stages, *elements.shape))
+        even = min_max_cut(times, elements, stages, light if fits is None else fits & light)
         if even is None:
             return fastest
         slowest = [

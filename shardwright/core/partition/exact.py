@@ -46,7 +46,8 @@ def min_max_cut(
     if not np.isfinite(best):
         return None
     bound = best * (1 + 1e-9)
-    _, cut = _solve([np.where(cost <= bound, weights, np.inf) for cost in costs])
+    lightest = {id(cost): np.where(cost <= bound, weights, np.inf) for cost in {id(c): c for c in costs}.values()}
+    _, cut = _solve([lightest[id(cost)] for cost in costs])
     return cut
 
 

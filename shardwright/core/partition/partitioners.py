@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,12 +160,14 @@ def uncoarsened(starts: tuple[int, ...], units: Units, live: Sequence[int]) -> t
 
     best = worth(starts)
     while True:
-        moved = [
-            (*starts[:place], starts[place] + step, *starts[place + 1 :])
-            for place in range(1, len(starts))
+        # A unit of one stage goes to another, all borders between them moving by one.
+        shifted = [
+            (*starts[:first], *(start + step for start in starts[first:last]), *starts[last:])
+            for first in range(1, len(starts))
+            for last in range(first + 1, len(starts) + 1)
             for step in (-1, 1)
-            if starts[place - 1] < starts[place] + step < (*starts, len(units))[place + 1]
         ]
+        moved = [cut for cut in shifted if all(a < b for a, b in pairwise((*cut, len(units))))]
         found = min(moved, key=worth, default=starts)
         if worth(found) >= best:
             return starts

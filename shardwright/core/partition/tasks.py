@@ -20,7 +20,7 @@ class Tasks:
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     state_bytes: tuple[float, ...]
-    """Parameters, gradients and optimizer states; of a parameter that several tasks use, at the first."""
+    """Parameters, gradients and optimizer states; of a parameter that several tasks of a unit use, at the first."""
     kept_bytes: tuple[float, ...]
     """Activations kept for the backward pass of one microbatch."""
     edges: tuple[tuple[int, int, int], ...]
@@ -35,32 +35,35 @@ class Tasks:
 def op_tasks(
     folded: Folded,
     counter: WorkCounter,
-    units: Sequence[tuple[float, float, float]],
+    units: Sequence[tuple[float, float, float, float]],
     device: Device,
     precision: str,
     microbatch: int,
-    state_bytes_per_element: float,
 ) -> Tasks:
-    """The ops of a graph as tasks; ``units`` holds (forward seconds, backward seconds, kept bytes) of each unit."""
+    """The ops of a graph as tasks; ``units`` holds (forward seconds, backward seconds, kept bytes, bytes of parameters
+    with their states) of each unit."""
     graph = folded.graph
     count = len(graph.ops)
     forward, backward, state, kept = ([0.0] * count for _ in range(4))
     classes = folded.classes
     shares = [_shares(folded.units[members[0]], counter, device, precision, microbatch) for members in classes]
-    for unit, (forward_s, backward_s, kept_bytes) in zip(folded.units, units, strict=True):
+    parameters = {p.tensor: graph.tensors[p.tensor].elements(1) for p in graph.parameters}
+    for unit, (forward_s, backward_s, kept_bytes, state_bytes) in zip(folded.units, units, strict=True):
+        holder: set[int] = set()
+        used = [
+            sum(parameters[t] for t in dict.fromkeys(op.inputs) if t in parameters and not _seen(holder, t))
+            for op in graph.ops[unit.first_op : unit.end_op]
+        ]
+        for place, entries in enumerate(used):
+            state[unit.first_op + place] = state_bytes * entries / max(1, sum(used))
         for place, (ahead, back, held) in enumerate(shares[unit.fold_class]):
             task = unit.first_op + place
             forward[task], backward[task], kept[task] = ahead * forward_s, back * backward_s, held * kept_bytes
-    holder: set[int] = set()
-    parameters = {p.tensor: graph.tensors[p.tensor].elements(1) for p in graph.parameters}
     fed = set(graph.inputs)
     constant = []
     edges: dict[tuple[int, int], int] = {}
     for index, op in enumerate(graph.ops):
         for tensor in dict.fromkeys(op.inputs):
-            if tensor in parameters and tensor not in holder:
-                holder.add(tensor)
-                state[index] += parameters[tensor] * state_bytes_per_element
             made = graph.producer.get(tensor)
             if made is not None:
                 size = counter.size_bytes(tensor, microbatch, precision) if counter.needs_gradient(tensor) else 0
@@ -77,6 +80,14 @@ def op_tasks(
         tuple((a, b, size) for (a, b), size in edges.items()),
         tuple(constant),
     )
+
+
+def _seen(holder: set[int], tensor: int) -> bool:
+    """Whether a tensor was there before; it is from now on."""
+    if tensor in holder:
+        return True
+    holder.add(tensor)
+    return False
 
 
 def _shares(

@@ -181,16 +181,17 @@ class Scorer:
         name, virtual = pipelining.schedule, pipelining.virtual_stages
         placement = placement_of(name, pp, virtual)
         live = live_microbatches(name, pp, shape.microbatches, virtual)
-        starts = self._starts(shape, policies[0], placement, live, ranked, fit=False)
+        roomy = [p for p in policies if ranked.has_room(live, virtual, self.memory_request(p, dp))]
+        starts = self._starts(shape, policies[0], placement, live, ranked, fit=False) if roomy else None
         if starts is None:
             return None, []
         fitting, tight = [], []
-        for policy in policies:
+        for policy in roomy:
             request = self.memory_request(policy, dp)
             memory = ranked.memory(starts, placement, live, request)
             if not ranked.over_bytes(memory):
                 fitting.append((policy, memory))
-            elif self.request.stage_starts is None and ranked.has_room(live, virtual, request):
+            elif self.request.stage_starts is None:
                 tight.append(policy)
         if not fitting:
             return None, tight

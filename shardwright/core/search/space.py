@@ -23,6 +23,10 @@ MAX_MICROBATCH = 64
 MAX_TENSOR_DEGREE = 8
 """Tensor degrees that do not fit into a node are tried up to this one: beyond it messages of every layer leave the node
 too often to pay (a pin may ask for more)."""
+MANY_STAGES = 32
+"""Beyond so many stages only `DEEP_SCHEDULES` are tried: tables grow with the square of the stages, and plans as deep
+as that are few."""
+DEEP_SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1")
 SHARD_GROUPS = (2, 4, 8, 16, 32, 64)
 """Ranks that share a shard, beside the whole data axis. A pinned ``shard`` means the whole axis, unless its group is
 pinned too."""
@@ -173,6 +177,9 @@ class Space:
             if pp * virtual_stages > self.units:
                 continue
             for name in self.names:
+                many = pp * virtual_stages > MANY_STAGES and request.schedule is None
+                if many and name not in DEEP_SCHEDULES:
+                    continue
                 if self.refusal(name, pp, microbatches, virtual_stages) is None:
                     yield Pipelining(name, virtual_stages)
 
