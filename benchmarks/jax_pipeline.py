@@ -78,7 +78,7 @@ def ours(depth: int, schedule: str, steps: int) -> dict[str, Any]:
     cluster = sw.Cluster("cpu", nodes=1, devices_per_node=STAGES)
     plan = sw.plan(
         graph, cluster, batch=ROWS * MICROBATCHES, pp=STAGES, dp=1, tp=1, microbatch=ROWS, schedule=schedule,
-        precision="fp32", recompute="none", shard=0,
+        virtual_stages=1, precision="fp32", recompute="none", shard=0,
     )  # fmt: skip
     train = sw.train_step(loss_fn(depth), optax.sgd(1e-3), plan)
     state = train.init(parameters)

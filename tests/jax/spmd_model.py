@@ -64,7 +64,8 @@ def plan_of(blocks: int, pp: int, dp: int = 1, **pins: object) -> sw.Plan:
     sample = {name: jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32) for name in ("x", "y")}
     graph = sw.capture(nnx.eval_shape(maker(blocks)), sample, lambda model, batch: loss_fn(model, batch)[0])
     cluster = sw.Cluster("cpu", nodes=1, devices_per_node=pp * dp)
-    given = {"microbatch": 2, "precision": "fp32", "recompute": "none", "shard": 0, "schedule": "gpipe"} | pins
+    given = {"microbatch": 2, "precision": "fp32", "recompute": "none", "shard": 0, "schedule": "gpipe"}
+    given |= {"virtual_stages": 1} | pins
     return sw.plan(graph, cluster, batch=BATCH, pp=pp, dp=dp, tp=1, **given)  # type: ignore[arg-type]
 
 
