@@ -15,7 +15,7 @@ from shardwright.backends.torch.mesh import BoundMesh, bind
 from shardwright.backends.torch.process import choose_device, start, this_launch
 from shardwright.backends.torch.stage_map import require_whole_backward
 from shardwright.backends.torch.watch import Watch, watch_for_stop
-from shardwright.core.errors import ShardwrightError
+from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 from shardwright.core.plan import Plan
 from shardwright.core.schedule import AUTO
 from shardwright.torch.config import Config, read_config
@@ -229,7 +229,13 @@ def get_rdp_process_group() -> ProcessGroup:
 
 
 def get_dp_process_group() -> ProcessGroup:
-    """The same as `get_rdp_process_group` while tensor parallelism is 1."""
+    """The same as `get_rdp_process_group`. Raises MissingCapabilityError with a tensor axis, whose ranks take part in
+    SageMaker's group too."""
+    if tp_size() > 1:
+        raise MissingCapabilityError(
+            f"there is no group over the {dp_size()} ranks of rdp × tp in this version: use get_rdp_process_group() or "
+            f"get_tp_process_group()"
+        )
     return get_rdp_process_group()
 
 

@@ -133,7 +133,10 @@ def _autocast(call: ModelCall) -> Any:
 def _require_no_hooks(model: nn.Module) -> None:
     """Raise ShardwrightError for hooks on modules: units run op by op, and no module is called."""
     for path, module in model.named_modules():
-        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), *module._backward_hooks.values()]
+        kinds = (
+            module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks,
+        )  # fmt: skip
+        hooks = [hook for held in kinds for hook in held.values()]
         own = [h for h in hooks if not str(getattr(h, "__module__", "")).startswith("shardwright.")]
         if own:
             name = getattr(own[0], "__qualname__", type(own[0]).__name__)
