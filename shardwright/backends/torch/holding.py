@@ -7,6 +7,7 @@ the meta device, which have a shape and no memory.
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -115,6 +116,7 @@ class Holding:
                     self._slots.setdefault(first, []).append((self.modules[path], last))
         # Tuples, since order counts: that of the model.
         self._parameter_order, self._buffer_order = tuple(parameter_names(model)), tuple(buffer_names(model))
+        self._held_under: tuple[Placement | None, list[tuple[str, nn.Module, str]]] | None = None
         self._parameters, self._buffers = frozenset(self._parameter_order), frozenset(self._buffer_order)
         for name in self._parameters:
             self._know(self.tensor(name), name)
@@ -142,7 +144,15 @@ class Holding:
 
     def local_parameters(self) -> dict[str, nn.Parameter]:
         """What this rank holds, by first name, in the model's order."""
-        return {name: self.parameter(name) for name in self._parameter_order if self.holds(name)}
+        found = {name: getattr(module, last) for name, module, last in self._held()}
+        return cast(dict[str, nn.Parameter], found)
+
+    def _held(self) -> list[tuple[str, nn.Module, str]]:
+        """The slots of the parameters that this rank holds; placements are values, so each is gone through once."""
+        if self._held_under is None or self._held_under[0] is not self.placement:
+            slots = [(name, *self._slots[name][0]) for name in self._parameter_order if self.holds(name)]
+            self._held_under = (self.placement, slots)
+        return self._held_under[1]
 
     def local_buffers(self) -> dict[str, torch.Tensor]:
         return {name: self.tensor(name) for name in self._buffer_order if self.holds(name)}

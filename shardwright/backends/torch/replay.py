@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from shardwright.backends.torch.program import (
     BufferRef,
@@ -65,6 +66,7 @@ class Replay:
         self, modules: Mapping[str, nn.Module], streams: Streams, device: torch.device, recompute: Recompute
     ) -> None:
         self.modules, self.streams, self.device, self.recompute = modules, streams, device, recompute
+        self._flat: dict[int, tuple[int, tuple[str, ...]] | None] = {}
 
     def forward(
         self,
@@ -163,7 +165,9 @@ class Replay:
         self, program: Program, stage: int, step: Step, env: dict[int, torch.Tensor], objects: dict[int, Any]
     ) -> Iterator[int]:
         """Run a step and store what it makes; yields the values made."""
-        args, kwargs = step.arguments.build(lambda leaf: self._resolve(program, leaf, stage, env, objects))
+        args, kwargs = self._arguments(
+            step, [self._resolve(program, leaf, stage, env, objects) for leaf in step.arguments.leaves]
+        )
         with self._mode(step):
             if step.path is not None and self.recompute.wants(step):
                 result = self.recompute.run(step, args, kwargs)
@@ -179,6 +183,18 @@ class Replay:
         for new, old in step.renewals:
             env[new] = env[old]
             yield new
+
+    def _arguments(self, step: Step, given: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments by position and by name; where none is a container, without torch's walk through the tree."""
+        key = id(step)  # programs live as long as what replays them
+        if key not in self._flat:
+            self._flat[key] = _flat_form(step.arguments.spec)
+        flat = self._flat[key]
+        if flat is None:
+            args, kwargs = pytree.tree_unflatten(given, step.arguments.spec)
+            return args, kwargs
+        count, names = flat
+        return tuple(given[:count]), dict(zip(names, given[count:], strict=True))
 
     @contextmanager
     def _mode(self, step: Step) -> Iterator[None]:
@@ -221,6 +237,14 @@ class Replay:
             return float(leaf.value)
         tensor = self._resolve(program, leaf, 0, env, {})
         return torch.as_tensor(tensor).detach()
+
+
+def _flat_form(spec: pytree.TreeSpec) -> tuple[int, tuple[str, ...]] | None:
+    """For ``((…), {…})`` of leaves alone the number of arguments by position, and the names of the others."""
+    args, kwargs = spec.children()
+    if args.type is not tuple or not all(c.is_leaf() for held in (args, kwargs) for c in held.children()):
+        return None
+    return args.num_children, tuple(kwargs.context)
 
 
 def _store(
