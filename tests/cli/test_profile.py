@@ -27,11 +27,32 @@ def test_it_writes_a_profile_that_a_cluster_takes(tmp_path: Path, framework: str
     assert 0 < device.kernel_launch_s < 1e-2
 
 
-def test_under_torchrun_the_group_is_measured_and_rank_0_writes(tmp_path: Path) -> None:
-    path = tmp_path / "two.toml"
-    code = f"import sys; sys.argv = ['shardwright', 'profile', {str(path)!r}, '--budget', '1', '--json']; " + (
-        "from shardwright.cli import main; main()"
-    )
+MODEL = """
+import torch
+
+
+def net():
+    layers = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+    return layers, torch.randn(4, 16), lambda out: out.square().mean()
+"""
+
+
+def test_under_torchrun_the_group_and_a_models_units_are_measured_and_rank_0_writes(tmp_path: Path) -> None:
+    path, file = tmp_path / "two.toml", tmp_path / "model.py"
+    file.write_text(MODEL)
+    given = [
+        "shardwright",
+        "profile",
+        str(path),
+        "--budget",
+        "1",
+        "--model",
+        f"{file}:net",
+        "--microbatch",
+        "2",
+        "--json",
+    ]
+    code = f"import sys; sys.argv = {given!r}; from shardwright.cli import main; main()"
     shared = os.environ | {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
@@ -57,6 +78,9 @@ def test_under_torchrun_the_group_is_measured_and_rank_0_writes(tmp_path: Path) 
     assert [process.returncode for process in ranks] == [0, 0], said
     assert json.loads(said[0][0])["saved"] == str(path)
     assert said[1][0] == ""
+    units = load_profile(path).device.measured_units
+    assert {unit.microbatch for unit in units} == {2}
+    assert all(unit.forward_s > 0 for unit in units)
     link = load_profile(path).intra_node
     assert link.name == "measured-link"
     assert link.effective_bandwidth_bytes_per_s > 1e6

@@ -50,7 +50,7 @@ class JaxBackend:
     def compile(self, plan: Plan, model: Any, **options: Any) -> JaxExecutable:
         """Bind a plan to a model: parameters, an NNX module or an init function, as `TrainStep.init` takes them.
 
-        Options: ``loss`` and ``optimizer`` (both needed), ``devices``, ``batch_dims``, ``seed``.
+        Options: ``loss`` (needed), ``optimizer`` (default: AdamW at 1e-3), ``devices``, ``batch_dims``, ``seed``.
         """
         return JaxExecutable(plan, model, **options)
 

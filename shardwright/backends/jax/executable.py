@@ -10,6 +10,7 @@ import optax
 from shardwright.backends.jax.state import Parts, TrainState
 from shardwright.backends.jax.train import TrainStep
 from shardwright.core.plan import Plan
+from shardwright.core.timeline import Timeline
 
 
 class JaxExecutable:
@@ -20,12 +21,13 @@ class JaxExecutable:
         plan: Plan,
         model: Any,
         loss: Callable[..., Any],
-        optimizer: optax.GradientTransformation,
+        optimizer: optax.GradientTransformation | None = None,
         *,
         devices: Sequence[jax.Device] | None = None,
         batch_dims: Any = None,
         seed: int = 0,
     ) -> None:
+        optimizer = optimizer or optax.adamw(1e-3)
         self.train = TrainStep(loss, optimizer, plan, devices=devices, batch_dims=batch_dims)
         self.state: TrainState = self.train.init(model, seed=seed)
 
@@ -33,6 +35,14 @@ class JaxExecutable:
         """One update on the global batch; its loss."""
         self.state, loss = self.train(self.state, batch)
         return float(loss)
+
+    def timelines(self, batch: Any, steps: int) -> tuple[Timeline, ...]:
+        """When each action ran in each of some updates. Raises MissingCapabilityError for a plan without stages."""
+        found = []
+        for _ in range(steps):
+            self.state, _loss, timeline = self.train.measure(self.state, batch)
+            found.append(timeline)
+        return tuple(found)
 
     def whole_parameters(self) -> Mapping[str, np.ndarray]:
         """Every parameter on the host, by name."""

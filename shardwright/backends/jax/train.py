@@ -83,7 +83,7 @@ class TrainStep:
         self._loss = LossFunction.of(loss_fn, plan)
         self._compiled: dict[Any, Callable[..., tuple[TrainState, Loss]]] = {}
         self._pipelined: PipelinedTraining | SpmdTraining | None = None
-        if plan.decision.pp > 1:
+        if plan.decision.pp * plan.decision.virtual_stages > 1:
             used = jax.devices() if devices is None else devices
             spread = len({device.process_index for device in used}) > 1
             form = SpmdTraining if one_program or (one_program is None and spread) else PipelinedTraining
