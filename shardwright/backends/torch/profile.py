@@ -24,17 +24,12 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | None = None) -> Measurements:
     """Measure this process's device, and the collectives of all processes that the launcher started (torchrun, mpirun,
-    srun), or of the process group that is there already."""
+    srun), or of the process group that is there already. The processes stay joined."""
     launch = this_launch()
     device = choose_device(launch)
-    joins = launch.world_size > 1 and not dist.is_initialized()
-    if joins:
+    if launch.world_size > 1 and not dist.is_initialized():
         start(launch, device, timeout_s=120.0)
-    try:
-        return profile_device(device, name=name, budget_s=budget_s, progress=progress)
-    finally:
-        if joins:
-            dist.destroy_process_group()
+    return profile_device(device, name=name, budget_s=budget_s, progress=progress)
 
 
 def profile_device(
