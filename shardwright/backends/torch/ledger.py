@@ -55,7 +55,10 @@ class Ledger:
     def new_value(self, tensor: torch.Tensor, step: int | None, position: int | None = None) -> int:
         index = len(self.values)
         memory = memory_of(tensor)
-        self.values.append(Value(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, step, position, memory))
+        strides = tensor.stride() if tensor.layout is torch.strided else ()
+        self.values.append(
+            Value(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, step, position, memory, strides)
+        )
         self.know(tensor, ValueRef(index))
         if step is None or self.depends_on_batch_alone(self.drafts[step]):
             self._of_batch.add(index)
@@ -130,7 +133,9 @@ class Ledger:
                 base, draft = self.values[value], self.drafts[writer]
                 self._renewed[key] = len(self.values)
                 requires_grad = base.requires_grad or any(self.values[v].requires_grad for v in draft.reads)
-                self.values.append(Value(base.shape, base.dtype, requires_grad, writer, None, base.memory))
+                self.values.append(
+                    Value(base.shape, base.dtype, requires_grad, writer, None, base.memory, base.strides)
+                )
                 draft.reads.add(old)
                 draft.renewals.append((self._renewed[key], old))
                 if self.depends_on_batch_alone(draft):

@@ -87,6 +87,8 @@ class Value:
     input: int | None = None
     memory: int = 0
     """Values with the same number share memory."""
+    strides: tuple[int, ...] = ()
+    """In memory, in elements: dropout draws its mask in this order."""
 
     @property
     def carries_gradient(self) -> bool:

@@ -86,7 +86,8 @@ class Replay:
         kept = Kept()
         with torch.set_grad_enabled(grad):
             for edge in part.receives:
-                for value, tensor in zip(edge.values, arrived(edge), strict=True):
+                for value, given in zip(edge.values, arrived(edge), strict=True):
+                    tensor = _laid_out(given, program.values[value].strides)
                     if grad and value in edge.gradients:
                         tensor.requires_grad_()
                         kept.received[edge.index, value] = tensor
@@ -245,6 +246,22 @@ def _flat_form(spec: pytree.TreeSpec) -> tuple[int, tuple[str, ...]] | None:
     if args.type is not tuple or not all(c.is_leaf() for held in (args, kwargs) for c in held.children()):
         return None
     return args.num_children, tuple(kwargs.context)
+
+
+def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor in the memory order that it has where it was made, if that is dense: messages carry all in one order."""
+    if tensor.stride() == strides or len(strides) != tensor.dim() or not _are_dense(tensor.shape, strides):
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _are_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _store(
