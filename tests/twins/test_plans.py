@@ -69,7 +69,7 @@ def test_flops_parameters_and_traffic_agree(xl: tuple[sw.Graph, sw.Graph], batch
         (64, {"pp": 4, "tp": 8}),
         (64, {"pp": 8, "tp": 2, "microbatch": 2}),
         (64, {"pp": 4, "virtual_stages": 3, "schedule": "interleaved-1f1b", "tp": 4}),
-        # PyTorch's twin writes its GELU out, and keeps more of it: schedules that need more memory would fit one of them.
+        # PyTorch's twin writes its GELU out and keeps more: schedules that need more memory would fit one of them.
         (3, {"pp": 12, "virtual_stages": 1, "schedule": "1f1b"}),
     ],
 )
