@@ -227,9 +227,8 @@ def test_wrong_number_of_devices(graph: Graph) -> None:
 
 
 def test_a_schedule_that_does_not_train(graph: Graph) -> None:
-    plan = plan_of(graph, 2, schedule="forward-only")
-    with pytest.raises(sw.ShardwrightError, match=r"no backward.*1f1b"):
-        sw.train_step(loss_fn, optax.sgd(0.1), plan, devices=jax.devices()[:2])
+    with pytest.raises(sw.ShardwrightError, match="no backward"):
+        plan_of(graph, 2, schedule="forward-only")
 
 
 def test_a_loss_that_closes_over_parameters(graph: Graph) -> None:
