@@ -1,6 +1,7 @@
 """A core mesh laid over the ranks of this run: coordinates, process groups, and layouts in torch's own terms."""
 
 from dataclasses import dataclass, field
+from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -64,30 +65,40 @@ def bind(mesh: Mesh, device: torch.device | None = None) -> BoundMesh:
         for ranks in mesh.groups(axis):
             handle = _group(ranks)
             if rank in ranks:
-                if not isinstance(handle, ProcessGroup):
+                if handle is None:
                     raise ClusterError(f"torch.distributed made no process group for ranks {ranks}")
                 groups[axis], handles[axis] = ranks, handle
     return BoundMesh(mesh, rank, device or torch.device("cpu"), groups, handles)
 
 
-_made: dict[tuple[int, ...], object] = {}
-"""The groups made within the default process group, each with threads and sockets of its own: meshes share them."""
-_made_within: ProcessGroup | None = None
+_made: WeakValueDictionary[tuple[int, ...], ProcessGroup] = WeakValueDictionary()
+"""The groups made within the default process group, each with threads and sockets of its own: meshes share them. They
+are torch's to keep, and go with the default group."""
+_of_others: set[tuple[int, ...]] = set()
+"""Groups that this rank took part in making and is not in."""
+_made_within: ReferenceType[ProcessGroup] | None = None
 
 
-def _group(ranks: tuple[int, ...]) -> object:
-    """The process group of these ranks. Every rank takes part in making every group, in the same order: torch asks for
-    that."""
+def _group(ranks: tuple[int, ...]) -> ProcessGroup | None:
+    """The process group of these ranks; None when this rank is not in it. Every rank takes part in making every group,
+    in the same order: torch asks for that."""
     global _made_within
     whole = dist.group.WORLD
-    if _made_within is not whole:
+    assert whole is not None
+    if _made_within is None or _made_within() is not whole:
         _made.clear()
-        _made_within = whole
+        _of_others.clear()
+        _made_within = ref(whole)
     if len(ranks) == dist.get_world_size():
         return whole
-    if ranks not in _made:
-        _made[ranks] = dist.new_group(list(ranks))
-    return _made[ranks]
+    found = _made.get(ranks)
+    if found is None and ranks not in _of_others:
+        made = dist.new_group(list(ranks))
+        if isinstance(made, ProcessGroup):
+            found = _made[ranks] = made
+        else:
+            _of_others.add(ranks)
+    return found
 
 
 def lower_layout(layout: Layout, bound: BoundMesh) -> tuple[TorchPlacement, ...]:

@@ -111,6 +111,7 @@ def main() -> None:
         results.append(result)
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results))
+    dist.barrier()  # no rank closes its connections while another still talks
     dist.destroy_process_group()
 
 

@@ -36,6 +36,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         with open(sys.argv[1], "w") as file:
             json.dump(found, file)
+    dist.barrier()  # no rank closes its connections while another still talks
     dist.destroy_process_group()
 
 
