@@ -1,8 +1,10 @@
 """What units cost at every tensor degree and microbatch size: counted once, shared by all candidates of a search."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 from shardwright.core.cluster import Cluster
 from shardwright.core.cost.calibrated import calibrated
@@ -37,6 +39,8 @@ from shardwright.core.tensor_layouts import (
 )
 
 REMEMBERED_GRAPHS = 8
+REMEMBERED_LAYOUTS = 64
+Found = TypeVar("Found")
 
 
 class _Reading:
@@ -49,6 +53,16 @@ class _Reading:
         self.counter = WorkCounter(graph)
         self.frame = Frame(self.folded, self.counter)
         self._work: dict[object, UnitWork] = {}
+        self._found: dict[object, Any] = {}
+
+    def remembered(self, key: object, find: Callable[[], Found]) -> Found:
+        """What was found under this key before, or is found now."""
+        if key not in self._found:
+            if len(self._found) >= REMEMBERED_LAYOUTS:
+                self._found.clear()
+            self._found[key] = find()
+        found: Found = self._found[key]
+        return found
 
     def work(self, unit: Unit, batch: int, precision: str, layouts: RealisedUnit | None) -> UnitWork:
         key = (unit.index, batch, precision, layouts)
@@ -136,17 +150,26 @@ class CostTables:
     def chosen(self, tp: int) -> TensorLayouts:
         """The layouts on a tensor axis of so many ranks."""
         if tp not in self._chosen:
-            state = state_bytes_per_element(self.precision, self.optimizer, gradient_precision=self.gradient_precision)
-            terms = Terms(tp, self.rates(tp), self.precision, state)
-            asked = resolve(self.graph, self._pins if tp > 1 else (), {AXIS: tp})
-            form = self._sequence_parallel if tp > 1 else False
-            found, refused = choose_form(self._read.frame, terms, form, dict(asked.places))
-            self._refused[tp] = (*asked.unsplit, *refused)
-            # What is counted is what the plan says: from its slots alone, as a runtime reads them.
-            self._layouts[tp] = slot_layouts(self._read.frame, self.structure, found)
-            pins = pins_of(self._read.frame, self.structure, dict(self._layouts[tp]))
-            self._chosen[tp] = choose(self._read.frame, found.terms, pins)
+            self._chosen[tp], self._layouts[tp], self._refused[tp] = self._read.remembered(
+                ("chosen", *self._layout_terms(tp)), lambda: self._choose(tp)
+            )
         return self._chosen[tp]
+
+    def _layout_terms(self, tp: int) -> tuple[Terms, bool | None, tuple[Pin, ...]]:
+        """All that layouts depend on beside the graph: many clusters share it."""
+        state = state_bytes_per_element(self.precision, self.optimizer, gradient_precision=self.gradient_precision)
+        form = self._sequence_parallel if tp > 1 else False
+        return Terms(tp, self.rates(tp), self.precision, state), form, self._pins if tp > 1 else ()
+
+    def _choose(self, tp: int) -> tuple[TensorLayouts, tuple[tuple[str, Layout], ...], tuple[tuple[str, str], ...]]:
+        terms, form, given = self._layout_terms(tp)
+        frame = self._read.frame
+        asked = resolve(self.graph, given, {AXIS: tp})
+        found, refused = choose_form(frame, terms, form, dict(asked.places))
+        # What is counted is what the plan says: from its slots alone, as a runtime reads them.
+        layouts = slot_layouts(frame, self.structure, found)
+        pins = pins_of(frame, self.structure, dict(layouts))
+        return choose(frame, found.terms, pins), layouts, (*asked.unsplit, *refused)
 
     def rates(self, tp: int) -> Rates:
         """The rates of large work on the device and on the tensor axis."""
@@ -183,9 +206,14 @@ class CostTables:
         """What else every parameter could be, and what that would have cost."""
         if tp == 1:
             return ()
-        pins = dict(resolve(self.graph, self._pins, {AXIS: tp}).places)
-        kept = {t: p for t, p in pins.items() if self.graph.tensors[t].name not in dict(self._refused.get(tp, ()))}
-        return slot_alternatives(self._read.frame, self.structure, self.chosen(tp), kept)
+        chosen = self.chosen(tp)
+
+        def find() -> SlotAlternatives:
+            pins = dict(resolve(self.graph, self._pins, {AXIS: tp}).places)
+            kept = {t: p for t, p in pins.items() if self.graph.tensors[t].name not in dict(self._refused[tp])}
+            return slot_alternatives(self._read.frame, self.structure, chosen, kept)
+
+        return self._read.remembered(("alternatives", *self._layout_terms(tp)), find)
 
     def slow_tensor_axis(self, tp: int, microbatch: int) -> str | None:
         """With figures, whether a tensor axis that runs across nodes leaves each of its ranks with no less time than
