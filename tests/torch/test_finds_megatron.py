@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import T5Config, T5ForConditionalGeneration
 
 import shardwright as sw
 from shardwright.core.cost.work import WorkCounter
@@ -107,3 +108,15 @@ def test_column_and_row_parallel_with_one_all_reduce_per_sublayer_each_way(block
     activation = 2 * LENGTH * WIDTH * 2
     for moved in (work.forward_moved, work.backward_moved):
         assert [(c.kind, c.size_bytes) for c in moved] == [("all_reduce", activation)] * 2
+
+
+def test_an_encoders_result_stays_whole_beside_split_sequences() -> None:
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(
+            T5Config(num_layers=2, d_model=64, num_heads=4, d_kv=16, d_ff=128, vocab_size=128, decoder_start_token_id=0)
+        )
+        tokens = torch.empty(4, 16, dtype=torch.long)
+    graph = sw.capture(model, {"input_ids": tokens, "labels": tokens})
+    cluster = sw.Cluster("h100", devices_per_node=2)
+    plan = sw.plan(graph, cluster, batch=8, pp=1, dp=1, tp=2, sequence_parallel=True)
+    assert plan.decision.sequence_parallel

@@ -95,6 +95,7 @@ class UnitProblem:
         self.prices = Prices(self.graph, frame.counter, self.ops, setting, frame.kept, self.parameters)
         self._all_signatures = frame.signatures(unit, setting.batch)
         self._read_elsewhere = frame.leaving[unit]
+        self._main = {frame.main[unit], frame.main[unit - 1] if unit else None}
         self.choice_of_op: dict[int, int] = {}
         self.choice_of_tensor: dict[int, int] = {}
         """Nodes of parameters, boundary tensors and values with several readers."""
@@ -247,13 +248,14 @@ class UnitProblem:
     def _border_options(self, tensor: int, flows: bool) -> list[State]:
         """Between units: whole, or split along a dim that is not the batch's; the gradient lies like the value. Values
         without a gradient (masks, positions) cross whole: every rank can make them; so do all where the dims of
-        activations are not free."""
+        activations are not free. ``split_borders`` is of the one value that goes from unit to unit; those beside it (an
+        encoder's result on its way to the decoder) stay whole."""
         whole: Places = (R,) * self._n
         if not flows or not self.setting.free_activations:
             return [(whole, whole)]
         found = self._combined(tensor, [[(p, p) for p in (R, *self._splits(tensor, a))] for a in self.setting.axes])
         along = self._along_the_sequence(tensor)
-        if not self.setting.split_borders or along is None:
+        if not self.setting.split_borders or along is None or tensor not in self._main:
             return found
         return [(v, g) for v, g in found if all(p == Split(along) for p in v)] or found
 
