@@ -24,12 +24,6 @@ class Capabilities:
     reduce_ops: tuple[str, ...] = ("sum",)
     sequence_parallel: bool = False
     """Values between units can be divided along the sequence on the tensor axis."""
-    shard_levels: tuple[int, ...] = (0, 1, 2, 3)
-    """The ZeRO stages that the runtime carries out."""
-    recomputes: tuple[str, ...] = ("none", "selective", "full")
-    """What the runtime can compute again in the backward pass."""
-    split_with_recompute: bool = True
-    """Input and weight gradients can run as separate actions of a stage that is recomputed."""
 
     def require_axes(self, degrees: dict[str, int]) -> None:
         """Raise MissingCapabilityError for a degree above 1 on an axis that the runtime does not realise."""

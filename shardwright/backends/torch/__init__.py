@@ -24,9 +24,6 @@ CAPABILITIES = Capabilities(
     point_to_point=True,
     single_controller=False,
     reduce_ops=("sum", "avg", "max", "min", "prod"),
-    shard_levels=(0,),
-    recomputes=("none", "full"),
-    split_with_recompute=False,
 )
 
 

@@ -126,7 +126,8 @@ class Search:
 
     def __init__(self, tables: CostTables, cluster: Cluster, request: Request) -> None:
         self.request = request
-        self.space = Space(request, cluster, len(tables.folded.units), tables.graph.capabilities)
+        capabilities = tables.graph.capabilities
+        self.space = Space(request, cluster, len(tables.folded.units), splits_backward=capabilities.split_backward)
         self.scorer = Scorer(tables, cluster, request)
         self._queue: list[_Entry] = []
         self._numbers = itertools.count()
@@ -197,8 +198,6 @@ class Search:
             ways: dict[tuple[int, bool], list[Pipelining]] = {}
             for pipelining in self.space.pipelinings(shape.mesh.axis_size("pp"), shape.microbatches):
                 split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
-                if not self.space.together(policies[0], splits_backward=split):
-                    continue
                 ways.setdefault((pipelining.virtual_stages, split), []).append(pipelining)
             for (virtual_stages, split), members in ways.items():
                 bound = scorer.bound_s(shape, policies, virtual_stages, split=split)

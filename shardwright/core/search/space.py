@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwright.core.capabilities import Capabilities
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import PlanError, ScheduleError
 from shardwright.core.memory import Recompute
@@ -73,9 +72,9 @@ class Pipelining:
 class Space:
     """What one request may choose from on one cluster, for a model of so many units."""
 
-    def __init__(self, request: Request, cluster: Cluster, units: int, capabilities: Capabilities) -> None:
-        self.request, self.cluster, self.units, self.capabilities = request, cluster, units, capabilities
-        self.names = _names(request, capabilities.split_backward)
+    def __init__(self, request: Request, cluster: Cluster, units: int, *, splits_backward: bool) -> None:
+        self.request, self.cluster, self.units = request, cluster, units
+        self.names = _names(request, splits_backward)
 
     def shapes(self) -> list[Shape]:
         """All of them. Raises PlanError, with what would divide, when there is none."""
@@ -154,13 +153,10 @@ class Space:
             yield each
 
     def policies(self, dp: int) -> Iterator[Policy]:
-        """The memory policies for a data degree, the least saving first: the pinned ones, else those that the framework
-        can carry out."""
-        request, able = self.request, self.capabilities
-        modes = tuple(m for m in RECOMPUTES if m in able.recomputes)
-        if request.recompute != "auto":
-            modes = tuple(m for m in RECOMPUTES if m == request.recompute)
-        levels = (request.shard,) if request.shard is not None else able.shard_levels if dp > 1 else (0,)
+        """The memory policies for a data degree, the least saving first."""
+        request = self.request
+        modes = RECOMPUTES if request.recompute == "auto" else tuple(m for m in RECOMPUTES if m == request.recompute)
+        levels = (request.shard,) if request.shard is not None else (0, 1, 2, 3) if dp > 1 else (0,)
         group = request.shard_group
         if group is not None and dp % group:
             return
@@ -186,12 +182,6 @@ class Space:
                     continue
                 if self.refusal(name, pp, microbatches, virtual_stages) is None:
                     yield Pipelining(name, virtual_stages)
-
-    def together(self, policy: Policy, *, splits_backward: bool) -> bool:
-        """Whether a schedule that splits the backward or not may go with a policy; what is pinned may."""
-        pinned = self.request.recompute != "auto" and self.request.schedule not in (None, AUTO)
-        able = self.capabilities.split_with_recompute or not splits_backward or policy.recompute == "none"
-        return able or pinned
 
     def refusal(self, name: str, pp: int, microbatches: int, virtual_stages: int) -> str | None:
         """Why a schedule does not admit the sizes, or None."""

@@ -254,17 +254,3 @@ def test_a_model_that_fits_nowhere_names_what_binds_and_what_would_do() -> None:
     graph = without_split_backward(decoder(layers=24, hidden=4096, heads=32, vocabulary=32000, sequence=512))
     with pytest.raises(PlanError, match=r"most of it, .*, is optimizer states.*the smallest of this kind that could: "):
         sw.plan(graph, Cluster("t4", nodes=1, devices_per_node=2), batch=64)
-
-
-def test_the_search_keeps_to_what_the_framework_can_do() -> None:
-    """What is pinned is planned all the same: the runtime refuses it by name."""
-    graph = decoder(4, 256, 4, 512, 64)
-    able = replace(graph.capabilities, shard_levels=(0,), recomputes=("none", "full"), split_with_recompute=False)
-    limited = replace(graph, capabilities=able)
-    tight = replace(load_profile("cpu").device, memory_bytes=600 * 2**20, reserved_memory_bytes=0)
-    for devices in (2, 4, 8):
-        cluster = sw.Cluster(tight, devices_per_node=devices)
-        decision = sw.plan(limited, cluster, batch=64).decision
-        assert decision.shard == 0
-        assert decision.recompute in ("none", "full")
-    assert sw.plan(limited, cluster, batch=64, dp=8, pp=1, tp=1, shard=3).decision.shard == 3
