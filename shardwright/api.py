@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from shardwright.backends import protocol
+from shardwright.backends.capabilities import runtimes_of
 from shardwright.core.cluster import Cluster
 from shardwright.core.cost.unpriced import unpriced_text
 from shardwright.core.errors import CaptureError, PlanError
@@ -74,6 +75,7 @@ def plan(
     layouts: Asked | None = None,
     placement_order: str | None = None,
     partitioner: str = "exact",
+    frameworks: Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Find how to split a captured model over a cluster. What is given is pinned, the rest is searched.
@@ -90,7 +92,8 @@ def plan(
         recompute: which activations are computed again in the backward pass; "auto" searches.
         shard: ZeRO stage over the data axis.
         shard_group: ranks that share a shard; None with a pinned ``shard`` is the whole data axis.
-        precision: of parameters and activations; default: the best 16-bit one that the device has, else fp32.
+        precision: of parameters and activations; default: a 16-bit one in which the device is faster than
+            in fp32, else fp32.
         optimizer: whose states are counted.
         loss_scope: whether what depends on the batch as a whole is taken over the replica's batch or the global one.
         stage_starts: the first unit of every stage, where the cut is not to be searched.
@@ -104,6 +107,9 @@ def plan(
         placement_order: how the axes lie on the ranks, an order of D, P and T; the last one's neighbours are
             neighbouring ranks.
         partitioner: what cuts the model into stages: "exact", "pareto", "tree" (SageMaker's) or "blocks" (RaNNC's).
+        frameworks: whose runtimes must be able to carry the plan out: "torch", "jax" or both; None: both, so that a
+            model and its twin get one plan. What is pinned is planned all the same; where nothing that they carry out
+            fits, the best of all is taken, with a warning.
         progress: called with (candidates scored, candidates in all).
 
     Raises:
@@ -136,6 +142,7 @@ def plan(
         layouts=pins_of(graph, layouts),
         placement_order=placement_order,
         partitioner=partitioner,
+        runtimes=runtimes_of(graph.capabilities, frameworks),
     )
     if (unpriced := unpriced_text(graph)) is not None:
         warnings.warn(f"{graph.model_name}: {unpriced}", stacklevel=2)

@@ -1,12 +1,14 @@
 """`shardwright plan`: capture a model and find how to split it over a cluster."""
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from shardwright.api import capture
+from shardwright.backends.capabilities import runtimes_of
 from shardwright.commands.model_file import load_model
 from shardwright.commands.output import JsonOption, print_json, print_view, require_folder, write_text
 from shardwright.commands.progress import DelayedProgress
@@ -125,6 +127,14 @@ def plan_command(
             rich_help_panel="Decision",
         ),
     ] = "exact",
+    framework: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Whose runtime must carry the plan out, torch or jax; may be given twice. Default: both.",
+            show_default=False,
+            rich_help_panel="Decision",
+        ),
+    ] = None,
     study: Annotated[
         bool,
         typer.Option(
@@ -166,6 +176,7 @@ def plan_command(
         raise ShardwrightError(f"--tokens {tokens:g} without --study: add --study, which says what training takes")
     with DelayedProgress() as bar:
         graph = _captured(model, bar)
+        request = replace(request, runtimes=runtimes_of(graph.capabilities, framework))
         bar.stage("searching")
         studied = make_study(graph, devices, request, tokens) if study else None
         plan = studied.plan if studied is not None else make_plan(graph, devices, request, bar.update)

@@ -24,6 +24,22 @@ class Capabilities:
     reduce_ops: tuple[str, ...] = ("sum",)
     sequence_parallel: bool = False
     """Values between units can be divided along the sequence on the tensor axis."""
+    recomputes: tuple[str, ...] = ("none", "selective", "full")
+    """Which activations can be computed again."""
+    shard_levels: tuple[int, ...] = (0, 1, 2, 3)
+    """ZeRO's stages: nothing, optimizer states, gradients, parameters."""
+    shard_groups: bool = True
+    """Shards can be shared by a part of the data axis."""
+
+    def lack(self, *, recompute: str, shard: int, shard_group: int | None, dp: int) -> str | None:
+        """What the runtime lacks for a memory policy, as a user would pin it, or None."""
+        if recompute not in self.recomputes:
+            return f"recompute={recompute!r}"
+        if shard not in self.shard_levels:
+            return f"shard={shard}"
+        if shard and shard_group not in (None, dp) and not self.shard_groups:
+            return f"shard_group={shard_group}"
+        return None
 
     def require_axes(self, degrees: dict[str, int]) -> None:
         """Raise MissingCapabilityError for a degree above 1 on an axis that the runtime does not realise."""

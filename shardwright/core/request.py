@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from shardwright.core.capabilities import Capabilities
 from shardwright.core.cost.work import PRECISION_BYTES
 from shardwright.core.errors import PlanError, nearest
 from shardwright.core.memory import OPTIMIZER_STATES
@@ -40,6 +41,9 @@ class Request:
     """Parameters whose layouts are pinned (`core.pins.pins_of`)."""
     placement_order: str | None = None
     partitioner: str = DEFAULT
+    runtimes: tuple[Capabilities, ...] = ()
+    """All of them must be able to carry the plan out; empty: that of the captured graph. What is pinned is planned all
+    the same."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "pp", "tp", "dp", "microbatch", "virtual_stages", "shard_group"):

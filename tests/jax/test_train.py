@@ -304,10 +304,19 @@ def test_parameters_of_another_model(mlp_graph: Graph) -> None:
 
 
 def test_what_this_runtime_does_not_do(mlp_graph: Graph) -> None:
-    with pytest.raises(sw.ShardwrightError, match="recomputes whole units"):
-        sw.train_step(mlp, optax.sgd(0.1), plan_of(mlp_graph, 4, 2, recompute="full")).init(mlp_params())
     with pytest.raises(sw.ShardwrightError, match="precision='fp16'"):
         sw.train_step(mlp, optax.sgd(0.1), plan_of(mlp_graph, 4, 2, precision="fp16"))
+
+
+def test_a_plain_functions_units_are_recomputed_too(mlp_graph: Graph) -> None:
+    def trained(recompute: str) -> tuple[float, Any]:
+        train = sw.train_step(mlp, optax.sgd(0.1), plan_of(mlp_graph, 4, 2, recompute=recompute))
+        state, loss = train(train.init(mlp_params()), mlp_batch())
+        return float(loss), train.params(state)
+
+    (loss, params), (again, same) = trained("none"), trained("full")
+    assert again == pytest.approx(loss, rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), params, same)
 
 
 def test_a_loss_function_that_returns_no_number(mlp_graph: Graph) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from shardwright.backends.jax.capabilities import CAPABILITIES
+from shardwright.backends.capabilities import JAX as CAPABILITIES
 from shardwright.backends.jax.capture import capture
 from shardwright.backends.jax.executable import JaxExecutable
 from shardwright.backends.jax.layout import lower_layout

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
-from shardwright.backends.jax.capabilities import CAPABILITIES
+from shardwright.backends.capabilities import JAX as CAPABILITIES
 from shardwright.backends.jax.ops import translate
 from shardwright.backends.jax.partitioning import LogicalAxes, linen_axes, nnx_axes
 from shardwright.backends.jax.program import Program, flatten, same_structure

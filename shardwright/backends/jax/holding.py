@@ -109,7 +109,8 @@ class StageMeshes:
                 "are programs of their own run in one process: give devices=jax.local_devices(), or stages that are "
                 "alike, which one program over all processes runs (one_program=True)"
             )
-        grid = np.array(given, dtype=object).reshape(plan.mesh.sizes)
+        axes = [plan.mesh.names.index(name) for name in ("pp", "dp", "tp")]
+        grid = np.array(given, dtype=object).reshape(plan.mesh.sizes).transpose(axes)
         ranks = [jax.sharding.Mesh(grid[rank], ("dp", "tp")) for rank in range(plan.decision.pp)]
         self.placement = tuple(placement)
         self.meshes = tuple(ranks[rank] for rank in placement)

@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardwright.backends.jax.capabilities import CAPABILITIES
+from shardwright.backends.capabilities import JAX as CAPABILITIES
 from shardwright.backends.jax.compiled import Compilation
 from shardwright.backends.jax.layout import optimizer_shardings, parameter_shardings, replicated, spread_over
 from shardwright.backends.jax.loss import LossFunction, Microbatches, accumulate
@@ -112,6 +112,10 @@ class TrainStep:
             raise PlanError(
                 "init was given shapes without values: give it arrays, or a function of no arguments that makes them"
             )
+        if self._pipelined is None and given.graphdef is None and self.plan.decision.recompute == "full":
+            # Of a plain function no module can be told to run again, but the units of its program can.
+            devices = list(self.mesh.devices.flatten())
+            self._pipelined = PipelinedTraining(self._loss, self.optimizer, self.plan, devices)
         if self._pipelined is not None:
             self._require(given)
             make = None if init is None else lambda: _arrays(take_apart(init(), seed, state))
@@ -235,11 +239,6 @@ class TrainStep:
     def _shardings(self, parts: Parts) -> TrainState:
         """A TrainState whose leaves are shardings."""
         self._require(parts)
-        if parts.graphdef is None and self.plan.decision.recompute == "full":
-            raise MissingCapabilityError(
-                "the plan recomputes whole units, which the JAX runtime of this version does for NNX modules alone: "
-                'plan with recompute="selective" or "none", or put jax.checkpoint into the function'
-            )
         shard = self.plan.decision.shard
         layouts = self.plan.parameter_layouts("jax")
         params = parameter_shardings(parts.names, parts.params, layouts, self.mesh)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shardwright.core.capabilities import Capabilities
+from shardwright.backends.capabilities import TORCH
 from shardwright.core.graph import Graph
 from shardwright.core.hardware.measurements import Measurements, MeasureProgress
 from shardwright.core.layout import Layout
@@ -14,17 +14,7 @@ if TYPE_CHECKING:
     from shardwright.backends.protocol import Backend, Executable
     from shardwright.core.plan import Plan
 
-CAPABILITIES = Capabilities(
-    framework="torch",
-    axes=("pp", "dp", "tp"),
-    split_backward=True,
-    uneven_shards=False,
-    partial_layouts=True,
-    block_layouts=True,
-    point_to_point=True,
-    single_controller=False,
-    reduce_ops=("sum", "avg", "max", "min", "prod"),
-)
+CAPABILITIES = TORCH
 
 
 class TorchBackend:

@@ -1,13 +1,16 @@
 """From scored choices to a plan: what was chosen, what came next and which term it lost by."""
 
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
+from shardwright.core.capabilities import Capabilities
 from shardwright.core.cost_tables import Place
 from shardwright.core.memory import kept_bytes, recomputed_s, unit_recompute
 from shardwright.core.plan import (
     Alternative,
     ClassCost,
     Costs,
+    Decision,
     Plan,
     Predicted,
     Provenance,
@@ -41,6 +44,8 @@ def as_plan(scorer: Scorer, best: Scored, others: list[Scored], beside: list[Def
             continue
         same = default.scored.decision == decision
         said = "this is the plan" if same else why_slower(best, default.scored)
+        lacking = not_carried_out(default.scored.decision, scorer.request.runtimes)
+        said += f"; {lacking}" if lacking else ""
         alternatives.append(
             Alternative(
                 summarize(default.scored.decision),
@@ -125,13 +130,23 @@ def terms_s(predicted: Predicted) -> dict[str, float]:
     }
 
 
+def not_carried_out(decision: Decision, runtimes: Sequence[Capabilities]) -> str:
+    """What of a decision some runtime lacks, in words; empty when all carry it out."""
+    policy = {"recompute": decision.recompute, "shard": decision.shard, "shard_group": decision.shard_group}
+    lacks = {runtime.framework: runtime.lack(**policy, dp=decision.dp) for runtime in runtimes}
+    return "; ".join(f"{name}'s runtime does not carry out {lack}" for name, lack in lacks.items() if lack)
+
+
 def why_slower(best: Scored, other: Scored) -> str:
-    """By how much, and the term that grew most."""
+    """By how much, and the term that grew most (shrank most, of what is faster and cannot be carried out)."""
     mine, theirs = terms_s(best.predicted), terms_s(other.predicted)
-    name = max(theirs, key=lambda term: theirs[term] - mine[term])
     ratio = other.predicted.step_time_s / best.predicted.step_time_s if best.predicted.step_time_s else 1.0
-    if ratio <= 1 + 1e-6:
+    if abs(ratio - 1) <= 1e-6:
         return "as fast, and less simple"
+    if ratio < 1:
+        name = min(theirs, key=lambda term: theirs[term] - mine[term])
+        return f"{1 - ratio:.1%} faster: {name} {theirs[name] * 1e3:.3g} ms against {mine[name] * 1e3:.3g} ms"
+    name = max(theirs, key=lambda term: theirs[term] - mine[term])
     return f"{ratio - 1:.1%} slower: {name} {theirs[name] * 1e3:.3g} ms against {mine[name] * 1e3:.3g} ms"
 
 

@@ -30,6 +30,7 @@ def requests(cluster: Cluster, request: Request) -> Iterator[tuple[str, Request]
         loss_scope=request.loss_scope,
         gradient_precision=request.gradient_precision,
         layouts=request.layouts,
+        runtimes=request.runtimes,
         virtual_stages=1,
         schedule="1f1b",
         placement_order="PDT",
@@ -39,7 +40,8 @@ def requests(cluster: Cluster, request: Request) -> Iterator[tuple[str, Request]
     yield "data parallel", replace(free, pp=1, tp=1, shard=0)
     yield "fully sharded", replace(free, pp=1, tp=1, shard=3)
     # As its papers have it: tensor groups as large as a node (eight at most), then the fewest stages that fit
-    # (arXiv 2104.04473, section 3, takeaways 1 and 2), optimizer states divided (its distributed optimizer).
+    # (arXiv 2104.04473, section 3, takeaways 1 and 2), optimizer states divided (its distributed
+    # optimizer) where the runtimes do that.
     tp = max(degree for degree in range(1, min(node, 8) + 1) if world % degree == 0)
     yield "Megatron-style", replace(free, tp=tp)
 
@@ -68,7 +70,8 @@ def _fewest_stages(tables: CostTables, cluster: Cluster, asked: Request) -> Scor
     refused: PlanError | None = None
     for pp in (degree for degree in range(1, len(tables.folded.units) + 1) if left % degree == 0):
         try:
-            pinned = replace(asked, pp=pp, shard=1 if left // pp > 1 else 0)
+            able = all(1 in runtime.shard_levels for runtime in asked.runtimes)
+            pinned = replace(asked, pp=pp, shard=1 if left // pp > 1 and able else 0)
             best = Search(tables, cluster, pinned).run(runners_up=0).best
         except PlanError as error:
             refused = error

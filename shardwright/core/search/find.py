@@ -20,7 +20,7 @@ from shardwright.core.graph import Graph
 from shardwright.core.plan import Plan
 from shardwright.core.request import Request
 from shardwright.core.schedule import AUTO
-from shardwright.core.search.answer import as_plan
+from shardwright.core.search.answer import as_plan, not_carried_out
 from shardwright.core.search.defaults import defaults
 from shardwright.core.search.refusal import refusal
 from shardwright.core.search.scoring import Draft, Scored, Scorer
@@ -62,7 +62,12 @@ def make_plan(graph: Graph, cluster: Cluster, request: Request, progress: Progre
     search = Search(tables, cluster, request)
     found = search.run(progress)
     if found.best is None:
-        raise PlanError(refusal(tables, cluster, request, search.scorer, search.space))
+        search = Search(tables, cluster, request, limited=False)
+        found = search.run(progress)
+        if found.best is None:
+            raise PlanError(refusal(tables, cluster, request, search.scorer, search.space))
+        lacking = not_carried_out(found.best.decision, request.runtimes)
+        warnings.warn(f"nothing that every runtime carries out fits: {lacking}", PlanWarning, stacklevel=3)
     best, others = found.best, found.others
     if request.schedule == AUTO:
         best, *others = generated(search.scorer, [best, *others])
@@ -124,10 +129,11 @@ class _Entry:
 class Search:
     """One search. Holds the queue."""
 
-    def __init__(self, tables: CostTables, cluster: Cluster, request: Request) -> None:
+    def __init__(self, tables: CostTables, cluster: Cluster, request: Request, *, limited: bool = True) -> None:
+        """``limited``: to the memory policies that the runtimes carry out."""
         self.request = request
-        capabilities = tables.graph.capabilities
-        self.space = Space(request, cluster, len(tables.folded.units), splits_backward=capabilities.split_backward)
+        runtimes = request.runtimes or (tables.graph.capabilities,)
+        self.space = Space(request, cluster, len(tables.folded.units), runtimes, limited=limited)
         self.scorer = Scorer(tables, cluster, request)
         self._queue: list[_Entry] = []
         self._numbers = itertools.count()
@@ -197,6 +203,8 @@ class Search:
         if len(choice) == 2:
             ways: dict[tuple[int, bool], list[Pipelining]] = {}
             for pipelining in self.space.pipelinings(shape.mesh.axis_size("pp"), shape.microbatches):
+                if not self.space.go_together(policies[0].recompute, pipelining):
+                    continue
                 split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
                 ways.setdefault((pipelining.virtual_stages, split), []).append(pipelining)
             for (virtual_stages, split), members in ways.items():

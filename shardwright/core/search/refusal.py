@@ -90,10 +90,11 @@ def _relaxed(tables: CostTables, cluster: Cluster, request: Request, wanted: Dec
         loss_scope=request.loss_scope,
         gradient_precision=request.gradient_precision,
         layouts=request.layouts,
+        runtimes=request.runtimes,
     )
     if free == request:
         return None
-    found = Search(tables, cluster, free).run(runners_up=8)
+    found = Search(tables, cluster, free, limited=False).run(runners_up=8)
     if found.best is None:
         return None
 
@@ -123,13 +124,14 @@ def smallest_cluster(tables: CostTables, cluster: Cluster, request: Request, mos
             optimizer=request.optimizer,
             gradient_precision=request.gradient_precision,
             layouts=request.layouts,
+            runtimes=request.runtimes,
             schedule="1f1b",
             virtual_stages=1,
             placement_order="PDT",
         )
         bigger = tables.on(larger)
         try:
-            if Search(bigger, larger, free).run(runners_up=0).best is not None:
+            if Search(bigger, larger, free, limited=False).run(runners_up=0).best is not None:
                 return larger
         except PlanError:
             continue

@@ -5,10 +5,11 @@ go together.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from shardwright.core.capabilities import Capabilities
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import PlanError, ScheduleError
 from shardwright.core.memory import Recompute
@@ -72,9 +73,14 @@ class Pipelining:
 class Space:
     """What one request may choose from on one cluster, for a model of so many units."""
 
-    def __init__(self, request: Request, cluster: Cluster, units: int, *, splits_backward: bool) -> None:
+    def __init__(
+        self, request: Request, cluster: Cluster, units: int, runtimes: Sequence[Capabilities], *, limited: bool = True
+    ) -> None:
+        """``runtimes``: must be able to carry out what is chosen. ``limited``: unless False, memory policies are too;
+        what is pinned is not."""
         self.request, self.cluster, self.units = request, cluster, units
-        self.names = _names(request, splits_backward)
+        self.runtimes = tuple(runtimes) if limited else ()
+        self.names = _names(request, all(runtime.split_backward for runtime in runtimes))
 
     def shapes(self) -> list[Shape]:
         """All of them. Raises PlanError, with what would divide, when there is none."""
@@ -162,9 +168,22 @@ class Space:
             return
         for recompute in modes:
             for level in levels:
-                yield Policy(recompute, level, group)
+                policies = [Policy(recompute, level, group)]
                 if level and group is None and request.shard is None:
-                    yield from (Policy(recompute, level, size) for size in SHARD_GROUPS if size < dp and dp % size == 0)
+                    groups = (size for size in SHARD_GROUPS if size < dp and dp % size == 0)
+                    policies += [Policy(recompute, level, size) for size in groups]
+                yield from (policy for policy in policies if self._is_carried_out(policy, dp))
+
+    def _is_carried_out(self, policy: Policy, dp: int) -> bool:
+        """Whether all runtimes can do what nobody pinned."""
+        request = self.request
+        recompute = policy.recompute if request.recompute == "auto" else "none"
+        shard = policy.shard if request.shard is None else 0
+        group = policy.shard_group if request.shard_group is None else None
+        return all(
+            runtime.lack(recompute=recompute, shard=shard, shard_group=group, dp=dp) is None
+            for runtime in self.runtimes
+        )
 
     def pipelinings(self, pp: int, microbatches: int) -> Iterator[Pipelining]:
         """The schedules that admit the sizes, with their stages per rank."""
@@ -182,6 +201,13 @@ class Space:
                     continue
                 if self.refusal(name, pp, microbatches, virtual_stages) is None:
                     yield Pipelining(name, virtual_stages)
+
+    def go_together(self, recompute: Recompute, pipelining: Pipelining) -> bool:
+        """Whether recompute spares anything under a schedule: between the two halves of a split backward the whole unit
+        is kept, so only who pins both gets both."""
+        pinned = self.request.recompute != "auto" and self.request.schedule is not None
+        split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
+        return recompute == "none" or pinned or not split
 
     def refusal(self, name: str, pp: int, microbatches: int, virtual_stages: int) -> str | None:
         """Why a schedule does not admit the sizes, or None."""

@@ -195,7 +195,8 @@ def _front(graph: Graph, cluster: Cluster, request: Request) -> list[Point]:
     found: list[tuple[Scored, Cluster]] = []
     for fewer in _sizes(cluster):
         asked = request if fewer.world_size == cluster.world_size else _unpinned(request)
-        for more in (asked, replace(asked, recompute="full", shard=3, shard_group=None)):
+        most = min(max(runtime.shard_levels) for runtime in request.runtimes or (graph.capabilities,))
+        for more in (asked, replace(asked, recompute="full", shard=most, shard_group=None)):
             if more != asked and (request.recompute != "auto" or request.shard is not None):
                 continue
             best, _ = _best(graph, fewer, more)

@@ -1,0 +1,52 @@
+"""What each framework's runtime of this version can do. Importing this loads no framework.
+
+Plans are made for twins: unless a request names frameworks, the search chooses nothing that one of these lacks.
+"""
+
+from collections.abc import Sequence
+
+from shardwright.core.capabilities import Capabilities
+from shardwright.core.errors import PlanError, nearest
+
+TORCH = Capabilities(
+    framework="torch",
+    axes=("pp", "dp", "tp"),
+    split_backward=True,
+    uneven_shards=False,
+    partial_layouts=True,
+    block_layouts=True,
+    point_to_point=True,
+    single_controller=False,
+    reduce_ops=("sum", "avg", "max", "min", "prod"),
+    recomputes=("none", "full"),  # the products of attention cannot be told from the rest of a unit that is replayed
+    shard_levels=(0,),
+    shard_groups=False,
+)
+JAX = Capabilities(
+    framework="jax",
+    axes=("pp", "dp", "tp"),
+    split_backward=True,
+    uneven_shards=False,  # a NamedSharding of a jit argument cuts evenly
+    partial_layouts=True,  # inside a jit the compiler keeps partial sums until they are needed
+    block_layouts=True,  # a PartitionSpec splits a dim as one piece: the compiler moves the parts of a fused one
+    point_to_point=False,
+    single_controller=True,
+    reduce_ops=("sum", "max", "min"),
+    shard_groups=False,  # over the whole data axis or not at all
+)
+RUNTIMES = {runtime.framework: runtime for runtime in (TORCH, JAX)}
+
+
+def runtimes_of(captured: Capabilities, frameworks: Sequence[str] | None = None) -> tuple[Capabilities, ...]:
+    """The runtimes that must be able to carry a plan out: those named, else that of the captured model and its twin's.
+
+    Raises PlanError for a framework that there is no runtime for.
+    """
+    if frameworks is None:
+        return tuple(RUNTIMES.values()) if captured.framework in RUNTIMES else (captured,)
+    if isinstance(frameworks, str) or not frameworks:
+        raise PlanError(f"frameworks={frameworks!r}: expected names, such as ['torch'] or ['torch', 'jax']")
+    for name in frameworks:
+        if name not in RUNTIMES:
+            raise PlanError(f"frameworks: there is no runtime for {name!r}: {nearest(str(name), RUNTIMES)}")
+    return tuple(RUNTIMES[name] for name in dict.fromkeys(frameworks))
