@@ -132,8 +132,11 @@ def terms_s(predicted: Predicted) -> dict[str, float]:
 
 def not_carried_out(decision: Decision, runtimes: Sequence[Capabilities]) -> str:
     """What of a decision some runtime lacks, in words; empty when all carry it out."""
-    policy = {"recompute": decision.recompute, "shard": decision.shard, "shard_group": decision.shard_group}
-    lacks = {runtime.framework: runtime.lack(**policy, dp=decision.dp) for runtime in runtimes}
+    d = decision
+    lacks = {
+        runtime.framework: runtime.lack(recompute=d.recompute, shard=d.shard, shard_group=d.shard_group, dp=d.dp)
+        for runtime in runtimes
+    }
     return "; ".join(f"{name}'s runtime does not carry out {lack}" for name, lack in lacks.items() if lack)
 
 
