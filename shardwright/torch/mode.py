@@ -43,7 +43,7 @@ def run_step(
     if runtime.messages is None and mode == "auto":
         failed: UnrecordableError | None = None
         try:
-            prepared = runtime.prepare(signature, body, microbatches)
+            prepared = runtime.prepare(signature, body, microbatches, samples)
         except UnrecordableError as error:
             failed = error
         # Pipeline peers have the same batch and come to the same end; replicas may not.

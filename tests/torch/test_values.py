@@ -1,7 +1,7 @@
 """Models that need values: recorded on real stand-ins, with guards on what the batch decides, or refused."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from shardwright.backends.torch import CAPABILITIES
+from shardwright.backends.torch import CAPABILITIES, recordings
 from shardwright.backends.torch.capture import capture
+from shardwright.backends.torch.guards import holds
 from shardwright.backends.torch.identity import text_of, value_names
 from shardwright.backends.torch.process import Launch, start
+from shardwright.backends.torch.randomness import Moment
+from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.unsplit import seeded_by_rule
 from shardwright.core.errors import CaptureError, UnrecordableError
 from tests.torch.test_dataflow import MICROBATCHES, WIDTH, Block, compare, make_runtime, mean_square, samples
@@ -112,8 +115,8 @@ def test_what_the_batch_decides_is_recorded_for_each_outcome() -> None:
     first, second = (division.program for division in compiled.pipeline.divisions)
     assert first is not second
     assert len(first.guards) >= 3
-    assert compiled.holds([[x[:2], mask[:2], turns[:2]], [x[2:], mask[2:], turns[2:]]])
-    assert not compiled.holds([[x[2:], mask[2:], turns[2:]], [x[:2], mask[:2], turns[:2]]])
+    one, other = [x[:2], mask[:2], turns[:2]], [x[2:], mask[2:], turns[2:]]
+    assert [holds(p, given, Moment()) for p in (first, second) for given in (one, other)] == [True, False, False, True]
 
 
 def test_other_batches_are_recorded_anew() -> None:
@@ -136,10 +139,119 @@ def unrecordable(model: nn.Module, match: str) -> None:
         runtime.step("a", lambda given: mean_square(runtime.model, given), [[samples(WIDTH)[:2]]] * MICROBATCHES)
 
 
-class LayerDrop(Two):
+def follow(build: Callable[[], nn.Module], paths: list[str], steps: int) -> Runtime:
+    """Train several steps both ways, by the same random numbers: every loss and every gradient the same."""
+    torch.manual_seed(0)
+    plain = build()
+    torch.manual_seed(0)
+    runtime = make_runtime(build(), [[(path, 0)] for path in paths], {})
+
+    def body(given: list[torch.Tensor]) -> torch.Tensor:
+        loss = mean_square(runtime.model, given)
+        assert runtime.recorder is not None
+        runtime.recorder.backward(loss, None)
+        return loss
+
+    for step in range(steps):
+        parts = [[part + step] for part in samples(WIDTH).chunk(MICROBATCHES)]
+        losses = []
+        for m, part in enumerate(parts):
+            with seeded_by_rule(plain, seed=0, step=step, microbatch=m):
+                losses.append(mean_square(plain, part))
+            (losses[-1] / MICROBATCHES).backward()
+        _, returned = runtime.step("a", body, parts)
+        torch.testing.assert_close(returned[0].outputs, [loss.detach() for loss in losses])
+        for (name, p), (_, q) in zip(plain.named_parameters(), runtime.model.named_parameters(), strict=True):
+            torch.testing.assert_close(*(torch.zeros_like(t) if t.grad is None else t.grad for t in (q, p)), msg=name)
+            p.grad = q.grad = None
+    return runtime
+
+
+class DropsLayers(nn.Module):
+    """Half of the layers are left out, at random; the second draw of a stretch follows the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(Block(), nn.Dropout(0.2)) for _ in range(3))
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.a(x)
-        return self.b(x) if torch.rand([]) > 0.1 else x
+        for layer in self.layers:
+            drop = torch.rand([])
+            if drop < 0.5:
+                continue
+            x = layer(x)
+        return x * torch.rand([]) + sum(p.sum() for p in self.parameters())
+
+
+def test_layers_that_are_dropped_at_random_are_recorded_by_pattern() -> None:
+    runtime = follow(DropsLayers, [f"layers.{i}" for i in range(3)], 12)
+    made = [division.program for held in runtime._recordings._made.values() for division in held]
+    assert all(program.is_one_of_many for program in made)
+    assert 4 <= len(made) <= 8, "one for each pattern that came up"
+    assert len({sum(step.path is not None for step in program.steps) for program in made}) >= 3
+
+
+def test_recordings_by_pattern_are_dropped_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recordings, "DRAWN", 3)
+    monkeypatch.setattr("shardwright.backends.torch.runtime.COMPILED", 2)
+    runtime = follow(DropsLayers, [f"layers.{i}" for i in range(3)], 8)
+    assert [len(held) for held in runtime._recordings._made.values()] == [3]
+    assert [len(held) for held in runtime._compiled.values()] == [2]
+
+
+def test_capture_calls_layers_that_are_dropped_at_random() -> None:
+    for keeps in (lambda drop: drop > 0.9, lambda drop: not drop < 0.9):
+
+        class Keeps(Two):
+            def forward(self, x: torch.Tensor, keeps: Any = keeps) -> torch.Tensor:
+                x = self.a(x)
+                return self.b(x) if keeps(torch.rand([])) else x
+
+        graph = capture(Keeps(Block(), Block()), samples(WIDTH), require_loss=False, capabilities=CAPABILITIES)
+        assert {"a", "b"} <= {call.path for call in graph.calls}
+
+
+def drawn_mask(shape: tuple[int, ...], probability: float) -> np.ndarray:
+    return np.random.rand(*shape) < probability
+
+
+class Masks(Two):
+    def __init__(self, turn: Callable[[Any], Any] = lambda mask: mask) -> None:
+        super().__init__(Block(), nn.Sequential(nn.Dropout(0.3), Block()))
+        self.turn, self.filling = turn, nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x).clone()
+        mask, other = self.turn(drawn_mask((x.shape[0],), 0.5)), drawn_mask((x.shape[0], WIDTH), 0.2)
+        x[torch.tensor(mask, dtype=torch.bool)] = self.filling
+        return self.b(x.masked_fill(torch.from_numpy(other), 0.0))
+
+
+def test_masks_that_numpy_draws_are_drawn_again_in_each_step() -> None:
+    runtime = follow(Masks, ["a", "b"], 4)
+    assert [len(held) for held in runtime._recordings._made.values()] == [1]
+
+
+class Ragged(Two):
+    """What is drawn decides a shape."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = torch.from_numpy(drawn_rows(x.shape[0]))
+        return self.b(self.a(x)[kept])
+
+
+def drawn_rows(rows: int) -> np.ndarray:
+    return np.arange(1 + np.random.randint(rows))
+
+
+def test_shapes_that_numpy_draws_are_recorded_one_by_one() -> None:
+    runtime = follow(lambda: Ragged(Block(), Block()), ["a", "b"], 4)
+    assert [len(held) for held in runtime._recordings._made.values()] == [2]
+
+
+@pytest.mark.parametrize("turn", [np.logical_not, lambda m: m[::-1], lambda m: np.zeros(m.shape) if m.any() else m])
+def test_what_is_computed_by_numpy_from_what_it_drew_is_refused(turn: Callable[[Any], Any]) -> None:
+    unrecordable(Masks(turn), "NumPy.*message passing")
 
 
 class HostMask(Two):
@@ -155,7 +267,6 @@ class SetsState(Two):
 
 
 def test_what_cannot_be_recorded_is_said_to_be_so() -> None:
-    unrecordable(LayerDrop(Block(), Block()), "random numbers.*message passing")
     unrecordable(HostMask(Block(), Block()), "NumPy's generator.*message passing")
     unrecordable(SetsState(Block(), Block()), "sets b.state.*message passing")
 
@@ -306,7 +417,9 @@ def test_ranks_that_record_in_another_order_agree() -> None:
         model.kinds = kinds
         runtime = make_runtime(model, [[("a", 0), ("a", 1)], [("b", 0)]], {})
         assert runtime.stage_map is not None
-        division = runtime.record(runtime.stage_map, lambda g, r=runtime: mean_square(r.model, g), [samples(WIDTH)])
+        division = runtime.record(
+            runtime.stage_map, lambda g, r=runtime: mean_square(r.model, g), [samples(WIDTH)], Moment()
+        )
         names = value_names(division.program)
         (edge,) = division.edges
         found.append((text_of(division.program), [names[value] for value in edge.values]))

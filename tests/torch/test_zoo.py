@@ -28,9 +28,11 @@ RECORDED = (
     "CLIPModel", "BlipForConditionalGeneration", "Qwen3VLForConditionalGeneration", "LayoutLMForMaskedLM",
     # sound and series
     "WhisperForConditionalGeneration", "ASTForAudioClassification", "PatchTSTForRegression",
+    # layers dropped at random, masks and blocks drawn by NumPy
+    "SpeechT5ForSpeechToText", "Wav2Vec2ForCTC", "WavLMForSequenceClassification", "BigBirdForMaskedLM",
 )  # fmt: skip
-BY_MESSAGES = ("SpeechT5ForSpeechToText", "Wav2Vec2ForCTC", "BigBirdForMaskedLM")
-"""Layers dropped at random, masks and blocks drawn by NumPy."""
+BY_MESSAGES = ("HieraForPreTraining", "SuperPointForKeypointDetection")
+"""What is drawn, or computed, decides how many patches or points there are."""
 ON_FOUR = ("T5ForConditionalGeneration", "MixtralForCausalLM", "CLIPModel")
 
 

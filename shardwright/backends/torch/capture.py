@@ -116,6 +116,8 @@ class _Session:
         self.buffers = {id(buffer) for buffer in model.buffers()}
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.templates: dict[Any, Any] = {}
+        self.chance = False
+        """What branches get that random numbers alone decide."""
         self.with_values = False
         """Whether the runs were on real tensors, whose values may have decided what was run."""
 
@@ -123,8 +125,7 @@ class _Session:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
             stand_ins = {key: fake_like(tensor) for key, (_, tensor) in self.tensors.items()}
-        runs = [self._run(size, mode, stand_ins, self._fake_leaf(size)) for size in SIZES]
-        return runs[0], runs[1]
+        return self._both(lambda size: self._run(size, mode, stand_ins, self._fake_leaf(size)))
 
     def run_real(self, needs: _NeedsValuesError) -> tuple[_Run, _Run]:
         """Both runs on a copy with values, on the CPU."""
@@ -141,11 +142,29 @@ class _Session:
                 "that. Capture a model with fewer layers, or keep the op out of forward"
             ) from needs
         self.with_values = True
-        runs = []
-        for size in SIZES:
+
+        def run(size: int) -> _Run:
             stand_ins = {key: real_like(tensor) for key, (_, tensor) in self.tensors.items()}
-            runs.append(self._run(size, nullcontext(), stand_ins, self._real_leaf(size)))
-        return runs[0], runs[1]
+            return self._run(size, nullcontext(), stand_ins, self._real_leaf(size))
+
+        return self._both(run)
+
+    def _both(self, run: Callable[[int], _Run]) -> tuple[_Run, _Run]:
+        """Runs at both sizes. Where random numbers alone decide branches, as those of layers that are dropped, they all
+        go the way on which more modules are called: a plan has a place for each."""
+        self.chance = False
+        small = run(SIZES[0])
+        if small.recorder.met_chance:
+            self.chance = True
+            try:
+                other = run(SIZES[0])
+            except CaptureError:  # a model of which everything is dropped may fail
+                other = small
+            if len(other.recorder.calls) > len(small.recorder.calls):
+                small = other
+            else:
+                self.chance = False
+        return small, run(SIZES[1])
 
     def _held(self) -> list[torch.Tensor]:
         return [tensor for _, tensor in self.tensors.values()] + [leaf.tensor for leaf in self.sample.leaves]
@@ -177,7 +196,7 @@ class _Session:
     def _run(
         self, size: int, mode: Any, stand_ins: Mapping[int, torch.Tensor], make: Callable[[Leaf], torch.Tensor]
     ) -> _Run:
-        recorder = self.make_recorder(self.templates)
+        recorder = self.make_recorder(self.templates, self.chance)
         with swapped_in(self.model, stand_ins), mode, _plain_torch(), no_remembered_results(self.model):
             args, kwargs, made = self.sample.arguments(make)
             self._name_all(recorder, stand_ins, made)

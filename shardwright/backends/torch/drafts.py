@@ -58,5 +58,5 @@ class Draft:
             tuple(self.outputs), tuple(self.object_outputs), tuple(self.renewals), frozenset(self.written),
             frozenset(self.memories), frozenset(self.parameters), frozenset(self.buffers), self.grad_enabled,
             self.autocast, tuple(self.random), tuple((p, n) for p, n in self.counts.items() if p in random_paths),
-            self.views_parameter, self.drawn_before,
+            self.views_parameter, self.drawn_before, self.draws_on_host,
         )  # fmt: skip

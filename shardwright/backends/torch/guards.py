@@ -1,16 +1,30 @@
-"""Values that a model reads between its units and that follow from the batch alone.
+"""Values that a model reads between its units and that every rank can compute: from the batch, and by drawing the same
+random numbers again.
 
-Every rank has the batch, so a program recorded for one batch holds for all others in which these values are the same:
-the rows of images in a batch, whether a mask has a zero. Where they differ, the step is recorded anew.
+A program recorded for one batch holds for all others in which these values are the same: the rows of images in a batch,
+whether a mask has a zero, which layers are dropped at random. Where they differ, the step is recorded anew.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from shardwright.backends.torch.program import ConstantRef, Leaf, Literal, Program, Tree, ValueRef, tensors_in
+from shardwright.backends.torch.drafts import Draft
+from shardwright.backends.torch.program import (
+    ConstantRef,
+    Guard,
+    Leaf,
+    Literal,
+    Program,
+    Step,
+    Tree,
+    Value,
+    ValueRef,
+    tensors_in,
+)
+from shardwright.backends.torch.randomness import Moment, kept_generators
 
 READING = frozenset({
     "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__", "__index__",
@@ -36,57 +50,91 @@ def what_was_read(result: Any) -> Any:
     return result.copy() if isinstance(result, np.ndarray) else result
 
 
-def holds(program: Program, inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether a program was recorded with the values that these inputs of a microbatch give too."""
-    if not program.guards:
-        return True
-    env = {i: inputs[value.input].clone() for i, value in enumerate(program.values) if value.input is not None}
-    needed = _needed(program)
+class _Retrace:
+    """Computes values anew from the batch and from random numbers, in the order of the program.
 
-    def resolve(leaf: Leaf) -> Any:
+    Args:
+        inputs: of one microbatch.
+        moment: by which is drawn.
+    """
+
+    def __init__(
+        self, values: Sequence[Value], steps: Sequence[Step | Draft], inputs: Sequence[torch.Tensor], moment: Moment
+    ) -> None:
+        self._values, self._steps, self._moment = values, steps, moment
+        self.env = {i: inputs[value.input].clone() for i, value in enumerate(values) if value.input is not None}
+        self.device = inputs[0].device if inputs else torch.device("cpu")
+
+    def needed(self, values: Sequence[int]) -> list[int]:
+        """The steps that values follow from, in order."""
+        steps: set[int] = set()
+        pending = list(values)
+        while pending:
+            made = self._values[pending.pop()].step
+            if made is not None and made not in steps:
+                steps.add(made)
+                pending.extend(self._steps[made].reads)
+        return sorted(steps)
+
+    def run(self, steps: Sequence[int]) -> Iterator[bool]:
+        """Run these steps; after each, whether it made tensors of the shapes that the program has."""
+        for index in steps:
+            step = self._steps[index]
+            if step.random:
+                self._moment.draw_like(self._values, self._steps, step, self.device)
+            found = tensors_in(self.call(step.function, step.arguments))
+            same = len(found) == len(step.outputs)
+            for value, tensor in zip(step.outputs, found, strict=False):
+                if value is not None:
+                    self.env[value] = tensor
+                    same = same and tuple(tensor.shape) == self._values[value].shape
+            for new, old in step.renewals:
+                if old in self.env:
+                    self.env[new] = self.env[old]
+            yield same
+
+    def call(self, function: Any, arguments: Tree) -> Any:
+        args, kwargs = arguments.build(self._resolve)
+        return function(*args, **kwargs)
+
+    def _resolve(self, leaf: Leaf) -> Any:
         if isinstance(leaf, ValueRef):
-            return env[leaf.value]
+            return self.env[leaf.value]
         if isinstance(leaf, ConstantRef):
             return leaf.tensor
         assert isinstance(leaf, Literal)
         return leaf.value
 
-    def run(function: Any, arguments: Tree) -> Any:
-        args, kwargs = arguments.build(resolve)
-        return function(*args, **kwargs)
+
+def holds(program: Program, inputs: Sequence[torch.Tensor], moment: Moment) -> bool:
+    """Whether a program was recorded with the values that these inputs of a microbatch give too at this moment."""
+    if not program.guards:
+        return True
+    retrace = _Retrace(program.values, program.steps, inputs, moment)
+    needed = retrace.needed([v for guard in program.guards for v in guard.reads])
+
+    def agree(guards: Sequence[Guard]) -> bool:
+        return all(_same(what_was_read(retrace.call(g.function, g.arguments)), g.found) for g in guards)
 
     pending = list(program.guards)
-    with torch.no_grad():
-        for step in program.steps:
-            if step.index not in needed:
-                continue
-            found = tensors_in(run(step.function, step.arguments))
-            if len(found) != len(step.outputs):
+    with torch.no_grad(), kept_generators(program.is_one_of_many, retrace.device):
+        for same in retrace.run(needed):
+            ready = [g for g in pending if g.reads <= retrace.env.keys()]
+            pending = [g for g in pending if not g.reads <= retrace.env.keys()]
+            if not same or not agree(ready):
                 return False
-            for value, tensor in zip(step.outputs, found, strict=True):
-                if value is not None:
-                    env[value] = tensor
-                    if tuple(tensor.shape) != program.values[value].shape:
-                        return False
-            for new, old in step.renewals:
-                if old in env:
-                    env[new] = env[old]
-            ready = [g for g in pending if g.reads <= env.keys()]
-            pending = [g for g in pending if not g.reads <= env.keys()]
-            if not all(_same(what_was_read(run(g.function, g.arguments)), g.found) for g in ready):
-                return False
-        return all(_same(what_was_read(run(g.function, g.arguments)), g.found) for g in pending)
+        return agree(pending)
 
 
-def _needed(program: Program) -> set[int]:
-    steps: set[int] = set()
-    pending = [v for guard in program.guards for v in guard.reads]
-    while pending:
-        made = program.values[pending.pop()].step
-        if made is not None and made not in steps:
-            steps.add(made)
-            pending.extend(program.steps[made].reads)
-    return steps
+def decide(
+    values: Sequence[Value], drafts: Sequence[Draft], inputs: Sequence[torch.Tensor], moment: Moment, read: Draft
+) -> Any:
+    """What a function that reads a value gives at a moment, while the program is being recorded."""
+    retrace = _Retrace(values, drafts, inputs, moment)
+    with torch.no_grad(), kept_generators(True, retrace.device):
+        for _ in retrace.run(retrace.needed(sorted(read.reads))):
+            pass
+        return retrace.call(read.function, read.arguments)
 
 
 def _same(one: Any, other: Any) -> bool:

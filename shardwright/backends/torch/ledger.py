@@ -29,6 +29,7 @@ class Ledger:
         self._made: dict[int, StorageWeakRef] = {}
         """By address, which is not given again while there is a weak reference to what was there."""
         self._of_batch: set[int] = set()
+        self._drawn: set[int] = set()
         self._mutations: defaultdict[int, list[int]] = defaultdict(list)
         self._renewed: dict[tuple[int, int], int] = {}
 
@@ -60,18 +61,28 @@ class Ledger:
             Value(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, step, position, memory, strides)
         )
         self.know(tensor, ValueRef(index))
-        if step is None or self.depends_on_batch_alone(self.drafts[step]):
-            self._of_batch.add(index)
+        self._note_origin(index, None if step is None else self.drafts[step])
         return index
 
     def depends_on_batch_alone(self, draft: Draft) -> bool:
         """Whether every rank can compute what a step makes: from the batch and from constants."""
-        return (
-            draft.path is None
-            and not (draft.parameters or draft.buffers or draft.random)
-            and not any(isinstance(leaf, ObjectRef) for leaf in draft.arguments.leaves)
-            and draft.reads <= self._of_batch
-        )
+        return not draft.random and draft.reads <= self._of_batch and _is_of_values(draft)
+
+    def follows_from_draws(self, draft: Draft) -> bool:
+        """Whether every rank can compute what a step makes once it has drawn the same random numbers."""
+        drawn = bool(draft.random) or not draft.reads <= self._of_batch
+        return drawn and draft.reads <= self._of_batch | self._drawn and _is_of_values(draft)
+
+    def is_drawn(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor follows from random numbers and, at most, from the batch beside."""
+        ref = self._known.get(id(tensor))
+        return isinstance(ref, ValueRef) and self.use_value(tensor) in self._drawn
+
+    def _note_origin(self, value: int, draft: Draft | None) -> None:
+        if draft is None or self.depends_on_batch_alone(draft):
+            self._of_batch.add(value)
+        elif self.follows_from_draws(draft):
+            self._drawn.add(value)
 
     def use_value(self, tensor: torch.Tensor) -> int:
         """The value that a known tensor holds now, after the writes to its memory so far."""
@@ -138,10 +149,15 @@ class Ledger:
                 )
                 draft.reads.add(old)
                 draft.renewals.append((self._renewed[key], old))
-                if self.depends_on_batch_alone(draft):
-                    self._of_batch.add(self._renewed[key])
+                self._note_origin(self._renewed[key], draft)
             return self._renewed[key]
         return value
+
+
+def _is_of_values(draft: Draft) -> bool:
+    """Whether a step is a function of values of the program and of constants alone."""
+    held = any(isinstance(leaf, ObjectRef) for leaf in draft.arguments.leaves)
+    return draft.path is None and not (draft.parameters or draft.buffers or held)
 
 
 def memory_of(tensor: torch.Tensor) -> int:

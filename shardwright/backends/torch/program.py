@@ -143,6 +143,8 @@ class Step:
     """A function of parameters alone whose result shares their memory, such as a transposition."""
     drawn_before: tuple[int, ...] = ()
     """Functions that drew in the same stretch: their numbers come first from its generator."""
+    draws_on_host: bool = False
+    """Whether it draws from Python's or NumPy's generator."""
 
     @property
     def name(self) -> str:
@@ -161,12 +163,14 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A value that the model read and that follows from the batch alone: the program holds where it is the same."""
+    """A value that the model read and that every rank can compute: the program holds where it is the same."""
 
     function: Callable[..., Any]
     arguments: Tree
     reads: frozenset[int]
     found: Any
+    drawn: bool = False
+    """Whether it follows from random numbers too, not from the batch alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +195,11 @@ class Program:
     @property
     def draws_random_numbers(self) -> bool:
         return any(step.random for step in self.steps)
+
+    @property
+    def is_one_of_many(self) -> bool:
+        """Whether random numbers decide which modules are called."""
+        return any(guard.drawn for guard in self.guards)
 
 
 def name_of(function: Any) -> str:

@@ -9,14 +9,45 @@ import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from shardwright.backends.torch.program import ConstantRef, Context, Leaf, Literal, Program, Step, ValueRef
+from shardwright.backends.torch.drafts import Draft
+from shardwright.backends.torch.program import (
+    ConstantRef,
+    Context,
+    Leaf,
+    Literal,
+    Program,
+    Step,
+    Value,
+    ValueRef,
+    name_of,
+)
 from shardwright.core.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A microbatch of a run: ``seed`` is the run's, ``step`` and ``microbatch`` count from 0, the latter over all
+    replicas."""
+
+    seed: int = 0
+    step: int = 0
+    microbatch: int = 0
+
+    def draw_like(
+        self, values: Sequence[Value], steps: Sequence[Step | Draft], step: Step | Draft, device: torch.device
+    ) -> None:
+        """Leave the generators as they are when ``step``, a function that draws, is run at this moment."""
+        context = next(iter(step.random))
+        seed_generators(stream_seed(self.seed, self.step, self.microbatch, context), host=step.draws_on_host)
+        for earlier in step.drawn_before:
+            draw_again(values, steps[earlier], device)
 
 
 def stream_seed(seed: int, step: int, microbatch: int, context: Context) -> int:
@@ -88,7 +119,7 @@ class Streams:
         elif step.random:
             self._seed(step.random[0])
             for earlier in step.drawn_before:
-                _draw_again(program, program.steps[earlier], self._device)
+                draw_again(program.values, program.steps[earlier], self._device)
 
     @contextmanager
     def again(self, step: Step) -> Iterator[None]:
@@ -155,20 +186,20 @@ def seed_host(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-def _draw_again(program: Program, step: Step, device: torch.device) -> None:
+def draw_again(values: Sequence[Value], step: Step | Draft, device: torch.device) -> None:
     """Advance the generator by what a function of shapes like these draws."""
 
     def like(leaf: Leaf) -> Any:
         if isinstance(leaf, ValueRef):
-            value = program.values[leaf.value]
+            value = values[leaf.value]
             return torch.zeros(value.shape, dtype=value.dtype, device=device)
         if isinstance(leaf, ConstantRef):
             return leaf.tensor.clone()
         if isinstance(leaf, Literal):
             return leaf.value
         raise CaptureError(
-            f"{step.name} draws random numbers for a parameter, a buffer or an object outside of every unit, and is "
-            f"followed by another draw: put them into modules of their own"
+            f"{name_of(step.function)} draws random numbers for a parameter, a buffer or an object outside of every "
+            f"unit, and is followed by another draw: put them into modules of their own"
         )
 
     assert step.function is not None

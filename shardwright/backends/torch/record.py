@@ -22,6 +22,8 @@ from shardwright.core.rules.labels import Labelled
 
 PASSING = frozenset({"detach", "alias", "lift", "lift_fresh", "lift_fresh_copy", "view_of", "set_data"})
 """Ops that hand their input on: same memory, same values."""
+BOOLEAN = frozenset({"aten.is_nonzero", "aten.item", "aten._local_scalar_dense"})
+"""Ops by which a tensor decides a branch."""
 SILENT = frozenset({"detach_", "requires_grad_", "retain_grad", "_version", "set_", "resize_", "_assert_async"})
 """Ops that neither make nor change a value that the graph names."""
 
@@ -65,7 +67,10 @@ class View:
 class Func:
     """What is known about one overload of an op, found out once."""
 
-    __slots__ = ("arguments", "composite", "name", "passing", "pointwise", "reads", "rule", "silent", "views", "writes")
+    __slots__ = (
+        "arguments", "composite", "draws", "name", "passing", "pointwise", "reads", "reshapes", "rule", "silent",
+        "views", "writes",
+    )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -76,6 +81,8 @@ class Func:
         self.rule: Rule | None = known[1] if known and namespace == "aten" else None
         self.pointwise = torch.Tag.pointwise in func.tags
         self.reads = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+        self.draws = torch.Tag.nondeterministic_seeded in func.tags
+        self.reshapes = torch.Tag.inplace_view in func.tags
         self.passing = base in PASSING
         self.silent = base in SILENT or namespace == "prim"
         infos = [a.alias_info for a in schema.arguments]
@@ -89,8 +96,9 @@ class Func:
 class Recorder(TorchDispatchMode):
     """Records the ops of one forward pass while it is entered. `calls` must be kept current by `enter` and `leave`."""
 
-    def __init__(self, templates: dict[Any, Template]) -> None:
-        """``templates`` are kept from run to run: the same call means the same ops."""
+    def __init__(self, templates: dict[Any, Template], chance: bool = False) -> None:
+        """``templates`` are kept from run to run: the same call means the same ops. ``chance`` is what branches get
+        that random numbers alone decide."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._templates = templates
         self._functions: dict[Any, Func] = {}
@@ -99,6 +107,9 @@ class Recorder(TorchDispatchMode):
         self.calls: list[Call] = [Call("", 0)]
         self.failed_path: str | None = None
         self.failed_op: str | None = None
+        self.chance = chance
+        self.met_chance = False
+        """Whether random numbers alone decided a branch."""
         self.reading: set[int] = set()
         """The calls that read values of tensors."""
         self._stack = [0]
@@ -107,6 +118,8 @@ class Recorder(TorchDispatchMode):
         self._views: dict[int, View] = {}
         self._written: set[int] = set()
         self._kept: list[torch.Tensor] = []
+        self._drawn: set[int] = set()
+        """Tensors that follow from random numbers alone; all of them are kept."""
 
     # -- module calls --------------------------------------------------------------------------------------------
 
@@ -216,6 +229,9 @@ class Recorder(TorchDispatchMode):
         known = self._functions.get(func)
         if known is None:
             known = self._functions[func] = Func(func)
+        if known.name in BOOLEAN and id(args[0]) in self._drawn and args[0].dtype == torch.bool:
+            self.met_chance = True
+            return self.chance
         if known.reads and masks_of(func, args) != []:
             self.note_reading()
         try:
@@ -240,10 +256,14 @@ class Recorder(TorchDispatchMode):
         for name, value in kwargs.items():
             if name not in known.writes:  # an ``out=`` tensor's old value is not an input
                 key.append((name, _key(value, inputs)))
+        refs = [_ref(i, t) for i, t in enumerate(inputs)] if known.reshapes else None
         without_kernel = WITHOUT_KERNEL.get(known.name)
         result = func(*args, **kwargs) if without_kernel is None else without_kernel(func, *args, **kwargs)
         written = [t for name in known.writes for t in _tensors(_argument(known, name, args, kwargs))]
         outputs = list(_tensors(result))
+        if all(id(t) in self._drawn for t in inputs) if inputs else known.draws:
+            self._drawn.update(map(id, outputs))
+            self._kept += outputs
         if not outputs:
             outputs = written
         if not outputs:
@@ -265,10 +285,13 @@ class Recorder(TorchDispatchMode):
         key.append(shares)
         key.extend((out.shape, out.dtype) for out in outputs)
         cache_key = tuple(key)
-        template = self._template(cache_key, known, args, kwargs, inputs, outputs, shares)
+        refs = refs or [_ref(i, t) for i, t in enumerate(inputs)]
+        template = self._template(cache_key, known, args, kwargs, refs, outputs, shares)
         made = self._emit(template, known.name, numbers, self._stack[-1])
         for i, out in enumerate(outputs):
-            if any(out is t for t in written):
+            if known.reshapes:  # as by `unsqueeze_`: another view of the same memory from now on
+                self._views.pop(id(out), None)
+            elif any(out is t for t in written):
                 self._write(out, made[i])
                 continue
             self._value_of[id(out)] = made[i]
@@ -285,15 +308,14 @@ class Recorder(TorchDispatchMode):
         known: Func,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        inputs: Sequence[torch.Tensor],
+        refs: list[Ref],
         outputs: Sequence[torch.Tensor],
         shares: bool,
     ) -> Template:
         found = self._templates.get(key)
         if found is not None:
             return found
-        refs = [Ref(i, tuple(t.shape), dtype_name(t.dtype)) for i, t in enumerate(inputs)]
-        outs = [Ref(len(refs) + i, tuple(t.shape), dtype_name(t.dtype)) for i, t in enumerate(outputs)]
+        outs = [_ref(len(refs) + i, t) for i, t in enumerate(outputs)]
         call = OpCall(known.name.rpartition(".")[2], _bind(known, args, kwargs, refs), refs, outs, shares_memory=shares)
         if known.rule is not None:
             if call.name not in RULES and call.name.endswith("_"):
@@ -324,6 +346,10 @@ class Recorder(TorchDispatchMode):
                 )
             )
         return made
+
+
+def _ref(number: int, tensor: torch.Tensor) -> Ref:
+    return Ref(number, tuple(tensor.shape), dtype_name(tensor.dtype))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

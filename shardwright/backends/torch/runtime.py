@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from shardwright.backends.torch.checks import ModuleTree, require_alike, require
 from shardwright.backends.torch.compiling import Compiler
 from shardwright.backends.torch.data_parallel import Gradients
 from shardwright.backends.torch.fake_state import find_model_call
-from shardwright.backends.torch.guards import holds
 from shardwright.backends.torch.holding import Holding, Placement, place
 from shardwright.backends.torch.identity import text_of
 from shardwright.backends.torch.measure import Recorder
@@ -25,8 +25,9 @@ from shardwright.backends.torch.messages.engine import Messages
 from shardwright.backends.torch.messages.owners import Owners
 from shardwright.backends.torch.pipeline import Pipeline, closing_order
 from shardwright.backends.torch.program import Program, Tree
-from shardwright.backends.torch.randomness import Streams
-from shardwright.backends.torch.results import Returned, compare_over, share, shares_over_dp, total_weight
+from shardwright.backends.torch.randomness import Moment, Streams
+from shardwright.backends.torch.recordings import Recordings
+from shardwright.backends.torch.results import Returned, Shares, compare_over, share, shares_over_dp, total_weight
 from shardwright.backends.torch.stage_map import StageMap, keep_microbatches
 from shardwright.backends.torch.stages import Division, divide
 from shardwright.backends.torch.step_recorder import StepRecorder, record
@@ -40,8 +41,8 @@ from shardwright.backends.torch.weights import Weights, materialize
 from shardwright.core.errors import PlanError, ShardwrightError, UnrecordableError
 from shardwright.core.schedule import Schedule
 
-VARIANTS = 16
-"""How often a step is recorded for batches of the same shapes that differ in what the model reads from them."""
+COMPILED = 16
+"""Of each signature so many steps are kept ready that differ in the recordings of their microbatches."""
 
 StepBody = Callable[[list[torch.Tensor]], Any]
 
@@ -55,10 +56,17 @@ class _Compiled:
     order: tuple[str, ...]
     """This rank's parameters in the order in which their gradients become whole."""
 
-    def holds(self, microbatches: Sequence[Sequence[torch.Tensor]]) -> bool:
-        """Whether what was read from the batch when this was recorded is read from these microbatches too."""
-        divisions = zip(self.pipeline.divisions, microbatches, strict=True)
-        return all(holds(division.program, inputs) for division, inputs in divisions)
+    def runs(self, divisions: Sequence[Division]) -> bool:
+        """Whether this is for these recordings of the microbatches."""
+        return all(one is other for one, other in zip(self.pipeline.divisions, divisions, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a step that can be run from a recording is run with."""
+
+    compiled: _Compiled
+    shares: Shares
 
 
 class Runtime:
@@ -105,6 +113,7 @@ class Runtime:
         self._undo_norms: Callable[[], None] | None = None
         self._compiled: dict[Hashable, list[_Compiled]] = {}
         self._ahead: tuple[Hashable, Division] | None = None
+        self._recordings = Recordings(type(model).__name__)
         self._synchronized = False
 
     # Splitting ---------------------------------------------------------------------------------------------------
@@ -232,7 +241,7 @@ class Runtime:
         body: StepBody,
         microbatches: Sequence[Sequence[torch.Tensor]],
         samples: Sequence[int] | None = None,
-        prepared: "_Compiled | None" = None,
+        prepared: Prepared | None = None,
     ) -> tuple[Tree, dict[int, Returned]]:
         """Run one training step; every rank calls this at the same time.
 
@@ -251,13 +260,13 @@ class Runtime:
             return self._step_by_messages(self.messages, body, microbatches, samples or [1] * count)
         stage_map = self.stage_map
         assert stage_map is not None
-        compiled = prepared or self.prepare(signature, body, microbatches)
+        prepared = prepared or self.prepare(signature, body, microbatches, samples)
+        shares = prepared.shares
         if not self._synchronized:
             self._synchronize()
             self._synchronized = True
-        pipeline = compiled.pipeline
+        pipeline = prepared.compiled.pipeline
         training = pipeline.trains
-        shares = shares_over_dp(samples or [1] * count, stage_map.schedule.microbatches, self.bound, self.watch)
         if stage_map.loss_scope == "global" and len({len(held) for held in shares.samples}) > 1:
             raise ShardwrightError(
                 f"the replicas were given {[sum(held) for held in shares.samples]} samples, which make different "
@@ -268,7 +277,7 @@ class Runtime:
             self.statistics.begin()
         exchange = None
         if training:
-            exchange = self.gradients.begin(compiled.order)
+            exchange = self.gradients.begin(prepared.compiled.order)
         pipeline.streams.seed = self.seed
         recorder = None
         if self.recorders is not None:
@@ -289,28 +298,42 @@ class Runtime:
         self.watch.doing("the results of the step")
         returned = share(pipeline.divisions, values, stage_rank, self.bound, self.watch, shares, weights)
         self.watch.doing("between steps")
-        return compiled.result, returned
+        return prepared.compiled.result, returned
 
-    def prepare(self, signature: Hashable, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]]) -> _Compiled:
-        """The recording by which a step can be run, made now if there is none yet; pp peers call this together.
+    def prepare(
+        self,
+        signature: Hashable,
+        body: StepBody,
+        microbatches: Sequence[Sequence[torch.Tensor]],
+        samples: Sequence[int] | None = None,
+    ) -> Prepared:
+        """The recording by which a step can be run, made now if there is none yet; every rank calls this.
 
         Raises UnrecordableError: there is none.
         """
         stage_map = self.stage_map
         assert stage_map is not None
         self._tree.require_same()
-        shapes = tuple(tuple((tuple(t.shape), t.dtype) for t in mb) for mb in microbatches)
+        most = stage_map.schedule.microbatches
+        shares = shares_over_dp(samples or [1] * len(microbatches), most, self.bound, self.watch)
+        shapes = tuple(map(_shapes, microbatches))
+        if self._ahead is not None and self.tensor is None:
+            self._recordings.add((signature, self._ahead[0], self._schedule_digest), self._ahead[1])
+        self._ahead = None
+        divisions = []
+        for number, microbatch in enumerate(microbatches):
+            moment = Moment(self.seed, self.steps_run, shares.first + number)
+            make = partial(self.record, stage_map, body, microbatch, moment)
+            key = (signature, shapes[number], self._schedule_digest)
+            divisions.append(self._recordings.find(key, microbatch, moment, make))
         variants = self._compiled.setdefault((signature, shapes, self._schedule_digest), [])
-        compiled = next((made for made in variants if made.holds(microbatches)), None)
+        compiled = next((made for made in variants if made.runs(divisions)), None)
         if compiled is None:
-            if len(variants) >= VARIANTS:
-                raise UnrecordableError(
-                    f"what {type(self.model).__name__} reads from the batch had {VARIANTS} outcomes, each recorded, "
-                    f"and there are more: let the model run by message passing"
-                )
-            compiled = self._compile(stage_map, body, microbatches)
+            if len(variants) >= COMPILED:
+                variants.pop(0).pipeline.streams.close()
+            compiled = self._compile(stage_map, divisions)
             variants.append(compiled)
-        return compiled
+        return Prepared(compiled, shares)
 
     def run_by_messages(self, owners: Owners, *, microbatches: int, active: int | None, schedule: str) -> None:
         """Run steps by messages from now on; every rank calls this at the same time. See `messages.engine.Messages`."""
@@ -363,7 +386,8 @@ class Runtime:
 
     def record_ahead(self, stage_map: StageMap, body: StepBody, inputs: Sequence[torch.Tensor]) -> None:
         """Record the step that comes next, before the model is split."""
-        self._ahead = (_shapes(inputs), self.record(stage_map, body, inputs))
+        moment = Moment(self.seed, self.steps_run, 0)
+        self._ahead = (_shapes(inputs), self.record(stage_map, body, inputs, moment))
 
     def find_model_call(self, body: StepBody, inputs: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with which a step body first calls the model; see `step_recorder.find_model_call`."""
@@ -373,16 +397,17 @@ class Runtime:
         finally:
             self.in_body = False
 
-    def record(self, stage_map: StageMap, body: StepBody, inputs: Sequence[torch.Tensor]) -> Division:
+    def record(self, stage_map: StageMap, body: StepBody, inputs: Sequence[torch.Tensor], moment: Moment) -> Division:
         """Record a step body and divide it into stages."""
+        self.watch.doing("recording the step")
         if self.tensor is not None and not self.tensor.whole_because:
             try:
-                return self._record_on_pieces(self.tensor, stage_map, body, inputs)
+                return self._record_on_pieces(self.tensor, stage_map, body, inputs, moment)
             except NotReplayableError as reason:
                 self.tensor.run_whole(reason)
-        program, recorder = self._recorded(stage_map.stage_of_call, body, inputs)
+        program, recorder = self._recorded(stage_map.stage_of_call, body, inputs, moment)
         missing = [call for held in stage_map.calls for call in held if call not in recorder.seen_calls]
-        if missing and program.losses:
+        if missing and program.losses and not program.is_one_of_many:
             path, occurrence = missing[0]
             if program.guards:
                 raise UnrecordableError(
@@ -397,40 +422,25 @@ class Runtime:
         return divide(program, stage_map.stage_of_call, stage_map.parameter_stages, stage_map.schedule.stages)
 
     def _recorded(
-        self, stage_of_call: Mapping[tuple[str, int], int], body: StepBody, inputs: Sequence[torch.Tensor]
-    ) -> tuple[Program, StepRecorder]:
+        self, stage_of_call: Mapping[tuple[str, int], int], body: StepBody, inputs: Sequence[torch.Tensor],
+        moment: Moment,
+    ) -> tuple[Program, StepRecorder]:  # fmt: skip
         with self._heard_by(None):
-            return record(self.model, stage_of_call, self.bound.device, body, list(inputs), self._listen_to)
+            return record(self.model, stage_of_call, self.bound.device, body, list(inputs), self._listen_to, moment)
 
     def _record_on_pieces(
-        self, tensor: TensorParallel, stage_map: StageMap, body: StepBody, inputs: Sequence[torch.Tensor]
-    ) -> Division:
+        self, tensor: TensorParallel, stage_map: StageMap, body: StepBody, inputs: Sequence[torch.Tensor],
+        moment: Moment,
+    ) -> Division:  # fmt: skip
         """Record a step body with the model's units in place of the model."""
         with tensor.shards.as_whole():
-            program, _ = self._recorded({MODEL_CALL: 0}, body, inputs)
+            program, _ = self._recorded({MODEL_CALL: 0}, body, inputs, moment)
             expanded = tensor.expand(program, inputs, self.bound.device)
         tensor.cut()
         return divide(expanded, tensor.stage_of_call, stage_map.parameter_stages, stage_map.schedule.stages)
 
-    def _compile(
-        self, stage_map: StageMap, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]]
-    ) -> _Compiled:
-        self.watch.doing("recording the step")
-        of_shapes: dict[Hashable, list[Division]] = {}
-        divisions = []
-        for microbatch in microbatches:
-            shapes = _shapes(microbatch)
-            alike = of_shapes.setdefault(shapes, [])
-            if self._ahead is not None and self._ahead[0] == shapes and self.tensor is None:
-                alike.append(self._ahead[1])
-                self._ahead = None
-            division = next((made for made in alike if holds(made.program, microbatch)), None)
-            if division is None:
-                division = self.record(stage_map, body, microbatch)
-                alike.append(division)
-            divisions.append(division)
-        self._ahead = None
-        used = [d for d in itertools.chain.from_iterable(of_shapes.values()) if any(d is one for one in divisions)]
+    def _compile(self, stage_map: StageMap, divisions: Sequence[Division]) -> _Compiled:
+        used = list({id(division): division for division in divisions}.values())
         programs = [division.program for division in used]
         require_alike(programs)
         for program in programs:
@@ -443,7 +453,7 @@ class Runtime:
                 f"ranks {self.bound.peer('pp', 0)} and {', '.join(map(str, different))} recorded different steps: the "
                 f"step body must do the same on all pipeline peers"
             )
-        schedule = keep_microbatches(stage_map.schedule, len(microbatches))
+        schedule = keep_microbatches(stage_map.schedule, len(divisions))
         for division in used:
             self._place_needs(division, schedule)
         modules = self.holding.modules

@@ -28,11 +28,11 @@ from shardwright.backends.torch.fake_state import (
     real_state,
 )
 from shardwright.backends.torch.guards import READING, masks_of, what_was_read
+from shardwright.backends.torch.host_draws import patched_functions
 from shardwright.backends.torch.ledger import Ledger, memory_of
 from shardwright.backends.torch.program import (
     BufferRef,
     ConstantRef,
-    Context,
     Guard,
     Leaf,
     Literal,
@@ -47,7 +47,8 @@ from shardwright.backends.torch.program import (
     make_template,
     tensors_in,
 )
-from shardwright.backends.torch.randomness import draws
+from shardwright.backends.torch.randomness import Moment, draws
+from shardwright.backends.torch.recorded_draws import RecordedDraws
 from shardwright.backends.torch.refusals import (
     draws_on_the_host,
     reads_a_value,
@@ -72,6 +73,7 @@ class StepRecorder:
         stage_of_call: the stage of every module call that is to be kept whole: (path, occurrence) → stage.
         device: where the stand-ins are, or pretend to be.
         real: whether they have values.
+        moment: by which random numbers are drawn where they decide what the model does.
     """
 
     def __init__(
@@ -81,11 +83,13 @@ class StepRecorder:
         device: torch.device,
         *,
         real: bool = False,
+        moment: Moment | None = None,
     ) -> None:
         self.model = model
         self.stage_of_call = stage_of_call
         self.device = device
         self.real = real
+        self.moment = moment or Moment()
         self.ledger = Ledger()
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.counts: defaultdict[str, int] = defaultdict(int)
@@ -100,10 +104,10 @@ class StepRecorder:
         self.failed_path: str | None = None
         """The innermost module call that an error left first; None when none was under way."""
         self._units_called = 0
-        self._drawn: dict[Context, list[int]] = {}
         self._objects: dict[int, int] = {}
         self._keep: list[Any] = []
         self._host_state = _host_state()
+        self._draws = RecordedDraws(self, self.moment, [])
 
     # What the user's code meets ------------------------------------------------------------------------------------
 
@@ -124,11 +128,13 @@ class StepRecorder:
                 self.ledger.know(parameter, ParameterRef(name))
             for name, buffer in buffers.items():
                 self.ledger.know(buffer, BufferRef(name))
+            self._draws.inputs = inputs
             stand_ins: list[torch.Tensor] = []
             for position, tensor in enumerate(inputs):
                 stand_ins.append(self._stand_in(tensor))
                 self.ledger.new_value(stand_ins[-1], None, position)
-            with patched_modules(self), Functions(self), Ops(self):
+            drawing = patched_functions(self.model, self._draws.host_function, self.function_call)
+            with patched_modules(self), drawing, Functions(self), Ops(self):
                 try:
                     result = body(stand_ins)
                 except VALUE_DEPENDENT as error:
@@ -199,7 +205,7 @@ class StepRecorder:
         kwargs: Any,
     ) -> Any:  # fmt: skip
         self.seen_calls.add((path, occurrence))
-        draft = self._draft(path, occurrence, None, (args, kwargs), stage)
+        draft = self.make_draft(path, occurrence, None, (args, kwargs), stage)
         draft.counts = dict(self.counts)
         draft.counts[path] -= 1
         objects = {
@@ -222,8 +228,8 @@ class StepRecorder:
             if isinstance(ref, ParameterRef):
                 draft.parameters.add(ref.name)
         self.ledger.note_writes(draft, given, versions)
-        draft.outputs = self._outputs(draft, result)
-        draft.object_outputs = [(index, tuple(self._outputs(draft, item))) for index, item in objects.items()]
+        draft.outputs = self.outputs_of(draft, result)
+        draft.object_outputs = [(index, tuple(self.outputs_of(draft, item))) for index, item in objects.items()]
         return result
 
     def assignment(self, module: nn.Module, name: str, value: Any) -> None:
@@ -257,7 +263,12 @@ class StepRecorder:
         if self.unit_depth:
             return function(*args, **kwargs)
         refuse_function(function, args)
+        function, args, kwargs = self._draws.on_arrays(function, args, kwargs)
         given = tensors_in((args, kwargs))
+        if getattr(function, "__name__", "") in READING and any(self.ledger.is_drawn(tensor) for tensor in given):
+            draft = self.make_draft(None, 0, function, (args, kwargs), None, kept=False)
+            if self._draws.decides(draft):
+                return self._draws.decide(draft)
         versions = [tensor._version for tensor in given]
         probe = Draft(-1, None, 0, function, _EMPTY, set())
         outer, self.current = self.current, probe
@@ -273,24 +284,24 @@ class StepRecorder:
         changed = any(tensor._version != version for tensor, version in zip(given, versions, strict=True))
         for read, tensors in ((torch.Tensor.item, probe.scalars), (_count, probe.masks)):
             for tensor in tensors:
-                self._guard(self._draft(None, 0, read, ((tensor,), {}), None, kept=False), read(tensor))
+                asked = self.make_draft(None, 0, read, ((tensor,), {}), None, kept=False)
+                self._guard(asked, read(tensor))
+        if made and not any(tensor.dim() for tensor in made):
+            probe.reads_value = False  # as `ctc_loss` reads lengths: what it gives is one number whatever they are
         if not (changed or made or (probe.reads_value and given)):
             return result
-        draft = self._draft(None, 0, function, (args, kwargs), None, kept=changed or bool(made))
+        draft = self.make_draft(None, 0, function, (args, kwargs), None, kept=changed or bool(made))
         draft.parameters |= probe.parameters
         draft.buffers |= probe.buffers
         draft.random = probe.random
         if draft.random and (changed or made):
-            context = next(iter(draft.random))
-            earlier = self._drawn.setdefault(context, [])
-            draft.drawn_before = tuple(earlier)
-            earlier.append(draft.index)
+            self._draws.note_order(draft)
         if probe.reads_value and given:
             self._guard(draft, result)
         if not changed and not made:
             return result
         self.ledger.note_writes(draft, given, versions)
-        draft.outputs = self._outputs(draft, result)
+        draft.outputs = self.outputs_of(draft, result)
         known = [ref for tensor in given if (ref := self.ledger.ref(tensor)) is not None]
         if known and all(isinstance(ref, ParameterRef) for ref in known):
             memory = {memory_of(tensor) for tensor in given}
@@ -325,7 +336,7 @@ class StepRecorder:
                 elif isinstance(ref, ValueRef) and draft.path is not None:
                     draft.reads.add(self.ledger.use_value(item))
         if draws(function, args, kwargs):
-            self._note_draw(draft)
+            self.note_draw(draft)
         if torch.Tag.data_dependent_output in function.tags or torch.Tag.dynamic_output_shape in function.tags:
             masks = masks_of(function, args)
             if function is _ITEM and self.ledger.ref(args[0]) is not None:
@@ -335,7 +346,7 @@ class StepRecorder:
             else:
                 draft.reads_value = True
 
-    def _note_draw(self, draft: Draft) -> None:
+    def note_draw(self, draft: Draft) -> None:
         frame = self.frames[-1] if self.frames else Frame("", 0, 0)
         draft.random[(frame.path, frame.occurrence, frame.segment)] = None
 
@@ -350,7 +361,7 @@ class StepRecorder:
         self._host_state = state
         if self.current is None:
             raise draws_on_the_host(self.model, self.frames[-1].path if self.frames else None)
-        self._note_draw(self.current)
+        self.note_draw(self.current)
         self.current.draws_on_host = True
 
     # Values --------------------------------------------------------------------------------------------------------
@@ -360,6 +371,7 @@ class StepRecorder:
             return self.ledger.use(item)
         if is_plain(item):
             return Literal(item)
+        self._draws.require_known(item)
         if id(item) not in self._objects:
             self._objects[id(item)] = len(self._objects)
             self._keep.append(item)
@@ -382,7 +394,7 @@ class StepRecorder:
             return None if self.ledger.is_made(tensor) else ConstantRef(tensor)
         return self.ledger.use(tensor)
 
-    def _draft(
+    def make_draft(
         self, path: str | None, occurrence: int, function: Callable[..., Any] | None, arguments: Any,
         stage: int | None, kept: bool = True,
     ) -> Draft:  # fmt: skip
@@ -403,7 +415,7 @@ class StepRecorder:
             self.ledger.drafts.append(draft)
         return draft
 
-    def _outputs(self, draft: Draft, result: Any) -> list[int | None]:
+    def outputs_of(self, draft: Draft, result: Any) -> list[int | None]:
         found: list[int | None] = []
         for tensor in tensors_in(result):
             known = self.ledger.ref(tensor) is not None or not self.ledger.is_made(tensor)
@@ -449,19 +461,20 @@ def record(
     body: Callable[[list[torch.Tensor]], Any],
     inputs: list[torch.Tensor],
     begin: Callable[[StepRecorder], None],
+    moment: Moment | None = None,
 ) -> tuple[Program, StepRecorder]:
     """Record a step: on fake tensors, and where the model needs values on real ones.
 
     ``begin`` is called with the recorder before each run of the body. Raises as `StepRecorder.record`.
     """
-    recorder = StepRecorder(model, stage_of_call, device)
+    recorder = StepRecorder(model, stage_of_call, device, moment=moment)
     begin(recorder)
     try:
         return recorder.record(body, inputs), recorder
     except (UnrecordableError, RuntimeError, NotImplementedError) as failed:
         # Values are needed, or an op has no fake counterpart; an error of the model's own comes again.
         require_room_for_values(model, failed)
-        recorder = StepRecorder(model, stage_of_call, device, real=True)
+        recorder = StepRecorder(model, stage_of_call, device, real=True, moment=moment)
         begin(recorder)
         return recorder.record(body, inputs), recorder
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.backends.torch import CAPABILITIES
 from shardwright.backends.torch.capture import _NeedsValuesError, _Run, _Session, own_loss
-from shardwright.backends.torch.ops import Template
+from shardwright.backends.torch.ops import Ref, Template
 from shardwright.backends.torch.program import Context, tensors_in
 from shardwright.backends.torch.record import Func, Recorder, View
 from shardwright.backends.torch.sample import Sample
@@ -119,8 +119,8 @@ class _Draft:
 class TracingRecorder(Recorder):
     """A recorder that keeps the calls."""
 
-    def __init__(self, templates: dict[Any, Template]) -> None:
-        super().__init__(templates)
+    def __init__(self, templates: dict[Any, Template], chance: bool = False) -> None:
+        super().__init__(templates, chance)
         self.drafts: list[_Draft] = []
         self.constants: dict[int, torch.Tensor] = {}
         self.left: dict[int, int] = {}
@@ -178,11 +178,11 @@ class TracingRecorder(Recorder):
         known: Func,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        inputs: Sequence[torch.Tensor],
+        refs: list[Ref],
         outputs: Sequence[torch.Tensor],
         shares: bool,
     ) -> Template:
-        found = super()._template(key, known, args, kwargs, inputs, outputs, shares)
+        found = super()._template(key, known, args, kwargs, refs, outputs, shares)
         if id(found) not in self._prototypes:
             slots: list[torch.Tensor] = []
             positional = _slots(args, slots)
@@ -260,6 +260,8 @@ def trace(model: nn.Module, sample: Any, *, asked: tuple[int, ...] | None = None
         small, large = session.run_fake()
     except _NeedsValuesError as needs:
         raise NotReplayableError(f"{needs}: what it makes depends on values") from needs
+    if small.recorder.met_chance:
+        raise NotReplayableError("random numbers decide which modules of the model are called")
     graph = session.graph(small, large, CAPABILITIES)
     return _traced(graph, small, large, session)
 

@@ -1,0 +1,117 @@
+"""Functions that draw arrays from Python's or NumPy's generator, such as the masks of SpecAugment (arXiv 1904.08779).
+
+A recording sees what torch does, and what NumPy does is a constant to it. A whole function of the model's own code that
+draws and gives arrays is therefore recorded as one step, which is run again with the same numbers wherever its arrays
+are needed. What it gave may be handed to torch, and is nothing else to the model: a value that was computed from it in
+NumPy would be the same in every step.
+"""
+
+import functools
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from shardwright.core.errors import UnrecordableError
+
+FROM_NUMPY = torch.from_numpy
+CONSTRUCTORS = (torch.tensor, torch.as_tensor, torch.asarray, FROM_NUMPY)
+"""Functions that make tensors of arrays."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostFunction:
+    """Calls a function and gives its arrays as tensors."""
+
+    function: Callable[..., Any]
+
+    @property
+    def __name__(self) -> str:
+        return self.function.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return pytree.tree_map_only(np.ndarray, _as_tensor, self.function(*args, **kwargs))
+
+
+class DrawnArray(np.ndarray[Any, Any]):
+    """What a recorded function gave: to be handed to torch."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnrecordableError(
+            "the model computes in NumPy with an array of random numbers, which to a recording is a constant: compute "
+            "by torch, or inside the function that draws, or let the model run by message passing"
+        )
+
+    __array_ufunc__ = __array_function__ = __getitem__ = __iter__ = __bool__ = __int__ = __float__ = _refuse
+    __index__ = __contains__ = item = tolist = astype = copy = _refuse
+
+
+def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    return FROM_NUMPY(np.ascontiguousarray(array))
+
+
+def of_arrays(constructor: Callable[..., Any], data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A constructor's tensor of an array that comes as a tensor."""
+    return data.clone() if constructor is FROM_NUMPY else constructor(data.numpy(), *args, **kwargs)
+
+
+Call = Callable[[Callable[..., Any], Any, Any], Any]
+
+
+@contextmanager
+def patched_functions(model: nn.Module, call: Call, call_torch: Call) -> Iterator[None]:
+    """The functions beside the model's classes whose code names a generator of Python's or NumPy's go through
+    ``call(function, args, kwargs)``; and `torch.from_numpy`, which torch tells nobody of, through ``call_torch``."""
+    homes = {cls.__module__ for module in model.modules() for cls in type(module).__mro__ if cls is not nn.Module}
+    replaced: list[tuple[types.ModuleType, str, Any]] = []
+    for home in (sys.modules[name] for name in sorted(homes) if name in sys.modules):
+        for name, item in list(vars(home).items()):
+            if isinstance(item, types.FunctionType) and item.__module__ == home.__name__ and _names_generator(item):
+                replaced.append((home, name, item))
+    for home, name, item in replaced:
+        setattr(home, name, _through(call, item))
+    replaced.append((torch, "from_numpy", FROM_NUMPY))
+    torch.from_numpy = _through(_above_torch(call_torch), FROM_NUMPY)
+    try:
+        yield
+    finally:
+        for home, name, item in replaced:
+            setattr(home, name, item)
+
+
+def _through(call: Call, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return call(function, args, kwargs)
+
+    return called
+
+
+def _above_torch(call: Call) -> Call:
+    def called(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return call(function, args, kwargs)
+
+    return called
+
+
+def _names_generator(function: types.FunctionType) -> bool:
+    names = set(_names_in(function.__code__))
+    known: Mapping[str, Any] = function.__globals__
+    modules = [known[name] for name in names if isinstance(known.get(name), types.ModuleType)]
+    return any(m in (random, np.random) or (m is np and "random" in names) for m in modules)
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names_in(inner)
