@@ -35,7 +35,7 @@ from torch.nn import functional as F
 import shardwright.torch as sw
 
 RANKS, LAYERS = 2, 16
-SIZES = {"large": (256, 4, 64, 2), "small": (96, 4, 32, 2)}
+SIZES = {"large": (256, 4, 64, 2), "small": (64, 4, 16, 2), "mid": (96, 4, 32, 2)}
 """Width, heads, tokens, samples in a microbatch."""
 
 

@@ -90,7 +90,10 @@ class Runtime:
         self.gradients = Gradients(self.holding, bound, watch)
         group = dist.group.WORLD
         assert group is not None
-        self.mailroom = Mailroom(bound.groups["pp"], bound.coordinate("pp"), bound.device, watch, timeout_s, group)
+        self.mailroom = Mailroom(
+            bound.groups["pp"], bound.coordinate("pp"), bound.device, watch, timeout_s, peers=bound.handles["pp"],
+            group=group,
+        )  # fmt: skip
         self.stage_map: StageMap | None = None
         self._schedule_digest = ""
         self.messages: Messages | None = None

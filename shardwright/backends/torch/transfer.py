@@ -4,12 +4,14 @@ Between two ranks each direction is a channel of its own. Messages leave a chann
 schedule makes them, and the receiver posts its receives in that same order, which it knows because every rank has the
 whole schedule. A sender never waits. So a wait always ends: the earliest unfinished action of the schedule has all that
 it needs under way. NCCL gets one communicator per channel, since it matches messages by order alone; Gloo gets tags.
+Small messages between CPU ranks of one host go over sockets of their own (`local_links`).
 
 A tensor that is sent lives until the send is over. Gloo tells that to who waits for it and to nobody else; but the
 schedule says which messages a peer had taken before it made the one that has just come in, and to wait for those takes
 no time. So no thread is needed that would wait for sends, and take its share of a core.
 """
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +21,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
+from shardwright.backends.torch.local_links import LocalLink, LocalLinks
 from shardwright.backends.torch.watch import PeerError, Watch
+
+SMALL_BYTES = 256 * 2**10
+"""Messages up to this size go over local links. Both ends know the size from the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,10 @@ class Shape:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 Key = tuple[int, int, bool]
@@ -47,12 +57,18 @@ class Message:
     text: str
     """``activations of microbatch 3 from stage 0``."""
 
+    @property
+    def is_small(self) -> bool:
+        return sum(tensor.bytes for tensor in self.tensors) <= SMALL_BYTES
+
 
 @dataclass(slots=True)
 class _Posted:
     message: Message
     buffers: list[torch.Tensor]
     works: list[Work] = field(default_factory=list)
+    filled: int = 0
+    """On a local link: how many tensors it has filled when these are there."""
 
 
 class Mailroom:
@@ -62,15 +78,20 @@ class Mailroom:
         ranks: the global rank at each pp coordinate.
         me: this rank's pp coordinate.
         timeout_s: how long a wait may take before it fails.
+        peers: the process group of ``ranks``.
+        group: the process group of all, that carries the messages.
     """
 
     def __init__(
-        self, ranks: Sequence[int], me: int, device: torch.device, watch: Watch, timeout_s: float, group: ProcessGroup
-    ) -> None:
+        self, ranks: Sequence[int], me: int, device: torch.device, watch: Watch, timeout_s: float, *,
+        peers: ProcessGroup, group: ProcessGroup,
+    ) -> None:  # fmt: skip
         self.ranks, self.me, self.device, self.watch = tuple(ranks), me, device, watch
         self.timeout = timedelta(seconds=timeout_s)
         self.group: ProcessGroup | None = group
         self.by_order = device.type == "cuda"
+        self.links = None if self.by_order else LocalLinks(me, peers, timeout_s)
+        self._linked: set[int] = set()
         self._channels: dict[tuple[int, int], ProcessGroup] = {}
         self._expected: dict[int, deque[Message]] = {}
         self._posted: dict[Key, _Posted] = {}
@@ -79,7 +100,13 @@ class Mailroom:
 
     def open(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Make the channels (source, target) that are not there yet. All pp peers call this with the same pairs."""
-        if not self.by_order:
+        if self.links is not None:
+            if not pairs:
+                return
+            mine = sorted({a + b - self.me for a, b in pairs if self.me in (a, b)} - self._linked)
+            with self.watch.waiting("pipeline peers to open their links"):
+                self.links.open(mine)
+            self._linked.update(mine)
             return
         for source, target in sorted(pairs):
             if self.me in (source, target) and (source, target) not in self._channels:
@@ -110,8 +137,12 @@ class Mailroom:
         while waiting:
             first = waiting.popleft()
             posted = _Posted(first, [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in first.tensors])
-            for offset, buffer in enumerate(posted.buffers):
-                posted.works.append(self._receive(first, buffer, offset))
+            link = self._link(first)
+            if link is not None:
+                posted.filled = link.await_into([as_carried(buffer) for buffer in posted.buffers])
+            else:
+                for offset, buffer in enumerate(posted.buffers):
+                    posted.works.append(self._receive(first, buffer, offset))
             self._posted[first.key] = posted
             if first.key == message.key:
                 return
@@ -121,6 +152,9 @@ class Mailroom:
         self.post(message)
         posted = self._posted.pop(message.key)
         with self.watch.waiting(f"{message.text} from rank {self.ranks[message.source]}"):
+            link = self._link(message)
+            if link is not None and self.links is not None:
+                self.links.wait(link, posted.filled)
             for work in posted.works:
                 self._wait(work)
         for key in self._taken.get(message.key, ()):
@@ -130,7 +164,11 @@ class Mailroom:
     def send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
         """Send without waiting. The tensors must not change afterwards."""
         target, going = self.ranks[message.target], []
+        link = self._link(message)
         with self.watch.waiting(f"the start of a send of {message.text} to rank {target}"):
+            if link is not None:
+                link.send([as_carried(tensor.detach()) for tensor in tensors])
+                return
             for offset, tensor in enumerate(tensors):
                 whole = as_carried(tensor.detach())
                 if self.by_order:
@@ -142,6 +180,11 @@ class Mailroom:
                     going.append((work, whole))
         self._sending[message.key] = going
 
+    def _link(self, message: Message) -> LocalLink | None:
+        if self.links is None or not message.is_small:
+            return None
+        return self.links.get(message.source + message.target - self.me)
+
     def _settle(self, key: Key) -> None:
         """Let go of what a peer has taken."""
         for work, _ in self._sending.pop(key, ()):
@@ -152,6 +195,8 @@ class Mailroom:
         """Let the process groups go. Nothing is sent afterwards."""
         self._channels.clear()
         self.group = None
+        if self.links is not None:
+            self.links.close()
 
     def drain(self) -> None:
         """End a step: every send is over. Raises PeerError when one failed."""
@@ -160,6 +205,8 @@ class Mailroom:
             for going in self._sending.values():
                 for work, _ in going:
                     self._wait(work)
+            if self.links is not None:
+                self.links.drain()
         self._sending.clear()
 
     def _receive(self, message: Message, buffer: torch.Tensor, offset: int) -> Work:

@@ -1,0 +1,217 @@
+"""Sockets between pipeline peers on one host, for messages so small that the way through Gloo costs more than they do.
+
+Gloo hands every message to a thread of its own and wakes the one that waits: in a pipeline whose actions take a
+millisecond, both show. Here the thread that computes writes to a Unix stream socket and reads from it, and while it
+waits it looks again and again, where every rank has a core for itself, before it sleeps. What the socket does not take
+at once is kept and written on the next occasion, so a sender never waits, as with Gloo.
+"""
+
+import os
+import select
+import socket
+import struct
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+LOOK_S = 0.02
+"""For so long a rank that has a core for itself looks for what it waits for before it sleeps."""
+BUFFER_BYTES = 2**20
+"""What a socket is asked to hold; systems may allow less."""
+_LOOKS_BETWEEN_CLOCKS = 50
+_HELLO = struct.Struct("!I")
+
+
+class LocalLink:
+    """A stream in both directions to one peer."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        self.connection = connection
+        self._unsent: deque[memoryview] = deque()
+        self._awaited: deque[memoryview] = deque()
+        self._ever_awaited = 0
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Write contiguous CPU tensors, or keep what the socket does not take: a copy of it, since they may change."""
+        for tensor in tensors:
+            data = _bytes_of(tensor)
+            if not self._unsent:
+                data = data[self._write(data) :]
+            if data:
+                self._unsent.append(memoryview(bytearray(data)))
+
+    def flush(self) -> None:
+        """Write what was kept, as far as the socket takes it."""
+        while self._unsent:
+            written = self._write(self._unsent[0])
+            if written < len(self._unsent[0]):
+                self._unsent[0] = self._unsent[0][written:]
+                return
+            self._unsent.popleft()
+
+    def await_into(self, tensors: Sequence[torch.Tensor]) -> int:
+        """The bytes that come next, after those awaited before, belong into these contiguous CPU tensors.
+
+        Returns what `filled` reaches when they are there.
+        """
+        before = len(self._awaited)
+        self._awaited.extend(data for data in map(_bytes_of, tensors) if data)
+        self._ever_awaited += len(self._awaited) - before
+        return self._ever_awaited
+
+    @property
+    def filled(self) -> int:
+        """How many tensors have been filled so far."""
+        return self._ever_awaited - len(self._awaited)
+
+    def read(self) -> bool:
+        """Fill awaited tensors with what has come; False when nothing had."""
+        progress = False
+        while self._awaited:
+            try:
+                count = self.connection.recv_into(self._awaited[0])
+            except BlockingIOError:
+                return progress
+            except OSError as error:
+                raise RuntimeError(f"the connection broke: {error}") from error
+            if not count:
+                raise RuntimeError("the peer closed the connection")
+            progress = True
+            if count < len(self._awaited[0]):
+                self._awaited[0] = self._awaited[0][count:]
+            else:
+                self._awaited.popleft()
+        return progress
+
+    def _write(self, data: memoryview) -> int:
+        try:
+            return self.connection.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise RuntimeError(f"the connection broke: {error}") from error
+
+
+class LocalLinks:
+    """The links of one rank, by the peer's coordinate.
+
+    Args:
+        me: this rank's coordinate in ``group``.
+        group: the peers; all of them make their links at the same time.
+        timeout_s: how long a wait may take.
+    """
+
+    def __init__(self, me: int, group: ProcessGroup, timeout_s: float) -> None:
+        self.me, self.timeout_s = me, timeout_s
+        self.group: ProcessGroup | None = group
+        self._links: dict[int, LocalLink] = {}
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        self._look_s = LOOK_S if ranks_here * torch.get_num_threads() <= (os.cpu_count() or 1) else 0.0
+
+    def get(self, peer: int) -> LocalLink | None:
+        return self._links.get(peer)
+
+    def open(self, peers: Sequence[int]) -> None:
+        """Link this rank with those of ``peers`` that run on this host. All ranks of the group call this, and each is
+        named by those that it names."""
+        if not hasattr(socket, "AF_UNIX"):
+            return
+        with tempfile.TemporaryDirectory(prefix="shardwright-") as folder, socket.socket(socket.AF_UNIX) as door:
+            path = str(Path(folder) / str(self.me))
+            door.bind(path)
+            door.listen(max(1, len(peers)))
+            door.settimeout(self.timeout_s)
+            addresses = self._gather(path)
+            for peer in peers:
+                if peer < self.me and (connection := _connect(addresses[peer], self.me)) is not None:
+                    self._links[peer] = LocalLink(connection)
+            linked = self._gather(sorted(self._links))
+            for _ in [peer for peer in peers if peer > self.me and self.me in linked[peer]]:
+                connection, _ = door.accept()
+                (peer,) = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
+                self._links[peer] = LocalLink(connection)
+
+    def _gather(self, mine: Any) -> dict[int, Any]:
+        """What each rank says, by its coordinate."""
+        assert self.group is not None
+        every: list[Any] = [None] * self.group.size()
+        dist.all_gather_object(every, (self.me, mine), group=self.group)
+        return dict(every)
+
+    def wait(self, link: LocalLink, filled: int) -> None:
+        """Until the link has filled so many tensors. Raises RuntimeError when the peer is gone or too slow."""
+        begun = time.monotonic()
+        looks = 0
+        while link.filled < filled:
+            if link.read():
+                continue
+            self.flush()
+            looks += 1
+            if looks % _LOOKS_BETWEEN_CLOCKS and self._look_s:
+                continue
+            now = time.monotonic()
+            if now - begun > self.timeout_s:
+                raise RuntimeError(f"nothing came for {self.timeout_s:g} s")
+            if now - begun >= self._look_s:
+                self._sleep(link, begun + self.timeout_s - now)
+
+    def flush(self) -> None:
+        for link in self._links.values():
+            if link.has_unsent:
+                link.flush()
+
+    def drain(self) -> None:
+        """Until everything is written."""
+        begun = time.monotonic()
+        self.flush()
+        while any(link.has_unsent for link in self._links.values()):
+            left = begun + self.timeout_s - time.monotonic()
+            if left <= 0:
+                raise RuntimeError(f"a peer took nothing for {self.timeout_s:g} s")
+            self._sleep(None, left)
+            self.flush()
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.connection.close()
+        self._links.clear()
+        self.group = None
+
+    def _sleep(self, reading: LocalLink | None, limit_s: float) -> None:
+        """Until what is awaited has begun to come, or something that was kept can be written."""
+        sleeper = select.poll()
+        for link in self._links.values():
+            events = (select.POLLIN if link is reading else 0) | (select.POLLOUT if link.has_unsent else 0)
+            if events:
+                sleeper.register(link.connection, events)
+        sleeper.poll(1e3 * limit_s)
+
+
+def _connect(path: str, me: int) -> socket.socket | None:
+    """A connection to a peer's door; None where the peer's files are not here: it runs on another host."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(path)
+    except OSError:
+        connection.close()
+        return None
+    connection.sendall(_HELLO.pack(me))
+    return connection
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)

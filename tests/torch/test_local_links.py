@@ -1,0 +1,75 @@
+"""Streams between pipeline peers on one host: order, sockets that take only a part, peers that go."""
+
+import socket
+import threading
+
+import pytest
+import torch
+
+from shardwright.backends.torch.local_links import BUFFER_BYTES, LocalLink, LocalLinks
+
+
+class Alone:
+    """Waits for a link without a process group."""
+
+    def __init__(self, link: LocalLink, timeout_s: float) -> None:
+        self.links = LocalLinks.__new__(LocalLinks)
+        self.links.timeout_s, self.links._look_s, self.links._links = timeout_s, 0.0, {0: link}
+
+
+@pytest.fixture
+def pair():
+    left, right = (LocalLink(end) for end in socket.socketpair(socket.AF_UNIX))
+    yield left, right
+    left.connection.close()
+    right.connection.close()
+
+
+def test_tensors_come_in_order_whatever_their_shape_and_dtype(pair: tuple[LocalLink, LocalLink]) -> None:
+    left, right = pair
+    sent = [torch.arange(6.0).view(2, 3), torch.tensor(7), torch.empty(0), torch.randn(5).bfloat16()]
+    left.send(sent[:2])
+    left.send(sent[2:])
+    got = [torch.empty_like(tensor) for tensor in sent]
+    first = right.await_into(got[:1])
+    assert right.await_into(got[1:]) == first + 2, "a tensor without elements needs no bytes"
+    Alone(right, 10).links.wait(right, first)
+    assert torch.equal(got[0], sent[0])
+    while right.read():
+        pass
+    assert all(torch.equal(a, b) for a, b in zip(got, sent, strict=True))
+
+
+def test_what_the_socket_does_not_take_is_copied_and_follows(pair: tuple[LocalLink, LocalLink]) -> None:
+    left, right = pair
+    big, small = torch.randn(8 * BUFFER_BYTES // 4), torch.tensor([3.0])
+    wanted = big.clone()
+    left.send([big])
+    left.send([small])
+    assert left.has_unsent
+    big.zero_()  # a sender may use its memory again
+    got = [torch.empty_like(big), torch.empty_like(small)]
+    filled = right.await_into(got)
+    drained = threading.Thread(target=Alone(left, 30).links.drain)
+    drained.start()
+    Alone(right, 30).links.wait(right, filled)
+    drained.join(timeout=30)
+    assert not drained.is_alive()
+    assert torch.equal(got[0], wanted)
+    assert got[1] == 3.0
+    assert not left.has_unsent
+
+
+def test_a_peer_that_is_gone_ends_the_wait(pair: tuple[LocalLink, LocalLink]) -> None:
+    left, right = pair
+    left.connection.close()
+    with pytest.raises(RuntimeError, match="the peer closed the connection"):
+        Alone(right, 30).links.wait(right, right.await_into([torch.empty(4)]))
+    with pytest.raises(RuntimeError, match="the connection broke"):
+        right.send([torch.zeros(4)])
+
+
+def test_a_peer_that_sends_nothing_ends_the_wait_after_its_time(pair: tuple[LocalLink, LocalLink]) -> None:
+    _, right = pair
+    with pytest.raises(RuntimeError, match=r"nothing came for 0\.1 s"):
+        Alone(right, 0.1).links.wait(right, right.await_into([torch.empty(4)]))
