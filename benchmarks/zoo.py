@@ -3,7 +3,7 @@
     python benchmarks/zoo.py                                   # all classes, 2 and 4 ranks: hours on two cores
     python benchmarks/zoo.py --ranks 2 --classes T5ForConditionalGeneration WhisperForConditionalGeneration
     python benchmarks/zoo.py --table                           # of what the result files hold so far
-    python benchmarks/zoo.py --tracer                          # what torch.distributed.pipelining.pipeline() splits
+    python benchmarks/zoo.py --tracer --ranks                  # what torch.distributed.pipelining.pipeline() splits
 
 Models are made from configurations with random weights, in train mode, dropout on, with the configuration as it is.
 One step of two microbatches is compared with the plain model in one process, which draws its dropout masks by the same
@@ -12,9 +12,14 @@ model has None. The plan is made as for users, by capture and search for a CPU c
 
 One process group per number of ranks takes the classes one by one; it is started again after a failure, so that no
 class ends the run. Results go to JSON lines in --out, and a run goes on where the last one ended.
+
+Torch's tracer gets the same models in evaluation mode, without labels and caches, and splits them in two where our plan
+for two ranks does; where that is no module of its graph, at one of the next units. It has split a model when there are
+two stages that together give what the model gives.
 """
 
 import argparse
+import inspect
 import json
 import os
 import queue
@@ -47,8 +52,11 @@ from shardwright.core.hardware import load_profile
 from shardwright.core.plan import Plan
 from tests.models import inputs
 from tests.models.equality import LOSS, MICROBATCHES, SAMPLES, Expected, microbatches_of, plain_step, split_step
+from tests.models.own import OWN
 
 PLAIN = "reference.pt"
+SPLIT_POINTS = 4
+"""So many units are tried, one after the other, where torch's tracer is to split."""
 SLOWER = 1e5
 """Plans are for a CPU with so much less arithmetic: in toys of these sizes the cost of an op's start would decide."""
 
@@ -112,7 +120,12 @@ def plan(name: str, pp: int, file: Path) -> dict[str, Any]:
     flops = [counter.count(unit, SAMPLES).forward_flops for unit in fold(graph).units]
     total = sum(flops) or 1
     shares = [sum(flops[u] for u in units) / total for units in made.stage_units]
-    return {"ranks": shares, "best_least": best_least(flops, pp) / total, "units": len(flops)}
+    largest = max(range(len(flops)), key=flops.__getitem__)
+    names = [call.path for call in made.binding("torch").units[largest].calls if call.path]
+    return {
+        "ranks": shares, "best_least": best_least(flops, pp) / total, "units": len(flops),
+        "largest": {"name": names[0] if names else "the model itself", "share": flops[largest] / total},
+    }  # fmt: skip
 
 
 def best_least(flops: Sequence[int], ranks: int) -> float:
@@ -136,24 +149,51 @@ def split(name: str, folder: Path, pp: int) -> dict[str, Any]:
 
 
 def trace(name: str, folder: Path) -> dict[str, Any]:
-    """Split the same model in two by torch's tracer, at the middle of our units: forward only, cache off, no labels."""
+    """Split a model in two by torch's tracer: forward only, cache off, no labels."""
     model = inputs.build(name).eval()
     given = microbatches_of(inputs.batch(model, SAMPLES * MICROBATCHES, 0))[0]
-    kept = {k: v for k, v in given.items() if k not in ("labels", "start_positions", "end_positions", "return_loss")}
-    if hasattr(model.config, "use_cache"):
-        model.config.use_cache = False
-    calls = Plan.load(folder / "plan2.json").stage_calls("torch")
-    point = next(call.path for call in calls[1] if call.path)
-    with torch.no_grad():
-        made = pipeline(model, (), kept, split_spec={point: SplitPoint.BEGINNING})
-        whole, parts = model(**kept), made.split_gm(**kept)
-    one, other = (
-        [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)] for out in (whole, parts)
-    )
-    if made.num_stages != 2:
-        return {"traced": False, "reason": f"{made.num_stages} stages"}
-    alike = bool(one) and any(o.shape == one[0].shape and torch.allclose(o, one[0], atol=1e-4) for o in other)
-    return {"traced": alike, "reason": "" if alike else "other results"}
+    labels = ("labels", "start_positions", "end_positions", "return_loss", "next_sentence_label", "target_values")
+    kept = {key: value for key, value in given.items() if key not in labels} if name not in OWN else given
+    takes_text = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    if takes_text and getattr(model.config, "is_encoder_decoder", False):
+        kept.setdefault("decoder_input_ids", given.get("labels", given.get("input_ids")))
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            module.config.use_cache = False
+    reason = ""
+    for point in split_points(model, name, folder)[:SPLIT_POINTS]:
+        try:
+            with torch.no_grad():
+                made = pipeline(model, (), kept, split_spec={point: SplitPoint.BEGINNING})
+                whole, parts = model(**kept), made(**kept)
+        except Exception as error:
+            reason = reason or said(error)
+            if "Split point" in str(error):
+                continue
+            break
+        if made.num_stages != 2:
+            reason = reason or f"{made.num_stages} stages, split at {point}"
+            continue
+        one, other = (
+            [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)] for out in (whole, parts)
+        )
+        alike = bool(one) and any(o.shape == one[0].shape and torch.allclose(o, one[0], atol=1e-4) for o in other)
+        return {"traced": alike, "reason": "" if alike else "other results"}
+    return {"traced": False, "reason": reason}
+
+
+def split_points(model: torch.nn.Module, name: str, folder: Path) -> list[str]:
+    """The units from our second stage on; without a plan, the second half of the longest list of modules."""
+    file = folder / "plan2.json"
+    try:
+        plan(name, 2, file)
+        return [call.path for call in Plan.load(file).stage_calls("torch")[1] if call.path]
+    except Exception:
+        lists = {path: module for path, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)}
+        if not lists:
+            raise
+        path, layers = max(lists.items(), key=lambda held: len(held[1]))
+        return [f"{path}.{i}" for i in range(len(layers) // 2, len(layers))]
 
 
 def said(error: BaseException) -> str:
@@ -274,23 +314,24 @@ def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 class Results:
     """JSON lines on disk: by class, what was found under each heading."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.of: dict[str, dict[str, Any]] = {}
-        if file.exists():
-            for line in file.read_text().splitlines():
+        for file in (folder / "zoo.jsonl", folder / "tracer.jsonl"):
+            for line in file.read_text().splitlines() if file.exists() else ():
                 entry = json.loads(line)
                 self.of.setdefault(entry["class"], {})[entry["heading"]] = entry["result"]
 
     def add(self, name: str, heading: str, result: dict[str, Any]) -> None:
+        """A run of torch's tracer and one of ours write to files of their own, so that both can be under way."""
         self.of.setdefault(name, {})[heading] = result
-        with self.file.open("a") as file:
+        with (self.folder / ("tracer.jsonl" if heading == "tracer" else "zoo.jsonl")).open("a") as file:
             file.write(json.dumps({"class": name, "heading": heading, "result": result}) + "\n")
 
 
 def run(classes: Sequence[str], ranks: Sequence[int], out: Path, timeout_s: float, tracer: bool) -> Results:
     out.mkdir(parents=True, exist_ok=True)
-    results = Results(out / "zoo.jsonl")
+    results = Results(out)
     plain = Group("reference", 1, ranks)
     groups = {pp: Group("split", pp, [pp]) for pp in ranks}
     tracing = Group("tracer", 1, ranks)
@@ -298,7 +339,11 @@ def run(classes: Sequence[str], ranks: Sequence[int], out: Path, timeout_s: floa
         with tempfile.TemporaryDirectory() as folder:
             known = results.of.get(name, {})
             wanted = [pp for pp in ranks if str(pp) not in known]
-            if not (wanted or (tracer and "tracer" not in known)):
+            if tracer and "tracer" not in known and known.get("plain", {}).get("built", True):
+                (traced,) = tracing.ask(name, Path(folder), timeout_s)
+                results.add(name, "tracer", traced)
+                print(f"{number + 1}/{len(classes)} {name}: torch's tracer: {_of_tracer(traced)[:200]}", flush=True)
+            if not wanted:
                 continue
             (about,) = plain.ask(name, Path(folder), timeout_s)
             if "error" in about:
@@ -313,9 +358,6 @@ def run(classes: Sequence[str], ranks: Sequence[int], out: Path, timeout_s: floa
                 results.add(name, str(pp), found)
                 told = found["mode"] if found["exact"] else f"FAILS: {found['reason'][:300]}"
                 print(f"{number + 1}/{len(classes)} {name}: {pp} ranks: {told}", flush=True)
-            if tracer and "tracer" not in known:
-                (traced,) = tracing.ask(name, Path(folder), timeout_s)
-                results.add(name, "tracer", traced)
     for group in (plain, tracing, *groups.values()):
         group.stop()
     return results
@@ -359,7 +401,11 @@ def table(results: Results, ranks: Sequence[int]) -> str:
         if str(pp) in found and not found[str(pp)]["exact"]
     ]
     lines += ["", "Failures:", *failures] if failures else []
-    unbuilt = [f"- {name}: {f['plain']['reason'][:200]}" for name, f in results.of.items() if name not in built]
+    unbuilt = [
+        f"- {name}: {f['plain']['reason'][:200]}"
+        for name, f in results.of.items()
+        if name not in built and "plain" in f
+    ]
     lines += ["", "Not built:", *unbuilt] if unbuilt else []
     return "\n".join(lines)
 
@@ -375,7 +421,8 @@ def _cells(found: dict[str, Any], pp: int) -> tuple[str, str]:
     shares = found["plain"].get("shares", {}).get(str(pp))
     text = "" if shares is None else " ".join(f"{100 * share:.0f}" for share in shares["ranks"])
     if shares is not None and min(shares["ranks"]) < 0.5 / pp:
-        text += f" (best cut: {100 * shares['best_least']:.0f})"
+        largest = shares["largest"]
+        text += f" (best cut: {100 * shares['best_least']:.0f}; {largest['name']}: {100 * largest['share']:.0f})"
     return (result["mode"] if result["exact"] else "fails"), text
 
 
@@ -393,7 +440,7 @@ def main() -> None:
         serve(given.serve, given.ranks)
         return
     if given.table:
-        print(table(Results(given.out / "zoo.jsonl"), given.ranks))
+        print(table(Results(given.out), given.ranks))
         return
     results = run(given.classes or list(all_classes()), given.ranks, given.out, given.timeout, given.tracer)
     print(table(results, given.ranks))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from shardwright.core.errors import PlanError
 from shardwright.core.memory import MemoryUse, state_bytes
-from shardwright.core.partition.exact import min_max_cut
+from shardwright.core.partition.exact import Matrix, min_max_cut
 from shardwright.core.schedule import StageCosts
 from shardwright.core.stages import MemoryRequest, UnitTable
 
@@ -19,6 +19,8 @@ EVEN_SHARE = 1.15
 """How far above an equal share of the parameters a pipeline rank may be, beside one parameter that cannot be cut."""
 PRICE_OF_EVENNESS = 1.25
 """How much longer the slowest stage may take for it."""
+LEAST_SHARE = 0.5
+"""What every stage has to do, of an equal share of the time, unless the slowest stage would take that much longer."""
 MOST_TRIES = 4
 """Cuts tried with less memory each time, where what the matrices of a stage leave out does not fit beside it."""
 
@@ -96,7 +98,8 @@ class RankTables:
         """The first unit of every stage: least largest stage time among the cuts that fit, then least parameters.
 
         Cuts that spread the parameters evenly (no rank above `EVEN_SHARE` of its share and the largest parameter) come
-        first, unless they are slower by more than `PRICE_OF_EVENNESS`. None when no cut fits.
+        first, and before them those in which no stage idles (`LEAST_SHARE`), unless they are slower by more than
+        `PRICE_OF_EVENNESS`. None when no cut fits.
         """
         held = len(placement) // self.ranks
         if len(placement) > self.units or not self.has_room(live, held, request):
@@ -153,17 +156,19 @@ class RankTables:
         if fastest is None or held > 1:
             return fastest
         even_elements = EVEN_SHARE * elements[0, self.units] / self.ranks + self.tables[0].largest_parameter
-        if max(float(elements[a, b]) for a, b in self.ends(fastest)) <= even_elements:
-            return fastest
-        light = np.broadcast_to(elements <= even_elements, (stages, *elements.shape))
-        even = min_max_cut(times, elements, stages, light if fits is None else fits & light)
-        if even is None:
-            return fastest
-        slowest = [
-            max(float(matrix[a, b]) for matrix, (a, b) in zip(times, self.ends(cut), strict=True))
-            for cut in (even, fastest)
-        ]
-        return even if slowest[0] <= PRICE_OF_EVENNESS * slowest[1] else fastest
+        even = np.broadcast_to(elements <= even_elements, (stages, *elements.shape))
+        busy = np.stack([matrix >= LEAST_SHARE * matrix[0, self.units] / stages for matrix in times])
+        longest = PRICE_OF_EVENNESS * self._slowest(times, fastest)
+        for wanted in (even & busy, busy, even):
+            if all(wanted[stage, a, b] for stage, (a, b) in enumerate(self.ends(fastest))):
+                return fastest
+            cut = min_max_cut(times, elements, stages, wanted if fits is None else fits & wanted)
+            if cut is not None and self._slowest(times, cut) <= longest:
+                return cut
+        return fastest
+
+    def _slowest(self, times: Sequence[Matrix], cut: Sequence[int]) -> float:
+        return max(float(matrix[a, b]) for matrix, (a, b) in zip(times, self.ends(cut), strict=True))
 
     # What a cut comes to -----------------------------------------------------------------------------------------
 

@@ -177,9 +177,10 @@ class Alignment:
                 f"{what}. The model reads values of tensors and runs by them: it cannot be recorded, but it can run by "
                 f"message passing"
             )
-        return CaptureError(
+        return UnrecordableError(
             f"{what}. The model must run the same ops at batch {self.sizes[0]} and {self.sizes[1]}: does it branch on "
-            f"the batch size, or is the batch of an input not dim 0 (then say so with batch_dims=)?"
+            f"the batch size, or is the batch of an input not dim 0 (then say so with batch_dims=)? A model that does "
+            f"so cannot be planned, but it can run by message passing"
         )
 
 

@@ -50,6 +50,7 @@ class Draft:
     """Known tensors whose number of entries decides the shape of the result."""
     draws_on_host: bool = False
     """Whether it draws from Python's or NumPy's generator."""
+    stage: int | None = None
 
     def finished(self, random_paths: set[str]) -> Step:
         """The step. ``random_paths`` are the modules whose calls are counted."""
@@ -58,5 +59,5 @@ class Draft:
             tuple(self.outputs), tuple(self.object_outputs), tuple(self.renewals), frozenset(self.written),
             frozenset(self.memories), frozenset(self.parameters), frozenset(self.buffers), self.grad_enabled,
             self.autocast, tuple(self.random), tuple((p, n) for p, n in self.counts.items() if p in random_paths),
-            self.views_parameter, self.drawn_before, self.draws_on_host,
+            self.views_parameter, self.drawn_before, self.draws_on_host, self.stage,
         )  # fmt: skip

@@ -54,13 +54,27 @@ class DrawnArray(np.ndarray[Any, Any]):
     __index__ = __contains__ = item = tolist = astype = copy = _refuse
 
 
+def host_state() -> tuple[Any, ...]:
+    """Changes whenever Python's or NumPy's generator has drawn."""
+    numpy = np.random.get_state(legacy=False)["state"]
+    python = random.getstate()[1]
+    return int(numpy["pos"]), int(numpy["key"][0]), python[-1], python[0]
+
+
 def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
     return FROM_NUMPY(np.ascontiguousarray(array))
 
 
-def of_arrays(constructor: Callable[..., Any], data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A constructor's tensor of an array that comes as a tensor."""
-    return data.clone() if constructor is FROM_NUMPY else constructor(data.numpy(), *args, **kwargs)
+def of_array(
+    data: torch.Tensor,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    *,
+    requires_grad: bool = False,
+    **others: Any,
+) -> torch.Tensor:
+    """What one of the constructors makes of an array that comes as a tensor."""
+    return data.clone().to(device=device or data.device, dtype=dtype or data.dtype).requires_grad_(requires_grad)
 
 
 Call = Callable[[Callable[..., Any], Any, Any], Any]

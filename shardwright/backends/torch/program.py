@@ -113,6 +113,22 @@ class Template:
 
 
 @dataclass(frozen=True, slots=True)
+class SetAttribute:
+    """Sets an attribute of a module that one stage runs as part of a unit."""
+
+    module: nn.Module
+    path: str
+    name: str
+
+    @property
+    def __name__(self) -> str:
+        return f"setting {self.path}.{self.name}"
+
+    def __call__(self, value: Any) -> None:
+        setattr(self.module, self.name, value)
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One call of a unit (``path`` is given) or of a function.
 
@@ -145,6 +161,8 @@ class Step:
     """Functions that drew in the same stretch: their numbers come first from its generator."""
     draws_on_host: bool = False
     """Whether it draws from Python's or NumPy's generator."""
+    stage: int | None = None
+    """Where a function must run, for what it does to a module there."""
 
     @property
     def name(self) -> str:

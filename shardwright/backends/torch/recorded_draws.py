@@ -6,7 +6,6 @@ moment for which the recording is made, and a guard of it: other moments have re
 draw arrays from NumPy's generator are steps too (`host_draws`).
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -18,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwright.backends.torch.drafts import Draft, Frame
 from shardwright.backends.torch.guards import decide, what_was_read
-from shardwright.backends.torch.host_draws import CONSTRUCTORS, FROM_NUMPY, DrawnArray, HostFunction, of_arrays
+from shardwright.backends.torch.host_draws import CONSTRUCTORS, FROM_NUMPY, DrawnArray, HostFunction, of_array
 from shardwright.backends.torch.ledger import Ledger
 from shardwright.backends.torch.program import Context, Guard, tensors_in
 from shardwright.backends.torch.randomness import Moment, kept_generators
@@ -137,7 +136,7 @@ class RecordedDraws:
         """A call that makes a tensor of what `host_function` gave, as a function of the value that stands for it."""
         if not self.arrays or not args or function not in CONSTRUCTORS or id(args[0]) not in self.arrays:
             return function, args, kwargs
-        return functools.partial(of_arrays, function), (self.arrays[id(args[0])], *args[1:]), kwargs
+        return of_array, (self.arrays[id(args[0])], *args[1:]), kwargs
 
     def require_known(self, item: Any) -> None:
         """Raise UnrecordableError for an array that is used and may have been computed from one that was drawn."""

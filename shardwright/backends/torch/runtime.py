@@ -24,7 +24,7 @@ from shardwright.backends.torch.mesh import BoundMesh
 from shardwright.backends.torch.messages.engine import Messages
 from shardwright.backends.torch.messages.owners import Owners
 from shardwright.backends.torch.pipeline import Pipeline, closing_order
-from shardwright.backends.torch.program import Program, Tree
+from shardwright.backends.torch.program import Program, Tree, name_of
 from shardwright.backends.torch.randomness import Moment, Streams
 from shardwright.backends.torch.recordings import Recordings
 from shardwright.backends.torch.results import Returned, Shares, compare_over, share, shares_over_dp, total_weight
@@ -409,6 +409,12 @@ class Runtime:
             except NotReplayableError as reason:
                 self.tensor.run_whole(reason)
         program, recorder = self._recorded(stage_map.stage_of_call, body, inputs, moment)
+        written = next((step.function for step in program.steps if step.stage is not None), None)
+        if written is not None and stage_map.recompute:
+            raise UnrecordableError(
+                f"{type(self.model).__name__} is recomputed in the backward pass, and {name_of(written)} is done for "
+                f"each microbatch anew, so that it would be that of another one then: take recompute='none'"
+            )
         missing = [call for held in stage_map.calls for call in held if call not in recorder.seen_calls]
         if missing and program.losses and not program.is_one_of_many:
             path, occurrence = missing[0]

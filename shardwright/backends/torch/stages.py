@@ -117,6 +117,14 @@ def _place(
                 )
             where.append(stage)
             continue
+        if step.stage is not None:
+            if latest is not None and latest > step.stage:
+                raise PlanError(
+                    f"{step.name} on stage {step.stage} takes what stage {latest} computes: plan anew from a capture "
+                    f"of this model"
+                )
+            where.append(step.stage)
+            continue
         homes = [tuple(parameter_stages.get(name, ())) for name in sorted(step.parameters)]
         if latest is None:
             # A view of a parameter is taken anew where it is used, as is what the batch gives. Other functions of
@@ -146,8 +154,8 @@ def _check_writes(program: Program, where: Sequence[int | None]) -> None:
 
 
 def _live_steps(program: Program) -> set[int]:
-    """Unit calls, and whatever they, the losses and the result need."""
-    live = {step.index for step in program.steps if step.path is not None}
+    """Unit calls, attributes that are set, and whatever they, the losses and the result need."""
+    live = {step.index for step in program.steps if step.path is not None or step.stage is not None}
     pending = [v for i in live for v in program.steps[i].reads]
     pending += [loss.value for loss in program.losses]
     pending += [loss.weight.value for loss in program.losses if isinstance(loss.weight, ValueRef)]

@@ -9,13 +9,11 @@ Inside a unit it may do what it likes with them, since units are replayed whole;
 from the batch alone, which becomes a guard of the program (`guards`).
 """
 
-import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,7 +26,7 @@ from shardwright.backends.torch.fake_state import (
     real_state,
 )
 from shardwright.backends.torch.guards import READING, masks_of, what_was_read
-from shardwright.backends.torch.host_draws import patched_functions
+from shardwright.backends.torch.host_draws import host_state, patched_functions
 from shardwright.backends.torch.ledger import Ledger, memory_of
 from shardwright.backends.torch.program import (
     BufferRef,
@@ -40,6 +38,7 @@ from shardwright.backends.torch.program import (
     ObjectRef,
     ParameterRef,
     Program,
+    SetAttribute,
     Template,
     Tree,
     ValueRef,
@@ -106,7 +105,7 @@ class StepRecorder:
         self._units_called = 0
         self._objects: dict[int, int] = {}
         self._keep: list[Any] = []
-        self._host_state = _host_state()
+        self._host_state = host_state()
         self._draws = RecordedDraws(self, self.moment, [])
 
     # What the user's code meets ------------------------------------------------------------------------------------
@@ -233,15 +232,21 @@ class StepRecorder:
         return result
 
     def assignment(self, module: nn.Module, name: str, value: Any) -> None:
-        """An attribute of a module is about to be set. Raises CaptureError when it is set between units, on a module
-        that replay runs as part of one: it would not be set again."""
+        """An attribute of a module is about to be set. Between units, on a module that replay runs as part of one, that
+        is a step. Raises CaptureError where it cannot be: the value is no tensor of the step and no plain value, the
+        module's unit lies on several stages, or the step's own body sets it."""
         path = self.paths.get(id(module))
-        if self.unit_depth or path is None or not any(_lies_in(path, unit) for unit, _ in self.stage_of_call):
+        if self.unit_depth or path is None:
             return
-        old = getattr(module, name, None)
-        if old is value or (is_plain(value) and not isinstance(value, nn.Module) and old == value):
+        stages = {stage for (unit, _), stage in self.stage_of_call.items() if _lies_in(path, unit)}
+        old, constant = getattr(module, name, None), _is_constant(value)
+        if not stages or (old is value and not constant) or (not self.frames and constant and old == value):
             return
-        raise sets_an_attribute(self.model, self.frames[-1].path if self.frames else None, path, name)
+        known = isinstance(value, torch.Tensor) and isinstance(self.ledger.ref(value), ValueRef)
+        if len(stages) > 1 or not self.frames or not (known or constant):
+            raise sets_an_attribute(self.model, self.frames[-1].path if self.frames else None, path, name)
+        draft = self.make_draft(None, 0, SetAttribute(module, path, name), ((value,), {}), None)
+        (draft.stage,) = stages
 
     def autograd_function(self, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of a custom ``torch.autograd.Function``: one step, with the backward that it defines.
@@ -355,7 +360,7 @@ class StepRecorder:
 
         Raises CaptureError for those between units: the result is a constant to the recording.
         """
-        state = _host_state()
+        state = host_state()
         if state == self._host_state:
             return
         self._host_state = state
@@ -479,6 +484,10 @@ def record(
         return recorder.record(body, inputs), recorder
 
 
+def _is_constant(value: Any) -> bool:
+    return is_plain(value) and not isinstance(value, nn.Module)
+
+
 def _lies_in(path: str, unit: str) -> bool:
     return not unit or path == unit or path.startswith(unit + ".")
 
@@ -489,10 +498,3 @@ def _count(mask: torch.Tensor) -> int:
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _EMPTY = Tree((), pytree.tree_flatten(())[1])
-
-
-def _host_state() -> tuple[Any, ...]:
-    """Changes whenever Python's or NumPy's generator has drawn."""
-    numpy = np.random.get_state(legacy=False)["state"]
-    python = random.getstate()[1]
-    return int(numpy["pos"]), int(numpy["key"][0]), python[-1], python[0]
