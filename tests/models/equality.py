@@ -14,6 +14,8 @@ from tests.models import inputs
 MICROBATCHES = 2
 SAMPLES = 2
 """In a microbatch."""
+WAIT_S = 300.0
+"""For another rank, on a machine that does other work too."""
 GRADIENT, OF_ALL, LOSS = 1e-4, 1e-6, 1e-5
 """A gradient may be off by ``GRADIENT`` of its norm and ``OF_ALL`` of the norm of all; a loss by ``LOSS`` of itself."""
 
@@ -49,10 +51,20 @@ def microbatches_of(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{name: part(value, m) for name, value in given.items()} for m in range(MICROBATCHES)]
 
 
-def plain_step(name: str) -> Expected:
-    """The reference run. Raises whatever the model raises; ValueError where a loss is not finite."""
+def made(name: str, dtype: torch.dtype) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A model and a batch for all microbatches; ``dtype`` is that of parameters and of floating inputs."""
     model = inputs.build(name)
     given = inputs.batch(model, SAMPLES * MICROBATCHES, 0)
+    if dtype != torch.float32:
+        model = model.to(dtype)
+        floating = {k for k, v in given.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+        given = {k: v.to(dtype) if k in floating else v for k, v in given.items()}
+    return model, given
+
+
+def plain_step(name: str, dtype: torch.dtype = torch.float32) -> Expected:
+    """The reference run. Raises whatever the model raises; ValueError where a loss is not finite."""
+    model, given = made(name, dtype)
     losses = []
     for m, part in enumerate(microbatches_of(given)):
         copied = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in part.items()}
@@ -66,14 +78,15 @@ def plain_step(name: str) -> Expected:
     return Expected(losses, gradients, {n: b for n, b in model.named_buffers() if b.is_floating_point()})
 
 
-def split_step(name: str, ranks: int, expected: Expected, plan: Path | None = None) -> Found:
+def split_step(
+    name: str, ranks: int, expected: Expected, plan: Path | None = None, dtype: torch.dtype = torch.float32
+) -> Found:
     """The same step on this rank of a split model, planned at the first step or by a plan file."""
     if plan is not None:
-        sw.init(plan=plan, seed=0, wait_timeout_s=60.0)
+        sw.init(plan=plan, seed=0, wait_timeout_s=WAIT_S)
     else:
-        sw.init({"pipeline_parallel_degree": ranks, "microbatches": MICROBATCHES, "wait_timeout_s": 60.0})
-    plain = inputs.build(name)
-    given = inputs.batch(plain, SAMPLES * MICROBATCHES, 0)
+        sw.init({"pipeline_parallel_degree": ranks, "microbatches": MICROBATCHES, "wait_timeout_s": WAIT_S})
+    plain, given = made(name, dtype)
     model = sw.DistributedModel(plain)
 
     @sw.step
@@ -83,7 +96,8 @@ def split_step(name: str, ranks: int, expected: Expected, plan: Path | None = No
         return loss
 
     losses = [float(loss) for loss in train_step(model, given).outputs]
-    worst, bad = _compare_gradients(model, expected.gradients)
+    held = {key: parameter.grad for key, parameter in model.local_named_parameters()}
+    worst, bad = compare_gradients(held, expected.gradients)
     for key, buffer in model.local_named_buffers():
         wanted = expected.buffers.get(key)
         if wanted is not None and not torch.allclose(buffer, wanted, rtol=1e-4, atol=1e-6, equal_nan=True):
@@ -95,11 +109,14 @@ def split_step(name: str, ranks: int, expected: Expected, plan: Path | None = No
     return Found(mode, off, worst, bad, elements)
 
 
-def _compare_gradients(model: sw.DistributedModel, wanted: Mapping[str, torch.Tensor]) -> tuple[float, list[str]]:
+def compare_gradients(
+    held: Mapping[str, torch.Tensor | None], wanted: Mapping[str, torch.Tensor]
+) -> tuple[float, list[str]]:
+    """The worst difference, in units of what is allowed, and the names of those that are off by more."""
     everything = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
     worst, bad = 0.0, []
-    for key, parameter in model.local_named_parameters():
-        got, reference = parameter.grad, wanted.get(key)
+    for key, got in held.items():
+        reference = wanted.get(key)
         if got is None or reference is None:
             if any(one is not None and bool(one.any()) for one in (got, reference)):
                 bad.append(key)
