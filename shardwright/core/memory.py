@@ -1,5 +1,6 @@
 """Bytes per rank, by class: parameters, gradients, optimizer state, live activations, buffers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -98,6 +99,27 @@ def live_microbatches(name: str, ranks: int, microbatches: int, virtual_stages: 
     growth = (microbatches - second) / (second - first)
     early, late = (_peaks(name, ranks, count, virtual_stages) for count in (first, second))
     return tuple(int(b + (b - a) * growth + 0.5) for a, b in zip(early, late, strict=True))
+
+
+def live_bytes(
+    name: str, ranks: int, microbatches: int, virtual_stages: int, kept_bytes: Sequence[int]
+) -> tuple[int, ...]:
+    """For every rank the most bytes of activations that it keeps at once; ``kept_bytes`` are those of one microbatch of
+    every stage. Long schedules as in `live_microbatches`."""
+    first, second = 4 * ranks, 5 * ranks
+    sizes = tuple(kept_bytes)
+    if microbatches <= second:
+        return _peak_bytes(name, ranks, microbatches, virtual_stages, sizes)
+    growth = (microbatches - second) / (second - first)
+    early, late = (_peak_bytes(name, ranks, count, virtual_stages, sizes) for count in (first, second))
+    return tuple(int(b + (b - a) * growth + 0.5) for a, b in zip(early, late, strict=True))
+
+
+def _peak_bytes(
+    name: str, ranks: int, microbatches: int, virtual_stages: int, sizes: tuple[int, ...]
+) -> tuple[int, ...]:
+    schedule = Schedule.build(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
+    return tuple(peak_live(order, sizes) for order in schedule.table)
 
 
 @lru_cache(maxsize=4096)

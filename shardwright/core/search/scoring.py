@@ -11,7 +11,7 @@ from shardwright.core.cost_tables import CostTables, Place
 from shardwright.core.cutting import partition_input
 from shardwright.core.errors import PlanError, ScheduleError
 from shardwright.core.links import Links
-from shardwright.core.memory import MemoryUse, Recompute, live_microbatches
+from shardwright.core.memory import MemoryUse, Recompute, live_bytes, live_microbatches
 from shardwright.core.partition.partitioners import DEFAULT, cut_units
 from shardwright.core.plan import Decision, Predicted, placement_of
 from shardwright.core.predict import StepModel, least_makespan_s, simulated_makespan_s
@@ -219,6 +219,7 @@ class Scorer:
         times = [float(f"{seconds:.6g}") for seconds in self.step.steps_s(sharded, ranks, tied, pipeline)]
         policy, memory = draft.policies[times.index(min(times))]
         decision = self.decision(shape, policy, pipelining, starts)
+        memory = self._exact_memory(decision, ranked, memory)
         predicted = self.step.predicted(decision, ranked, memory, pipeline, placement)
         return Scored(decision, ranked, predicted, 0, exact=True)
 
@@ -286,8 +287,20 @@ class Scorer:
         decision, ranked = scored.decision, scored.tables
         placement = decision.stage_ranks
         pipeline = simulated_makespan_s(decision, ranked.stage_costs(decision.stage_starts, placement))
-        predicted = self.step.predicted(decision, ranked, scored.predicted.memory_by_stage_rank, pipeline, placement)
+        memory = self._exact_memory(decision, ranked, scored.predicted.memory_by_stage_rank)
+        predicted = self.step.predicted(decision, ranked, memory, pipeline, placement)
         return replace(scored, predicted=predicted, exact=True)
+
+    def _exact_memory(
+        self, decision: Decision, ranked: RankTables, memory: tuple[MemoryUse, ...]
+    ) -> tuple[MemoryUse, ...]:
+        """Where ranks hold several stages, activations by the stage that each belongs to: a cut is made as if all were
+        those of the largest."""
+        if decision.virtual_stages == 1:
+            return memory
+        kept = ranked.stage_costs(decision.stage_starts, decision.stage_ranks).activation_bytes
+        live = live_bytes(decision.schedule, decision.pp, decision.microbatches, decision.virtual_stages, kept)
+        return tuple(replace(use, activations_bytes=size) for use, size in zip(memory, live, strict=True))
 
     def generated(self, scored: Scored) -> Scored | None:
         """The same with a schedule generated for its stages, within the memory that the rest leaves; None where there
