@@ -144,7 +144,9 @@ def unit_slots(graph: Graph, unit: Unit) -> tuple[Slot, ...]:
         summed, free = matrix_dims(graph, unit, tensor)
         dims = tuple(tuple((d, shape[d]) for d in group) for group in (summed, free) if group)
         sizes = tuple(math.prod(size for _, size in group) for group in dims)
-        matrices.append(Slot(f"w{len(matrices)}", sizes, dims, parameter))
+        # A bias of several dims (heads, size) is a vector all the same: nothing is summed over.
+        kind, others = ("w", matrices) if len(dims) > 1 else ("v", vectors)
+        others.append(Slot(f"{kind}{len(others)}", sizes, dims, parameter))
     return (*matrices, *vectors)
 
 
@@ -214,6 +216,7 @@ def matrix_dims(graph: Graph, unit: Unit, tensor: int) -> tuple[list[int], list[
         shared = {d for d, label in zip(dims, mine, strict=True) if label in others}
         summed = [d for d in sorted(roles) if roles[d] in ("sum", "index")]
         summed.sort(key=lambda d: (roles[d] != "index" and d not in shared, d))
+        summed += [d for d in sorted(roles) if roles[d] == "whole" and d not in shared]
         free = [d for d in range(len(graph.tensors[tensor].fixed)) if d not in summed]
         return summed, free
     return [], list(range(len(graph.tensors[tensor].fixed)))

@@ -1,0 +1,47 @@
+"""GPT-2, BERT, T5, NCF and ResNet: each with a twin in Flax that was written apart from it, and one plan for both."""
+
+import pytest
+
+import shardwright as sw
+from tests.twins.models import TWINS, Graphs
+
+BATCHES = {"ncf": 65_536, "resnet": 1024}
+CLUSTERS = {
+    "a node of 4": sw.Cluster("a100-40gb", devices_per_node=4),
+    "two nodes": sw.Cluster("h100", nodes=2, devices_per_node=8),
+}
+
+
+@pytest.fixture(scope="module", params=TWINS)
+def twins(request: pytest.FixtureRequest) -> tuple[str, Graphs]:
+    return request.param, TWINS[request.param]()
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_a_free_search_finds_one_plan(twins: tuple[str, Graphs], cluster: str) -> None:
+    name, graphs = twins
+    plans = [sw.plan(graph, CLUSTERS[cluster], batch=BATCHES.get(name, 512)) for graph in graphs]
+    comparison = sw.compare(*plans)
+    assert comparison.same_decision, comparison.unexpected
+    assert not comparison.unexpected
+    assert plans[0].rebind(graphs[1]).parameter_layouts("jax") == plans[1].parameter_layouts("jax")
+
+
+def test_pipelines_and_tensor_layouts_are_the_same(twins: tuple[str, Graphs]) -> None:
+    name, graphs = twins
+    cluster = sw.Cluster("a100-80gb", devices_per_node=8)
+    pins = {"pp": 2, "tp": 2, "dp": 2, "microbatch": BATCHES.get(name, 64) // 16, "schedule": "1f1b"}
+    # Which layer of T5 is the middle depends on what its norms cost, which PyTorch writes out: the cut is its own.
+    starts = {"stage_starts": [0, 14]} if name == "t5" else {}
+    plans = [sw.plan(graph, cluster, batch=BATCHES.get(name, 64), **pins, **starts) for graph in graphs]
+    comparison = sw.compare(*plans)
+    assert comparison.same_decision, comparison.unexpected
+    assert plans[0].decision.layouts, "nothing is split: the case tests nothing"
+
+
+def test_their_sizes_and_their_products_agree(twins: tuple[str, Graphs]) -> None:
+    from shardwright.core.cost.work import forward_flops
+
+    _, (ours, twin) = twins
+    assert ours.parameter_count() == twin.parameter_count()
+    assert forward_flops(ours, 4) == pytest.approx(forward_flops(twin, 4), rel=0.01)
