@@ -30,9 +30,11 @@ RECORDED = (
     "WhisperForConditionalGeneration", "ASTForAudioClassification", "PatchTSTForRegression",
     # layers dropped at random, masks and blocks drawn by NumPy
     "SpeechT5ForSpeechToText", "Wav2Vec2ForCTC", "WavLMForSequenceClassification", "BigBirdForMaskedLM",
+    # attributes of units that are set between them
+    "RecurrentGemmaForCausalLM",
 )  # fmt: skip
-BY_MESSAGES = ("HieraForPreTraining", "SuperPointForKeypointDetection")
-"""What is drawn, or computed, decides how many patches or points there are."""
+BY_MESSAGES = ("HieraForPreTraining", "SuperPointForKeypointDetection", "TimesFmModelForPrediction")
+"""What is drawn, or computed, decides how many patches or points there are; each sample is taken apart by itself."""
 ON_FOUR = ("T5ForConditionalGeneration", "MixtralForCausalLM", "CLIPModel")
 
 

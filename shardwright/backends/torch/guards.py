@@ -61,9 +61,13 @@ class _Retrace:
     def __init__(
         self, values: Sequence[Value], steps: Sequence[Step | Draft], inputs: Sequence[torch.Tensor], moment: Moment
     ) -> None:
-        self._values, self._steps, self._moment = values, steps, moment
-        self.env = {i: inputs[value.input].clone() for i, value in enumerate(values) if value.input is not None}
+        self._values, self._steps, self._inputs, self._moment = values, steps, inputs, moment
+        self._env: dict[int, torch.Tensor] = {}
         self.device = inputs[0].device if inputs else torch.device("cpu")
+
+    def has(self, values: frozenset[int]) -> bool:
+        """Whether these values are there already."""
+        return all(value in self._env or self._values[value].input is not None for value in values)
 
     def needed(self, values: Sequence[int]) -> list[int]:
         """The steps that values follow from, in order."""
@@ -86,11 +90,11 @@ class _Retrace:
             same = len(found) == len(step.outputs)
             for value, tensor in zip(step.outputs, found, strict=False):
                 if value is not None:
-                    self.env[value] = tensor
+                    self._env[value] = tensor
                     same = same and tuple(tensor.shape) == self._values[value].shape
             for new, old in step.renewals:
-                if old in self.env:
-                    self.env[new] = self.env[old]
+                if self.has(frozenset((old,))):
+                    self._env[new] = self._resolve(ValueRef(old))
             yield same
 
     def call(self, function: Any, arguments: Tree) -> Any:
@@ -99,7 +103,11 @@ class _Retrace:
 
     def _resolve(self, leaf: Leaf) -> Any:
         if isinstance(leaf, ValueRef):
-            return self.env[leaf.value]
+            if leaf.value not in self._env:
+                made = self._values[leaf.value].input
+                assert made is not None
+                self._env[leaf.value] = self._inputs[made].clone()
+            return self._env[leaf.value]
         if isinstance(leaf, ConstantRef):
             return leaf.tensor
         assert isinstance(leaf, Literal)
@@ -107,7 +115,10 @@ class _Retrace:
 
 
 def holds(program: Program, inputs: Sequence[torch.Tensor], moment: Moment) -> bool:
-    """Whether a program was recorded with the values that these inputs of a microbatch give too at this moment."""
+    """Whether a program was recorded with the values that these inputs of a microbatch give too at this moment.
+
+    Where random numbers decide, torch's, Python's and NumPy's generators are left anywhere: see `kept_generators`.
+    """
     if not program.guards:
         return True
     retrace = _Retrace(program.values, program.steps, inputs, moment)
@@ -117,10 +128,10 @@ def holds(program: Program, inputs: Sequence[torch.Tensor], moment: Moment) -> b
         return all(_same(what_was_read(retrace.call(g.function, g.arguments)), g.found) for g in guards)
 
     pending = list(program.guards)
-    with torch.no_grad(), kept_generators(program.is_one_of_many, retrace.device):
+    with torch.no_grad():
         for same in retrace.run(needed):
-            ready = [g for g in pending if g.reads <= retrace.env.keys()]
-            pending = [g for g in pending if not g.reads <= retrace.env.keys()]
+            ready = [g for g in pending if retrace.has(g.reads)]
+            pending = [g for g in pending if not retrace.has(g.reads)]
             if not same or not agree(ready):
                 return False
         return agree(pending)

@@ -5,13 +5,13 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from shardwright.backends.torch.guards import holds
-from shardwright.backends.torch.randomness import Moment
+from shardwright.backends.torch.randomness import Moment, kept_generators
 from shardwright.backends.torch.stages import Division
 from shardwright.core.errors import UnrecordableError
 
 VARIANTS = 16
 """How often a microbatch is recorded for batches of the same shapes that differ in what the model reads from them."""
-DRAWN = 64
+DRAWN = 256
 """Of recordings that differ in which modules random numbers leave out, so many are kept: the last used."""
 
 
@@ -38,7 +38,9 @@ class Recordings:
         Raises UnrecordableError when what is read from batches has too many outcomes.
         """
         known = self._made.setdefault(key, [])
-        found = next((made for made in known if holds(made.program, inputs, moment)), None)
+        device = inputs[0].device if inputs else torch.device("cpu")
+        with kept_generators(any(made.program.is_one_of_many for made in known), device):
+            found = next((made for made in known if holds(made.program, inputs, moment)), None)
         if found is not None:
             known.remove(found)
         elif sum(not made.program.is_one_of_many for made in known) >= VARIANTS:
