@@ -49,7 +49,6 @@ class DistributedModel(nn.Module):
             module,
             session.bound,
             session.watch,
-            timeout_s=session.config.wait_timeout_s,
             seed=session.seed,
             weights=weights,
         )

@@ -99,7 +99,7 @@ def init(
     owns_group = not dist.is_initialized()
     start(launch, place, settings.wait_timeout_s, backend)
     bound = bind(mesh, place)
-    watch = Watch(bound.describe())
+    watch = Watch(bound.describe(), settings.wait_timeout_s)
     if bound.mesh.size > 1:
         watch_for_stop(watch)
     _session = Session(settings, chosen, bound, watch, owns_group)

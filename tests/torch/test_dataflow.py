@@ -34,7 +34,7 @@ def make_runtime(model: nn.Module, calls: list[list[tuple[str, int]]], stages: d
     """Stages that all lie on this rank, so that values travel through the mailbox and not through a network."""
     schedule = Schedule.build("looped-bfs", ranks=1, microbatches=MICROBATCHES, virtual_stages=len(calls))
     bound = bind(Mesh.of(pp=1, dp=1, tp=1))
-    runtime = Runtime(model, bound, Watch("rank 0"), timeout_s=30.0, seed=0, weights=None)
+    runtime = Runtime(model, bound, Watch("rank 0", 30.0), seed=0, weights=None)
     runtime.split(StageMap(schedule, tuple(map(tuple, calls)), stages))
     return runtime
 

@@ -75,7 +75,7 @@ def test_the_report_is_printed_while_the_main_thread_is_blocked() -> None:
     code = (
         "import ctypes, os, sys\n"
         "from shardwright.backends.torch.watch import Watch, watch_for_stop\n"
-        "watch = Watch('rank 5'); watch.doing('stage 1, action 1F3')\n"
+        "watch = Watch('rank 5', 60.0); watch.doing('stage 1, action 1F3')\n"
         "watch_for_stop(watch)\n"
         "with watch.waiting('activations from rank 4'):\n"
         "    print('blocked', flush=True)\n"

@@ -115,7 +115,7 @@ def compile(
     plan.require_model("torch", tuple(name for name, _ in model.named_parameters()), type(model).__name__)
     start(launch, device, wait_timeout_s)
     bound = bind(plan.mesh, device)
-    runtime = Runtime(model, bound, Watch(bound.describe()), timeout_s=wait_timeout_s, seed=seed, weights=weights)
+    runtime = Runtime(model, bound, Watch(bound.describe(), wait_timeout_s), seed=seed, weights=weights)
     runtime.split(stage_map)
     make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     return TorchExecutable(runtime, loss or _own_loss, make)

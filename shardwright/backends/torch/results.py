@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -217,7 +218,9 @@ def compare_over(axis: str, numbers: Mapping[str, int], bound: BoundMesh, watch:
     own = torch.tensor(list(numbers.values()), dtype=torch.int64, device=bound.device)
     every = [torch.empty_like(own) for _ in range(bound.size(axis))]
     with watch.waiting(f"{axis} peers, ranks {list(bound.groups[axis])}, to compare what they were given"):
-        dist.all_gather(every, own, group=bound.handles[axis])
+        work = dist.all_gather(every, own, group=bound.handles[axis], async_op=True)
+        if work is not None:
+            work.wait(timedelta(seconds=watch.timeout_s))
     table = torch.stack(every).tolist()
     return {
         name: [bound.peer(axis, c) for c, row in enumerate(table) if row[column] != table[0][column]]

@@ -79,11 +79,8 @@ class Runtime:
         seed: the seed of dropout and of init functions.
     """
 
-    def __init__(
-        self, model: nn.Module, bound: BoundMesh, watch: Watch, *, timeout_s: float, seed: int, weights: Weights | None
-    ) -> None:
+    def __init__(self, model: nn.Module, bound: BoundMesh, watch: Watch, *, seed: int, weights: Weights | None) -> None:
         self.model, self.bound, self.watch, self.seed = model, bound, watch, seed
-        self.timeout_s = timeout_s
         self.weights = weights
         self.holding = Holding(model, bound.coordinate("pp"))
         self._tree = ModuleTree(self.holding.modules)
@@ -91,9 +88,8 @@ class Runtime:
         group = dist.group.WORLD
         assert group is not None
         self.mailroom = Mailroom(
-            bound.groups["pp"], bound.coordinate("pp"), bound.device, watch, timeout_s, peers=bound.handles["pp"],
-            group=group,
-        )  # fmt: skip
+            bound.groups["pp"], bound.coordinate("pp"), bound.device, watch, peers=bound.handles["pp"], group=group
+        )
         self.stage_map: StageMap | None = None
         self._schedule_digest = ""
         self.messages: Messages | None = None
@@ -222,16 +218,26 @@ class Runtime:
     # Steps -------------------------------------------------------------------------------------------------------
 
     def check_peers(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Raise ShardwrightError, naming the ranks, unless all pp and tp peers were given this batch."""
+        """Raise ShardwrightError, naming the ranks, unless all pp and tp peers have this model and were given this
+        batch."""
+        model = hashlib.blake2b(digest_size=8)
+        for name, parameter in self.model.named_parameters():
+            model.update(f"{name} {parameter.dtype};".encode())
         text = hashlib.blake2b(digest_size=8)
         for tensor in inputs:
             text.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
             if tensor.numel():
                 text.update(as_carried(tensor.detach().cpu()).reshape(-1).view(torch.uint8).numpy().tobytes())
         for axis, what in (("pp", "pipeline"), ("tp", "tensor-parallel")):
-            different = compare_over(axis, {"batch": _signed(text)}, self.bound, self.watch).get("batch")
-            if different:
-                first = self.bound.peer(axis, 0)
+            own = {"model": _signed(model), "batch": _signed(text)}
+            found = compare_over(axis, own, self.bound, self.watch)
+            first = self.bound.peer(axis, 0)
+            if different := found.get("model"):
+                raise ShardwrightError(
+                    f"the ranks {first} and {', '.join(map(str, different))} are {what} peers and hold different "
+                    f"models: the names or dtypes of parameters differ; every rank builds the same model and wraps it"
+                )
+            if different := found.get("batch"):
                 raise ShardwrightError(
                     f"the ranks {first} and {', '.join(map(str, different))} are {what} peers and were given different "
                     f"batches: each rank passes the batch of its dp coordinate (here {self.bound.coordinate('dp')}), "
@@ -345,7 +351,7 @@ class Runtime:
         if self.bound.size("dp") > 1 and self.statistics is None:
             self.statistics = RunningStatistics(self.model, self.bound, self.watch)
         self.messages = Messages(
-            owners, self.holding, self.gradients, self.bound, self.watch, timeout_s=self.timeout_s, active=active,
+            owners, self.holding, self.gradients, self.bound, self.watch, timeout_s=self.watch.timeout_s, active=active,
             schedule=schedule, microbatches=microbatches,
         )  # fmt: skip
 

@@ -77,20 +77,19 @@ class Mailroom:
     Args:
         ranks: the global rank at each pp coordinate.
         me: this rank's pp coordinate.
-        timeout_s: how long a wait may take before it fails.
         peers: the process group of ``ranks``.
         group: the process group of all, that carries the messages.
     """
 
     def __init__(
-        self, ranks: Sequence[int], me: int, device: torch.device, watch: Watch, timeout_s: float, *,
-        peers: ProcessGroup, group: ProcessGroup,
+        self, ranks: Sequence[int], me: int, device: torch.device, watch: Watch, *, peers: ProcessGroup,
+        group: ProcessGroup,
     ) -> None:  # fmt: skip
         self.ranks, self.me, self.device, self.watch = tuple(ranks), me, device, watch
-        self.timeout = timedelta(seconds=timeout_s)
+        self.timeout = timedelta(seconds=watch.timeout_s)
         self.group: ProcessGroup | None = group
         self.by_order = device.type == "cuda"
-        self.links = None if self.by_order else LocalLinks(me, peers, timeout_s)
+        self.links = None if self.by_order else LocalLinks(me, peers, watch.timeout_s)
         self._linked: set[int] = set()
         self._channels: dict[tuple[int, int], ProcessGroup] = {}
         self._expected: dict[int, deque[Message]] = {}

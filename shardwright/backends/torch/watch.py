@@ -26,10 +26,15 @@ class PeerError(ShardwrightError, RuntimeError):
 
 
 class Watch:
-    """The current action and wait of one rank. Written by the main thread, read by the reporting thread."""
+    """The current action and wait of one rank. Written by the main thread, read by the reporting thread.
 
-    def __init__(self, who: str) -> None:
-        self.who = who
+    Args:
+        who: the rank, as messages name it.
+        timeout_s: how long a wait may take before it fails.
+    """
+
+    def __init__(self, who: str, timeout_s: float) -> None:
+        self.who, self.timeout_s = who, timeout_s
         self._doing = "between steps"
         self._waiting: tuple[object, float] | None = None
 
@@ -52,7 +57,8 @@ class Watch:
             said = self.describe()
             report(said)
             raise PeerError(
-                f"{said}; the wait failed: {_first_line(error)}. A peer died, or was slower than wait_timeout_s"
+                f"{said}; the wait failed: {_first_line(error)}. A peer died, was slower than wait_timeout_s, or runs "
+                f"another step than this rank: all peers call the same steps, with batches of the same shapes"
             ) from error
         finally:
             self._waiting = None
