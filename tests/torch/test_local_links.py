@@ -2,11 +2,12 @@
 
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
-from shardwright.backends.torch.local_links import BUFFER_BYTES, LocalLink, LocalLinks
+from shardwright.backends.torch.local_links import BUFFER_BYTES, LocalLink, LocalLinks, _connect, _listen
 
 
 class Alone:
@@ -73,3 +74,11 @@ def test_a_peer_that_sends_nothing_ends_the_wait_after_its_time(pair: tuple[Loca
     _, right = pair
     with pytest.raises(RuntimeError, match=r"nothing came for 0\.1 s"):
         Alone(right, 0.1).links.wait(right, right.await_into([torch.empty(4)]))
+
+
+def test_a_folder_with_too_long_a_name_makes_no_link(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    with socket.socket(socket.AF_UNIX) as door:
+        assert _listen(door, str(folder / "0"), 1) == ""
+    assert _connect("", 0) is None

@@ -126,22 +126,20 @@ class LocalLinks:
 
     def open(self, peers: Sequence[int]) -> None:
         """Link this rank with those of ``peers`` that run on this host. All ranks of the group call this, and each is
-        named by those that it names."""
-        if not hasattr(socket, "AF_UNIX"):
-            return
+        named by those that it names. Raises RuntimeError when a peer that said that it came does not."""
         with tempfile.TemporaryDirectory(prefix="shardwright-") as folder, socket.socket(socket.AF_UNIX) as door:
-            path = str(Path(folder) / str(self.me))
-            door.bind(path)
-            door.listen(max(1, len(peers)))
-            door.settimeout(self.timeout_s)
-            addresses = self._gather(path)
+            doors = self._gather(_listen(door, str(Path(folder) / str(self.me)), len(peers)))
             for peer in peers:
-                if peer < self.me and (connection := _connect(addresses[peer], self.me)) is not None:
+                if peer < self.me and (connection := _connect(doors[peer], self.me)) is not None:
                     self._links[peer] = LocalLink(connection)
             linked = self._gather(sorted(self._links))
+            door.settimeout(self.timeout_s)
             for _ in [peer for peer in peers if peer > self.me and self.me in linked[peer]]:
-                connection, _ = door.accept()
-                (peer,) = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
+                try:
+                    connection, _ = door.accept()
+                    (peer,) = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
+                except OSError as error:
+                    raise RuntimeError(f"a peer on this host did not connect: {error}") from error
                 self._links[peer] = LocalLink(connection)
 
     def _gather(self, mine: Any) -> dict[int, Any]:
@@ -200,8 +198,20 @@ class LocalLinks:
         sleeper.poll(1e3 * limit_s)
 
 
+def _listen(door: socket.socket, path: str, peers: int) -> str:
+    """Where peers find the door; empty where it cannot be: some systems' folders have names too long for a socket."""
+    try:
+        door.bind(path)
+    except OSError:
+        return ""
+    door.listen(max(1, peers))
+    return path
+
+
 def _connect(path: str, me: int) -> socket.socket | None:
-    """A connection to a peer's door; None where the peer's files are not here: it runs on another host."""
+    """A connection to a peer's door; None where it has none, or its files are not here: it runs on another host."""
+    if not path:
+        return None
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(path)
