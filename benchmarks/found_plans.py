@@ -52,7 +52,8 @@ CASES = {
     "4 ranks, batch 2": Case(4, 2),
     "8 ranks, batch 4": Case(8, 4),
     "4 ranks of 24 MiB, batch 16": Case(4, 16, 24 * MIB),
-    "4 ranks of 12 MiB, batch 4": Case(4, 4, 12 * MIB),
+    "4 ranks of 11 MiB, batch 16": Case(4, 16, 11 * MIB),
+    "8 ranks of 12 MiB, batch 32": Case(8, 32, 12 * MIB),
 }
 
 

@@ -1,5 +1,6 @@
 """The plan: how a model is split over devices, what that will cost, and what the frameworks call its parts."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -10,7 +11,7 @@ from shardwright.core.errors import PlanError, nearest
 from shardwright.core.fold import CallRef, fold
 from shardwright.core.graph import Graph
 from shardwright.core.layout import Layout
-from shardwright.core.memory import MemoryUse, Recompute
+from shardwright.core.memory import MemoryUse, Recompute, unit_recompute
 from shardwright.core.mesh import Mesh
 from shardwright.core.schedule import AUTO, Schedule, StageCosts
 from shardwright.core.schedule.files import from_csv
@@ -48,6 +49,8 @@ class Decision:
     """Of the sums of gradients over microbatches; None: as the parameters."""
     placement_order: str = "PDT"
     """The order of the axes over the ranks: the last letter's neighbours are neighbouring ranks."""
+    kept_units: tuple[int, ...] = ()
+    """Units that keep their activations although recompute is "full": those that memory leaves room for."""
     generated: tuple[str, ...] = ()
     """The actions of every pipeline rank, comma-separated, of a schedule that follows no pattern ("auto")."""
 
@@ -71,6 +74,11 @@ class Decision:
             raise PlanError(f"shard={self.shard!r}: expected 0 (nothing), 1 (optimizer), 2 (gradients), 3 (parameters)")
         if sorted(self.placement_order) != ["D", "P", "T"]:
             raise PlanError(f"placement_order={self.placement_order!r}: expected an order of the letters D, P and T")
+        if self.kept_units and self.recompute != "full":
+            raise PlanError(
+                f"kept_units={list(self.kept_units)} with recompute={self.recompute!r}: they are units that keep their "
+                f'activations where others do not, under recompute="full"'
+            )
         if bool(self.generated) != (self.schedule == AUTO):
             raise PlanError(
                 f"schedule {self.schedule!r} with {len(self.generated)} rows of generated actions: {AUTO!r} has them, "
@@ -230,6 +238,8 @@ class Plan:
         units = len(self.model.unit_classes)
         if self.decision.stage_starts[-1] >= units:
             raise PlanError(f"stage_starts {self.decision.stage_starts} name units that the model's {units} lack")
+        if any(not 0 <= unit < units for unit in self.decision.kept_units):
+            raise PlanError(f"kept_units {self.decision.kept_units} name units that the model's {units} lack")
         shapes = self.model.slot_shapes
         for slot, layout in self.decision.layouts:
             if slot not in shapes:
@@ -257,6 +267,18 @@ class Plan:
         starts = self.decision.stage_starts
         ends = (*starts[1:], len(self.model.unit_classes))
         return tuple(range(a, b) for a, b in zip(starts, ends, strict=True))
+
+    @property
+    def recomputed_units(self) -> tuple[int, ...]:
+        """Under full recompute the units that there are several of, but for those that keep their activations."""
+        if self.decision.recompute != "full":
+            return ()
+        kept, classes = set(self.decision.kept_units), Counter(self.model.unit_classes)
+        return tuple(
+            unit
+            for unit, held in enumerate(self.model.unit_classes)
+            if unit not in kept and unit_recompute("full", classes[held] > 1) == "full"
+        )
 
     def is_pinned(self, name: str) -> bool:
         """Whether the user gave this part of the decision, rather than leaving it to the search."""
@@ -383,7 +405,8 @@ def summarize(decision: Decision) -> str:
         parts.append(decision.schedule)
     if decision.virtual_stages > 1:
         parts.append(f"{decision.virtual_stages} virtual stages")
-    parts.append(f"recompute {decision.recompute}")
+    kept = f" but for {len(decision.kept_units)} units" if decision.kept_units else ""
+    parts.append(f"recompute {decision.recompute}{kept}")
     if decision.sequence_parallel:
         parts.append("sequence parallel")
     if decision.shard:

@@ -32,6 +32,7 @@ class DecisionFile(Section):
     schedule: str
     virtual_stages: Count
     recompute: Literal["none", "selective", "full"]
+    kept_units: list[Amount] = []
     shard: Annotated[int, Field(ge=0, le=3)]
     shard_group: Count | None
     precision: Literal["fp32", "bf16", "fp16"]

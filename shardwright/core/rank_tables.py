@@ -2,9 +2,10 @@
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -204,6 +205,33 @@ class RankTables:
     @cached_property
     def _holdings(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int, int, int]]]:
         return {}
+
+    def keeping(self, units: Collection[int]) -> "RankTables":
+        """The same where these units are not recomputed."""
+        kept = frozenset(units)
+        made = {id(table): replace(table, kept=kept) for table in self.tables}
+        return replace(self, tables=tuple(made[id(table)] for table in self.tables))
+
+    def kept_units(
+        self, starts: Sequence[int], placement: Sequence[int], live: Sequence[int], request: MemoryRequest
+    ) -> tuple[int, ...]:
+        """Of a cut that fits with every unit recomputed, those that need not be: on every rank the last of its stages'
+        repeated units, as many as there is room for. (The last ones, as a backward finds those after it done with.)"""
+        memory, found = self.memory(starts, placement, live, request), []
+        for rank, (use, limit, count) in enumerate(zip(memory, self.limits_bytes, live, strict=True)):
+            table = self.tables[rank]
+            modes, room = table.modes(), limit - use.total_bytes
+            held = [ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank]
+            # Activations of a rank are counted by its fullest stage: units are kept stage by stage, in turns.
+            turns = zip_longest(*([u for u in reversed(range(a, b)) if modes[u] == "full"] for a, b in held))
+            for turn in turns:
+                chosen = [unit for unit in turn if unit is not None]
+                more = max(table.units[u].saved_bytes - table.units[u].entering_bytes for u in chosen)
+                room -= max(0, more) * count
+                if room < 0:
+                    break
+                found += chosen
+        return tuple(sorted(found))
 
     def over_bytes(self, memory: Sequence[MemoryUse]) -> int:
         """What the fullest rank lacks, 0 when all fits."""

@@ -35,10 +35,15 @@ class UnitTable:
     repeated: tuple[bool, ...]
     """Whether a unit has others like it: full recompute is of these. What comes before and after them, embeddings and
     head, is kept: the backward of the head follows its forward at once, so that recomputing it would save nothing."""
+    kept: frozenset[int] = frozenset()
+    """Units that keep their activations although they could be recomputed."""
 
     def modes(self) -> list[Recompute]:
         """What each unit does under the policy of the whole."""
-        return [unit_recompute(self.recompute, again) for again in self.repeated]
+        return [
+            "none" if unit in self.kept else unit_recompute(self.recompute, again)
+            for unit, again in enumerate(self.repeated)
+        ]
 
     @cached_property
     def again_s(self) -> NDArray[np.float64]:

@@ -77,7 +77,11 @@ def _heading(plan: Plan) -> Text:
     d, p = plan.decision, plan.predicted
     policy = [d.schedule] if d.pp > 1 else []
     policy += [f"{d.virtual_stages} virtual stages"] if d.virtual_stages > 1 else []
-    policy += [d.precision, d.optimizer, f"recompute {d.recompute}"]
+    policy += [
+        d.precision,
+        d.optimizer,
+        f"recompute {d.recompute}" + (f" but for {len(d.kept_units)} units" if d.kept_units else ""),
+    ]
     policy += [f"placed {d.placement_order}"] if d.placement_order != "PDT" else []
     policy += [f"shard {d.shard}" + (f" in groups of {d.shard_group}" if d.shard_group else "")] if d.shard else []
     terms = {

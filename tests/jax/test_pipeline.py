@@ -2,6 +2,7 @@
 stage."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -107,6 +108,13 @@ def test_stages_are_meshes_of_dp_and_tp(graph: Graph, dp: int, tp: int) -> None:
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputed_activations_change_nothing(graph: Graph, recompute: str) -> None:
     run(plan_of(graph, 2, recompute=recompute))
+
+
+def test_some_units_are_recomputed_and_others_kept(graph: Graph) -> None:
+    plan = plan_of(graph, 2, recompute="full")
+    kept = plan.recomputed_units[::2]
+    assert 0 < len(kept) < len(plan.recomputed_units)
+    run(replace(plan, decision=replace(plan.decision, kept_units=kept)))
 
 
 @pytest.mark.parametrize("shard", [1, pytest.param(2, marks=pytest.mark.slow), 3])

@@ -41,7 +41,8 @@ class LossFunction:
         open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
         names = {p.name for p in parameters}
         keywords = frozenset({"rngs", "state"} if open_ended else names & {"rngs", "state"})
-        blocks = frozenset(call.path for unit in plan.binding("jax").units for call in unit.calls)
+        units = plan.binding("jax").units
+        blocks = frozenset(call.path for unit in plan.recomputed_units for call in units[unit].calls)
         # A precision that nobody asked for is what the planner counted with, not an order to change the model.
         precision = plan.decision.precision if plan.is_pinned("precision") else "as given"
         # A pipeline recomputes by stage and unit, whatever the model is made of.

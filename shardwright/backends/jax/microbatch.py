@@ -108,12 +108,12 @@ def _trace(
 def _homes(plan: Plan, calls: list[TracedCall]) -> Home:
     """Where a module call belongs: what the plan says of it, or of the nearest call around it.
 
-    Only units that the model repeats are named as units: those are what a full recompute makes again."""
-    classes = plan.model.unit_classes
+    Only units that are recomputed are named as units."""
+    again = set(plan.recomputed_units)
     found: dict[tuple[str, int], tuple[int, int | None]] = {}
     for stage, held in enumerate(plan.stage_units):
         for unit in held:
-            named = unit if classes.count(classes[unit]) > 1 else None
+            named = unit if unit in again else None
             for call in plan.binding("jax").units[unit].calls:
                 found[(call.path, call.occurrence)] = (stage, named)
 

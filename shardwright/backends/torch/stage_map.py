@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from shardwright.backends.torch import CAPABILITIES
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError
-from shardwright.core.memory import Recompute, unit_recompute
+from shardwright.core.memory import Recompute
 from shardwright.core.plan import LossScope, Plan
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action
@@ -87,15 +87,7 @@ def require_whole_backward(schedule: Schedule) -> None:
 
 def _recomputed_calls(plan: Plan) -> frozenset[tuple[str, int]]:
     bound = plan.binding("torch").units
-    return frozenset((call.path, call.occurrence) for unit in recomputed_units(plan) for call in bound[unit].calls)
-
-
-def recomputed_units(plan: Plan) -> tuple[int, ...]:
-    """Under full recompute the units that there are several of."""
-    if plan.decision.recompute != "full":
-        return ()
-    classes = plan.model.unit_classes
-    return tuple(unit for unit, held in enumerate(classes) if unit_recompute("full", classes.count(held) > 1) == "full")
+    return frozenset((call.path, call.occurrence) for unit in plan.recomputed_units for call in bound[unit].calls)
 
 
 def keep_microbatches(schedule: Schedule, count: int) -> Schedule:

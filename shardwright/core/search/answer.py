@@ -61,7 +61,7 @@ def as_plan(scorer: Scorer, best: Scored, others: list[Scored], beside: list[Def
         model=tables.structure,
         bindings=((graph.framework, tables.binding),),
         costs=Costs(
-            tables.variants(decision.tp),
+            _variants(scorer, best),
             first,
             best.tables.tables[0].boundary_bytes,
             best.tables.tables[-1].boundary_s,
@@ -101,9 +101,18 @@ def _place_of(scorer: Scorer, best: Scored, pp: int) -> Place:
     """The kind of place that decides a pipeline rank's time."""
     tables, decision = scorer.tables, best.decision
     for place in scorer.links.places(decision.mesh)[pp]:
-        if tables.table(decision.tp, decision.microbatch, decision.recompute, place) is best.tables.tables[pp]:
+        if (
+            tables.table(decision.tp, decision.microbatch, decision.recompute, place).units
+            is best.tables.tables[pp].units
+        ):
             return place
     return scorer.links.places(decision.mesh)[pp][0]
+
+
+def _variants(scorer: Scorer, best: Scored) -> tuple[int, ...]:
+    """For every unit its place among the costs: what is kept of a class stands behind all classes."""
+    variants, kept = scorer.tables.variants(best.decision.tp), set(best.decision.kept_units)
+    return tuple(v + max(variants) + 1 if unit in kept else v for unit, v in enumerate(variants))
 
 
 def _costs_at(scorer: Scorer, best: Scored, place: Place) -> tuple[ClassCost, ...]:
@@ -115,6 +124,11 @@ def _costs_at(scorer: Scorer, best: Scored, place: Place) -> tuple[ClassCost, ..
         backward = cost.input_grad_s + recomputed_s(cost, mode)
         kept = kept_bytes(cost, mode)
         found.append(ClassCost(cost.forward_s, backward, cost.weight_grad_s, kept, cost.parameter_elements))
+    if decision.kept_units:
+        found += [
+            ClassCost(c.forward_s, c.input_grad_s, c.weight_grad_s, kept_bytes(c, "none"), c.parameter_elements)
+            for c in tables.class_costs(decision.tp, decision.microbatch, place)
+        ]
     return tuple(found)
 
 

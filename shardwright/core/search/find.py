@@ -193,9 +193,10 @@ class Search:
         shape: Shape = choice[0]
         scorer = self.scorer
         if len(choice) == 1:
-            modes: dict[str, list[Policy]] = {}
+            modes: dict[object, list[Policy]] = {}
             for policy in self.space.policies(shape.mesh.axis_size("dp")):
-                modes.setdefault(policy.recompute, []).append(policy)
+                # How many units are recomputed depends on the memory left: such policies share no pipeline.
+                modes.setdefault(policy if policy.recompute == "full" else policy.recompute, []).append(policy)
             for alike in modes.values():
                 yield scorer.bound_s(shape, alike), (shape, tuple(alike))
             return
@@ -226,7 +227,7 @@ class Search:
             yield scored.predicted.step_time_s, (scored,)
 
 
-def preference(scored: Scored) -> tuple[float, int, int, int, int, int, int, bool, int, str]:
+def preference(scored: Scored) -> tuple[float, int, int, int, int, int, int, int, bool, int, str]:
     """Fastest first; among equals the simpler: fewer stages, less tensor splitting, less saving of memory, the usual
     order of ranks, fewer virtual stages, 1f1b, larger microbatches."""
     d = scored.decision
@@ -237,6 +238,7 @@ def preference(scored: Scored) -> tuple[float, int, int, int, int, int, int, boo
         d.shard,
         d.shard_group or 0,
         ("none", "selective", "full").index(d.recompute),
+        -len(d.kept_units),
         d.virtual_stages,
         d.schedule != "1f1b",
         -d.microbatch,

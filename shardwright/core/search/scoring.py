@@ -47,6 +47,8 @@ class Draft:
     starts: tuple[int, ...]
     policies: tuple[tuple[Policy, tuple[MemoryUse, ...]], ...]
     bound_s: float
+    tables: RankTables
+    kept_units: tuple[int, ...]
 
 
 class Scorer:
@@ -100,6 +102,8 @@ class Scorer:
         back: over all cuts the least of the slowest rank has a closed form. 0: any number of stages.
         """
         recompute = policies[0].recompute
+        if recompute == "full" and self.request.recompute == "auto":
+            recompute = "none"  # any number of units may be kept
         pipeline = self._fluid_s(shape, recompute) * shape.microbatches
         if virtual_stages == 1:
             pipeline = max(pipeline, self._filled_s(shape, recompute, split=split))
@@ -181,6 +185,12 @@ class Scorer:
         name, virtual = pipelining.schedule, pipelining.virtual_stages
         placement = placement_of(name, pp, virtual)
         live = live_microbatches(name, pp, shape.microbatches, virtual)
+        if (
+            recompute == "full"
+            and self.request.recompute == "auto"
+            and self._fits_whole(shape, policies[0], placement, live)
+        ):
+            return None, []
         roomy = [p for p in policies if ranked.has_room(live, virtual, self.memory_request(p, dp))]
         starts = self._starts(shape, policies[0], placement, live, ranked, fit=False) if roomy else None
         if starts is None:
@@ -195,20 +205,54 @@ class Scorer:
                 tight.append(policy)
         if not fitting:
             return None, tight
+        kept: tuple[int, ...] = ()
+        if recompute == "full" and self.request.recompute == "auto":
+            ranked, kept, fitted = self._keeping(ranked, starts, placement, live, policies[0], dp)
+            fitting = [(policies[0], fitted)]
         costs = ranked.stage_costs(starts, placement)
         split = splits_backward(name, virtual)
         pipeline = least_makespan_s(costs, placement, shape.microbatches, splits_backward=split) if pp > 1 else None
         decisions = [self._undivided(shape, policy) for policy, _ in fitting]
         ranks, tied = ranked.work(starts, placement), ranked.tied(starts, placement)
         least = min(self.step.steps_s(decisions, ranks, tied, pipeline)) * SAFE
-        return Draft(shape, pipelining, starts, tuple(fitting), least), tight
+        return Draft(shape, pipelining, starts, tuple(fitting), least, ranked, kept), tight
+
+    def _fits_whole(self, shape: Shape, policy: Policy, placement: Sequence[int], live: Sequence[int]) -> bool:
+        """Whether nothing need be recomputed at all: then the choice without recompute is there already."""
+        whole = self.ranked(shape, "none")
+        if self.request.stage_starts is not None or len(placement) > whole.units:
+            return False
+        memory = whole.memory(
+            whole.free_cut(tuple(placement)), placement, live, self.memory_request(policy, shape.mesh.axis_size("dp"))
+        )
+        return not whole.over_bytes(memory)
+
+    def _keeping(
+        self,
+        ranked: RankTables,
+        starts: Sequence[int],
+        placement: Sequence[int],
+        live: Sequence[int],
+        policy: Policy,
+        dp: int,
+    ) -> tuple[RankTables, tuple[int, ...], tuple[MemoryUse, ...]]:
+        """What fits with every unit recomputed, with as many kept as fit, and its memory."""
+        request = self.memory_request(policy, dp)
+        kept = ranked.kept_units(starts, placement, live, request)
+        while kept:
+            keeping = ranked.keeping(kept)
+            memory = keeping.memory(starts, placement, live, request)
+            if not keeping.over_bytes(memory):
+                return keeping, kept, memory
+            kept = kept[1:]
+        return ranked, (), ranked.memory(starts, placement, live, request)
 
     def finished(self, draft: Draft) -> Scored:
         """A draft with its pipeline simulated, under the best of its policies (the first, which saves least, of
         equals)."""
         shape, pipelining, starts = draft.shape, draft.pipelining, draft.starts
         pp = shape.mesh.axis_size("pp")
-        ranked = self.ranked(shape, draft.policies[0][0].recompute)
+        ranked = draft.tables
         placement = placement_of(pipelining.schedule, pp, pipelining.virtual_stages)
         pipeline: float | None = None
         if pp > 1:
@@ -218,7 +262,7 @@ class Scorer:
         sharded = [self._undivided(shape, policy) for policy, _ in draft.policies]
         times = [float(f"{seconds:.6g}") for seconds in self.step.steps_s(sharded, ranks, tied, pipeline)]
         policy, memory = draft.policies[times.index(min(times))]
-        decision = self.decision(shape, policy, pipelining, starts)
+        decision = replace(self.decision(shape, policy, pipelining, starts), kept_units=draft.kept_units)
         memory = self._exact_memory(decision, ranked, memory)
         predicted = self.step.predicted(decision, ranked, memory, pipeline, placement)
         return Scored(decision, ranked, predicted, 0, exact=True)
@@ -239,6 +283,9 @@ class Scorer:
         if over and fit:
             return None
         decision = self.decision(shape, policy, pipelining, starts)
+        if fit and policy.recompute == "full" and self.request.recompute == "auto":
+            ranked, kept, memory = self._keeping(ranked, starts, placement, live, policy, dp)
+            decision = replace(decision, kept_units=kept)
         costs = ranked.stage_costs(starts, placement)
         split = splits_backward(name, virtual)
         pipeline = least_makespan_s(costs, placement, shape.microbatches, splits_backward=split) if pp > 1 else None

@@ -191,7 +191,8 @@ def _best(graph: Graph, cluster: Cluster, request: Request) -> tuple[Scored | No
 
 
 def _front(graph: Graph, cluster: Cluster, request: Request) -> list[Point]:
-    """Fewer and fewer nodes, and on each number the plan of least memory beside the fastest."""
+    """Fewer and fewer nodes (of a mixed cluster each kind alone), and on each number the plan of least memory beside
+    the fastest."""
     found: list[tuple[Scored, Cluster]] = []
     for fewer in _sizes(cluster):
         asked = request if fewer.world_size == cluster.world_size else _unpinned(request)
@@ -213,6 +214,7 @@ def _front(graph: Graph, cluster: Cluster, request: Request) -> list[Point]:
 def _sizes(cluster: Cluster) -> Iterator[Cluster]:
     yield cluster
     if len(cluster.groups) != 1:
+        yield from (Cluster.of_groups([group], cluster.inter_node) for group in cluster.groups)
         return
     group, nodes = cluster.groups[0], cluster.nodes
     while nodes % 2 == 0:

@@ -11,7 +11,6 @@ from torch import nn
 from shardwright.backends.torch.program import Context, Leaf, Program
 from shardwright.backends.torch.randomness import Streams
 from shardwright.backends.torch.sample import Sample
-from shardwright.backends.torch.stage_map import recomputed_units
 from shardwright.backends.torch.tensor_parallel.layouts import planned
 from shardwright.backends.torch.tensor_parallel.program import ModelCall, expand, find_call
 from shardwright.backends.torch.tensor_parallel.replay import Held, Replay, lower_all
@@ -85,7 +84,7 @@ class TensorParallel:
         for i, unit in enumerate(replay.units):
             self.stage_of_call[unit.name, 0] = sum(start <= i for start in starts) - 1
             self._calls[unit.name] = UnitCall(unit.function, unit.held, find)
-        self.recompute |= {(replay.units[i].name, 0) for i in recomputed_units(self.plan)}
+        self.recompute |= {(replay.units[i].name, 0) for i in self.plan.recomputed_units}
         self.replays.append(replay)
         self._draws.append(draws)
         return expanded

@@ -1,0 +1,104 @@
+"""Mixed clusters: the plan found for the devices as they are, against the best plan of who takes them to be alike.
+
+    python benchmarks/mixed_clusters.py [--write benchmarks/results/mixed_clusters.md]
+
+Homogeneous-minded plans are the best free plan on as many devices that are all like the fast ones, the same for the
+slow ones, each run (every choice pinned, the cut too) on the true cluster; and the best plan on the fast nodes alone.
+The gain is over the fastest of the three, in the same simulator.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import shardwright as sw
+from shardwright.core.cluster import NodeGroup
+from shardwright.core.hardware import load_link, load_profile
+
+PAIRS = (("h100", "a100-80gb"), ("h100", "v100"), ("a100-80gb", "v100"))
+INSIDE = {"h100": None, "a100-80gb": None, "v100": "ethernet-100g"}
+"""The link inside a node, None: the hardware's own."""
+BETWEEN = ("ib-hdr200", "ethernet-25g")
+
+
+def gpt(layers: int, width: int, length: int = 1024) -> sw.Graph:
+    with torch.device("meta"):
+        config = GPT2Config(
+            n_layer=layers, n_embd=width, n_head=width // 64, vocab_size=50304, n_positions=length, resid_pdrop=0.0,
+            embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+        model, tokens = GPT2LMHeadModel(config), torch.empty(2, length, dtype=torch.long)
+    return sw.capture(model, {"input_ids": tokens, "labels": tokens})
+
+
+def group(name: str, nodes: int) -> NodeGroup:
+    hardware = load_profile(name)
+    inside = INSIDE[name]
+    return NodeGroup(hardware.device, nodes, 4, load_link(inside) if inside else hardware.intra_node)
+
+
+def pinned(plan: sw.Plan) -> dict[str, Any]:
+    d = plan.decision
+    return {
+        "pp": d.pp, "dp": d.dp, "tp": d.tp, "microbatch": d.microbatch, "schedule": d.schedule,
+        "virtual_stages": d.virtual_stages, "stage_starts": d.stage_starts, "recompute": d.recompute, "shard": d.shard,
+        "shard_group": d.shard_group, "placement_order": d.placement_order,
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path)
+    options = parser.parse_args()
+    lines = [
+        "# Mixed clusters",
+        "",
+        "    python benchmarks/mixed_clusters.py",
+        "",
+        "Batch 256, fp16; two nodes of each kind, four devices in a node. Seconds of a step.",
+        "",
+        "| model | devices | between nodes | as if all fast | all slow | fast nodes alone | aware | gain | plan |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    worse = 0
+    for layers, width in ((24, 1024), (36, 2048)):
+        graph = gpt(layers, width)
+        for fast, slow in PAIRS:
+            for between in BETWEEN:
+                link = load_link(between)
+                mixed = sw.Cluster.of_groups([group(fast, 2), group(slow, 2)], link)
+                wanted = {"batch": 256, "precision": "fp16"}
+                times: list[float | None] = []
+                for name in (fast, slow):
+                    thought = sw.Cluster.of_groups([group(name, 4)], link)
+                    try:
+                        naive = sw.plan(graph, thought, **wanted)
+                        done = sw.plan(graph, mixed, **wanted, **pinned(naive))
+                        times.append(done.predicted.step_time_s)
+                    except sw.ShardwrightError:
+                        times.append(None)
+                alone = sw.plan(graph, sw.Cluster.of_groups([group(fast, 2)], link), **wanted)
+                times.append(alone.predicted.step_time_s)
+                aware = sw.plan(graph, mixed, **wanted)
+                best = min(time for time in times if time is not None)
+                gain = best / aware.predicted.step_time_s - 1
+                # Devices that are not worth using can be left out: `--study` says how many are.
+                worse += aware.predicted.step_time_s > min(t for t in times[:2] if t is not None) * (1 + 1e-6)
+                cells = [f"{time:.3f}" if time is not None else "does not fit" for time in times]
+                lines.append(
+                    f"| GPT {layers} × {width} | 8 {fast} + 8 {slow} | {between} | {' | '.join(cells)} "
+                    f"| {aware.predicted.step_time_s:.3f} | {gain:+.1%} | {aware.summary()} |"
+                )
+                print(lines[-1], flush=True)
+    text = "\n".join(lines) + "\n"
+    if options.write:
+        options.write.write_text(text)
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
