@@ -1,70 +1,119 @@
 """How near a JAX pipeline comes to its bound: one thread per device, two stages, stage times of 5 and 20 ms.
 
     python benchmarks/jax_pipeline.py                       # both stage times, m = 8
-    python benchmarks/jax_pipeline.py --stage-ms 20 --steps 5
+    python benchmarks/jax_pipeline.py --stage-ms 20 --repetitions 5
 
-The bound is the schedule simulated with each stage function's own time, measured alone in the same run, and nothing
-else: no dispatch, no transfer, no update. Beside it, in the same run and on the same model: two pipelines that are one
-SPMD program each, written by hand. `ppermute`: `shard_map`, every device one stage, activations handed round (GPipe).
-`praxis`: a vmap over stages and a shifted buffer, stages split by the compiler, as praxis' circular pipeline does. Both
-recompute nothing and differentiate the whole loop.
+Two virtual devices of one thread run layers of tanh(x · w) in two stages. XLA's CPU backend divides what is large among
+the threads of one pool, which has at least as many as there are devices; products of this size it does not divide. In
+one run, one repetition of each after the other:
+
+- single: all layers and microbatches in one jit; both devices do it at the same time, so that each core is as busy as
+  in a pipeline (the slower counts);
+- ours: `train_step` under the schedule, a program for each stage;
+- `one_program`: the same plan, all stages as one SPMD program (GPipe), ours too;
+- two pipelines that are one SPMD program each, written by hand. `ppermute`: `shard_map`, every device one stage,
+  activations handed round. `praxis`: a vmap over stages and a shifted buffer, stages split by the compiler, as praxis'
+  circular pipeline does. Both keep everything and differentiate the whole loop.
+
+The bound of 1F1B and of GPipe is single · (m + p - 1) / (m · p). Beside it stands the schedule simulated with the stage
+functions' own times, each measured while the other device runs the same function: no dispatch, no transfer, no update.
+Loss and new parameters must be those of the single jit. Figures are medians of repetitions, shares medians of the
+shares of one repetition.
 """
 
 import os
 
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-)
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false"
 
 import argparse
+import ctypes
 import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardwright.jax as sw
 from shardwright.core.schedule.actions import Kind
 
-STAGES, MICROBATCHES, ROWS, WIDTH = 2, 8, 64, 128
+# Freed memory stays with the process, as with the allocators of GPUs: else every way spends a fifth of its time on page
+# faults, in which the two devices wait for each other.
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+if hasattr(ctypes.CDLL(None), "mallopt"):
+    ctypes.CDLL(None).mallopt(M_MMAP_MAX, 0)
+    ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+STAGES, MICROBATCHES, ROWS, WIDTH, REPEATS = 2, 8, 128, 128, 8
+RATE = 1e-3
 
 
-def block(weight: jax.Array, x: jax.Array, depth: int) -> jax.Array:
-    """One stage's work: as many products in a row as its time takes."""
-    return jax.lax.scan(lambda x, _: (jnp.tanh(x @ weight), None), x, None, length=depth)[0]
+def layers(weights: Iterable[jax.Array], x: jax.Array) -> jax.Array:
+    """weights: of each layer [width, width], used again and again; x: [rows, width]."""
+    for weight in weights:
+        for _ in range(REPEATS):
+            x = jnp.tanh(x @ weight)
+    return x
 
 
-def loss_fn(depth: int) -> Callable[..., jax.Array]:
-    def loss(params: dict[str, Any], batch: dict[str, jax.Array]) -> jax.Array:
-        x = batch["x"]
-        for stage in range(STAGES):
-            x = block(params["h"][stage]["w"], x, depth)
-        return (x**2).mean()
-
-    return loss
+def stacked(depth: int) -> jax.Array:
+    """The layers of every stage, [stages, layers, width, width]; near the identity, so that deep ones do not die."""
+    return jnp.eye(WIDTH) + 0.1 * jax.random.normal(jax.random.key(0), (STAGES, depth, WIDTH, WIDTH)) / WIDTH**0.5
 
 
-def parameters() -> dict[str, Any]:
-    keys = jax.random.split(jax.random.key(0), STAGES)
-    return {"h": [{"w": jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5} for key in keys]}
+class Scale(nnx.Module):
+    def __init__(self) -> None:
+        self.scale = nnx.Param(jnp.ones(WIDTH))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * self.scale.get_value()
 
 
+class Layer(nnx.Module):
+    def __init__(self, weight: jax.Array) -> None:
+        self.w = nnx.Param(weight)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return layers([self.w.get_value()], x)
+
+
+class Model(nnx.Module):
+    """What comes before and after the layers is next to nothing, but one program for all stages wants something."""
+
+    def __init__(self, depth: int) -> None:
+        self.first, self.last = Scale(), Scale()
+        self.h = nnx.List([Layer(weight) for weight in stacked(depth).reshape(-1, WIDTH, WIDTH)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.first(x)
+        for layer in self.h:
+            x = layer(x)
+        return self.last(x)
+
+
+def loss_fn(model: Model, batch: dict[str, jax.Array]) -> jax.Array:
+    return (model(batch["x"]) ** 2).mean()
+
+
+@cache
 def batch() -> dict[str, np.ndarray]:
     return {"x": np.random.default_rng(0).standard_normal((ROWS * MICROBATCHES, WIDTH)).astype(np.float32)}
 
 
 def depth_for(stage_ms: float) -> int:
-    """Products whose forward takes a third of the stage's time: a backward takes twice as long."""
-    weight, x = jnp.eye(WIDTH), jnp.ones((ROWS, WIDTH))
-    run = jax.jit(block, static_argnums=2)
-    run(weight, x, 200).block_until_ready()
-    took = min(_timed(lambda: run(weight, x, 200).block_until_ready()) for _ in range(10))
-    return max(1, round(200 * stage_ms / 3e3 / took))
+    """Layers of a stage whose forward and backward take so long while the other device does the same."""
+    depth = 4
+    ways = [single(depth, device) for device in jax.devices()]
+    took = [max(side_by_side([way.step for way in ways])) for _ in range(12)]
+    layer_s = statistics.median(took[2:]) / (MICROBATCHES * STAGES * depth)
+    return max(1, round(stage_ms / 1e3 / layer_s))
 
 
 def _timed(run: Callable[[], Any]) -> float:
@@ -73,75 +122,116 @@ def _timed(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def ours(depth: int, schedule: str, steps: int) -> dict[str, Any]:
-    graph = sw.capture(loss_fn(depth), (jax.eval_shape(parameters), batch()))
-    cluster = sw.Cluster("cpu", nodes=1, devices_per_node=STAGES)
-    plan = sw.plan(
-        graph, cluster, batch=ROWS * MICROBATCHES, pp=STAGES, dp=1, tp=1, microbatch=ROWS, schedule=schedule,
-        virtual_stages=1, precision="fp32", recompute="none", shard=0,
-    )  # fmt: skip
-    train = sw.train_step(loss_fn(depth), optax.sgd(1e-3), plan)
-    state = train.init(parameters)
-    start = time.perf_counter()
-    state, loss = train(state, batch())
-    jax.block_until_ready(loss)
-    first_s = time.perf_counter() - start
-    times, hosts = [], []
-    for _ in range(steps):
-        jax.block_until_ready(state)
+def side_by_side(runs: Sequence[Callable[[], Any]]) -> list[float]:
+    """Seconds of each, all at the same time."""
+    barrier = threading.Barrier(len(runs))
+    took = [0.0] * len(runs)
+
+    def one(index: int) -> None:
+        barrier.wait()
+        took[index] = _timed(runs[index])
+
+    threads = [threading.Thread(target=one, args=(index,)) for index in range(len(runs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return took
+
+
+# --- ways to run a step
+
+
+class Ours:
+    """`train_step` under a plan."""
+
+    def __init__(self, depth: int, schedule: str, one_program: bool) -> None:
+        graph = sw.capture(nnx.eval_shape(lambda: Model(depth)), batch(), loss_fn)
+        cluster = sw.Cluster("cpu", nodes=1, devices_per_node=STAGES)
+        self.plan = sw.plan(
+            graph, cluster, batch=ROWS * MICROBATCHES, pp=STAGES, dp=1, tp=1, microbatch=ROWS, schedule=schedule,
+            virtual_stages=1, precision="fp32", recompute="none", shard=0,
+        )  # fmt: skip
+        self.train = sw.train_step(loss_fn, optax.sgd(RATE), self.plan, one_program=one_program)
+        self.state = self.train.init(lambda: Model(depth))
+        self.host_s = 0.0
+
+    def step(self) -> jax.Array:
         start = time.perf_counter()
-        state, loss = train(state, batch())
-        hosts.append(time.perf_counter() - start)
-        jax.block_until_ready((state, loss))
-        times.append(time.perf_counter() - start)
-    alone = stage_times(train, state)
-    costs = sw.StageCosts(
-        tuple(t.get(Kind.FORWARD, 0.0) for t in alone),
-        tuple(t.get(Kind.BACKWARD, 0.0) for t in alone),
-        (0.0,) * STAGES,
-        (0.0,) * (STAGES - 1),
-        (1,) * STAGES,
-    )
-    _, _, timeline = train.measure(state, batch())
-    assert train.counts is not None
-    return {
-        "step_s": statistics.median(times),
-        "host_s": statistics.median(hosts),
-        "bound_s": sw.simulate(plan.build_schedule(), costs).makespan_s,
-        "measured_s": timeline.makespan_s,
-        "dispatches": train.counts.dispatches,
-        "transfers": train.counts.transfers,
-        "first_s": first_s,
-        "alone": alone,
-    }
+        self.state, loss = self.train(self.state, batch())
+        self.host_s = time.perf_counter() - start
+        jax.block_until_ready((self.state, loss))
+        return loss
 
+    def weights_now(self) -> np.ndarray:
+        return np.stack([layer.w.get_value() for layer in self.train.params(self.state).h])
 
-def stage_times(train: sw.TrainStep, state: sw.TrainState) -> list[dict[Kind, float]]:
-    """Seconds of every stage function, run alone on zeros like its operands."""
-    found = []
-    for launches in train.pipeline.launches:
-        times = {}
-        for kind, launch in launches.items():
-            shardings = launch.run.input_shardings[0]
-
-            def operands(launch: Any = launch, shardings: Any = shardings) -> list[Any]:
-                made = [jnp.full(a.shape, 0.1, a.dtype) for a in launch.function.avals]
-                return jax.block_until_ready(jax.device_put(made, list(shardings)))
-
-            jax.block_until_ready(launch.run(*operands()))
+    def stage_times(self, repetitions: int = 8) -> sw.StageCosts:
+        """Seconds of every stage function on operands like its own, both devices at work."""
+        found: dict[Kind, list[float]] = {}
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            launches = [launches[kind] for launches in self.train.pipeline.launches]
             samples = []
-            for _ in range(10):
-                given = operands()
-                samples.append(_timed(lambda given=given, run=launch.run: jax.block_until_ready(run(*given))))
-            times[kind] = statistics.median(samples)
-        found.append(times)
-    return found
+            for _ in range(repetitions):
+                given = [_operands(launch) for launch in launches]
+                runs = [lambda la=la, args=args: jax.block_until_ready(la.run(*args))
+                        for la, args in zip(launches, given, strict=True)]  # fmt: skip
+                samples.append(side_by_side(runs))
+            found[kind] = [statistics.median(of_stage) for of_stage in zip(*samples, strict=True)]
+        return sw.StageCosts(
+            tuple(found[Kind.FORWARD]), tuple(found[Kind.BACKWARD]), (0.0,) * STAGES, (0.0,) * (STAGES - 1),
+            (1,) * STAGES,
+        )  # fmt: skip
 
 
-# --- peers
+def _operands(launch: Any) -> list[Any]:
+    made = [jnp.full(a.shape, 0.1, a.dtype) for a in launch.function.avals]
+    placed: list[Any] = jax.block_until_ready(jax.device_put(made, list(launch.run.input_shardings[0])))
+    return placed
 
 
-def ppermute(depth: int) -> tuple[Callable[..., Any], Any, Any]:
+class Written:
+    """A step of a loss over stacked stages [stages, layers, width, width], as one jit."""
+
+    def __init__(self, weights: Any, loss: Callable[..., Any], weights_at: Any, whole: Any) -> None:
+        self.optimizer = optax.sgd(RATE)
+
+        def step(weights: jax.Array, state: Any, xs: jax.Array) -> Any:
+            value, gradient = jax.value_and_grad(loss)(weights, xs)
+            updates, state = self.optimizer.update(gradient, state, weights)
+            return optax.apply_updates(weights, updates), state, value
+
+        self.run = jax.jit(step, donate_argnums=(0, 1))
+        self.weights = jax.device_put(weights, weights_at)
+        self.state = self.optimizer.init(self.weights)
+        self.xs = jax.device_put(batch()["x"].reshape(MICROBATCHES, ROWS, WIDTH), whole)
+
+    def step(self) -> jax.Array:
+        self.weights, self.state, loss = jax.block_until_ready(self.run(self.weights, self.state, self.xs))
+        return loss
+
+
+def single(depth: int, device: jax.Device) -> Written:
+    """Microbatch after microbatch on one device, gradients added up."""
+
+    def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        return (layers(weights, x) ** 2).mean() / MICROBATCHES
+
+    @jax.custom_vjp
+    def mean(weights: list[jax.Array], xs: jax.Array) -> jax.Array:
+        return sum((loss(weights, x) for x in xs), jnp.zeros(()))
+
+    def forward(weights: list[jax.Array], xs: jax.Array) -> Any:
+        def one(carry: Any, x: jax.Array) -> Any:
+            return jax.tree.map(jnp.add, carry, jax.value_and_grad(loss)(weights, x)), None
+
+        return jax.lax.scan(one, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights)), xs)[0]
+
+    mean.defvjp(forward, lambda gradients, seed: ([g * seed for g in gradients], None))
+    return Written(list(stacked(depth).reshape(-1, WIDTH, WIDTH)), mean, device, device)
+
+
+def ppermute(depth: int) -> Written:
     """GPipe as one program: every device runs its stage and hands on what it made."""
     mesh = Mesh(np.array(jax.devices()), ("pp",))
     shift = [(rank, (rank + 1) % STAGES) for rank in range(STAGES)]
@@ -151,7 +241,7 @@ def ppermute(depth: int) -> tuple[Callable[..., Any], Any, Any]:
 
         def tick(carry: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
             x = jnp.where(rank == 0, xs[jnp.minimum(t, MICROBATCHES - 1)], carry)
-            y = block(weights[0], x, depth)
+            y = layers(weights[0], x)
             return jax.lax.ppermute(y, "pp", shift), y
 
         start = jax.lax.pcast(jnp.zeros((ROWS, WIDTH)), "pp", to="varying")
@@ -162,10 +252,12 @@ def ppermute(depth: int) -> tuple[Callable[..., Any], Any, Any]:
     mapped = jax.shard_map(
         pipeline, mesh=mesh, in_specs=(PartitionSpec("pp"), PartitionSpec()), out_specs=PartitionSpec()
     )
-    return mapped, NamedSharding(mesh, PartitionSpec("pp")), NamedSharding(mesh, PartitionSpec())
+    return Written(
+        stacked(depth), mapped, NamedSharding(mesh, PartitionSpec("pp")), NamedSharding(mesh, PartitionSpec())
+    )
 
 
-def praxis(depth: int) -> tuple[Callable[..., Any], Any, Any]:
+def praxis(depth: int) -> Written:
     """The same by a vmap over stages and a buffer that shifts along them; the compiler makes the transfers."""
     mesh = Mesh(np.array(jax.devices()), ("pp",))
     stages = NamedSharding(mesh, PartitionSpec("pp"))
@@ -174,7 +266,7 @@ def praxis(depth: int) -> tuple[Callable[..., Any], Any, Any]:
         def tick(buffer: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
             shifted = jnp.roll(buffer, 1, axis=0)
             entering = jnp.where(jnp.arange(STAGES)[:, None, None] == 0, xs[jnp.minimum(t, MICROBATCHES - 1)], shifted)
-            y = jax.vmap(lambda w, x: block(w, x, depth))(weights, jax.lax.with_sharding_constraint(entering, stages))
+            y = jax.vmap(layers)(weights, jax.lax.with_sharding_constraint(entering, stages))
             y = jax.lax.with_sharding_constraint(y, stages)
             return y, y[-1]
 
@@ -182,54 +274,74 @@ def praxis(depth: int) -> tuple[Callable[..., Any], Any, Any]:
         _, ys = jax.lax.scan(tick, start, jnp.arange(MICROBATCHES + STAGES - 1))
         return (ys[STAGES - 1 :] ** 2).mean()
 
-    return pipeline, stages, NamedSharding(mesh, PartitionSpec())
+    return Written(stacked(depth), pipeline, stages, NamedSharding(mesh, PartitionSpec()))
 
 
-def peer(make: Callable[[int], tuple[Callable[..., Any], Any, Any]], depth: int, steps: int) -> float:
-    """Seconds of a step of loss, gradients and update."""
-    loss, at, whole = make(depth)
-    optimizer = optax.sgd(1e-3)
+def check(way: str, loss: Any, found: Any, wanted: Any) -> None:
+    """Stop unless a way gives the single jit's loss and parameters."""
+    np.testing.assert_allclose(float(loss), float(wanted[0]), rtol=1e-5, err_msg=way)
+    np.testing.assert_allclose(np.ravel(found), np.ravel(wanted[1]), rtol=1e-4, atol=1e-6, err_msg=way)
 
-    @jax.jit
-    def step(weights: jax.Array, state: Any, xs: jax.Array) -> Any:
-        value, gradient = jax.value_and_grad(loss)(weights, xs)
-        updates, state = optimizer.update(gradient, state, weights)
-        return optax.apply_updates(weights, updates), state, value
 
-    weights = jax.device_put(jnp.stack([layer["w"] for layer in parameters()["h"]]), at)
-    state = optimizer.init(weights)
-    xs = jax.device_put(batch()["x"].reshape(MICROBATCHES, ROWS, WIDTH), whole)
-    weights, state, _ = jax.block_until_ready(step(weights, state, xs))
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        weights, state, _ = jax.block_until_ready(step(weights, state, xs))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+def measure(stage_ms: float, schedule: str, repetitions: int) -> None:
+    depth = depth_for(stage_ms)
+    alone = [single(depth, device) for device in jax.devices()]
+    ours = {"ours": Ours(depth, schedule, False), "one_program": Ours(depth, "gpipe", True)}
+    written = {"ppermute": ppermute(depth), "praxis": praxis(depth)}
+    wanted = (alone[0].step(), np.stack(alone[0].weights))
+    alone[1].step()
+    for name, way in (ours | written).items():
+        loss = way.step()
+        weights = way.weights if isinstance(way, Written) else way.weights_now()
+        check(name, loss, weights, wanted)
+    samples: dict[str, list[float]] = {name: [] for name in ("single", *ours, *written)}
+    hosts = []
+    for _ in range(repetitions + 2):
+        samples["single"].append(max(side_by_side([way.step for way in alone])))
+        for name, way in (ours | written).items():
+            samples[name].append(_timed(way.step))
+        hosts.append(ours["ours"].host_s)
+    samples = {name: of_way[2:] for name, of_way in samples.items()}
+    share = (MICROBATCHES + STAGES - 1) / (MICROBATCHES * STAGES)
+    costs = ours["ours"].stage_times()
+    stages_s = sw.simulate(ours["ours"].plan.build_schedule(), costs).makespan_s
+    print(f"\nstages of {stage_ms:g} ms: {depth} layers")
+    print("| way | step | bound / step | lowest and highest |")
+    print("|---|---|---|---|")
+    for name, of_way in samples.items():
+        shares = [share * one / own for one, own in zip(samples["single"], of_way, strict=True)]
+        cells = (
+            ("", "")
+            if name == "single"
+            else (f"{statistics.median(shares):.3f}", f"{min(shares):.3f} to {max(shares):.3f}")
+        )
+        print(f"| {name} | {1e3 * statistics.median(of_way):.1f} | {cells[0]} | {cells[1]} |")
+    counts = ours["ours"].train.counts
+    assert counts is not None
+    print(
+        f"ours: {counts.dispatches} dispatches and {counts.transfers} transfers a step, the host is busy for "
+        f"{1e3 * statistics.median(hosts):.1f} ms. Stage functions: forward {_ms(costs.forward_s)}, backward "
+        f"{_ms(costs.input_grad_s)}; by them the bound is {1e3 * stages_s:.1f}, bound / step "
+        f"{stages_s / statistics.median(samples['ours']):.3f}",
+        flush=True,
+    )
+
+
+def _ms(values: Sequence[float]) -> str:
+    return " and ".join(f"{1e3 * value:.1f}" for value in values)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage-ms", type=float, nargs="*", default=[5.0, 20.0], help="forward + backward of a stage")
     parser.add_argument("--schedule", default="1f1b")
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--repetitions", type=int, default=15)
     given = parser.parse_args()
     print(
-        f"{STAGES} stages, {MICROBATCHES} microbatches, {given.schedule}; milliseconds, medians of {given.steps} steps"
+        f"{STAGES} stages, {MICROBATCHES} microbatches, {given.schedule}; milliseconds, medians of {given.repetitions}"
     )
-    print("| stage | bound | step | bound / step | host | dispatches | transfers | ppermute | praxis | first step |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
     for stage_ms in given.stage_ms:
-        depth = depth_for(stage_ms)
-        mine = ours(depth, given.schedule, given.steps)
-        others = [peer(make, depth, given.steps) for make in (ppermute, praxis)]
-        ms = {name: f"{1e3 * value:.1f}" for name, value in mine.items() if name.endswith("_s")}
-        share = mine["bound_s"] / mine["step_s"]
-        print(
-            f"| {stage_ms:g} | {ms['bound_s']} | {ms['step_s']} | {share:.3f} | {ms['host_s']} "
-            f"| {mine['dispatches']} | {mine['transfers']} | {1e3 * others[0]:.1f} | {1e3 * others[1]:.1f} "
-            f"| {ms['first_s']} |"
-        )
+        measure(stage_ms, given.schedule, given.repetitions)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,21 @@
 """The functions of one stage: forward, backward, and the backward in two halves (input gradient, weight gradient).
 
-The forward's program is differentiated once. What its backward reads is either an argument of the stage, which is at
-hand anyway, or *kept* from forward to backward. The halves divide the backward's equations: those that the gradients
-of arrivals need, and the rest, with what passes between them kept once more (zero bubble, arXiv 2401.10241, section 2).
+The forward's program is differentiated once. What its backward reads is an argument of the stage, which is at hand
+anyway, or made again by cheap arithmetic (`residuals`), or *kept* from forward to backward. The halves divide the
+backward's equations: those that the gradients of arrivals need, and the rest, with what passes between them kept once
+more (zero bubble, arXiv 2401.10241, section 2).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from shardwright.backends.jax.cut import Cut, StagePart
-from shardwright.backends.jax.equations import Equation, FlatProgram, aval_of, evaluate, flatten, needed
+from shardwright.backends.jax.equations import Atom, Equation, FlatProgram, aval_of, evaluate, flatten, needed
+from shardwright.backends.jax.residuals import Residuals, residuals
 
 Kind = Literal[
     "weight",  # a parameter, or rows of one
@@ -117,23 +119,10 @@ class _Builder:
 
     def build(self) -> StageFunctions:
         forward, structure, returned = self._trace_forward()
-        count = len(returned)
-        saved = forward.outputs[count:]
-        places: dict[int, int] = {}
-        arguments = dict(zip(forward.arguments, self.inputs, strict=True))
-        kept: list[tuple[str, Any]] = []
-        for atom in saved:
-            if not isinstance(atom, int):
-                kept.append(("literal", atom.val))
-            elif atom in arguments:
-                kept.append(("input", arguments[atom]))
-            elif atom in forward.constants:
-                kept.append(("literal", forward.constants[atom]))
-            else:
-                kept.append(("kept", places.setdefault(atom, len(places))))
-        run = self._forward(forward, returned, tuple(places))
-        backward = self._trace_backward(structure, [aval_of(forward, atom) for atom in saved])
-        return StageFunctions(run, *self._backwards(backward, kept, {n: forward.avals[v] for v, n in places.items()}))
+        saved = forward.outputs[len(returned) :]
+        residual = residuals(forward, [atom for atom in saved if isinstance(atom, int)])
+        run = self._forward(forward, returned, residual.kept)
+        return StageFunctions(run, *self._backwards(*self._trace_backward(structure, forward, saved, residual)))
 
     # --- forward
 
@@ -171,8 +160,7 @@ class _Builder:
         return flatten(closed), structures[0], self._returned()
 
     def _output(self, known: Mapping[int, Any], position: int) -> Any:
-        atom = self.cut.flat.outputs[position]
-        return known[atom] if isinstance(atom, int) else jnp.asarray(atom.val, aval_of(self.cut.flat, atom).dtype)
+        return _value(self.cut.flat, self.cut.flat.outputs[position], known)
 
     def _returned(self) -> list[Key]:
         state = {position: value for value, position in self.operands.state.items()}
@@ -204,42 +192,42 @@ class _Builder:
 
     # --- backward
 
-    def _trace_backward(self, structure: Any, saved: Sequence[Any]) -> FlatProgram:
-        """The program of the backward: from what was saved, and cotangents, to gradients of weights and arrivals."""
-        count = len(saved)
+    def _trace_backward(
+        self, structure: Any, forward: FlatProgram, saved: Sequence[Atom], residual: Residuals
+    ) -> tuple[FlatProgram, dict[int, Key]]:
+        """The program of the backward: from what is at hand, what was kept, and cotangents, to gradients of weights and
+        arrivals; and what its arguments are."""
+        named = dict(zip(forward.arguments, (self._key(v) for v in self.inputs), strict=True))
+        used = {a for a in saved if isinstance(a, int)} | {v for e in residual.remade for v in e.values}
+        keys: dict[int, Key] = {argument: key for argument, key in named.items() if argument in used}
+        keys |= {value: ("kept", number, 0) for number, value in enumerate(residual.kept)}
 
         def backward(*given: Any) -> Any:
-            derivative = jax.tree.unflatten(structure, given[:count])
-            weights, arriving = derivative(list(given[count:]))
+            known = {**forward.constants, **dict(zip(keys, given, strict=False))}
+            evaluate(residual.remade, known)
+            leaves = [_value(forward, atom, known) for atom in saved]
+            cotangents = list(given[len(keys) :])
+            if self.has_total:
+                total: Any = aval_of(self.cut.flat, self.cut.flat.outputs[TOTAL])
+                cotangents.append(jnp.ones((), total.dtype))
+            weights, arriving = jax.tree.unflatten(structure, leaves)(cotangents)
             return [*weights, *arriving]
 
-        cotangents = [self.cut.flat.avals[v] for v in self.leaving]
-        if self.has_total:
-            cotangents.append(aval_of(self.cut.flat, self.cut.flat.outputs[TOTAL]))
-        avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*saved, *cotangents)]
-        return flatten(jax.make_jaxpr(backward)(*avals))
+        avals = [*(forward.avals[value] for value in keys), *(self.cut.flat.avals[v] for v in self.leaving)]
+        program = flatten(jax.make_jaxpr(backward)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)))
+        cotangents: list[Key] = [("cotangent", value, 0) for value in self.leaving]
+        return program, dict(zip(program.arguments, [*keys.values(), *cotangents], strict=True))
 
     def _backwards(
-        self, program: FlatProgram, saved: Sequence[tuple[str, Any]], kept_avals: Mapping[int, Any]
+        self, program: FlatProgram, reads: dict[int, Key]
     ) -> tuple[StageFunction, StageFunction | None, StageFunction]:
-        reads: dict[int, Key] = {}
-        known: dict[int, Any] = {}
-        for argument, (kind, what) in zip(program.arguments, saved, strict=False):
-            if kind == "literal":
-                known[argument] = what
-            else:
-                reads[argument] = self._key(what) if kind == "input" else ("kept", what, 0)
-        cotangents = program.arguments[len(saved) :]
-        if self.has_total:
-            known[cotangents[-1]] = jnp.ones((), program.avals[cotangents[-1]].dtype)
-        reads |= {argument: ("cotangent", v, 0) for argument, v in zip(cotangents, self.leaving, strict=False)}
         weight_outputs = program.outputs[: len(self.weights)]
         arrival_outputs = program.outputs[len(self.weights) :]
         weight_keys: list[Key] = [("gradient", v, 0) for v in self.weights]
         arrival_keys: list[Key] = [("arrival_gradient", v, 0) for v in self.arriving]
 
         def function(equations: Sequence[Equation], outputs: Sequence[Any], makes: Sequence[Key]) -> StageFunction:
-            return self._function(program, equations, reads, outputs, makes, known, kept_avals)
+            return self._function(program, equations, reads, outputs, makes)
 
         backward = function(program.equations, [*weight_outputs, *arrival_outputs], [*weight_keys, *arrival_keys])
         if not self.arriving:
@@ -249,12 +237,11 @@ class _Builder:
         second = [e for e in program.equations if id(e) not in chosen]
         made = {value for e in first for value in e.outputs}
         wanted = [v for e in second for v in e.values] + [a for a in weight_outputs if isinstance(a, int)]
-        between = tuple(dict.fromkeys(v for v in wanted if v in made))
-        between_keys: list[Key] = [("between", number, 0) for number in range(len(between))]
-        input_grad = function(first, [*arrival_outputs, *between], [*arrival_keys, *between_keys])
-        reads = reads | dict(zip(between, between_keys, strict=True))
-        kept_avals = dict(kept_avals)
-        return backward, input_grad, function(second, weight_outputs, weight_keys)
+        between = residuals(replace(program, equations=first), [v for v in wanted if v in made])
+        between_keys: list[Key] = [("between", number, 0) for number in range(len(between.kept))]
+        input_grad = function(first, [*arrival_outputs, *between.kept], [*arrival_keys, *between_keys])
+        reads = reads | dict(zip(between.kept, between_keys, strict=True))
+        return backward, input_grad, function([*between.remade, *second], weight_outputs, weight_keys)
 
     # --- both
 
@@ -265,8 +252,6 @@ class _Builder:
         reads: Mapping[int, Key],
         outputs: Sequence[Any],
         makes: Sequence[Key],
-        known: Mapping[int, Any] | None = None,
-        kept_avals: Mapping[int, Any] | None = None,
     ) -> StageFunction:
         """A function over flat operands. Sums and gradients are added to what is handed in; cotangents of one value
         from several stages are summed; leaves of the batch come whole and are sliced by the microbatch's number."""
@@ -288,13 +273,13 @@ class _Builder:
 
         def run(*given: Any) -> tuple[Any, ...]:
             at = dict(zip(order, given, strict=True))
-            values: dict[int, Any] = {**program.constants, **(known or {})}
+            values: dict[int, Any] = dict(program.constants)
             for argument, key in operands.items():
                 values[argument] = self._operand(key, at)
             evaluate(equations, values)
             found = []
             for key, atom in zip(makes, outputs, strict=True):
-                value = values[atom] if isinstance(atom, int) else jnp.asarray(atom.val, aval_of(program, atom).dtype)
+                value = _value(program, atom, values)
                 found.append(at[key] + value.astype(at[key].dtype) if key[0] in ("gradient", "sum") else value)
             return (*found, jnp.zeros((), jnp.int32))
 
@@ -321,3 +306,8 @@ class _Builder:
         if key[0] == "batch" and self.operands.batch[key[1]]:
             return jax.lax.dynamic_index_in_dim(at[key], at[("m", 0, 0)], keepdims=False)
         return at[key]
+
+
+def _value(program: FlatProgram, atom: Atom, known: Mapping[int, Any]) -> Any:
+    """A value that is known, or a literal."""
+    return known[atom] if isinstance(atom, int) else jnp.asarray(atom.val, aval_of(program, atom).dtype)
