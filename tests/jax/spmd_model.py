@@ -1,5 +1,6 @@
 """A model whose blocks are alike, and a step of it by one of several processes: `python -m tests.jax.spmd_model RANK
-PROCESSES PORT` prints the losses of two steps and the devices that hold the blocks."""
+PROCESSES PORT` prints the losses of two steps, the devices that hold the blocks, and what stages as programs of their
+own say to several processes."""
 
 import os
 import sys
@@ -81,6 +82,10 @@ def main(rank: int, processes: int, port: int) -> None:
         losses.append(float(loss))
     held = sorted({shard.device.id for shard in state.params["stacks"][0].addressable_shards})
     print(f"losses {losses} devices {len(held)}", flush=True)
+    try:
+        sw.train_step(loss_fn, optimizer(), plan_of(4, 4, 2), one_program=False)
+    except sw.ShardwrightError as error:
+        print(f"refused: {type(error).__name__}: {error}", flush=True)
     jax.distributed.shutdown()
 
 

@@ -199,6 +199,22 @@ def test_a_step_is_few_dispatches(graph: Graph) -> None:
     assert train.counts.dispatches == 2 * (8 + 8) + 2 + 2
 
 
+def test_parameters_are_updated_in_their_own_memory(graph: Graph) -> None:
+    """The state is donated: what a step returns lies where the state was."""
+    train = sw.train_step(loss_fn, optax.adamw(1e-3), plan_of(graph, 2), devices=jax.devices()[:2])
+    state = train.init(create)
+    state, _ = train(state, batches(1)[0])
+
+    def places(state: sw.TrainState) -> set[int]:
+        leaves = [*jax.tree.leaves(state.params), *jax.tree.leaves(state.optimizer[0].mu)]
+        return {leaf.addressable_shards[0].data.unsafe_buffer_pointer() for leaf in leaves}
+
+    before, old = places(state), jax.tree.leaves(state.params)
+    state, _ = train(state, batches(1)[0])
+    assert all(leaf.is_deleted() for leaf in old)
+    assert places(state) == before
+
+
 def test_a_measured_timeline_has_every_action_once(graph: Graph) -> None:
     """In the schedule's own order on every rank, each after what it reads."""
     plan = plan_of(graph, 2, schedule="zb-h1")

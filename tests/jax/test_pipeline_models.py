@@ -31,7 +31,9 @@ def batches(model: str) -> list[dict[str, np.ndarray]]:
         return rng.integers(0, VOCABULARY, (BATCH, LENGTH), np.int32)
 
     def one() -> dict[str, np.ndarray]:
-        if model in ("gpt", "bert"):
+        if model == "gpt":
+            return {"ids": tokens()}
+        if model == "bert":
             masked = (rng.random((BATCH, LENGTH)) < 0.4).astype(np.int32)
             masked[:, 0] = 1
             attended = np.ones((BATCH, LENGTH), np.int32)
@@ -122,8 +124,10 @@ def case(kind: str, name: str) -> Any:
     return _MADE[(kind, name)]
 
 
-SIZES = [(2, 1, 1), (4, 1, 1), (2, 2, 2)]
+SIZES = [(2, 1, 1), (4, 1, 1), (2, 2, 2), (4, 2, 1), (4, 1, 2)]
+"""Stages, replicas, tensor axis."""
 OFTEN = {
+    ("linen", "gpt", (4, 2, 1)),
     ("nnx", "t5", (2, 1, 1)),
     ("linen", "bert", (2, 2, 2)),
     ("nnx", "resnet", (2, 1, 1)),

@@ -82,6 +82,10 @@ def test_two_processes_of_four_devices_each(expected: Run) -> None:
         match = re.search(r"losses \[(.*)\] devices 4", text)
         assert match, text
         np.testing.assert_allclose([float(x) for x in match[1].split(",")], expected.losses, rtol=1e-5)
+        refusal = (
+            r"refused: MissingCapabilityError: the plan has pp=4 over the devices of 2 processes, .*one_program=True"
+        )
+        assert re.search(refusal, text), text
 
 
 # --- bad input

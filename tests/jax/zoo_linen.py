@@ -12,6 +12,34 @@ from flax import linen
 WIDTH, HEADS, VOCABULARY, LENGTH = 16, 2, 24, 8
 
 
+class DecoderLayer(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        y = linen.LayerNorm(name="norm_1")(x)
+        x = x + linen.MultiHeadDotProductAttention(HEADS, name="attention")(y, mask=mask)
+        y = linen.LayerNorm(name="norm_2")(x)
+        return x + linen.Dense(WIDTH, name="wo")(linen.gelu(linen.Dense(2 * WIDTH, name="wi")(y)))
+
+
+class Gpt(linen.Module):
+    layers: int = 4
+
+    @linen.compact
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        word = linen.Embed(VOCABULARY, WIDTH, name="word")
+        position = linen.Embed(LENGTH, WIDTH, name="position")
+        mask = linen.make_causal_mask(ids)
+        x = word(ids) + position(jnp.arange(ids.shape[1]))
+        for i in range(self.layers):
+            x = DecoderLayer(name=f"layer_{i}")(x, mask)
+        return word.attend(linen.LayerNorm(name="norm")(x))
+
+
+def gpt_loss(apply: Callable[..., Any], batch: Any) -> jax.Array:
+    logits = apply(batch["ids"])[:, :-1]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["ids"][:, 1:]).mean()
+
+
 class EncoderLayer(linen.Module):
     @linen.compact
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
@@ -131,6 +159,7 @@ def resnet_loss(apply: Callable[..., Any], batch: Any) -> jax.Array:
 
 
 MODELS: dict[str, tuple[linen.Module, Callable[..., Any]]] = {
+    "gpt": (Gpt(), gpt_loss),
     "bert": (Bert(), bert_loss),
     "t5": (T5(), t5_loss),
     "ncf": (NCF(), ncf_loss),

@@ -19,6 +19,45 @@ class FeedForward(nnx.Module):
         return self.wo(jax.nn.gelu(self.wi(x)))
 
 
+# --- GPT
+
+
+class DecoderLayer(nnx.Module):
+    """Normalised before attention and feed-forward, as GPT-2's."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm_1 = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs)
+        self.norm_2 = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.mlp = FeedForward(rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        x = x + self.attention(self.norm_1(x), mask=mask)
+        return x + self.mlp(self.norm_2(x))
+
+
+class Gpt(nnx.Module):
+    """Token ids → logits of the next; the head is the embedding."""
+
+    def __init__(self, layers: int, rngs: nnx.Rngs):
+        self.word = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.position = nnx.Embed(LENGTH, WIDTH, rngs=rngs)
+        self.layers = nnx.List([DecoderLayer(rngs) for _ in range(layers)])
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        mask = nnx.make_causal_mask(ids)
+        x = self.word(ids) + self.position(jnp.arange(ids.shape[1]))
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.word.attend(self.norm(x))
+
+
+def gpt_loss(model: Gpt, batch: dict[str, jax.Array]) -> jax.Array:
+    logits = model(batch["ids"])[:, :-1]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["ids"][:, 1:]).mean()
+
+
 # --- BERT
 
 
@@ -182,6 +221,7 @@ def resnet_loss(model: ResNet, batch: dict[str, jax.Array]) -> jax.Array:
 
 
 MODELS: dict[str, tuple[Any, Any]] = {
+    "gpt": (lambda: Gpt(4, nnx.Rngs(0)), gpt_loss),
     "bert": (lambda: Bert(4, nnx.Rngs(0)), bert_loss),
     "t5": (lambda: T5(2, nnx.Rngs(0)), t5_loss),
     "ncf": (lambda: NCF(3, nnx.Rngs(0)), ncf_loss),

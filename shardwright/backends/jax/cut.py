@@ -102,7 +102,7 @@ def cut(
         light = needed([e for e in flat.equations if where[id(e)] is None], wanted)
         chosen = {id(e) for e in light}
         per_stage.append([e for e in flat.equations if where[id(e)] == stage or id(e) in chosen])
-    held, per_stage = _hold(flat, per_stage, weights, names, planned, holdings)
+    held, per_stage = _hold(flat, per_stage, weights, names, holdings)
     producer = {value: where[id(e)] for e in flat.equations for value in e.outputs}
     live = _live(flat, per_stage, {w.value for w in held})
     return Cut(flat, _parts(flat, per_stage, producer, home, held, live, state), tuple(held), live)
@@ -273,7 +273,6 @@ def _hold(
     per_stage: list[list[Equation]],
     weights: Sequence[int],
     names: Sequence[str],
-    planned: Mapping[str, tuple[int, ...]],
     holdings: Sequence[Holding],
 ) -> tuple[list[Weight], list[list[Equation]]]:
     """The value and the readers of every holding. Stages that hold rows of a stack read those instead of the whole."""
@@ -287,9 +286,9 @@ def _hold(
             )
             held.append(Weight(piece, holding, (holding.stage,)))
             continue
-        if not users and planned.get(name):
+        if not users:
             raise PlanError(
-                f"no stage uses parameter {name}, which the plan puts on stage {planned[name][0]}: the loss function "
+                f"no stage uses parameter {name}, which the plan puts on stage {holding.stage}: the loss function "
                 "does not depend on it; leave it out of the parameters, or give the function that was captured"
             )
         held.append(Weight(value, holding, tuple(users)))

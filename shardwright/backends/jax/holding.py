@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from shardwright.core.errors import ClusterError, MissingCapabilityError
+from shardwright.core.errors import ClusterError, MissingCapabilityError, PlanError
 from shardwright.core.plan import Plan
 
 Rows = tuple[int, int]
@@ -49,7 +49,7 @@ class Stack:
 
 def holdings_of(plan: Plan, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> tuple[Holding, ...]:
     """For every parameter in order its holding, or those of its rows. A tied parameter belongs to the first stage that
-    uses it; one that no unit uses stays on stage 0."""
+    uses it. Raises PlanError for one that no unit uses."""
     units = plan.binding("jax").units
     stage_of = {unit: stage for stage, held in enumerate(plan.stage_units) for unit in held}
     users: dict[str, list[int]] = {}
@@ -59,9 +59,14 @@ def holdings_of(plan: Plan, names: Sequence[str], shapes: Sequence[tuple[int, ..
     found = []
     for leaf, (name, shape) in enumerate(zip(names, shapes, strict=True)):
         used = users.get(name, [])
+        if not used:
+            raise PlanError(
+                f"no stage uses parameter {name}, {tuple(shape)}: the function that was captured does not read it, so "
+                "it would belong nowhere and never learn; leave it out of the parameters, or use it and capture again"
+            )
         rows = _rows(shape, [[call.path for call in units[u].calls] for u in used], [stage_of[u] for u in used])
         if rows is None:
-            found.append(Holding(leaf, min((stage_of[u] for u in used), default=0)))
+            found.append(Holding(leaf, min(stage_of[u] for u in used)))
         else:
             found += [Holding(leaf, stage, (start, end)) for stage, start, end in rows]
     return tuple(found)
