@@ -16,7 +16,7 @@ from flax import nnx
 import shardwright.jax as sw
 from shardwright.core.graph import Graph
 from shardwright.core.schedule import schedule_names
-from shardwright.core.schedule.actions import Action
+from shardwright.core.schedule.actions import Action, Kind
 from tests.jax.chains import (
     Chain,
     Run,
@@ -199,20 +199,20 @@ def test_a_step_is_few_dispatches(graph: Graph) -> None:
     assert train.counts.dispatches == 2 * (8 + 8) + 2 + 2
 
 
-def test_parameters_are_updated_in_their_own_memory(graph: Graph) -> None:
-    """The state is donated: what a step returns lies where the state was."""
+def test_gradients_and_the_state_are_changed_in_place(graph: Graph) -> None:
+    """What a backward adds to and what an update replaces is donated: their results take no memory of their own."""
     train = sw.train_step(loss_fn, optax.adamw(1e-3), plan_of(graph, 2), devices=jax.devices()[:2])
-    state = train.init(create)
-    state, _ = train(state, batches(1)[0])
-
-    def places(state: sw.TrainState) -> set[int]:
-        leaves = [*jax.tree.leaves(state.params), *jax.tree.leaves(state.optimizer[0].mu)]
-        return {leaf.addressable_shards[0].data.unsafe_buffer_pointer() for leaf in leaves}
-
-    before, old = places(state), jax.tree.leaves(state.params)
-    state, _ = train(state, batches(1)[0])
+    first = train.init(create)
+    old = jax.tree.leaves((first.params, first.optimizer))
+    state, _ = train(first, batches(1)[0])
     assert all(leaf.is_deleted() for leaf in old)
-    assert places(state) == before
+
+    def reused(run: Any) -> int:
+        return int(run.memory_analysis().alias_size_in_bytes)
+
+    params = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
+    assert sum(reused(stage[Kind.BACKWARD].run) for stage in train.pipeline.launches) >= params
+    assert sum(reused(piece.run) for piece in train.pipeline.update.pieces) >= 3 * params  # and both moments
 
 
 def test_a_measured_timeline_has_every_action_once(graph: Graph) -> None:

@@ -19,6 +19,8 @@ from shardwright.backends.jax.equations import Equation, FlatProgram, aval_of, e
 
 SMALL_BYTES = 4096
 """Values up to this size are exchanged and made on every mesh rather than moved to one."""
+SCALAR_BYTES = 16
+"""Values up to this size are handed on from one piece of a mesh to its next; larger ones are made again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +136,7 @@ class PlacedProgram:
                 continue
             home, level = self.home[value], self.level[value]
             elsewhere = home is not None and home != piece.stage
-            earlier = home is not None and level < piece.level and self.flat.size_bytes(value) <= SMALL_BYTES
+            earlier = home is not None and level < piece.level and self.flat.size_bytes(value) <= SCALAR_BYTES
             if elsewhere or earlier:
                 key = make(level, home)
                 name = str(self.flat.avals[value].dtype)
