@@ -5,7 +5,6 @@ load its executable onto their own devices, which takes a twentieth of the time.
 """
 
 import hashlib
-import io
 import os
 import warnings
 from collections.abc import Sequence
@@ -14,11 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
-from jax._src import compiler
-from jax.experimental import serialize_executable
 
-Devices = tuple[jax.Device, ...]
+from shardwright.backends.jax.moved import Devices, load_on
 
 
 @dataclass(slots=True)
@@ -70,41 +66,3 @@ def lower(
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         jitted = jax.jit(function, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate)
         return jitted.lower(*avals)
-
-
-def load_on(compiled: Any, devices: Devices, others: Devices) -> Any | None:
-    """A compiled program on other devices of the same kind; None where the platform cannot move executables.
-
-    JAX serialises executables with the numbers of their devices, and its own reader insists on the same ones; here
-    they are replaced on the way.
-    """
-    if devices[0].platform != "cpu":
-        return None
-    try:
-        data, in_tree, out_tree = serialize_executable.serialize(compiled)
-    except (ValueError, NotImplementedError):  # with callbacks or constants of its own: not serialisable
-        return None
-    reader: Any = _Moving(io.BytesIO(data), devices, others)
-    unloaded, arguments, no_kwargs = reader.load()
-    return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(arguments), out_tree, no_kwargs=no_kwargs)
-
-
-class _Moving(serialize_executable._JaxPjrtUnpickler):
-    """Reads an executable that this process has just serialised, replacing its devices."""
-
-    def __init__(self, file: io.BytesIO, devices: Devices, others: Devices) -> None:
-        super().__init__(file, others[0].client, others)  # type: ignore[no-untyped-call]
-        self.devices_by_id = {old.id: new for old, new in zip(devices, others, strict=True)}
-        self.options = compiler.get_compile_options(
-            num_replicas=1,
-            num_partitions=len(others),
-            device_assignment=np.array([[device.id for device in others]]),
-            backend=others[0].client,
-        )
-
-    def persistent_load(self, pid: tuple[Any, ...]) -> Any:
-        if pid[0] == "exec":
-            return self.backend.deserialize_executable(
-                pid[1], executable_devices=self.execution_devices, compile_options=self.options
-            )
-        return super().persistent_load(pid)  # type: ignore[no-untyped-call]

@@ -1,0 +1,49 @@
+"""Programs that are alike are compiled once, and moved to the devices of the others."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import serialize_executable
+from jax.sharding import SingleDeviceSharding
+
+from shardwright.backends.jax.compiled import Compilation, compile_all, lower
+from shardwright.backends.jax.moved import load_on
+
+
+def lowered(device: jax.Device) -> jax.stages.Lowered:
+    at = SingleDeviceSharding(device)
+    shape = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    return lower(lambda x, y: (jnp.tanh(x @ y),), (shape, shape), (at, at), (at,), ())
+
+
+def test_programs_that_are_alike_are_compiled_once() -> None:
+    devices = jax.devices()[:3]
+    done = Compilation()
+    runs = compile_all([lowered(device) for device in devices], [(device,) for device in devices], done)
+    assert (done.programs, done.compiled) == (3, 1)
+    x = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)
+    for device, run in zip(devices, runs, strict=True):
+        (found,) = run(*jax.device_put([x, x], device))
+        assert found.devices() == {device}
+        np.testing.assert_allclose(found, np.tanh(x @ x), rtol=1e-5)
+
+
+def test_a_jax_that_keeps_programs_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And every program is compiled by itself, with the same results."""
+    monkeypatch.delattr(serialize_executable, "_JaxPjrtUnpickler")
+    devices = jax.devices()[:2]
+    done = Compilation()
+    with pytest.warns(UserWarning, match=rf"JAX {jax.__version__} .*_JaxPjrtUnpickler.*one by one.*[Uu]se jax 0\.10"):
+        runs = compile_all([lowered(device) for device in devices], [(device,) for device in devices], done)
+    assert (done.programs, done.compiled) == (2, 2)
+    (found,) = runs[1](*jax.device_put([jnp.eye(4), jnp.eye(4)], devices[1]))
+    assert found.devices() == {devices[1]}
+
+
+def test_a_program_with_a_callback_stays_where_it_is() -> None:
+    device, other = jax.devices()[:2]
+    at = SingleDeviceSharding(device)
+    shape = jax.ShapeDtypeStruct((), jnp.float32)
+    run = lower(lambda x: (jax.pure_callback(np.sin, shape, x),), (shape,), (at,), (at,), ()).compile()
+    assert load_on(run, (device,), (other,)) is None
