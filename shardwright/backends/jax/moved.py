@@ -7,6 +7,7 @@ with a warning that says so.
 """
 
 import io
+import pickle
 import warnings
 from typing import Any
 
@@ -25,8 +26,8 @@ def load_on(compiled: Any, devices: Devices, others: Devices) -> Any | None:
         return None
     try:
         data, in_tree, out_tree = serialize_executable.serialize(compiled)
-    except (ValueError, NotImplementedError):  # with callbacks or constants of its own: not serialisable
-        return None
+    except (ValueError, NotImplementedError, AttributeError, TypeError, pickle.PicklingError):
+        return None  # with callbacks or constants of its own: not serialisable
     try:
         unloaded, arguments, no_kwargs = _reader(io.BytesIO(data), devices, others).load()
         return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(arguments), out_tree, no_kwargs=no_kwargs)
