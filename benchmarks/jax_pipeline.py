@@ -51,21 +51,20 @@ if hasattr(ctypes.CDLL(None), "mallopt"):
     ctypes.CDLL(None).mallopt(M_MMAP_MAX, 0)
     ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
-STAGES, MICROBATCHES, ROWS, WIDTH, REPEATS = 2, 8, 128, 128, 8
+STAGES, MICROBATCHES, LAYERS, ROWS, WIDTH = 2, 8, 4, 128, 128
 RATE = 1e-3
 
 
-def layers(weights: Iterable[jax.Array], x: jax.Array) -> jax.Array:
+def layers(weights: Iterable[jax.Array], x: jax.Array, repeats: int) -> jax.Array:
     """weights: of each layer [width, width], used again and again; x: [rows, width]."""
     for weight in weights:
-        for _ in range(REPEATS):
-            x = jnp.tanh(x @ weight)
+        x = jax.lax.scan(lambda x, _, w=weight: (jnp.tanh(x @ w), None), x, None, length=repeats)[0]
     return x
 
 
-def stacked(depth: int) -> jax.Array:
+def stacked() -> jax.Array:
     """The layers of every stage, [stages, layers, width, width]; near the identity, so that deep ones do not die."""
-    return jnp.eye(WIDTH) + 0.1 * jax.random.normal(jax.random.key(0), (STAGES, depth, WIDTH, WIDTH)) / WIDTH**0.5
+    return jnp.eye(WIDTH) + 0.1 * jax.random.normal(jax.random.key(0), (STAGES, LAYERS, WIDTH, WIDTH)) / WIDTH**0.5
 
 
 class Scale(nnx.Module):
@@ -77,19 +76,19 @@ class Scale(nnx.Module):
 
 
 class Layer(nnx.Module):
-    def __init__(self, weight: jax.Array) -> None:
-        self.w = nnx.Param(weight)
+    def __init__(self, weight: jax.Array, repeats: int) -> None:
+        self.w, self.repeats = nnx.Param(weight), repeats
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return layers([self.w.get_value()], x)
+        return layers([self.w.get_value()], x, self.repeats)
 
 
 class Model(nnx.Module):
     """What comes before and after the layers is next to nothing, but one program for all stages wants something."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, repeats: int) -> None:
         self.first, self.last = Scale(), Scale()
-        self.h = nnx.List([Layer(weight) for weight in stacked(depth).reshape(-1, WIDTH, WIDTH)])
+        self.h = nnx.List([Layer(weight, repeats) for weight in stacked().reshape(-1, WIDTH, WIDTH)])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = self.first(x)
@@ -107,13 +106,13 @@ def batch() -> dict[str, np.ndarray]:
     return {"x": np.random.default_rng(0).standard_normal((ROWS * MICROBATCHES, WIDTH)).astype(np.float32)}
 
 
-def depth_for(stage_ms: float) -> int:
-    """Layers of a stage whose forward and backward take so long while the other device does the same."""
-    depth = 4
-    ways = [single(depth, device) for device in jax.devices()]
+def repeats_for(stage_ms: float) -> int:
+    """Repeats in every layer for which a stage takes so long, forward and backward, both devices busy."""
+    repeats = 8
+    ways = [single(repeats, device) for device in jax.devices()]
     took = [max(side_by_side([way.step for way in ways])) for _ in range(12)]
-    layer_s = statistics.median(took[2:]) / (MICROBATCHES * STAGES * depth)
-    return max(1, round(stage_ms / 1e3 / layer_s))
+    repeat_s = statistics.median(took[2:]) / (MICROBATCHES * STAGES * repeats)
+    return max(1, round(stage_ms / 1e3 / repeat_s))
 
 
 def _timed(run: Callable[[], Any]) -> float:
@@ -145,15 +144,15 @@ def side_by_side(runs: Sequence[Callable[[], Any]]) -> list[float]:
 class Ours:
     """`train_step` under a plan."""
 
-    def __init__(self, depth: int, schedule: str, one_program: bool) -> None:
-        graph = sw.capture(nnx.eval_shape(lambda: Model(depth)), batch(), loss_fn)
+    def __init__(self, repeats: int, schedule: str, one_program: bool) -> None:
+        graph = sw.capture(nnx.eval_shape(lambda: Model(repeats)), batch(), loss_fn)
         cluster = sw.Cluster("cpu", nodes=1, devices_per_node=STAGES)
         self.plan = sw.plan(
             graph, cluster, batch=ROWS * MICROBATCHES, pp=STAGES, dp=1, tp=1, microbatch=ROWS, schedule=schedule,
             virtual_stages=1, precision="fp32", recompute="none", shard=0,
         )  # fmt: skip
         self.train = sw.train_step(loss_fn, optax.sgd(RATE), self.plan, one_program=one_program)
-        self.state = self.train.init(lambda: Model(depth))
+        self.state = self.train.init(lambda: Model(repeats))
         self.host_s = 0.0
 
     def step(self) -> jax.Array:
@@ -211,11 +210,11 @@ class Written:
         return loss
 
 
-def single(depth: int, device: jax.Device) -> Written:
+def single(repeats: int, device: jax.Device) -> Written:
     """Microbatch after microbatch on one device, gradients added up."""
 
     def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
-        return (layers(weights, x) ** 2).mean() / MICROBATCHES
+        return (layers(weights, x, repeats) ** 2).mean() / MICROBATCHES
 
     @jax.custom_vjp
     def mean(weights: list[jax.Array], xs: jax.Array) -> jax.Array:
@@ -228,10 +227,10 @@ def single(depth: int, device: jax.Device) -> Written:
         return jax.lax.scan(one, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights)), xs)[0]
 
     mean.defvjp(forward, lambda gradients, seed: ([g * seed for g in gradients], None))
-    return Written(list(stacked(depth).reshape(-1, WIDTH, WIDTH)), mean, device, device)
+    return Written(list(stacked().reshape(-1, WIDTH, WIDTH)), mean, device, device)
 
 
-def ppermute(depth: int) -> Written:
+def ppermute(repeats: int) -> Written:
     """GPipe as one program: every device runs its stage and hands on what it made."""
     mesh = Mesh(np.array(jax.devices()), ("pp",))
     shift = [(rank, (rank + 1) % STAGES) for rank in range(STAGES)]
@@ -241,7 +240,7 @@ def ppermute(depth: int) -> Written:
 
         def tick(carry: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
             x = jnp.where(rank == 0, xs[jnp.minimum(t, MICROBATCHES - 1)], carry)
-            y = layers(weights[0], x)
+            y = layers(weights[0], x, repeats)
             return jax.lax.ppermute(y, "pp", shift), y
 
         start = jax.lax.pcast(jnp.zeros((ROWS, WIDTH)), "pp", to="varying")
@@ -252,12 +251,10 @@ def ppermute(depth: int) -> Written:
     mapped = jax.shard_map(
         pipeline, mesh=mesh, in_specs=(PartitionSpec("pp"), PartitionSpec()), out_specs=PartitionSpec()
     )
-    return Written(
-        stacked(depth), mapped, NamedSharding(mesh, PartitionSpec("pp")), NamedSharding(mesh, PartitionSpec())
-    )
+    return Written(stacked(), mapped, NamedSharding(mesh, PartitionSpec("pp")), NamedSharding(mesh, PartitionSpec()))
 
 
-def praxis(depth: int) -> Written:
+def praxis(repeats: int) -> Written:
     """The same by a vmap over stages and a buffer that shifts along them; the compiler makes the transfers."""
     mesh = Mesh(np.array(jax.devices()), ("pp",))
     stages = NamedSharding(mesh, PartitionSpec("pp"))
@@ -266,7 +263,9 @@ def praxis(depth: int) -> Written:
         def tick(buffer: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
             shifted = jnp.roll(buffer, 1, axis=0)
             entering = jnp.where(jnp.arange(STAGES)[:, None, None] == 0, xs[jnp.minimum(t, MICROBATCHES - 1)], shifted)
-            y = jax.vmap(layers)(weights, jax.lax.with_sharding_constraint(entering, stages))
+            y = jax.vmap(lambda w, x: layers(w, x, repeats))(
+                weights, jax.lax.with_sharding_constraint(entering, stages)
+            )
             y = jax.lax.with_sharding_constraint(y, stages)
             return y, y[-1]
 
@@ -274,7 +273,7 @@ def praxis(depth: int) -> Written:
         _, ys = jax.lax.scan(tick, start, jnp.arange(MICROBATCHES + STAGES - 1))
         return (ys[STAGES - 1 :] ** 2).mean()
 
-    return Written(stacked(depth), pipeline, stages, NamedSharding(mesh, PartitionSpec()))
+    return Written(stacked(), pipeline, stages, NamedSharding(mesh, PartitionSpec()))
 
 
 def check(way: str, loss: Any, found: Any, wanted: Any) -> None:
@@ -284,10 +283,10 @@ def check(way: str, loss: Any, found: Any, wanted: Any) -> None:
 
 
 def measure(stage_ms: float, schedule: str, repetitions: int) -> None:
-    depth = depth_for(stage_ms)
-    alone = [single(depth, device) for device in jax.devices()]
-    ours = {"ours": Ours(depth, schedule, False), "one_program": Ours(depth, "gpipe", True)}
-    written = {"ppermute": ppermute(depth), "praxis": praxis(depth)}
+    repeats = repeats_for(stage_ms)
+    alone = [single(repeats, device) for device in jax.devices()]
+    ours = {"ours": Ours(repeats, schedule, False), "one_program": Ours(repeats, "gpipe", True)}
+    written = {"ppermute": ppermute(repeats), "praxis": praxis(repeats)}
     wanted = (alone[0].step(), np.stack(alone[0].weights))
     alone[1].step()
     for name, way in (ours | written).items():
@@ -305,7 +304,7 @@ def measure(stage_ms: float, schedule: str, repetitions: int) -> None:
     share = (MICROBATCHES + STAGES - 1) / (MICROBATCHES * STAGES)
     costs = ours["ours"].stage_times()
     stages_s = sw.simulate(ours["ours"].plan.build_schedule(), costs).makespan_s
-    print(f"\nstages of {stage_ms:g} ms: {depth} layers")
+    print(f"\nstages of {stage_ms:g} ms: {LAYERS} layers of {repeats} repeats")
     print("| way | step | bound / step | lowest and highest |")
     print("|---|---|---|---|")
     for name, of_way in samples.items():
