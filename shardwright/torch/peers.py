@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from shardwright.backends.torch.agreement import compare_over
 from shardwright.backends.torch.mesh import BoundMesh
-from shardwright.backends.torch.results import compare_over
 from shardwright.backends.torch.transfer import as_carried
 from shardwright.backends.torch.watch import Watch
 from shardwright.core.errors import ShardwrightError

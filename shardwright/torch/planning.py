@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardwright.backends.torch.results import compare_over
+from shardwright.backends.torch.agreement import compare_over
 from shardwright.backends.torch.runtime import StepBody
 from shardwright.backends.torch.stage_map import StageMap
 from shardwright.core.cluster import Cluster

@@ -11,6 +11,7 @@ from typing import Any, overload
 import torch
 from torch.utils import _pytree as pytree
 
+from shardwright.backends.torch.agreement import require_same_inputs
 from shardwright.backends.torch.program import tensors_in
 from shardwright.core.errors import ShardwrightError
 from shardwright.torch import session as sessions
@@ -108,7 +109,7 @@ class _Step:
 
         runtime = model.runtime
         if id(self) not in runtime.checked_steps:
-            runtime.check_peers([leaves[p] for p in positions])
+            require_same_inputs(runtime.model, [leaves[p] for p in positions], session.bound, session.watch)
             runtime.checked_steps.add(id(self))
         key = self._key(model, spec, literals, microbatches[0])
         tree, returned = run_step(session, model, key, body, microbatches, batch.samples)

@@ -1,9 +1,8 @@
 """What a step returns, brought from the stages that computed it to every rank."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -209,21 +208,3 @@ def _over_dp(tensor: torch.Tensor, bound: BoundMesh, watch: Watch, shares: Share
     with watch.waiting(f"the results of dp peers, ranks {list(bound.groups['dp'])}"):
         dist.all_gather(every, own, group=bound.handles["dp"])
     return torch.cat([row[: len(held)] for row, held in zip(every, shares.samples, strict=True)])
-
-
-def compare_over(axis: str, numbers: Mapping[str, int], bound: BoundMesh, watch: Watch) -> dict[str, list[int]]:
-    """For each name the ranks among the peers on an axis whose number differs from that of the peer at coordinate 0."""
-    if bound.size(axis) == 1 or not numbers:
-        return {}
-    own = torch.tensor(list(numbers.values()), dtype=torch.int64, device=bound.device)
-    every = [torch.empty_like(own) for _ in range(bound.size(axis))]
-    with watch.waiting(f"{axis} peers, ranks {list(bound.groups[axis])}, to compare what they were given"):
-        work = dist.all_gather(every, own, group=bound.handles[axis], async_op=True)
-        if work is not None:
-            work.wait(timedelta(seconds=watch.timeout_s))
-    table = torch.stack(every).tolist()
-    return {
-        name: [bound.peer(axis, c) for c, row in enumerate(table) if row[column] != table[0][column]]
-        for column, name in enumerate(numbers)
-        if any(row[column] != table[0][column] for row in table)
-    }

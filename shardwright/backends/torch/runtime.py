@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwright.backends.torch.agreement import compare_over, signed
 from shardwright.backends.torch.batch_norm import RunningStatistics, norm_over_replicas
 from shardwright.backends.torch.checks import ModuleTree, require_alike, require_hooks_fire, require_results
 from shardwright.backends.torch.compiling import Compiler
@@ -27,7 +28,7 @@ from shardwright.backends.torch.pipeline import Pipeline, closing_order
 from shardwright.backends.torch.program import Program, Tree, name_of
 from shardwright.backends.torch.randomness import Moment, Streams
 from shardwright.backends.torch.recordings import Recordings
-from shardwright.backends.torch.results import Returned, Shares, compare_over, share, shares_over_dp, total_weight
+from shardwright.backends.torch.results import Returned, Shares, share, shares_over_dp, total_weight
 from shardwright.backends.torch.stage_map import StageMap, keep_microbatches
 from shardwright.backends.torch.stages import Division, divide
 from shardwright.backends.torch.step_recorder import StepRecorder, record
@@ -35,8 +36,9 @@ from shardwright.backends.torch.tensor_parallel.engine import TensorParallel
 from shardwright.backends.torch.tensor_parallel.program import MODEL_CALL
 from shardwright.backends.torch.tensor_parallel.shards import Shards
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
-from shardwright.backends.torch.transfer import Mailroom, as_carried
+from shardwright.backends.torch.transfer import Mailroom
 from shardwright.backends.torch.watch import Watch
+from shardwright.backends.torch.weight_transfer import add_holders, synchronize
 from shardwright.backends.torch.weights import Weights, materialize
 from shardwright.core.errors import PlanError, ShardwrightError, UnrecordableError
 from shardwright.core.schedule import Schedule
@@ -164,85 +166,7 @@ class Runtime:
         for listener in self.listeners:
             listener()
 
-    def _add_holders(self, needs: Mapping[int, Sequence[str]]) -> None:
-        """Bring parameters and buffers to ranks that turned out to need them: the home sends what it has."""
-        old = self.holding.placement
-        assert old is not None
-        new = old.with_needs(needs)
-        self.holding.placement = new
-        changed = False
-        for name in sorted((*new.parameters, *new.buffers)):
-            home, *_ = old.holders(name)
-            for holder in new.holders(name):
-                if holder in old.holders(name):
-                    continue
-                self.watch.doing(f"moving {name} to pp rank {holder}")
-                if self.holding.rank == home:
-                    with self.watch.waiting(f"rank {self.bound.peer('pp', holder)}"):
-                        dist.send(as_carried(self.holding.tensor(name).detach()), self.bound.peer("pp", holder))
-                elif self.holding.rank == holder:
-                    buffer = torch.empty_like(
-                        self.holding.tensor(name), device=self.bound.device, memory_format=torch.contiguous_format
-                    )
-                    with self.watch.waiting(f"rank {self.bound.peer('pp', home)}"):
-                        dist.recv(as_carried(buffer), self.bound.peer("pp", home))
-                    self.holding.put(name, buffer)
-                    changed = True
-        if changed:
-            self._changed()
-
-    def _synchronize(self) -> None:
-        """Start all replicas, and all holders of a tied parameter, from the same numbers: those of the first."""
-        placement = self.holding.placement
-        assert placement is not None
-        self.watch.doing("bringing initial weights in line")
-        for name in sorted((*self.holding.local_parameters(), *self.holding.local_buffers())):
-            tensor = self.holding.tensor(name).detach()
-            holders = placement.holders(name)
-            me, home = self.holding.rank, holders[0]
-            carried = as_carried(tensor)
-            if len(holders) > 1 and name in placement.parameters:
-                with self.watch.waiting(f"the holders of {name}"):
-                    if me == home:
-                        for holder in holders[1:]:
-                            dist.send(carried, self.bound.peer("pp", holder))
-                    else:
-                        dist.recv(carried, self.bound.peer("pp", home))
-            if self.bound.size("dp") > 1:
-                with self.watch.waiting(f"dp peers, ranks {list(self.bound.groups['dp'])}"):
-                    dist.broadcast(carried, self.bound.groups["dp"][0], group=self.bound.handles["dp"])
-            if carried.data_ptr() != tensor.data_ptr():
-                tensor.copy_(carried.view_as(tensor))
-        self.watch.doing("between steps")
-
     # Steps -------------------------------------------------------------------------------------------------------
-
-    def check_peers(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Raise ShardwrightError, naming the ranks, unless all pp and tp peers have this model and were given this
-        batch."""
-        model = hashlib.blake2b(digest_size=8)
-        for name, parameter in self.model.named_parameters():
-            model.update(f"{name} {parameter.dtype};".encode())
-        text = hashlib.blake2b(digest_size=8)
-        for tensor in inputs:
-            text.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
-            if tensor.numel():
-                text.update(as_carried(tensor.detach().cpu()).reshape(-1).view(torch.uint8).numpy().tobytes())
-        for axis, what in (("pp", "pipeline"), ("tp", "tensor-parallel")):
-            own = {"model": _signed(model), "batch": _signed(text)}
-            found = compare_over(axis, own, self.bound, self.watch)
-            first = self.bound.peer(axis, 0)
-            if different := found.get("model"):
-                raise ShardwrightError(
-                    f"the ranks {first} and {', '.join(map(str, different))} are {what} peers and hold different "
-                    f"models: the names or dtypes of parameters differ; every rank builds the same model and wraps it"
-                )
-            if different := found.get("batch"):
-                raise ShardwrightError(
-                    f"the ranks {first} and {', '.join(map(str, different))} are {what} peers and were given different "
-                    f"batches: each rank passes the batch of its dp coordinate (here {self.bound.coordinate('dp')}), "
-                    f"the same on all its {axis} peers; sw.sampler(dataset) does that"
-                )
 
     def step(
         self,
@@ -272,7 +196,7 @@ class Runtime:
         prepared = prepared or self.prepare(signature, body, microbatches, samples)
         shares = prepared.shares
         if not self._synchronized:
-            self._synchronize()
+            synchronize(self.holding, self.bound, self.watch)
             self._synchronized = True
         pipeline = prepared.compiled.pipeline
         training = pipeline.trains
@@ -359,7 +283,7 @@ class Runtime:
         self, messages: Messages, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]], samples: Sequence[int]
     ) -> tuple[Tree, dict[int, Returned]]:
         if not self._synchronized:
-            self._synchronize()
+            synchronize(self.holding, self.bound, self.watch)
             self._synchronized = True
         self._tree.require_same()
         if self.statistics is not None:
@@ -462,7 +386,7 @@ class Runtime:
             require_results(program, self.bound.size("pp"))
         require_hooks_fire(self.holding.modules, {path for held in stage_map.calls for path, _ in held})
         digest = hashlib.blake2b("\n".join(text_of(program) for program in programs).encode(), digest_size=8)
-        different = compare_over("pp", {"program": _signed(digest)}, self.bound, self.watch).get("program")
+        different = compare_over("pp", {"program": signed(digest)}, self.bound, self.watch).get("program")
         if different:
             raise ShardwrightError(
                 f"ranks {self.bound.peer('pp', 0)} and {', '.join(map(str, different))} recorded different steps: the "
@@ -503,7 +427,8 @@ class Runtime:
                 f"this step uses {names[0]} on pp rank {rank}, which has no copy of it, and training has begun: run "
                 f"every kind of step once before the first optimizer step"
             )
-        self._add_holders(lacking)
+        if add_holders(self.holding, lacking, self.bound, self.watch):
+            self._changed()
 
     def close(self) -> None:
         """End what runs beside the main thread, and take the hooks off the model."""
@@ -526,7 +451,3 @@ class _Unheard:
 
 def _shapes(inputs: Sequence[torch.Tensor]) -> Hashable:
     return tuple((tuple(t.shape), t.dtype) for t in inputs)
-
-
-def _signed(digest: Any) -> int:
-    return int.from_bytes(digest.digest(), "big", signed=True)
