@@ -62,22 +62,31 @@ def capture(
     batch = jax.tree.map(abstract, batch)
     dims = resolve_batch_dims(batch, batch_dims)
     pick = _loss_of if require_loss else _outputs_of
-    programs = []
-    inputs_at = []
-    for size in (2, 3):
-        inputs = at_batch(batch, dims, size)
-        recorder = Recorder()
+    return read(source, batch, dims, lambda output: pick(output, source.name))[0]
 
-        def run(arrays: Any, inputs: Any, recorder: Recorder = recorder) -> Any:
-            return pick(source.run(arrays, inputs, recorder), source.name)
 
-        with boxed_functions():
-            closed = jax.make_jaxpr(run)(source.arrays, inputs)
-        programs.append(flatten(closed, recorder.calls, len(source.names)))
-        inputs_at.append(inputs)
-    first, second = programs
+def read(source: Source, batch: Any, dims: tuple[int | None, ...], pick: Callable[[Any], Any]) -> tuple[Graph, Program]:
+    """The graph of what ``pick`` takes of a source's results, and the program whose steps are its ops, in order.
+
+    batch: shapes, with ``dims`` those that count samples. Raises CaptureError when the traces at batch 2 and batch 3 do
+    not hold the same ops.
+    """
+    inputs = [at_batch(batch, dims, size) for size in (2, 3)]
+    first, second = (trace(source, given, pick)[1] for given in inputs)
     same_structure(first, second, lambda what: _differs(source.name, what))
-    return _graph(source, first, second, inputs_at[0], batch_size(batch, dims))
+    return _graph(source, first, second, inputs[0], batch_size(batch, dims)), second
+
+
+def trace(source: Source, inputs: Any, pick: Callable[[Any], Any], results: int | None = None) -> tuple[Any, Program]:
+    """The closed jaxpr of what ``pick`` takes of a source's results, and the flat program of its first ``results``."""
+    recorder = Recorder()
+
+    def run(arrays: Any, inputs: Any) -> Any:
+        return pick(source.run(arrays, inputs, recorder))
+
+    with boxed_functions():
+        closed = jax.make_jaxpr(run)(source.arrays, inputs)
+    return closed, flatten(closed, recorder.calls, len(source.names), results)
 
 
 def _differs(name: str, what: str) -> CaptureError:

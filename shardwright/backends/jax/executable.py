@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from shardwright.backends.jax.state import Parts, TrainState
+from shardwright.backends.jax.state import TrainState, take_apart
 from shardwright.backends.jax.train import TrainStep
 from shardwright.core.plan import Plan
 from shardwright.core.timeline import Timeline
@@ -46,5 +46,5 @@ class JaxExecutable:
 
     def whole_parameters(self) -> Mapping[str, np.ndarray]:
         """Every parameter on the host, by name."""
-        parts = Parts(self.state.params, None, None, self.state.graphdef)
+        parts = take_apart(self.train.params(self.state), 0, None)
         return {name: np.asarray(leaf) for name, leaf in zip(parts.names, jax.tree.leaves(parts.params), strict=True)}

@@ -1,7 +1,7 @@
 """`core.layout.Layout` → NamedSharding, and the shardings of parameters, optimizer state and batches."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,9 +15,9 @@ from shardwright.core.layout import Layout, Partial, Split
 def lower_layout(layout: Layout, bound_mesh: jax.sharding.Mesh) -> NamedSharding:
     """The sharding that splits the same dims over the same axes.
 
-    A PartitionSpec splits a dim as one piece, so the parts of ``Split(dim, blocks=…)`` are not split one by one:
-    results are the same, and the compiler moves what a fused matrix's parts need. Raises LayoutError for partial
-    values, which no array can hold between two programs.
+    A PartitionSpec splits a dim as one piece: of ``Split(dim, blocks=…)`` it is right for an array whose dim is held in
+    the order of `backends.jax.blocks`. Raises LayoutError for partial values, which no array can hold between two
+    programs.
     """
     dims: dict[int, list[str]] = {}
     for axis, placement in layout.placements:
@@ -100,15 +100,22 @@ def optimizer_shardings(
     has its shape, lies as the parameter does; counters, factored statistics and the rest are replicated."""
     state = jax.eval_shape(optimizer.init, params)
     whole = replicated(bound_mesh)
+
+    def follow(shape: tuple[int, ...] | None, sharding: NamedSharding | None, leaf: Any) -> NamedSharding:
+        return sharding if sharding is not None and leaf.shape == shape else whole
+
+    return state, follow_parameters(follow, state, params, shardings)
+
+
+def follow_parameters(function: Callable[..., Any], state: Any, params: Any, values: Any) -> Any:
+    """``function(shape, value, leaf)`` for every leaf of an optimizer's state: the shape and the value (of ``values``, a
+    tree like ``params``) of the parameter whose path the leaf's path ends in, or (None, None)."""
     parameters = jax.tree_util.tree_flatten_with_path(params)[0]
-    known = {
-        path: (leaf.shape, sharding)
-        for (path, leaf), sharding in zip(parameters, jax.tree.leaves(shardings), strict=True)
-    }
+    found = jax.tree.structure(params).flatten_up_to(values)
+    known = {path: (leaf.shape, value) for (path, leaf), value in zip(parameters, found, strict=True)}
 
-    def follow(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+    def of(path: tuple[Any, ...], leaf: Any) -> Any:
         ends = (path[start:] for start in range(len(path)))
-        shape, sharding = next((known[end] for end in ends if end in known), (None, whole))
-        return sharding if leaf.shape == shape else whole
+        return function(*next((known[end] for end in ends if end in known), (None, None)), leaf)
 
-    return state, jax.tree_util.tree_map_with_path(follow, state)
+    return jax.tree_util.tree_map_with_path(of, state)

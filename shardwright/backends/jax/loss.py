@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ from shardwright.backends.jax.state import Parts, TrainState, fold_random, put_t
 from shardwright.backends.jax.trace import Recorder, linen_calls, nnx_calls, recomputed
 from shardwright.core.errors import PlanError
 from shardwright.core.plan import Plan
+
+if TYPE_CHECKING:
+    from shardwright.backends.jax.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,8 @@ class LossFunction:
     """The modules whose calls are recomputed whole in the backward pass: those of the plan's units."""
     recorder: Recorder | None = None
     """Marks module calls, for a program that is cut."""
+    tensor_parallel: "TensorParallel | None" = None
+    """Lays the values of a traced run out as the plan says."""
 
     @classmethod
     def of(cls, function: Callable[..., Any], plan: Plan) -> "LossFunction":
@@ -62,6 +67,12 @@ class LossFunction:
         return self._run(params, random, other, graphdef, batch)
 
     def _run(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> tuple[jax.Array, jax.Array, Any]:
+        if self.tensor_parallel is not None:
+            return self.tensor_parallel.run(self, params, random, other, graphdef, batch)
+        return self.plain(params, random, other, graphdef, batch)
+
+    def plain(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> tuple[jax.Array, jax.Array, Any]:
+        """The function as the user wrote it."""
         if self.precision == "bf16":
             params = jax.tree.map(lambda p: p.astype(jnp.bfloat16) if p.dtype == jnp.float32 else p, params)
         if graphdef is not None:

@@ -22,6 +22,10 @@ INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "remat", "remat2
 """Primitives that run one inner program once, on their last operands."""
 
 
+Path = tuple[int, ...]
+"""Which equation: its position in the program, then in the program inside that one, and so on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One primitive, or a few that make one op. Operands are numbers of values; a literal is None."""
@@ -31,6 +35,10 @@ class Step:
     outputs: tuple[int, ...]
     params: dict[str, Any]
     call: int
+    path: Path | None = None
+    """The equation as traced, the same for every iteration of a loop; None for steps that stand for none."""
+    members: tuple["Step", ...] = ()
+    """The steps that were joined to make this one."""
 
 
 @dataclass(slots=True)
@@ -68,14 +76,15 @@ def dtype_name(dtype: Any) -> str:
     return "key" if name.startswith("key<") else SHORT_DTYPES.get(name, name)
 
 
-def flatten(closed: Any, calls: Sequence[TracedCall], weights: int = 0) -> Program:
-    """The flat program of a closed jaxpr whose first ``weights`` arguments are the model's arrays. Raises CaptureError
-    for what cannot be read."""
+def flatten(closed: Any, calls: Sequence[TracedCall], weights: int = 0, results: int | None = None) -> Program:
+    """The flat program of a closed jaxpr whose first ``weights`` arguments are the model's arrays, with what its first
+    ``results`` results need (None: all). Raises CaptureError for what cannot be read."""
     program = Program(calls=list(calls))
     program.arguments = [program.new(variable.aval) for variable in closed.jaxpr.invars]
     program.weights = set(program.arguments[:weights])
     program.constants = [program.new(variable.aval) for variable in closed.jaxpr.constvars]
     _Flattener(program).run(closed.jaxpr, program.arguments, program.constants, program.outputs)
+    program.outputs = program.outputs[:results]
     return _drop_unused(_collapse_whole_calls(program))
 
 
@@ -93,6 +102,7 @@ class _Flattener:
         constants: Sequence[int | None],
         outputs: list[int | None],
         call: int = 0,
+        path: Path = (),
     ) -> None:
         """Append the steps of ``jaxpr``; ``outputs`` receives the numbers of what it returns."""
         known: dict[Any, int | None] = dict(zip(jaxpr.invars, arguments, strict=True))
@@ -101,10 +111,10 @@ class _Flattener:
         def read(atom: Any) -> int | None:
             return self._literal(atom) if isinstance(atom, jex_core.Literal) else known[atom]
 
-        for equation in jaxpr.eqns:
+        for index, equation in enumerate(jaxpr.eqns):
             marked = call_number(equation.source_info.name_stack, -1)
             inside = call if not 0 <= marked < len(self.program.calls) else self.renumbered.get(marked, marked)
-            made = self._equation(equation, [read(atom) for atom in equation.invars], inside)
+            made = self._equation(equation, [read(atom) for atom in equation.invars], inside, (*path, index))
             known.update(zip(equation.outvars, made, strict=True))
         outputs.extend(read(atom) for atom in jaxpr.outvars)
 
@@ -115,26 +125,27 @@ class _Flattener:
         self.program.constants.append(value)
         return value
 
-    def _equation(self, equation: Any, inputs: list[int | None], call: int) -> list[int | None]:
+    def _equation(self, equation: Any, inputs: list[int | None], call: int, path: Path) -> list[int | None]:
         name, params = equation.primitive.name, equation.params
         if name in ("jit", "pjit"):
             called = params["name"]
             if called.startswith(BOX_MARK) or (called in WHOLE_JITS and None not in inputs):
-                return self._step(equation, called.removeprefix(BOX_MARK), inputs, call)
+                return self._step(equation, called.removeprefix(BOX_MARK), inputs, call, path)
         if name in ("jit", "pjit") and _only_draws(params["jaxpr"].jaxpr):
-            return self._step(equation, f"random.{params['name'].lstrip('_')}", inputs, call)
+            return self._step(equation, f"random.{params['name'].lstrip('_')}", inputs, call, path)
         if name == "scan":
             if params["length"] <= UNROLL_LIMIT:
-                return self._unroll(equation, inputs, call)
-            return self._step(equation, f"scan of {params['length']} iterations, not unrolled", inputs, call)
+                return self._unroll(equation, inputs, call, path)
+            return self._step(equation, f"scan of {params['length']} iterations, not unrolled", inputs, call, path)
         if name in ("while", "cond"):
-            return self._step(equation, name, inputs, call)
+            return self._step(equation, name, inputs, call, path)
         inner = _inner_program(params) if name in INLINED else None
         if inner is None:
-            return self._step(equation, name, inputs, call)
+            return self._step(equation, name, inputs, call, path)
         jaxpr, constants = inner
         outputs: list[int | None] = []
-        self.run(jaxpr, inputs[len(inputs) - len(jaxpr.invars) :], self._constants(jaxpr, constants), outputs, call)
+        given = inputs[len(inputs) - len(jaxpr.invars) :]
+        self.run(jaxpr, given, self._constants(jaxpr, constants), outputs, call, path)
         return outputs
 
     def _constants(self, jaxpr: Any, constants: Sequence[Any]) -> list[int | None]:
@@ -144,12 +155,14 @@ class _Flattener:
         self.program.constants.extend(made)
         return list(made)
 
-    def _step(self, equation: Any, name: str, inputs: list[int | None], call: int) -> list[int | None]:
+    def _step(
+        self, equation: Any, name: str, inputs: list[int | None], call: int, path: Path
+    ) -> list[int | None]:
         outputs = [self.program.new(variable.aval) for variable in equation.outvars]
-        self.program.steps.append(Step(name, tuple(inputs), tuple(outputs), equation.params, call))
+        self.program.steps.append(Step(name, tuple(inputs), tuple(outputs), equation.params, call, path))
         return list(outputs)
 
-    def _unroll(self, equation: Any, inputs: list[int | None], call: int) -> list[int | None]:
+    def _unroll(self, equation: Any, inputs: list[int | None], call: int, path: Path) -> list[int | None]:
         """A scan as its iterations one after the other. Every iteration reads a slice of what is scanned over, and its
         module calls count as calls of their own."""
         params, program = equation.params, self.program
@@ -173,6 +186,7 @@ class _Flattener:
                 self._constants(body.jaxpr, body.consts),
                 outputs,
                 inside,
+                path,
             )
             carry = outputs[: params["num_carry"]]
             results.append(outputs[params["num_carry"] :])
@@ -353,7 +367,8 @@ def _joined(program: Program, steps: list[Step], call: int, readers: dict[int, s
     ordered = (first, *(value for value in dict.fromkeys(inputs) if value != first))
     # Scalars that leave the call (the counter of a random stream) are bookkeeping: kept as steps of their own.
     scalars = [step for step in steps if any(value in outputs and value not in results for value in step.outputs)]
-    return [Step(f"call:{kind}", ordered, (results[0],), {}, call), *_needed(scalars, steps, inside)]
+    whole = Step(f"call:{kind}", ordered, (results[0],), {}, call, members=tuple(steps))
+    return [whole, *_needed(scalars, steps, inside)]
 
 
 def _needed(wanted: list[Step], steps: Sequence[Step], inside: set[int]) -> list[Step]:

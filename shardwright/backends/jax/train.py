@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from shardwright.backends.jax.pipelined import PipelinedStep, PipelinedTraining
 from shardwright.backends.jax.samples import batch_size, resolve_batch_dims
 from shardwright.backends.jax.spmd_training import SpmdTraining
 from shardwright.backends.jax.state import Parts, TrainState, abstractly, is_abstract, put_together, take_apart
+from shardwright.backends.jax.tensor_parallel import FusedParameters, TensorParallel
 from shardwright.backends.jax.watch import Watch
 from shardwright.core.errors import MissingCapabilityError, PlanError
 from shardwright.core.plan import Plan
@@ -50,8 +52,9 @@ def train_step(
         ``state`` what `TrainStep.init` was given; both are passed only to functions that name them.
     optimizer: an optax gradient transformation.
     plan: its dp × tp are laid over ``devices`` (default: all). Parameters lie as the plan says, the optimizer's state
-        as its parameters, the batch along dp. A split of a fused matrix by blocks is a plain split of the dim here (see
-        `backends.jax.layout.lower_layout`); results are the same.
+        as its parameters, the batch along dp, and what the function computes is laid out as the plan says. Fused
+        matrices that are split block by block are held in another order (see `backends.jax.blocks`): `TrainStep.params`
+        and `TrainStep.original` give the model's own.
     batch_dims: as in capture.
     one_program: run pipeline stages as one SPMD program, which stages that are alike can, instead of programs of their
         own for each stage, which any model and schedule can, but in one process. Default: only over several processes.
@@ -123,7 +126,8 @@ class TrainStep:
         shardings = self._shardings(given)
         places = (shardings.params, shardings.random, shardings.other)
         if init is None:
-            made = tuple(_copied(part, place) for part, place in zip(_arrays(given), places, strict=True))
+            parts = (FusedParameters.of(self.plan, given.names).hold(given.params), given.random, given.other)
+            made = tuple(_copied(part, place) for part, place in zip(parts, places, strict=True))
         elif given.graphdef is None:
             params = self._maker(init, given)()
             made = (params, _copied(given.random, places[1]), _copied(given.other, places[2]))
@@ -187,8 +191,34 @@ class TrainStep:
         use or copy them before the state goes into the next step."""
         state.require_alive()
         with self._mesh_set_aside():
-            params = state.params if self._pipelined is None else self._pipelined.whole(state.params)
+            if self._pipelined is not None:
+                params = self._pipelined.whole(state.params)
+            else:
+                params = self._fused(state).restore(state.params)
         return put_together(Parts(params, state.random, state.other, state.graphdef))
+
+    def original(self, state: TrainState) -> TrainState:
+        """The state with parameters and the optimizer's values in the order of the model's own, to be saved or compared
+        with a state of another plan. `held` turns it back. Only a plan without pipeline stages has such a state."""
+        state.require_alive()
+        fused = self._fused(state)
+        optimizer = fused.restore_optimizer(state.optimizer, state.params)
+        return replace(state, params=fused.restore(state.params), optimizer=optimizer)
+
+    def held(self, state: TrainState) -> TrainState:
+        """A state as `original` gives it → one to go on training with, on this plan's devices."""
+        shardings = self._shardings(Parts(state.params, state.random, state.other, state.graphdef))
+        fused = self._fused(state)
+        optimizer = fused.hold_optimizer(state.optimizer, state.params)
+        found: TrainState = _copied(replace(state, params=fused.hold(state.params), optimizer=optimizer), shardings)
+        return found
+
+    def _fused(self, state: TrainState) -> FusedParameters:
+        if self._pipelined is not None:
+            raise MissingCapabilityError(
+                "the plan has pipeline stages, whose state lies apart: take train.params(state), or plan with pp=1"
+            )
+        return FusedParameters.of(self.plan, Parts(state.params, None, None, state.graphdef).names)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -226,10 +256,16 @@ class TrainStep:
     def _maker(self, init: Callable[[], Any], given: Parts) -> Any:
         """An init function compiled so that every device makes its share."""
         shardings = self._shardings(given)
+        fused = FusedParameters.of(self.plan, given.names)
         if given.graphdef is None:
-            return jax.jit(init, out_shardings=shardings.params)
+            return jax.jit(lambda: fused.hold_made(init(), self.mesh), out_shardings=shardings.params)
         places = (shardings.params, shardings.random, shardings.other)
-        return jax.jit(lambda: _arrays(take_apart(init(), 0, None)), out_shardings=places)
+
+        def make() -> tuple[Any, Any, Any]:
+            params, random, other = _arrays(take_apart(init(), 0, None))
+            return fused.hold_made(params, self.mesh), random, other
+
+        return jax.jit(make, out_shardings=places)
 
     def _require(self, parts: Parts) -> None:
         """Raise PlanError unless these are the plan's parameters."""
@@ -274,6 +310,14 @@ class TrainStep:
             self.plan.microbatches,
             decision.loss_scope == "replica",
         )
+
+        if self.plan.decision.tp > 1:
+            over_replicas = not (microbatches.per_replica and decision.dp > 1)
+            names = Parts(state.params, None, None, state.graphdef).names
+            lowered = TensorParallel(
+                self.plan, self.mesh.abstract_mesh, dims, over_replicas, names, FusedParameters.of(self.plan, names)
+            )
+            microbatches = replace(microbatches, loss=replace(self._loss, tensor_parallel=lowered))
 
         def step(state: TrainState, leaves: tuple[Any, ...]) -> tuple[TrainState, Loss]:
             loss, gradients, other = accumulate(microbatches, state, leaves, mesh=self.mesh, gradients_at=gradients_at)

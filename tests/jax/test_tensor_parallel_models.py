@@ -1,0 +1,126 @@
+"""Models on the tensor axis, dropout on: losses of 20 steps and first gradients as the unsplit model's."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import shardwright.jax as sw
+from tests.jax import zoo_dropout
+from tests.jax.chains import Run, named, recording, require_same_gradients
+from tests.jax.zoo_dropout import BATCH, MODELS
+
+STEPS, MICROBATCH = 20, 2
+OPTIMIZER = optax.adamw(1e-3)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation() -> Iterator[None]:
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def reference(model: str) -> Run:
+    """The unsplit model on one device, written with nothing of Shardwright: microbatch after microbatch, losses
+    combined by weight, every random key folded with the step and the number of the microbatch."""
+    create, loss = MODELS[model]
+    graphdef, params, random, rest = nnx.split(create(), nnx.Param, nnx.RngState, ...)
+
+    def total(params: Any, step: Any, m: Any, batch: Any) -> Any:
+        def fold(leaf: jax.Array) -> jax.Array:
+            if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                return jnp.zeros_like(leaf)
+            return jax.random.fold_in(jax.random.fold_in(leaf, step), m)
+
+        parts = jax.tree.map(lambda leaf: leaf, (params, jax.tree.map(fold, random), rest))
+        found = loss(nnx.merge(graphdef, *parts), batch)
+        value, weight = found if isinstance(found, tuple) else (found, jnp.float32(1))
+        return value * weight, weight
+
+    gradient = jax.jit(jax.value_and_grad(total, has_aux=True))
+    update = jax.jit(OPTIMIZER.update)
+    state, losses, first = OPTIMIZER.init(params), [], {}
+    for step, batch in enumerate(zoo_dropout.batches(model, STEPS)):
+        loss_sum = weight_sum = 0.0
+        summed = jax.tree.map(jnp.zeros_like, params)
+        for m in range(BATCH // MICROBATCH):
+            part = {key: value[m * MICROBATCH : (m + 1) * MICROBATCH] for key, value in batch.items()}
+            (value, weight), found = gradient(params, jnp.int32(step), jnp.int32(m), part)
+            loss_sum, weight_sum = loss_sum + float(value), weight_sum + float(weight)
+            summed = jax.tree.map(jnp.add, summed, found)
+        mean = jax.tree.map(lambda g, w=weight_sum: g / w, summed)
+        first = first or named(mean)
+        updates, state = update(mean, state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(loss_sum / weight_sum)
+    return Run(losses, first, named(params))
+
+
+_GRAPHS: dict[str, sw.Graph] = {}
+_REFERENCES: dict[str, Run] = {}
+
+
+def graph_of(model: str) -> sw.Graph:
+    if model not in _GRAPHS:
+        create, loss = MODELS[model]
+        first = zoo_dropout.batches(model, 1)[0]
+        sample = {key: jax.ShapeDtypeStruct(value.shape, value.dtype) for key, value in first.items()}
+        _GRAPHS[model] = sw.capture(nnx.eval_shape(create), sample, loss)
+    return _GRAPHS[model]
+
+
+def plan_of(model: str, pp: int, tp: int, dp: int, **pins: Any) -> sw.Plan:
+    given: dict[str, Any] = {"microbatch": MICROBATCH, "precision": "fp32", "recompute": "none", "shard": 0}
+    cluster = sw.Cluster("h100", nodes=1, devices_per_node=pp * tp * dp)
+    return sw.plan(graph_of(model), cluster, batch=BATCH, pp=pp, tp=tp, dp=dp, **(given | pins))
+
+
+def gradients_of(train: sw.TrainStep, state: sw.TrainState, plan: sw.Plan) -> dict[str, np.ndarray]:
+    return named((state if plan.decision.pp > 1 else train.original(state)).optimizer[1])
+
+
+def require_same(model: str, plan: sw.Plan) -> None:
+    """Losses 1e-5 relative for all steps, the gradients of the first."""
+    if model not in _REFERENCES:
+        _REFERENCES[model] = reference(model)
+    expected = _REFERENCES[model]
+    create, loss = MODELS[model]
+    train = sw.train_step(loss, recording(OPTIMIZER), plan, devices=jax.devices()[: plan.mesh.size])
+    state, losses = train.init(create), []
+    for batch in zoo_dropout.batches(model, STEPS):
+        state, value = train(state, batch)
+        if not losses:
+            require_same_gradients(gradients_of(train, state, plan), expected.gradients)
+        losses.append(float(value))
+    np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
+    assert max(losses) - min(losses) > 1e-4, "nothing moved, so nothing was compared"
+
+
+QUICK = {("gpt2", 2), ("llama", 4)}
+
+
+@pytest.mark.parametrize(
+    ("model", "tp"),
+    [
+        pytest.param(model, tp, marks=() if (model, tp) in QUICK else pytest.mark.slow)
+        for model in MODELS
+        for tp in (2, 4)
+    ],
+)
+def test_the_tensor_axis_changes_nothing(model: str, tp: int) -> None:
+    plan = plan_of(model, 1, tp, 1)
+    assert any(not layout.is_replicated for layout in plan.parameter_layouts("jax").values())
+    require_same(model, plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [(2, 2, 1), (1, 2, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_with_pipelines_and_replicas(model: str, degrees: tuple[int, int, int]) -> None:
+    require_same(model, plan_of(model, *degrees))
