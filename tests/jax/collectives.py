@@ -11,7 +11,7 @@ from shardwright.core.realised import RealisedUnit
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 ITEM_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "f64": 8, "s64": 8, "u8": 1, "s8": 1}
 
-_INSTRUCTION = re.compile(rf"= (\(?[^=]*?\)?) ({'|'.join(KINDS)})(-start)?\((.*)")
+_INSTRUCTION = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 

@@ -85,6 +85,11 @@ def gradients_of(train: sw.TrainStep, state: sw.TrainState, plan: sw.Plan) -> di
     return named((state if plan.decision.pp > 1 else train.original(state)).optimizer[1])
 
 
+STEPS_OF = {"resnet": 4}
+"""Where fewer steps are compared: of this one, weights that differ in the seventh digit give losses that differ by 1e-3
+from the fifth step on, on one device too (statistics of two samples, and kinks)."""
+
+
 def require_same(model: str, plan: sw.Plan) -> None:
     """Losses 1e-5 relative for all steps, the gradients of the first."""
     if model not in _REFERENCES:
@@ -93,12 +98,13 @@ def require_same(model: str, plan: sw.Plan) -> None:
     create, loss = MODELS[model]
     train = sw.train_step(loss, recording(OPTIMIZER), plan, devices=jax.devices()[: plan.mesh.size])
     state, losses = train.init(create), []
-    for batch in zoo_dropout.batches(model, STEPS):
+    steps = STEPS_OF.get(model, STEPS)
+    for batch in zoo_dropout.batches(model, steps):
         state, value = train(state, batch)
         if not losses:
             require_same_gradients(gradients_of(train, state, plan), expected.gradients)
         losses.append(float(value))
-    np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
+    np.testing.assert_allclose(losses, expected.losses[:steps], rtol=1e-5)
     assert max(losses) - min(losses) > 1e-4, "nothing moved, so nothing was compared"
 
 

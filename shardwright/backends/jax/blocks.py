@@ -155,7 +155,7 @@ def _inner(blocks: Blocks, group: tuple[list[int], list[int]], shape: Sequence[i
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """Runs of dims of one shape that are runs of the other."""
-    found = []
+    found: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) and j < len(after):
         a, b = [i], [j]

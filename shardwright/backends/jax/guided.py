@@ -122,7 +122,7 @@ class _Runner:
     def _apply(self, value: Value, guide: Guide) -> Value:
         """The value as the guide wants it."""
         array = value.array
-        if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+        if jnp.issubdtype(array.dtype, jax.dtypes.extended):
             return value
         if guide.gradient is not None and guide.gradient != guide.value:
             array = _constrain(array, None, self._sharding(array, guide.gradient, guide))
@@ -183,12 +183,14 @@ class _Runner:
         shape = plain.array.shape
         apart = plain.array.reshape(*shape[:dim], ways, shape[dim] // ways, *shape[dim + 1 :])
         operands = [jnp.moveaxis(apart, dim, 0) if i == other else value.array for i, value in enumerate(given)]
-        summed, batch = params["dimension_numbers"]
+        (left_sum, right_sum), (left_batch, right_batch) = params["dimension_numbers"]
+        left, right = operands
         made = jax.lax.dot_general(
-            *operands,
+            left,
+            right,
             (
-                tuple(tuple(d + 1 for d in dims) for dims in summed),
-                tuple((0, *(d + 1 for d in dims)) for dims in batch),
+                ([d + 1 for d in left_sum], [d + 1 for d in right_sum]),
+                ([0, *(d + 1 for d in left_batch)], [0, *(d + 1 for d in right_batch)]),
             ),
             precision=params["precision"],
             preferred_element_type=params["preferred_element_type"],

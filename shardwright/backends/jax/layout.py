@@ -108,10 +108,11 @@ def optimizer_shardings(
 
 
 def follow_parameters(function: Callable[..., Any], state: Any, params: Any, values: Any) -> Any:
-    """``function(shape, value, leaf)`` for every leaf of an optimizer's state: the shape and the value (of ``values``, a
-    tree like ``params``) of the parameter whose path the leaf's path ends in, or (None, None)."""
+    """``function(shape, value, leaf)`` for every leaf of an optimizer's state: the shape and the value of the parameter
+    whose path the leaf's path ends in, or (None, None). ``values`` is a tree like ``params``."""
     parameters = jax.tree_util.tree_flatten_with_path(params)[0]
-    found = jax.tree.structure(params).flatten_up_to(values)
+    structure: Any = jax.tree.structure(params)
+    found = structure.flatten_up_to(values)
     known = {path: (leaf.shape, value) for (path, leaf), value in zip(parameters, found, strict=True)}
 
     def of(path: tuple[Any, ...], leaf: Any) -> Any:

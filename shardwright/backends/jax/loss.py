@@ -71,7 +71,9 @@ class LossFunction:
             return self.tensor_parallel.run(self, params, random, other, graphdef, batch)
         return self.plain(params, random, other, graphdef, batch)
 
-    def plain(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> tuple[jax.Array, jax.Array, Any]:
+    def plain(
+        self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any
+    ) -> tuple[jax.Array, jax.Array, Any]:
         """The function as the user wrote it."""
         if self.precision == "bf16":
             params = jax.tree.map(lambda p: p.astype(jnp.bfloat16) if p.dtype == jnp.float32 else p, params)

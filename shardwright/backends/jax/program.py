@@ -155,9 +155,7 @@ class _Flattener:
         self.program.constants.extend(made)
         return list(made)
 
-    def _step(
-        self, equation: Any, name: str, inputs: list[int | None], call: int, path: Path
-    ) -> list[int | None]:
+    def _step(self, equation: Any, name: str, inputs: list[int | None], call: int, path: Path) -> list[int | None]:
         outputs = [self.program.new(variable.aval) for variable in equation.outvars]
         self.program.steps.append(Step(name, tuple(inputs), tuple(outputs), equation.params, call, path))
         return list(outputs)

@@ -142,7 +142,8 @@ class TensorParallel:
         structures: list[Any] = []
 
         def run(arrays: Any, inputs: Any, recorder: Any) -> Any:
-            made = replace(loss, recorder=recorder).plain(*arrays, graphdef, inputs)
+            params, random, other = arrays
+            made = replace(loss, recorder=recorder).plain(params, random, other, graphdef, inputs)
             structures.append(jax.tree.structure(made))
             return made
 

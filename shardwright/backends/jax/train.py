@@ -3,7 +3,6 @@
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -150,8 +149,8 @@ class TrainStep:
         return made
 
     def _mesh_set_aside(self) -> Any:
-        """Stages have meshes of their own; one that the caller has set, of whatever axis types, is theirs alone."""
-        return nullcontext() if self._pipelined is None else jax.set_mesh(NO_MESH)
+        """A plan has meshes of its own; one that the caller has set, of whatever axis types, is theirs alone."""
+        return jax.set_mesh(NO_MESH)
 
     def _step_for(self, state: TrainState, batch: Any) -> tuple[Any, tuple[Any, ...]]:
         """The compiled step for a batch, and the batch's leaves."""
@@ -202,15 +201,18 @@ class TrainStep:
         with a state of another plan. `held` turns it back. Only a plan without pipeline stages has such a state."""
         state.require_alive()
         fused = self._fused(state)
-        optimizer = fused.restore_optimizer(state.optimizer, state.params)
-        return replace(state, params=fused.restore(state.params), optimizer=optimizer)
+        with self._mesh_set_aside():
+            optimizer = fused.restore_optimizer(state.optimizer, state.params)
+            return replace(state, params=fused.restore(state.params), optimizer=optimizer)
 
     def held(self, state: TrainState) -> TrainState:
         """A state as `original` gives it → one to go on training with, on this plan's devices."""
         shardings = self._shardings(Parts(state.params, state.random, state.other, state.graphdef))
         fused = self._fused(state)
-        optimizer = fused.hold_optimizer(state.optimizer, state.params)
-        found: TrainState = _copied(replace(state, params=fused.hold(state.params), optimizer=optimizer), shardings)
+        with self._mesh_set_aside():
+            optimizer = fused.hold_optimizer(state.optimizer, state.params)
+            held = replace(state, params=fused.hold(state.params), optimizer=optimizer)
+            found: TrainState = _copied(held, shardings)
         return found
 
     def _fused(self, state: TrainState) -> FusedParameters:
@@ -242,14 +244,16 @@ class TrainStep:
 
     def lower_init(self, init: Callable[[], Any]) -> Any:
         """The compiled form of an init function as `jax.stages.Lowered`: what `init` runs on every device."""
-        return self._maker(init, take_apart(abstractly(init), 0, None)).lower()
+        with self._mesh_set_aside():
+            return self._maker(init, take_apart(abstractly(init), 0, None)).lower()
 
     def lower(self, state: TrainState, batch: Any) -> Any:
         """The step as `jax.stages.Lowered`, to look at what is compiled. Arrays may be shapes."""
         dims = resolve_batch_dims(batch, self.batch_dims)
         leaves, structure = jax.tree.flatten(batch)
-        compiled: Any = self._compile(state, structure, dims, leaves)
-        return compiled.lower(state, tuple(leaves))
+        with self._mesh_set_aside():
+            compiled: Any = self._compile(state, structure, dims, leaves)
+            return compiled.lower(state, tuple(leaves))
 
     # -----------------------------------------------------------------------------------------------------------
 
