@@ -125,6 +125,14 @@ def test_the_tensor_axis_changes_nothing(model: str, tp: int) -> None:
     require_same(model, plan)
 
 
+@pytest.mark.parametrize(
+    ("model", "tp"),
+    [("llama", 2), *(pytest.param(m, 4, marks=pytest.mark.slow) for m in ("gpt2", "bert", "t5", "vit"))],
+)
+def test_divided_sequences_change_nothing(model: str, tp: int) -> None:
+    require_same(model, plan_of(model, 1, tp, 1, sequence_parallel=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("degrees", [(2, 2, 1), (1, 2, 2), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("model", MODELS)

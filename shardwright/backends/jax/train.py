@@ -345,9 +345,10 @@ def _require_supported(plan: Plan) -> None:
             f"the plan has precision={decision.precision!r}, but the JAX runtime of this version trains in fp32 and "
             "bf16: plan with one of them"
         )
-    if decision.sequence_parallel and decision.tp > 1:
+    if decision.sequence_parallel and decision.tp > 1 and decision.pp * decision.virtual_stages > 1:
         raise MissingCapabilityError(
-            "the plan has sequence_parallel, which the JAX runtime of this version does not lay out: plan without it"
+            "the plan has sequence_parallel and pipeline stages, which the JAX runtime of this version does not lay "
+            "out together: plan without one of them"
         )
     if decision.shard and decision.shard_group not in (None, decision.dp):
         raise MissingCapabilityError(
