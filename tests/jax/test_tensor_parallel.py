@@ -303,8 +303,5 @@ def test_a_width_that_no_device_count_divides() -> None:
     plan = zoo_plan(graph, 2)
     reasons = " ".join(reason for _, reason in plan.unsplit)
     assert "2 does not divide 33: pad it to 34, or use a degree that divides it" in reasons
-    asked = replace(plan, decision=replace(plan.decision, layouts=(("0/w0", Layout.of(tp=Split(0))),)))
-    train = sw.train_step(gpt2_flax.next_token_loss, optax.sgd(0.1), asked, devices=jax.devices()[:2])
-    wrong = r"\(47, 33\).*(does not divide: use a size that divides 47|cannot be cut 2 ways along dim 0: use degrees)"
-    with pytest.raises(sw.ShardwrightError, match=wrong):
-        train.init(make)
+    with pytest.raises(sw.ShardwrightError, match=r"\(47, 33\).*does not divide: use a size that divides 47"):
+        replace(plan, decision=replace(plan.decision, layouts=(("0/w0", Layout.of(tp=Split(0))),)))
