@@ -56,9 +56,17 @@ RATE = 1e-3
 
 
 def layers(weights: Iterable[jax.Array], x: jax.Array, repeats: int) -> jax.Array:
-    """weights: of each layer [width, width], used again and again; x: [rows, width]."""
+    """weights: of each layer [width, width], used again and again; x: [rows, width].
+
+    Layers are checkpointed, as large models' are: with everything kept, tiny products would measure the CPU's memory.
+    """
+
+    @jax.checkpoint
+    def layer(weight: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ weight), None), x, None, length=repeats)[0]
+
     for weight in weights:
-        x = jax.lax.scan(lambda x, _, w=weight: (jnp.tanh(x @ w), None), x, None, length=repeats)[0]
+        x = layer(weight, x)
     return x
 
 
@@ -108,7 +116,7 @@ def batch() -> dict[str, np.ndarray]:
 
 def repeats_for(stage_ms: float) -> int:
     """Repeats in every layer for which a stage takes so long, forward and backward, both devices busy."""
-    repeats = 8
+    repeats = 32
     ways = [single(repeats, device) for device in jax.devices()]
     took = [max(side_by_side([way.step for way in ways])) for _ in range(12)]
     repeat_s = statistics.median(took[2:]) / (MICROBATCHES * STAGES * repeats)
