@@ -48,6 +48,7 @@ from transformers.utils import logging
 
 import shardwright
 from shardwright.backends.torch import TorchBackend
+from shardwright.backends.torch.messages.planning import count_flops, divide_modules
 from shardwright.core.cost.work import WorkCounter
 from shardwright.core.fold import fold
 from shardwright.core.hardware import load_profile
@@ -110,6 +111,7 @@ def reference(name: str, folder: Path, ranks: Sequence[int]) -> dict[str, Any]:
         result["shares"] = {str(pp): plan(name, pp, folder / f"plan{pp}.json") for pp in ranks}
     except Exception as error:
         result["no_plan"] = said(error)
+        result["shares"] = by_modules(name, ranks)
     return result
 
 
@@ -155,6 +157,25 @@ def plan(name: str, pp: int, file: Path) -> dict[str, Any]:
         "ranks": shares, "best_least": best_least(flops, pp) / total, "units": len(flops),
         "largest": {"name": names[0] if names else "the model itself", "share": flops[largest] / total},
     }  # fmt: skip
+
+
+def by_modules(name: str, ranks: Sequence[int]) -> dict[str, Any]:
+    """The same of a model that no plan can be made for, which is divided by its module tree."""
+    model = inputs.build(name)
+    given = microbatches_of(inputs.batch(model, SAMPLES * MICROBATCHES, 0))[0]
+    counted = count_flops(model, lambda: inputs.loss_of(model, given))
+    found = {}
+    for pp in ranks:
+        divided = divide_modules(model, pp, counted)
+        flops = divided.flops
+        total = sum(flops.values()) or 1
+        largest = max(flops, key=flops.__getitem__)
+        found[str(pp)] = {
+            "ranks": [sum(f for path, f in flops.items() if divided.owners[path] == r) / total for r in range(pp)],
+            "best_least": best_least(list(flops.values()), pp) / total, "units": len(flops),
+            "largest": {"name": largest, "share": flops[largest] / total},
+        }  # fmt: skip
+    return found
 
 
 def best_least(flops: Sequence[int], ranks: int) -> float:

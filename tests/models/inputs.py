@@ -321,6 +321,8 @@ def loss_in(output: Any) -> torch.Tensor:
 
 
 def floats_in(output: Any) -> list[torch.Tensor]:
+    """The floating tensors that depend on a parameter; all of them where no gradients are recorded."""
+    every = not torch.is_grad_enabled()
     leaves = torch.utils._pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-    found = [t for t in leaves if isinstance(t, torch.Tensor) and t.is_floating_point() and t.requires_grad]
+    found = [t for t in leaves if isinstance(t, torch.Tensor) and t.is_floating_point() and (every or t.requires_grad)]
     return list({id(t): t for t in found}.values())
