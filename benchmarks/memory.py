@@ -91,6 +91,11 @@ class NeuralCollaborativeFiltering(torch.nn.Module):
         return ModelOutput(loss=torch.nn.functional.binary_cross_entropy_with_logits(scores, labels))
 
 
+BUILDERS: dict[str, Callable[[], torch.nn.Module]] = {
+    "gpt2": gpt2, "bert": bert, "t5": t5, "resnet": resnet, "ncf": NeuralCollaborativeFiltering,
+}  # fmt: skip
+
+
 def batch_of(name: str) -> dict[str, torch.Tensor]:
     if name == "resnet":
         return {"pixel_values": torch.randn(8, 3, 64, 64), "labels": torch.randint(0, 10, (8,))}
@@ -134,10 +139,7 @@ def main() -> int:
         "| model | dropout | measured | predicted | ratio | measured, activations and temporary | predicted |",
         "|---|---|---|---|---|---|---|",
     ]
-    builders: dict[str, Callable[[], torch.nn.Module]] = {
-        "gpt2": gpt2, "bert": bert, "t5": t5, "resnet": resnet, "ncf": NeuralCollaborativeFiltering,
-    }  # fmt: skip
-    for name, build in builders.items():
+    for name, build in BUILDERS.items():
         for dropout in (False, True):
             model = build().train()
             dropped = [module for module in model.modules() if isinstance(module, torch.nn.Dropout)]

@@ -10,6 +10,7 @@ from shardwright.backends.protocol import load
 from shardwright.commands.model_file import load_model
 from shardwright.commands.output import JsonOption, print_json, print_view, require_folder
 from shardwright.commands.progress import DelayedProgress
+from shardwright.core.cluster import Cluster
 from shardwright.core.errors import ShardwrightError
 from shardwright.measure import measure_units
 
@@ -29,7 +30,8 @@ def profile_command(
 ) -> None:
     """Measure products, memory, launches and collectives here; the profile serves `Cluster(PROFILE.toml)`.
 
-    With --model, plans of that model take its units' measured times.
+    With --model, plans of that model take its units' measured times: whole, and shared by every number of ranks that
+    divides those that measure.
 
     Under torchrun (or mpirun, srun) every rank measures, the collectives are those of the whole group, and rank 0
     writes.
@@ -49,7 +51,13 @@ def profile_command(
             given = load_model(model)
             sizes = tuple(microbatch or (1, 4))
             units = measure_units(
-                given.model, given.sample, given.loss, microbatches=sizes, ranks=measured.ranks, progress=show
+                given.model,
+                given.sample,
+                given.loss,
+                microbatches=sizes,
+                cluster=Cluster(measured.profile(), devices_per_node=measured.ranks),
+                tensor_degrees=[d for d in range(1, measured.ranks + 1) if measured.ranks % d == 0],
+                progress=show,
             )
             measured = replace(measured, units=units)
     if measured.rank:

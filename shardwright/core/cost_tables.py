@@ -23,7 +23,7 @@ from shardwright.core.pins import resolve
 from shardwright.core.realised import RealisedUnit
 from shardwright.core.solver import Frame
 from shardwright.core.stages import UnitTable
-from shardwright.core.structure import Binding, Structure, structure_of
+from shardwright.core.structure import Binding, Structure, measured_name, structure_of
 from shardwright.core.tensor_layouts import (
     AXIS,
     Rates,
@@ -32,6 +32,7 @@ from shardwright.core.tensor_layouts import (
     Terms,
     choose,
     choose_form,
+    digest,
     pins_of,
     slot_alternatives,
     slot_layouts,
@@ -342,46 +343,46 @@ class CostTables:
                 users.setdefault(parameter, []).append(unit.index)
         return {parameter: tuple(units) for parameter, units in users.items()}
 
-    def _runs_of(self, unit: Unit, device: Device) -> list[MeasuredUnit]:
-        """The measured runs of a unit's class."""
-        mine = (self.structure.digest, unit.fold_class, self.precision)
-        return [m for m in device.measured_units if (m.model, m.unit_class, m.precision) == mine]
-
-    def _whole_cost(self, unit: Unit, device: Device, microbatch: int) -> UnitCost:
-        """What is predicted of a unit on one device that holds all of it."""
-        trained = [self.graph.parameters[p] for p in unit.parameters if self.graph.parameters[p].trainable]
-        added = sum(self.graph.tensors[p.tensor].elements(1) for p in trained) * self._added_bytes
-        return unit_cost(
-            self._read.work(unit, microbatch, self.precision, None), device, self.precision, gradient_bytes=added
-        )
+    def _runs_of(self, unit: Unit, device: Device, tp: int) -> list[MeasuredUnit]:
+        """The measured runs of a unit's class at a tensor degree, laid out as here."""
+        if not device.measured_units:
+            return []
+        layouts = digest(self.layouts(tp), self.sequence_parallel(tp)) if tp > 1 else ""
+        model = measured_name(self.graph.framework, self.structure.digest)
+        mine = (model, self.variants(tp)[unit.index], self.precision, tp, layouts)
+        return [
+            m for m in device.measured_units if (m.model, m.unit_class, m.precision, m.tensor_degree, m.layouts) == mine
+        ]
 
     def class_costs(self, tp: int, microbatch: int, place: Place) -> tuple[UnitCost, ...]:
         """What a unit of every variant costs on a rank at that place."""
         key = (tp, microbatch, place.device, place.tensor_group)
         if key not in self._costs:
-            chosen = self.chosen(tp)
-            collective_s = seconds_of(place.tensor_group, tp) if tp > 1 else None
-            found = []
-            for unit in (self.folded.units[first] for first in chosen.firsts):
-                layouts = chosen.realised(unit.index) if tp > 1 else None
-                like = unit if layouts is None else self.folded.units[layouts.unit]
-                held = {p: self._entries(p, unit.index, tp) for p in unit.parameters}
-                trained = sum(n for p, n in held.items() if self.graph.parameters[p].trainable)
-                cost = unit_cost(
-                    self._read.work(like, microbatch, self.precision, layouts),
-                    place.device,
-                    self.precision,
-                    collective_s=collective_s,
-                    parameters=sum(held.values()),
-                    gradient_bytes=trained * self._added_bytes,
-                )
-                found.append(
-                    calibrated(
-                        cost,
-                        self._runs_of(unit, place.device),
-                        microbatch,
-                        partial(self._whole_cost, unit, place.device),
-                    )
-                )
-            self._costs[key] = tuple(found)
+            units = (self.folded.units[first] for first in self.chosen(tp).firsts)
+            self._costs[key] = tuple(self._cost(unit, tp, microbatch, place) for unit in units)
         return self._costs[key]
+
+    def _cost(self, unit: Unit, tp: int, microbatch: int, place: Place) -> UnitCost:
+        """What a unit costs: as its ops say, or as far as runs of it were measured, as those say."""
+        cost = self._counted(unit, tp, microbatch, place)
+        inside_a_node = place.tensor_group.outside is None
+        if tp > 1 and inside_a_node and (runs := self._runs_of(unit, place.device, tp)):
+            counted = partial(self._counted, unit, tp, place=place)
+            return calibrated(cost, runs, microbatch, counted, with_collectives=True)
+        whole = partial(self._counted, unit, 1, place=place)
+        return calibrated(cost, self._runs_of(unit, place.device, 1), microbatch, whole)
+
+    def _counted(self, unit: Unit, tp: int, microbatch: int, place: Place) -> UnitCost:
+        """What a unit costs as its ops say, on one of ``tp`` ranks that share it."""
+        layouts = self.chosen(tp).realised(unit.index) if tp > 1 else None
+        like = unit if layouts is None else self.folded.units[layouts.unit]
+        held = {p: self._entries(p, unit.index, tp) for p in unit.parameters}
+        trained = sum(n for p, n in held.items() if self.graph.parameters[p].trainable)
+        return unit_cost(
+            self._read.work(like, microbatch, self.precision, layouts),
+            place.device,
+            self.precision,
+            collective_s=seconds_of(place.tensor_group, tp) if tp > 1 else None,
+            parameters=sum(held.values()),
+            gradient_bytes=trained * self._added_bytes,
+        )

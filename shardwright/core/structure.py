@@ -246,3 +246,8 @@ def require_names(binding: Binding, names: Sequence[str], model_name: str) -> No
         if extra:
             said.append(f"the model has {nearest_names(extra, planned)}, which the plan lacks")
         raise PlanError(f"this plan is for another model than {model_name}: {'; '.join(said)}; plan this model anew")
+
+
+def measured_name(framework: str, digest: str) -> str:
+    """What a model is called where its units were measured: they take other times in the other framework."""
+    return f"{framework}:{digest}"

@@ -6,6 +6,7 @@ alone, which the twins of a model share, so that both get the same layouts. Mega
 1909.08053, section 3) and split vocabularies come out of this, they are not put in.
 """
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -130,6 +131,12 @@ def _is_possible(frame: Frame, terms: Terms, pins: Pins) -> bool:
 
 def _no_op_uses(places: tuple[Placement | None, ...]) -> str:
     return f"pinned at {', '.join(map(str, places))}, which an op that reads it cannot use: left to the solver"
+
+
+def digest(layouts: Iterable[tuple[str, Layout]], sequence_parallel: bool) -> str:
+    """A short hash of a plan's layouts on the tensor axis, so that what was measured under them is known again."""
+    said = f"{sequence_parallel} {sorted((slot, str(layout)) for slot, layout in layouts)}"
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
 # By slot ---------------------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from shardwright.core.cost.unit import UnitCost
 from shardwright.core.errors import ClusterError
 from shardwright.core.hardware import load_device
 from shardwright.core.hardware.device import MeasuredUnit
+from shardwright.core.structure import measured_name
+from shardwright.core.tensor_layouts import digest
 from tests.core.toy import decoder
 
 
@@ -48,8 +50,8 @@ def test_plans_take_measured_units() -> None:
     device = load_device("cpu")
     plain = sw.plan(graph, sw.Cluster(device), **pins)
     units = tuple(
-        MeasuredUnit(plain.model.digest, unit_class, "fp32", 1, 0.5, 1.0)
-        for unit_class in range(len(plain.model.class_slots))
+        MeasuredUnit(measured_name(graph.framework, plain.model.digest), unit_class, "fp32", 1, 0.5, 1.0)
+        for unit_class in set(plain.costs.unit_classes)
     )
     plan = sw.plan(graph, sw.Cluster(replace(device, measured_units=units)), **pins)
     assert plan.predicted.pipeline_s == pytest.approx(4 * 1.5 * len(plain.model.unit_classes))
@@ -60,3 +62,25 @@ def test_a_run_that_cannot_be_is_refused() -> None:
         run(0, 1.0, 1.0)
     with pytest.raises(ClusterError, match="forward_s"):
         run(1, -1.0, 1.0)
+
+
+def test_runs_that_shared_a_unit_stand_for_it_where_it_is_shared_alike_and_nowhere_else() -> None:
+    graph = decoder(2, 32, 4, 64, 16)
+    pins = {"batch": 4, "microbatch": 1, "precision": "fp32", "recompute": "none", "shard": 0, "pp": 1, "dp": 1}
+    device = load_device("cpu")
+
+    def planned(degree: int, units: tuple[MeasuredUnit, ...] = ()) -> sw.Plan:
+        cluster = sw.Cluster(replace(device, measured_units=units), devices_per_node=degree)
+        return sw.plan(graph, cluster, tp=degree, **pins)
+
+    plain = planned(2)
+    name = measured_name(graph.framework, plain.model.digest)
+    layouts = digest(plain.decision.layouts, plain.decision.sequence_parallel)
+
+    def runs(layouts: str) -> tuple[MeasuredUnit, ...]:
+        classes = sorted(set(plain.costs.unit_classes))
+        return tuple(MeasuredUnit(name, c, "fp32", 1, 0.5, 1.0, 2, layouts) for c in classes)
+
+    assert planned(2, runs(layouts)).predicted.pipeline_s == pytest.approx(4 * 1.5 * len(plain.costs.unit_classes))
+    assert planned(2, runs("others")).predicted.pipeline_s == pytest.approx(plain.predicted.pipeline_s)
+    assert planned(1, runs(layouts)).predicted.pipeline_s == pytest.approx(planned(1).predicted.pipeline_s)

@@ -50,8 +50,11 @@ class JaxBackend:
     def compile(self, plan: Plan, model: Any, **options: Any) -> JaxExecutable:
         """Bind a plan to a model: parameters, an NNX module or an init function, as `TrainStep.init` takes them.
 
-        Options: ``loss`` (needed), ``optimizer`` (default: AdamW at 1e-3), ``devices``, ``batch_dims``, ``seed``.
+        Options: ``loss`` (needed), ``optimizer`` (default: AdamW at 1e-3), ``devices`` (default: all; a range: those of
+        `jax.devices()`), ``batch_dims``, ``seed``.
         """
+        if isinstance(places := options.get("devices"), range):
+            options["devices"] = [jax.devices()[place] for place in places]
         return JaxExecutable(plan, model, **options)
 
     def profile(self, *, name: str, budget_s: float, progress: MeasureProgress | None = None) -> Measurements:

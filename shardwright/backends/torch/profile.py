@@ -4,6 +4,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -24,12 +25,17 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | None = None) -> Measurements:
     """Measure this process's device, and the collectives of all processes that the launcher started (torchrun, mpirun,
-    srun), or of the process group that is there already. The processes stay joined."""
+    srun), or of the process group that is there already. The processes stay joined, and all of them are given what
+    rank 0 measured, so that they plan alike."""
     launch = this_launch()
     device = choose_device(launch)
     if launch.world_size > 1 and not dist.is_initialized():
         start(launch, device, timeout_s=120.0)
-    return profile_device(device, name=name, budget_s=budget_s, progress=progress)
+    measured = [profile_device(device, name=name, budget_s=budget_s, progress=progress)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(measured, src=0)
+        return replace(measured[0], rank=dist.get_rank())
+    return measured[0]
 
 
 def profile_device(

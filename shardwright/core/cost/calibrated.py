@@ -10,14 +10,21 @@ from shardwright.core.hardware.device import MeasuredUnit
 
 
 def calibrated(
-    cost: UnitCost, measured: Sequence[MeasuredUnit], microbatch: int, whole: Callable[[int], UnitCost]
+    cost: UnitCost,
+    measured: Sequence[MeasuredUnit],
+    microbatch: int,
+    predicted: Callable[[int], UnitCost],
+    *,
+    with_collectives: bool = False,
 ) -> UnitCost:
-    """``cost`` with its seconds of computing multiplied by measured over predicted, collectives left as they are.
+    """``cost`` with its seconds multiplied by measured over predicted.
 
     Args:
         cost: of one microbatch of ``microbatch`` samples, on the whole unit or on one rank's part of it.
-        measured: runs of this class of units, whole on one device; none: the cost is given back.
-        whole: what is predicted of the whole unit at a microbatch that was measured.
+        measured: runs of this class of units, all at one tensor degree; none: the cost is given back.
+        predicted: what is predicted of what ran, at a microbatch that was measured.
+        with_collectives: the runs were at the cost's own tensor degree, collectives included; otherwise collectives
+            are left as they are.
 
     Between the microbatches that were measured the factor is interpolated in their logarithm; outside, it is that of
     the nearest.
@@ -25,18 +32,19 @@ def calibrated(
     if not measured:
         return cost
     runs = sorted(measured, key=lambda run: run.microbatch)
-    said = [whole(run.microbatch) for run in runs]
+    said = [predicted(run.microbatch) for run in runs]
     at = np.log([run.microbatch for run in runs])
 
-    def factor(taken: list[float], predicted: list[float]) -> float:
-        ratios = [t / p if p > 0 else 1.0 for t, p in zip(taken, predicted, strict=True)]
+    def factor(taken: list[float], expected: list[float]) -> float:
+        ratios = [t / e if e > 0 else 1.0 for t, e in zip(taken, expected, strict=True)]
         return float(np.interp(np.log(microbatch), at, ratios))
 
     forward = factor([run.forward_s for run in runs], [c.forward_s for c in said])
     backward = factor([run.backward_s for run in runs], [c.input_grad_s + c.weight_grad_s for c in said])
-    passes = cost.collective_s / 2
+    passes = 0.0 if with_collectives else cost.collective_s / 2
     return replace(
         cost,
+        collective_s=cost.collective_s * (forward + backward) / 2 if with_collectives else cost.collective_s,
         forward_s=_scaled(cost.forward_s, min(passes, cost.forward_s), forward),
         input_grad_s=_scaled(cost.input_grad_s, min(passes, cost.input_grad_s), backward),
         weight_grad_s=cost.weight_grad_s * backward,

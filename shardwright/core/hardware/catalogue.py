@@ -32,7 +32,7 @@ def load_profile(name: str | Path) -> Profile:
     inside it).
     """
     if isinstance(name, Path) or name.endswith(".toml"):
-        return _to_profile(schema.read_toml(Path(name), "hardware profile"), str(name))
+        return profile_of(schema.read_toml(Path(name), "hardware profile"), str(name))
     return _known_profile(name)
 
 
@@ -75,10 +75,12 @@ def _known_profile(name: str) -> Profile:
     known = profile_names()
     if name not in known:
         raise ClusterError(f"hardware {name!r} is not known; {nearest(name, known)}")
-    return _to_profile(_read(f"profiles/{name}.toml"), f"profiles/{name}.toml")
+    return profile_of(_read(f"profiles/{name}.toml"), f"profiles/{name}.toml")
 
 
-def _to_profile(document: dict[str, Any], source: str) -> Profile:
+def profile_of(document: dict[str, Any], source: str) -> Profile:
+    """The profile in a document, as a profile file holds it. Raises ClusterError that names ``source`` and the path of
+    each fault inside it."""
     table = schema.parse(schema.ProfileFile, document, source)
     try:
         links = {}

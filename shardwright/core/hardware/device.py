@@ -38,9 +38,12 @@ class MeasuredProduct:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredUnit:
-    """What one microbatch of one class of units of a model took, whole, on one device.
+    """What one microbatch of one class of units of a model took on one device.
 
-    model: the digest of the model's structure, the same for its twin in the other framework.
+    model: the framework and the digest of the model's structure.
+    unit_class: as a plan at that tensor degree tells units apart (`Costs.unit_classes`).
+    tensor_degree: the ranks that shared the unit, collectives among them included; 1: it ran whole.
+    layouts: how they shared it (`tensor_layouts.digest`); "" where it ran whole.
 
     Raises ClusterError for a count or a time that cannot be.
     """
@@ -51,6 +54,8 @@ class MeasuredUnit:
     microbatch: int
     forward_s: float
     backward_s: float
+    tensor_degree: int = 1
+    layouts: str = ""
 
     def __post_init__(self) -> None:
         owner = f"unit class {self.unit_class} of model {self.model}"
@@ -60,6 +65,7 @@ class MeasuredUnit:
             )
         check.whole(owner, "unit_class", self.unit_class, at_least=0)
         check.whole(owner, "microbatch", self.microbatch, at_least=1)
+        check.whole(owner, "tensor_degree", self.tensor_degree, at_least=1)
         for name in ("forward_s", "backward_s"):
             check.positive(owner, name, getattr(self, name), zero_allowed=True)
 

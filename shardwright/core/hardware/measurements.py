@@ -9,7 +9,8 @@ import numpy as np
 
 from shardwright.core.errors import ClusterError
 from shardwright.core.hardware import check
-from shardwright.core.hardware.device import Kind, MeasuredProduct, MeasuredUnit
+from shardwright.core.hardware.catalogue import profile_of
+from shardwright.core.hardware.device import Kind, MeasuredProduct, MeasuredUnit, Profile
 
 SHARED_MEMORY_LINK = "shared-memory"
 MeasureProgress = Callable[[str, int, int], None]
@@ -114,6 +115,10 @@ class Measurements:
         if self.units:
             document["units"] = [asdict(unit) for unit in self.units]
         return document
+
+    def profile(self) -> Profile:
+        """What a cluster of such devices takes."""
+        return profile_of(self.document(), f"measurements of {self.name!r}")
 
     def save(self, path: Path) -> None:
         """Write the profile file, which ``Cluster`` and ``load_profile`` accept by its path."""

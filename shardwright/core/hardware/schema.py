@@ -159,6 +159,8 @@ class UnitTable(_Section):
     microbatch: Annotated[int, Field(ge=1)]
     forward_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     backward_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    tensor_degree: Annotated[int, Field(ge=1)] = 1
+    layouts: str = ""
 
 
 class ProfileFile(DeviceTable):
