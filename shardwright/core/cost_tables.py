@@ -52,6 +52,7 @@ class _Reading:
         self.folded = fold(graph)
         self.structure, self.binding = structure_of(self.folded)
         self.counter = WorkCounter(graph)
+        self.shared = self.counter.shared(self.folded.units)
         self.frame = Frame(self.folded, self.counter)
         self._work: dict[object, UnitWork] = {}
         self._found: dict[object, Any] = {}
@@ -270,6 +271,7 @@ class CostTables:
             largest,
             recompute,
             self.repeated,
+            tuple((v, self.counter.size_bytes(v.tensor, microbatch, self.precision) // tp) for v in self._read.shared),
         )
 
     def _held_parameters(self, tp: int) -> tuple[tuple[tuple[tuple[int, ...], int], ...], int]:

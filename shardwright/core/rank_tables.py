@@ -69,11 +69,11 @@ class RankTables:
 
     @cached_property
     def alike(self) -> tuple[tuple[int, int], ...]:
-        """(a unit, how many are like it) of every kind of unit that stands more than once."""
+        """(the last unit, how many are like it) of every kind of unit that stands more than once."""
         counts: dict[int, list[int]] = {}
         for index, unit in enumerate(self.tables[0].units):
             counts.setdefault(id(unit), []).append(index)
-        return tuple((members[0], len(members)) for members in counts.values() if len(members) > 1)
+        return tuple((members[-1], len(members)) for members in counts.values() if len(members) > 1)
 
     def has_room(self, live: Sequence[int], held: int, request: MemoryRequest) -> bool:
         """Whether the ranks have room for the units that are alike, leaving the others out: False means that no cut
@@ -81,7 +81,9 @@ class RankTables:
         table = self.tables[0]
         for unit, count in self.alike:
             state = request.state_bytes_per_element * float(table.range_elements[unit, unit + 1])
-            kept, working = float(table.range_kept[unit, unit + 1]), float(table.range_working[unit, unit + 1])
+            # What it adds to all before it: what it shares with them they keep already.
+            kept = float(table.range_kept[0, unit + 1] - table.range_kept[0, unit])
+            working = float(table.range_working[unit, unit + 1])
             room = 0
             for limit, alive in zip(self.limits_bytes, live, strict=True):
                 # Of n units in ``held`` stages one stage has at least n / held, whose activations count.

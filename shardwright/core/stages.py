@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.cost.unit import UnitCost
+from shardwright.core.cost.work import SharedValue
 from shardwright.core.memory import (
     Recompute,
     kept_bytes,
@@ -37,6 +38,8 @@ class UnitTable:
     head, is kept: the backward of the head follows its forward at once, so that recomputing it would save nothing."""
     kept: frozenset[int] = frozenset()
     """Units that keep their activations although they could be recomputed."""
+    shared: tuple[tuple[SharedValue, int], ...] = ()
+    """Values that several units hold, and their bytes on one rank."""
 
     def modes(self) -> list[Recompute]:
         """What each unit does under the policy of the whole."""
@@ -76,7 +79,17 @@ class UnitTable:
 
     @cached_property
     def range_kept(self) -> Matrix:
-        return range_sums([kept_bytes(u, mode) for u, mode in zip(self.units, self.modes(), strict=True)])
+        """Bytes of activations that a stage of units a … b-1 keeps for one microbatch; a value that several of its
+        units hold counts once."""
+        modes = self.modes()
+        kept = range_sums([kept_bytes(u, mode) for u, mode in zip(self.units, modes, strict=True)])
+        for value, size in self.shared:
+            holders = {u for u in value.keepers if modes[u] != "full"} | {
+                u for u in value.enterers if modes[u] == "full"
+            }
+            for one, next_one in itertools.pairwise(sorted(holders)):
+                kept[: one + 1, next_one + 1 :] -= size
+        return kept
 
     @cached_property
     def range_working(self) -> Matrix:
@@ -86,10 +99,10 @@ class UnitTable:
             max(0, u.saved_bytes - kept_bytes(u, mode)) if mode != "none" else 0
             for u, mode in zip(self.units, self.modes(), strict=True)
         ]
-        kept = np.array([kept_bytes(u, mode) for u, mode in zip(self.units, self.modes(), strict=True)], dtype=float)
-        through = np.cumsum(kept)
-        beside = through + np.array([u.passing_bytes for u in self.units]) + np.array(again)
-        working: Matrix = np.maximum(0.0, _range_max(beside) - np.concatenate([[0.0], through])[None, :])
+        beside = np.array([u.passing_bytes for u in self.units], dtype=np.float64) + again
+        through = np.where(np.tri(len(again), dtype=bool).T, self.range_kept[:-1, 1:] + beside, 0.0)
+        working: Matrix = np.zeros_like(self.range_kept)
+        working[:-1, 1:] = np.maximum(0.0, np.maximum.accumulate(through, axis=1) - self.range_kept[:-1, 1:])
         return working
 
     def range_memory(self, live: float, state_bytes_per_element: float) -> Matrix:
@@ -121,12 +134,3 @@ class MemoryRequest:
     def state_bytes_per_element(self) -> float:
         """Bytes of one parameter with its gradient and optimizer state, on one rank."""
         return state_bytes_per_element(self.precision, self.optimizer, self.shard, self.ways, self.gradient_precision)
-
-
-def _range_max(values: Sequence[int] | NDArray[np.float64]) -> Matrix:
-    """``[a, b]``: the largest of ``values[a:b]`` for a < b, 0 elsewhere."""
-    n = len(values)
-    found = np.zeros((n + 1, n + 1))
-    for start in range(n):
-        found[start, start + 1 :] = np.maximum.accumulate(np.asarray(values[start:], dtype=np.float64))
-    return found

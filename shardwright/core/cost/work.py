@@ -5,7 +5,7 @@ every operand that needs a gradient; the bytes of the rest are those of the forw
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,6 +91,17 @@ class UnitWork:
     @property
     def backward_flops(self) -> float:
         return sum(p.flops * (p.backward_input + p.backward_weight) for p in self.products)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedValue:
+    """A value that several units hold: where they lie on one rank, its memory is there once."""
+
+    tensor: int
+    keepers: tuple[int, ...]
+    """The units whose backward passes read it."""
+    enterers: tuple[int, ...]
+    """The units that it enters, which hold it when they are recomputed."""
 
 
 def contraction_flops(graph: Graph, op: Op, batch: int) -> int:
@@ -208,12 +219,7 @@ class WorkCounter:
         unfused -= sum(size for key, size in attended.items() if key not in kept)
         kept.update(attended)
         masks = {key: size * (PRECISION_BYTES[precision] - 1) for key, size in kept.items() if key < 0}
-        entering = {
-            self._root(t): cut.entering_ways(t)
-            for op in graph.ops[unit.first_op : unit.end_op]
-            for t in op.inputs
-            if t not in made_here and t in self._needs_gradient and t not in self._parameters
-        }
+        entering = {self._root(t): cut.entering_ways(t) for t in self._entering(unit, made_here)}
         forward, backward, gathered, at_the_end = self._collectives(layouts, batch, precision)
         return UnitWork(
             products=tuple(products),
@@ -234,6 +240,31 @@ class WorkCounter:
             backward_moved=backward,
             backward_gathered=gathered,
             step_moved=at_the_end,
+        )
+
+    def _entering(self, unit: Unit, made_here: Collection[int]) -> Iterator[int]:
+        """The activations that come from earlier units and through which a gradient flows."""
+        for op in self.graph.ops[unit.first_op : unit.end_op]:
+            for t in op.inputs:
+                if t not in made_here and t in self._needs_gradient and t not in self._parameters:
+                    yield t
+
+    def shared(self, units: Sequence[Unit]) -> tuple[SharedValue, ...]:
+        """The values that several units hold for their backward passes, those kept whole and those that enter."""
+        keepers: dict[int, dict[int, None]] = {}
+        enterers: dict[int, dict[int, None]] = {}
+        for unit in units:
+            ops = range(unit.first_op, unit.end_op)
+            made_here = {t for i in ops for t in self.graph.ops[i].outputs}
+            for index in ops:
+                for root in self._kept.by(self.graph.ops[index]):
+                    keepers.setdefault(root, {})[unit.index] = None
+            for tensor in self._entering(unit, made_here):
+                enterers.setdefault(self._root(tensor), {})[unit.index] = None
+        return tuple(
+            SharedValue(root, tuple(keepers.get(root, ())), tuple(enterers.get(root, ())))
+            for root in sorted(keepers.keys() | enterers.keys())
+            if len(keepers.get(root, {}).keys() | enterers.get(root, {}).keys()) > 1
         )
 
     def _collectives(

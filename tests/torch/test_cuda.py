@@ -1,0 +1,75 @@
+"""Predictions on one CUDA device against its allocator and its events."""
+
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import shardwright as sw
+from shardwright.backends.protocol import load
+from shardwright.backends.torch.profile import profile
+from shardwright.measure import measure_units
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Module is None")]
+
+BATCH, SEQUENCE, VOCABULARY, MICROBATCHES = 8, 512, 8192, 4
+PINS = {"microbatch": BATCH, "precision": "fp32", "recompute": "none", "shard": 0, "pp": 1, "tp": 1, "dp": 1}
+
+
+def gpt2(dropout: float) -> torch.nn.Module:
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=4, n_embd=512, n_head=8, vocab_size=VOCABULARY, n_positions=SEQUENCE, bos_token_id=0,
+            eos_token_id=0, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+        )
+    ).train()  # fmt: skip
+
+
+def batch(device: str) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), device=device)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_allocators_peak_is_predicted(dropout: float) -> None:
+    left = torch.randn(64, 64, device="cuda", requires_grad=True)
+    (left @ left).sum().backward()  # makes the workspaces of the library, which are no model's
+    del left
+    before = torch.cuda.memory_allocated()
+    model, given = gpt2(dropout).cuda(), batch("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for step in range(2):  # the second has gradients and states of the first
+        if step:
+            torch.cuda.reset_peak_memory_stats()
+        model(**given).loss.backward()
+        optimizer.step()
+    measured = torch.cuda.max_memory_allocated() - before
+    plan = sw.plan(sw.capture(model, given), sw.Cluster("a100-80gb"), batch=2 * BATCH, **PINS)
+    assert measured <= plan.predicted.peak_memory_bytes[0] <= 1.03 * measured
+
+
+def test_a_step_takes_what_its_measured_units_say() -> None:
+    measured = profile(name="here", budget_s=10.0)
+    assert measured.kind == "gpu"
+    assert {p.precision for p in measured.products} == {"fp32", "bf16", "fp16"}
+    here = measured.profile()
+    model, given = gpt2(0.0), batch("cpu")
+    units = measure_units(model, given, microbatches=(BATCH,), cluster=sw.Cluster(here), steps=10)
+    device = replace(here.device, measured_units=units)
+    plan = sw.plan(
+        sw.capture(model, given), sw.Cluster(replace(here, device=device)), batch=MICROBATCHES * BATCH, **PINS
+    )
+    running = load("torch").compile(plan, model)
+    whole = {name: torch.cat([value] * MICROBATCHES) for name, value in given.items()}
+    seconds = []
+    for step in range(13):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        running.step(whole)
+        end.record()
+        end.synchronize()
+        if step >= 3:
+            seconds.append(begin.elapsed_time(end) / 1e3)
+    assert plan.predicted.step_time_s == pytest.approx(statistics.median(seconds), rel=0.1)
