@@ -166,11 +166,6 @@ def main() -> int:
                 f"| {use.total_bytes / whole:.3f} | {(found['Activation'] + found['Temp']) / MIB:.1f} "
                 f"| {(use.activations_bytes + use.buffers_bytes) / MIB:.1f} |"
             )
-    lines += [
-        "",
-        "ResNet is over the aim: a value that one unit keeps and the next one reads for its own backward is counted in "
-        "both, which its rectified values are.",
-    ]
     text = "\n".join(lines) + "\n"
     print(text)
     if options.write:

@@ -53,6 +53,7 @@ class _Reading:
         self.structure, self.binding = structure_of(self.folded)
         self.counter = WorkCounter(graph)
         self.shared = self.counter.shared(self.folded.units)
+        self.passing_by = self.counter.passing_by(self.folded.units)
         self.frame = Frame(self.folded, self.counter)
         self._work: dict[object, UnitWork] = {}
         self._found: dict[object, Any] = {}
@@ -263,6 +264,10 @@ class CostTables:
         known = {size: self._send_s(size, tp, place) for size in set(boundary)}
         seconds = tuple(known[size] for size in boundary)
         ties, largest = self._held_parameters(tp)
+
+        def size_bytes(tensor: int) -> int:
+            return self.counter.size_bytes(tensor, microbatch, self.precision)
+
         return UnitTable(
             tuple(classes[variant] for variant in chosen.variants),
             boundary,
@@ -271,7 +276,8 @@ class CostTables:
             largest,
             recompute,
             self.repeated,
-            tuple((v, self.counter.size_bytes(v.tensor, microbatch, self.precision) // tp) for v in self._read.shared),
+            tuple((v, size_bytes(v.tensor) // tp) for v in self._read.shared),
+            tuple(sum(map(size_bytes, values)) for values in self._read.passing_by),
         )
 
     def _held_parameters(self, tp: int) -> tuple[tuple[tuple[tuple[int, ...], int], ...], int]:

@@ -40,6 +40,8 @@ class UnitTable:
     """Units that keep their activations although they could be recomputed."""
     shared: tuple[tuple[SharedValue, int], ...] = ()
     """Values that several units hold, and their bytes on one rank."""
+    waiting_bytes: tuple[int, ...] = ()
+    """For every unit, of the gradients that pass it by: of values made before it and read after it. Empty: none."""
 
     def modes(self) -> list[Recompute]:
         """What each unit does under the policy of the whole."""
@@ -100,6 +102,7 @@ class UnitTable:
             for u, mode in zip(self.units, self.modes(), strict=True)
         ]
         beside = np.array([u.passing_bytes for u in self.units], dtype=np.float64) + again
+        beside += np.array(self.waiting_bytes or 0)
         through = np.where(np.tri(len(again), dtype=bool).T, self.range_kept[:-1, 1:] + beside, 0.0)
         working: Matrix = np.zeros_like(self.range_kept)
         working[:-1, 1:] = np.maximum(0.0, np.maximum.accumulate(through, axis=1) - self.range_kept[:-1, 1:])

@@ -5,7 +5,16 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    ResNetConfig,
+    ResNetForImageClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import shardwright as sw
 
@@ -75,3 +84,16 @@ def test_a_steps_peak_is_predicted(build: Any, dropout: float) -> None:
     )
     # A thousandth: buffers of the model (position ids) and scalars are not counted.
     assert 0.999 * measured <= plan.predicted.peak_memory_bytes[0] <= 1.03 * measured
+
+
+@pytest.mark.filterwarnings("ignore:Module is None")
+def test_what_two_units_keep_counts_once() -> None:
+    """A rectified value is kept by the rectifier for its slope and by the convolution after it as its operand."""
+    config = ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], layer_type="basic", num_labels=10)
+    model = ResNetForImageClassification(config).train()
+    batch = {"pixel_values": torch.randn(4, 3, 64, 64), "labels": torch.randint(0, 10, (4,))}
+    measured = peak_bytes(model, batch)
+    plan = sw.plan(
+        sw.capture(model, batch), sw.Cluster("cpu"), batch=8, microbatch=4, precision="fp32", recompute="none", shard=0
+    )
+    assert 0.99 * measured <= plan.predicted.peak_memory_bytes[0] <= 1.03 * measured

@@ -267,6 +267,21 @@ class WorkCounter:
             if len(keepers.get(root, {}).keys() | enterers.get(root, {}).keys()) > 1
         )
 
+    def passing_by(self, units: Sequence[Unit]) -> tuple[tuple[int, ...], ...]:
+        """For every unit the values made before it and read after it, whose gradients wait while its backward runs; for
+        a part of a concatenation the whole, as its gradient is a part of that of the whole."""
+        unit_of = {index: unit.index for unit in units for index in range(unit.first_op, unit.end_op)}
+        waiting: list[set[int]] = [set() for _ in units]
+        for tensor in self._needs_gradient - self._parameters.keys():
+            readers, made = self._users.get(tensor, []), self.graph.producer.get(tensor)
+            if not readers or made is None:
+                continue
+            last = self.graph.ops[max(readers)]
+            held = last.outputs[0] if last.kind == "concat" else self._root(tensor)
+            for unit in range(unit_of[made] + 1, unit_of[max(readers)]):
+                waiting[unit].add(held)
+        return tuple(tuple(sorted(values)) for values in waiting)
+
     def _collectives(
         self, layouts: RealisedUnit | None, batch: int, precision: str
     ) -> tuple[tuple[Collective, ...], ...]:
