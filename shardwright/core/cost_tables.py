@@ -276,8 +276,8 @@ class CostTables:
             largest,
             recompute,
             self.repeated,
-            tuple((v, size_bytes(v.tensor) // tp) for v in self._read.shared),
-            tuple(sum(map(size_bytes, values)) for values in self._read.passing_by),
+            shared=tuple((v, size_bytes(v.tensor) // tp) for v in self._read.shared),
+            waiting_bytes=tuple(sum(map(size_bytes, values)) for values in self._read.passing_by),
         )
 
     def _held_parameters(self, tp: int) -> tuple[tuple[tuple[tuple[int, ...], int], ...], int]:
