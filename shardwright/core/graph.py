@@ -108,6 +108,7 @@ class Op:
     name: str
     """The framework's own name of the op."""
     inputs: tuple[int, ...]
+    """Of role ``activation`` where the graph is a part of a model, and gradients flow on into what comes before it."""
     outputs: tuple[int, ...]
     labels: tuple[tuple[int, ...], ...]
     special: tuple[tuple[int, LabelRole], ...] = ()
@@ -204,7 +205,7 @@ class Graph:
                     raise CaptureError(f"tensor {tensor} is made by op {made[tensor]} and again by op {index}")
                 made[tensor] = index
             for tensor in op.inputs:
-                if tensor not in made and self.tensors[tensor].role == "activation":
+                if tensor not in made and tensor not in self.inputs and self.tensors[tensor].role == "activation":
                     raise CaptureError(f"op {index} ({op.name}) uses activation {tensor} before it is made")
         if not self.calls or self.calls[0].path != "":
             raise CaptureError("call 0 of a graph is its root, with path ''")

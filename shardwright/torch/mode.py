@@ -63,6 +63,12 @@ def start_messages(
     """
     runtime, config = model.runtime, session.config
     _refuse_what_is_recorded_only(session)
+    if session.bound.size("tp") > 1 and session.bound.rank == 0:
+        warnings.warn(
+            f"a model that runs by message passing runs whole on each of the {session.bound.size('tp')} ranks of the "
+            f"tensor axis, which saves nothing: give these ranks to the pipeline or to replicas instead",
+            stacklevel=4,
+        )
     stage_map = runtime.stage_map
     if stage_map is not None:
         given: dict[str, int] = {}
@@ -86,7 +92,6 @@ def _refuse_what_is_recorded_only(session: Session) -> None:
     config, plan = session.config, session.plan
     decision = None if plan is None else plan.decision
     asked = {
-        f"a tensor axis of {session.bound.size('tp')}": session.bound.size("tp") > 1,
         "recompute": config.recompute != "none" or (decision is not None and decision.recompute != "none"),
         "loss_scope='global'": config.loss_scope == "global"
         or (decision is not None and decision.loss_scope == "global"),

@@ -109,7 +109,8 @@ class _Step:
 
         runtime = model.runtime
         if id(self) not in runtime.checked_steps:
-            require_same_inputs(runtime.model, [leaves[p] for p in positions], session.bound, session.watch)
+            given = [leaves[p] for p in positions]
+            require_same_inputs(runtime.model, given, session.seed, session.bound, session.watch)
             runtime.checked_steps.add(id(self))
         key = self._key(model, spec, literals, microbatches[0])
         tree, returned = run_step(session, model, key, body, microbatches, batch.samples)

@@ -207,3 +207,20 @@ def test_heads_that_do_not_divide_are_never_split() -> None:
     for move in block.moves:
         if move.tensor in heads:
             assert Split(1) not in (move.before, move.after)
+
+
+def test_ops_too_entangled_for_all_choices_are_solved_with_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dims of parameters that hold most are weighed first; those that cannot be weighed as well stay whole."""
+    graph, chosen = decoder(**BIG), Setting((tp(4),), 3e14, 1.5e12, batch=8, free_activations=False)
+
+    def splits(entries: int) -> tuple[set[int], float]:
+        monkeypatch.setattr("shardwright.core.solver.network.MAX_TABLE", entries)
+        found = solve(fold(graph), chosen)
+        return {t for t, layout in found.layouts().items() if not layout.is_replicated}, found.time_s
+
+    free, time_s = splits(10**6)
+    fewer, more_s = splits(20)
+    assert free > fewer > set()
+    assert time_s < more_s
+    with pytest.raises(PlanError, match="too entangled"):
+        splits(3)

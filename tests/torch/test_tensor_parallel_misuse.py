@@ -30,7 +30,18 @@ def test_all_start_from_the_weights_of_the_first(said: dict[str, str]) -> None:
 
 
 def test_a_model_with_gradients_of_its_own_runs_whole_and_right(said: dict[str, str]) -> None:
-    assert said["own gradient"] == "Scaled has a gradient of its own (torch.autograd.Function)"
+    reason = "Scaled has a gradient of its own (torch.autograd.Function)"
+    assert json.loads(said["own gradient"]) == {f"layers.{i}": reason for i in range(3)}
+
+
+def test_units_beside_one_that_runs_whole_are_on_pieces(said: dict[str, str]) -> None:
+    split = [f"layers.{i}.{name}" for i in (0, 2) for name in ("down.weight", "up.bias", "up.weight")]
+    assert said["mixed"] == f"{split} ['layers.1']"
+
+
+def test_seeds_of_dropout_that_differ_are_named(said: dict[str, str]) -> None:
+    assert "ranks 0 and 1 are tensor-parallel peers and have different seeds" in said["dropout seeds"]
+    assert "sw.set_seed" in said["dropout seeds"]
 
 
 def test_widths_that_do_not_divide_stay_whole_with_the_reason(said: dict[str, str]) -> None:

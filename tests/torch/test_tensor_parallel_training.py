@@ -9,16 +9,42 @@ import pytest
 from tests.torch.launch import single, torchrun
 
 CASES = {
-    2: ("gpt2:1:1:2", "gpt2:1:1:2:memory", "t5:1:1:2", "llama:1:1:2", "fused:1:1:2", "images:1:1:2"),
+    2: (
+        "gpt2:1:1:2",
+        "gpt2:1:1:2:memory",
+        "t5:1:1:2",
+        "llama:1:1:2",
+        "fused:1:1:2",
+        "images:1:1:2",
+        "gpt2:1:1:2:recompute",
+    ),
     4: ("gpt2:2:1:2", "gpt2:1:2:2:apart"),
 }
 SLOW = {
-    2: ("bert:1:1:2", "roberta:1:1:2", "vit:1:1:2", "mixtral:1:1:2", "ncf:1:1:2", "albert:1:1:2"),
+    2: (
+        "bert:1:1:2",
+        "roberta:1:1:2",
+        "vit:1:1:2",
+        "mixtral:1:1:2",
+        "ncf:1:1:2",
+        "albert:1:1:2",
+        "bert:1:1:2:memory",
+        "t5:1:1:2:memory",
+        "llama:1:1:2:memory",
+        "llama:1:1:2:recompute",
+    ),
     4: (
         "gpt2:1:2:2",
         "gpt2-heads4:1:1:4",
         "llama-heads4:1:1:4",
         "bert-heads4:1:1:4",
+        "roberta-heads4:1:1:4",
+        "t5-heads4:1:1:4",
+        "vit:1:1:4",
+        "mixtral-heads4:1:1:4",
+        "ncf:1:1:4",
+        "gpt2:2:1:2:memory",
+        "gpt2:2:1:2:recompute",
         "t5:2:1:2",
         "llama:2:1:2",
         "bert:1:2:2",

@@ -15,8 +15,11 @@ from shardwright.backends.torch.watch import Watch
 from shardwright.core.errors import ShardwrightError
 
 
-def require_same_inputs(model: nn.Module, batch: Sequence[torch.Tensor], bound: BoundMesh, watch: Watch) -> None:
-    """Raise ShardwrightError, naming the ranks, unless all pp and tp peers have this model and were given this batch.
+def require_same_inputs(
+    model: nn.Module, batch: Sequence[torch.Tensor], seed: int, bound: BoundMesh, watch: Watch
+) -> None:
+    """Raise ShardwrightError, naming the ranks, unless all pp and tp peers have this model and this seed, and were given
+    this batch.
 
     Of a model the names and dtypes of its parameters count, of a batch everything.
     """
@@ -29,12 +32,19 @@ def require_same_inputs(model: nn.Module, batch: Sequence[torch.Tensor], bound: 
         if tensor.numel():
             text.update(as_carried(tensor.detach().cpu()).reshape(-1).view(torch.uint8).numpy().tobytes())
     for axis, what in (("pp", "pipeline"), ("tp", "tensor-parallel")):
-        found = compare_over(axis, {"model": signed(names), "batch": signed(text)}, bound, watch)
+        own = {"model": signed(names), "batch": signed(text), "seed": seed}
+        found = compare_over(axis, own, bound, watch)
         first = bound.peer(axis, 0)
         if different := found.get("model"):
             raise ShardwrightError(
                 f"the ranks {first} and {', '.join(map(str, different))} are {what} peers and hold different models: "
                 f"the names or dtypes of parameters differ; every rank builds the same model and wraps it"
+            )
+        if different := found.get("seed"):
+            raise ShardwrightError(
+                f"the ranks {first} and {', '.join(map(str, different))} are {what} peers and have different seeds "
+                f"({seed} here), by which they would draw parts of different dropout masks: call sw.set_seed, or pass "
+                f"seed to sw.init, with the same number on all of them"
             )
         if different := found.get("batch"):
             raise ShardwrightError(

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -283,7 +283,7 @@ class Runtime:
         self, messages: Messages, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]], samples: Sequence[int]
     ) -> tuple[Tree, dict[int, Returned]]:
         if not self._synchronized:
-            synchronize(self.holding, self.bound, self.watch)
+            synchronize(self.holding, self.bound, self.watch, ("dp", "tp"))
             self._synchronized = True
         self._tree.require_same()
         if self.statistics is not None:
@@ -333,12 +333,14 @@ class Runtime:
     def record(self, stage_map: StageMap, body: StepBody, inputs: Sequence[torch.Tensor], moment: Moment) -> Division:
         """Record a step body and divide it into stages."""
         self.watch.doing("recording the step")
-        if self.tensor is not None and not self.tensor.whole_because:
+        tensor = self.tensor
+        if tensor is not None and not tensor.by_calls_because:
             try:
-                return self._record_on_pieces(self.tensor, stage_map, body, inputs, moment)
+                return self._record_on_pieces(tensor, stage_map, body, inputs, moment)
             except NotReplayableError as reason:
-                self.tensor.run_whole(reason)
-        program, recorder = self._recorded(stage_map.stage_of_call, body, inputs, moment)
+                tensor.by_calls_because = str(reason)
+        with nullcontext() if tensor is None else tensor.shards.as_whole():
+            program, recorder = self._recorded(stage_map.stage_of_call, body, inputs, moment)
         written = next((step.function for step in program.steps if step.stage is not None), None)
         if written is not None and stage_map.recompute:
             raise UnrecordableError(
@@ -358,7 +360,13 @@ class Runtime:
                 f"the plan has {len(missing)} module calls that the step does not make, {path!r} (call {occurrence}) "
                 f"first: plan from a capture with the arguments that the step passes to the model"
             )
-        return divide(program, stage_map.stage_of_call, stage_map.parameter_stages, stage_map.schedule.stages)
+        stage_of_call = stage_map.stage_of_call
+        if tensor is not None:
+            with tensor.shards.as_whole():
+                program = tensor.by_calls(program, stage_of_call, self.bound.device)
+            tensor.cut()
+            stage_of_call = tensor.stage_of_call
+        return divide(program, stage_of_call, stage_map.parameter_stages, stage_map.schedule.stages)
 
     def _recorded(
         self, stage_of_call: Mapping[tuple[str, int], int], body: StepBody, inputs: Sequence[torch.Tensor],

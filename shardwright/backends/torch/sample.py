@@ -34,9 +34,14 @@ class Sample:
     may be multiples of it, several entries for each sample.
     """
 
-    def __init__(self, sample: Any, batch_dims: Any = None) -> None:
+    def __init__(self, sample: Any, batch_dims: Any = None, *, fixed: bool = False) -> None:
+        """``fixed``: no tensor grows with the batch."""
         self._sample = sample
         self.leaves: list[Leaf] = []
+        if fixed:
+            self._collect(sample, None, "")
+            self.batch = 1
+            return
         self._collect(sample, 0 if batch_dims is None else batch_dims, "")
         sizes = {leaf.name: leaf.tensor.shape[leaf.batch_dim] for leaf in self.leaves if leaf.batch_dim is not None}
         if not sizes:

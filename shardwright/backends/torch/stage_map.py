@@ -37,7 +37,7 @@ class StageMap:
         schedule = schedule or plan.build_schedule()
         calls = tuple(tuple((c.path, c.occurrence) for c in held) for held in plan.stage_calls("torch"))
         return cls(
-            schedule, calls, plan.parameter_stages("torch"), _recomputed_calls(plan), plan.decision.loss_scope, plan
+            schedule, calls, plan.parameter_stages("torch"), recomputed_calls(plan), plan.decision.loss_scope, plan
         )
 
     @classmethod
@@ -85,7 +85,8 @@ def require_whole_backward(schedule: Schedule) -> None:
         )
 
 
-def _recomputed_calls(plan: Plan) -> frozenset[tuple[str, int]]:
+def recomputed_calls(plan: Plan) -> frozenset[tuple[str, int]]:
+    """The calls of the units that are recomputed."""
     bound = plan.binding("torch").units
     return frozenset((call.path, call.occurrence) for unit in plan.recomputed_units for call in bound[unit].calls)
 

@@ -45,8 +45,8 @@ def add_holders(holding: Holding, needs: Mapping[int, Sequence[str]], bound: Bou
     return changed
 
 
-def synchronize(holding: Holding, bound: BoundMesh, watch: Watch) -> None:
-    """Start all replicas, and all holders of a tied parameter, from the same numbers: those of the first."""
+def synchronize(holding: Holding, bound: BoundMesh, watch: Watch, axes: Sequence[str] = ("dp",)) -> None:
+    """Start all peers on ``axes``, and all holders of a tied parameter, from the same numbers: those of the first."""
     placement = holding.placement
     assert placement is not None
     watch.doing("bringing initial weights in line")
@@ -62,9 +62,10 @@ def synchronize(holding: Holding, bound: BoundMesh, watch: Watch) -> None:
                         dist.send(carried, bound.peer("pp", holder))
                 else:
                     dist.recv(carried, bound.peer("pp", home))
-        if bound.size("dp") > 1:
-            with watch.waiting(f"dp peers, ranks {list(bound.groups['dp'])}"):
-                dist.broadcast(carried, bound.groups["dp"][0], group=bound.handles["dp"])
+        for axis in axes:
+            if bound.size(axis) > 1:
+                with watch.waiting(f"{axis} peers, ranks {list(bound.groups[axis])}"):
+                    dist.broadcast(carried, bound.groups[axis][0], group=bound.handles[axis])
         if carried.data_ptr() != tensor.data_ptr():
             tensor.copy_(carried.view_as(tensor))
     watch.doing("between steps")

@@ -150,6 +150,7 @@ class WorkCounter:
     def _gradient_flow(self) -> set[int]:
         """The tensors through which a gradient reaches a trainable parameter."""
         needing = {t for t, trainable in self._parameters.items() if trainable}
+        needing.update(t for t in self.graph.inputs if self.graph.tensors[t].role == "activation")
         for op in self.graph.ops:
             if any(t in needing for t in op.inputs):
                 needing.update(t for t in op.outputs if self.graph.tensors[t].is_floating)

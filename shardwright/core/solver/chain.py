@@ -12,7 +12,7 @@ from shardwright.core.errors import PlanError
 from shardwright.core.fold import Folded
 from shardwright.core.layout import Layout, Placement, Split
 from shardwright.core.realised import RealisedUnit
-from shardwright.core.rules.axes import Dim
+from shardwright.core.rules.axes import Dim, DimGroup
 from shardwright.core.solver.frame import Frame
 from shardwright.core.solver.network import Choices
 from shardwright.core.solver.prices import Setting
@@ -192,15 +192,53 @@ class _Chain:
                 inner = [g.dims for g in groups if not any(t in crossing for t, _ in g.dims)]
                 asked = [(t, p.dim) for t, places in own.items() for p in places if isinstance(p, Split)]
                 dims = frozenset[Dim]().union(*inner, *(self.frame.split_with(index, dim) for dim in asked))
-            self._problems[key] = UnitProblem(self.frame, index, self.setting, own, dims)
+            problem = UnitProblem(self.frame, index, self.setting, own, dims)
+            self._problems[key] = problem if self._is_solvable(problem, index) else self._narrower(problem, index)
         return self._problems[key]
+
+    def _is_solvable(self, problem: UnitProblem, index: int) -> bool:
+        enters, leaves = self._border_nodes(problem, index)
+        return problem.network.is_solvable([node for node in (enters, leaves) if node is not None])
+
+    def _narrower(self, entangled: UnitProblem, index: int) -> UnitProblem:
+        """A unit whose ops are too entangled for all of its choices at once (a recurrence written out): as many groups
+        of dims as can be weighed exactly, those that hold the most parameters first. The others stay whole."""
+        graph = self.folded.graph
+        entries = {graph.parameters[p].tensor: graph.tensors[graph.parameters[p].tensor].elements(1)
+                   for p in entangled.unit.parameters}  # fmt: skip
+
+        def held(group: DimGroup) -> int:
+            return sum(entries.get(tensor, 0) for tensor in {t for t, _ in group.dims})
+
+        asked = frozenset(
+            (t, place.dim) for t, places in entangled.pins.items() for place in places if isinstance(place, Split)
+        )
+        dims = frozenset[Dim]().union(asked, *(self.frame.split_with(index, dim) for dim in asked))
+        if self.setting.free_activations:  # the units beside this one know the same states of their border
+            borders = (*entangled.entering, *entangled.leaving)
+            dims |= {(t, d) for t in borders for d in range(len(graph.tensors[t].fixed))}
+        found = UnitProblem(self.frame, index, self.setting, entangled.pins, dims)
+        for group in sorted(self.frame.groups(index), key=held, reverse=True):
+            more = dims | (group.dims if entangled.dims is None else group.dims & entangled.dims)
+            if more == dims:
+                continue
+            tried = UnitProblem(self.frame, index, self.setting, entangled.pins, more)
+            if self._is_solvable(tried, index):
+                found, dims = tried, more
+        return found
+
+    def _border_nodes(self, problem: UnitProblem, index: int) -> tuple[int | None, int | None]:
+        """The nodes of what enters a unit from the one before, and of what leaves it for the next."""
+        before = self.frame.main[index - 1] if index else None
+        return (
+            self._node(problem, problem.entering, before, index),
+            self._node(problem, problem.leaving, self.frame.main[index], index),
+        )
 
     def _table(self, index: int, pins: Pins, price: float) -> _Step:
         """Least cost by (layout that enters, layout that leaves); dims of size 1 where nothing is to choose."""
         problem = self._problem(index, pins)
-        before = self.frame.main[index - 1] if index else None
-        enters = self._node(problem, problem.entering, before, index)
-        leaves = self._node(problem, problem.leaving, self.frame.main[index], index)
+        enters, leaves = self._border_nodes(problem, index)
         fixed = {
             node: next(i for i, (value, _) in enumerate(problem.options[node]) if all(p == R for p in value))
             for node in (*problem.entering.values(), *problem.leaving.values())

@@ -109,6 +109,16 @@ class Network:
             raise PlanError("no combination of layouts is allowed: some pins contradict each other or the framework")
         return result, Choices(tuple(kept), tuple(order), len(sizes))
 
+    def is_solvable(self, kept: Sequence[int]) -> bool:
+        """Whether `tables` can build what it needs."""
+        sizes = [len(c) for c in self.costs]
+        near = _neighbours(len(sizes), self.edges)
+        for node in self._order(tuple(kept)):
+            if _size(near[node] | {node}, sizes) > MAX_TABLE:
+                return False
+            _eliminate(near, node)
+        return True
+
     def _order(self, kept: tuple[int, ...]) -> tuple[int, ...]:
         """An order of elimination: the best of a few greedy ones, seeded, by the entries of all tables together."""
         if kept not in self._orders:
@@ -147,10 +157,7 @@ def _greedy(
     after a step against what the step costs, and break ties."""
     draws = np.random.default_rng(seed)
     keeps_weight = (0.0, 0.5, 1.0)[seed % 3]
-    near: list[set[int]] = [set() for _ in sizes]
-    for a, b in edges:
-        near[a].add(b)
-        near[b].add(a)
+    near = _neighbours(len(sizes), edges)
     noise = 1 + (0.3 if seed > 2 else 0.0) * draws.random(len(sizes))
     left = set(range(len(sizes))) - set(kept)
     order, total = [], 0
@@ -165,12 +172,25 @@ def _greedy(
         total += _size(near[node] | {node}, sizes)
         order.append(node)
         left.discard(node)
-        for other in near[node]:
-            near[other] |= near[node]
-            near[other] -= {other, node}
+        _eliminate(near, node)
         for other in near[node] & left:
             scores[other] = score(other)
     return total, tuple(order)
+
+
+def _neighbours(nodes: int, edges: Iterable[tuple[int, int]]) -> list[set[int]]:
+    near: list[set[int]] = [set() for _ in range(nodes)]
+    for a, b in edges:
+        near[a].add(b)
+        near[b].add(a)
+    return near
+
+
+def _eliminate(near: list[set[int]], node: int) -> None:
+    """What a node's elimination leaves: its neighbours are each other's."""
+    for other in near[node]:
+        near[other] |= near[node]
+        near[other] -= {other, node}
 
 
 def _size(scope: set[int], sizes: Sequence[int]) -> int:

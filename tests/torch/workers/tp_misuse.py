@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from tp_models import batch, build
 
 import shardwright.torch as sw
+from shardwright.backends.torch.unsplit import seeded_by_rule
 from shardwright.core.errors import ShardwrightError
 
 
@@ -88,7 +89,7 @@ def train_plain(model, x, labels):
 
 
 def own_gradient() -> str:
-    """It runs whole, says why, and is right."""
+    """Its units run whole, say why, and it is right."""
     torch.manual_seed(1)
     plain, reference = OwnGradient(), OwnGradient()
     reference.load_state_dict(plain.state_dict())
@@ -101,7 +102,63 @@ def own_gradient() -> str:
     worst = max(float((p.grad - q.grad).abs().max()) for p, q in pairs)
     if abs(loss - expected.item()) > 1e-5 or worst > 1e-5:
         return f"loss {loss} for {expected.item()}, gradients {worst} apart"
-    return model.runtime.tensor.whole_because
+    return json.dumps(model.runtime.tensor.whole_units)
+
+
+class Mixed(nn.Module):
+    """One block with a gradient of its own between two without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Feed(), OwnFeed(), Feed()])
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(x, labels)
+
+
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(8, 32), nn.Linear(32, 8), nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.dropout(torch.relu(self.up(x))))
+
+
+class OwnFeed(Feed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Scaled.apply(super().forward(x))
+
+
+def mixed() -> str:
+    """The blocks beside it are on pieces; masks and results are the unsplit model's."""
+    torch.manual_seed(1)
+    plain, reference = Mixed(), Mixed()
+    reference.load_state_dict(plain.state_dict())
+    x, labels = torch.randn(4, 3, 8), torch.randn(4, 3, 8)
+    model = begin(plain)
+    loss = float(train_plain(model, x, labels).reduce_mean())
+    total = 0.0
+    for m, (a, b) in enumerate(zip(x.chunk(2), labels.chunk(2), strict=True)):
+        with seeded_by_rule(reference, seed=0, step=0, microbatch=m):
+            part = reference(a, b) / 2
+        part.backward()
+        total += part.item()
+    shards = model.runtime.gradients.shards
+    pairs = [(shards.whole(n, p.grad), reference.get_parameter(n).grad) for n, p in sorted(plain.named_parameters())]
+    worst = max(float((a - b).abs().max()) for a, b in pairs)
+    if abs(loss - total) > 1e-5 or worst > 1e-5:
+        return f"loss {loss} for {total}, gradients {worst} apart"
+    return f"{sorted(shards.places)} {sorted(model.runtime.tensor.whole_units)}"
+
+
+def other_dropout_seeds() -> str:
+    model = begin(build("gpt2", 0.1))
+    sw.set_seed(dist.get_rank())
+    train_step(model, batch("gpt2", 0))
+    return ""
 
 
 class Odd(nn.Module):
@@ -233,9 +290,9 @@ def evaluate(model, batch):
 
 
 CASES: dict[str, Callable[[], str]] = {
-    "hook": hooked, "inputs": other_inputs, "seeds": other_seeds, "own gradient": own_gradient,
-    "odd widths": odd_widths, "changed module": changed_module, "evaluation": evaluation,
-    "registered": registered, "built before": built_before,
+    "hook": hooked, "inputs": other_inputs, "seeds": other_seeds, "own gradient": own_gradient, "mixed": mixed,
+    "dropout seeds": other_dropout_seeds, "odd widths": odd_widths, "changed module": changed_module,
+    "evaluation": evaluation, "registered": registered, "built before": built_before,
 }  # fmt: skip
 
 

@@ -13,8 +13,12 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
+    T5Config,
+    T5ForConditionalGeneration,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -112,6 +116,26 @@ class Fused(nn.Module):
         return Output(loss=F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), logits=logits)
 
 
+class Recurrence(nn.Module):
+    """A recurrence written out, step by step into a tensor that is made beforehand."""
+
+    def __init__(self, dropout: float, width: int = 8, inner: int = 16) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(width, inner) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(inner, width) for _ in range(2))
+        self.decay, self.dropout = nn.Parameter(torch.randn(2, inner) * 0.1), nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Output:
+        for up, decay, down in zip(self.up, self.decay, self.down, strict=True):
+            given = up(x)
+            made, state = torch.zeros_like(given), torch.zeros_like(given[:, 0])
+            for t in range(x.shape[1]):
+                state = torch.maximum(state * torch.exp(decay), given[:, t])
+                made[:, t] = state
+            x = x + self.dropout(down(made))
+        return Output(loss=F.mse_loss(x, labels))
+
+
 def build(name: str, dropout: float = 0.0) -> nn.Module:
     """A model with the same weights in every process; ``-heads4``: with as many heads as four ranks need."""
     torch.manual_seed(3)
@@ -123,6 +147,8 @@ def build(name: str, dropout: float = 0.0) -> nn.Module:
         return Fused(dropout)
     if name == "images":
         return Images(dropout)
+    if name == "recurrence":
+        return Recurrence(dropout)
     if name == "vit":
         return ViTForImageClassification(
             ViTConfig(
@@ -160,6 +186,21 @@ def build(name: str, dropout: float = 0.0) -> nn.Module:
                 attention_probs_dropout_prob=dropout,
             )
         )  # fmt: skip
+    if variant and name == "t5":
+        return T5ForConditionalGeneration(
+            T5Config(
+                num_layers=2, d_model=32, num_heads=4, d_ff=64, d_kv=8, vocab_size=VOCABULARY, dropout_rate=dropout,
+                decoder_start_token_id=0, pad_token_id=0, tie_word_embeddings=True,
+            )
+        )  # fmt: skip
+    if variant and name == "mixtral":
+        return MixtralForCausalLM(
+            MixtralConfig(
+                vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+                num_key_value_heads=4, intermediate_size=32, num_local_experts=4, max_position_embeddings=32,
+                bos_token_id=0, eos_token_id=0, pad_token_id=0, attention_dropout=dropout,
+            )
+        )  # fmt: skip
     return models.build(name, dropout)
 
 
@@ -171,6 +212,9 @@ def batch(name: str, step: int, samples: int = 8) -> dict[str, Any]:
         users = torch.randint(0, 40, (samples,), generator=generator)
         items = torch.randint(0, 24, (samples,), generator=generator)
         return {"user": users, "item": items, "labels": torch.randint(0, 2, (samples,), generator=generator).float()}
+    if name == "recurrence":
+        x = torch.randn((samples, 3, 8), generator=generator)
+        return {"x": x, "labels": torch.randn((samples, 3, 8), generator=generator)}
     if name == "images":
         images = torch.randn((samples, 3, 8, 8), generator=generator)
         return {"pixel_values": images, "labels": torch.randint(0, 5, (samples,), generator=generator)}

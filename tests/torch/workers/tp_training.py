@@ -1,9 +1,8 @@
 """Trains models under several degrees in one launch, dropout on, and compares every step with an unsplit run.
 
-Usage: tp_training.py FOLDER OUT.json CASE...; a case is model:pp:dp:tp, or model:pp:dp:tp:apart where each rank of the
-tensor axis has samples of its own, or model:pp:dp:tp:memory or :speed for what is optimized. The unsplit run is this
-library's own in one process, whose masks are those of the logical tensors; `reference` runs it and leaves its numbers
-for the launches.
+Usage: tp_training.py FOLDER OUT.json CASE...; a case is model:pp:dp:tp, or model:pp:dp:tp:HOW with a key of `HOW`. The
+unsplit run is this library's own in one process, whose masks are those of the logical tensors; `reference` runs it and
+leaves its numbers for the launches.
 
     tp_training.py reference FOLDER MODEL...
 """
@@ -20,6 +19,12 @@ from tp_models import batch, build
 import shardwright.torch as sw
 
 STEPS, DROPOUT, GLOBAL_MICROBATCHES = 4, 0.1, 4
+HOW: dict[str, dict[str, Any]] = {
+    "apart": {"prescaled_batch": False},  # each rank of the tensor axis has samples of its own
+    "memory": {"optimize": "memory"},  # what the tensor axis leaves whole is divided along the sequence
+    "speed": {"optimize": "speed"},
+    "recompute": {"recompute": "full"},
+}
 
 
 @sw.step
@@ -58,7 +63,7 @@ def train(name: str, keys: dict[str, Any], replicas: int) -> dict[str, Any]:
         "gradients": gradients,
         "state": {key: value.clone() for key, value in state.items()},
         "held": sum(p.numel() for p in model.local_parameters()),
-        "whole_because": "" if tensor is None else tensor.whole_because,
+        "whole_because": "" if tensor is None else tensor.by_calls_because,
     }
     before = {key: value.clone() for key, value in model.local_state_dict().items() if isinstance(value, torch.Tensor)}
     model.load_state_dict(state)
@@ -100,7 +105,7 @@ def main() -> None:
     for case in sys.argv[3:]:
         name, pp, dp, tp, how = (*case.split(":"), "")[:5]
         keys = {"pipeline_parallel_degree": int(pp), "tensor_parallel_degree": int(tp), "ddp": int(dp) > 1}
-        keys |= {"prescaled_batch": False} if how == "apart" else {"optimize": how} if how else {}
+        keys |= HOW[how] if how else {}
         expected = torch.load(folder / f"{name}.pt", weights_only=True)
         result = compare(case, train(name, keys, int(dp)), expected)
         every: list[Any] = [None] * dist.get_world_size()

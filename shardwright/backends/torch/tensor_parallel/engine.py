@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,15 @@ from torch import nn
 from shardwright.backends.torch.program import Context, Leaf, Program
 from shardwright.backends.torch.randomness import Streams
 from shardwright.backends.torch.sample import Sample
+from shardwright.backends.torch.stage_map import recomputed_calls
+from shardwright.backends.torch.tensor_parallel.calls import Lowerer, PartCall
+from shardwright.backends.torch.tensor_parallel.hooks import refuse_hooks
 from shardwright.backends.torch.tensor_parallel.layouts import planned
 from shardwright.backends.torch.tensor_parallel.program import ModelCall, expand, find_call
 from shardwright.backends.torch.tensor_parallel.replay import Held, Replay, lower_all
 from shardwright.backends.torch.tensor_parallel.shards import Shards
-from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, trace
-from shardwright.core.errors import ShardwrightError
+from shardwright.backends.torch.tensor_parallel.trace import trace
+from shardwright.core.layout import Placement
 from shardwright.core.plan import Plan
 
 log = logging.getLogger("shardwright")
@@ -48,7 +51,8 @@ class TensorParallel:
     """The tensor axis of one rank's model.
 
     Attributes:
-        whole_because: why the model runs whole on every rank of the axis; empty where it does not.
+        by_calls_because: why the model is run unit call by unit call (`calls`); empty where it was captured whole.
+        whole_units: module path → why a unit runs whole on every rank of the axis.
         stage_of_call: the stage of every unit, by (name, 0).
         recompute: the units whose forward runs again in the backward pass.
         replays: what was lowered, one for each recorded step.
@@ -56,17 +60,20 @@ class TensorParallel:
 
     def __init__(self, model: nn.Module, shards: Shards, plan: Plan) -> None:
         self.model, self.shards, self.plan = model, shards, plan
-        self.whole_because = ""
+        self.by_calls_because = ""
+        self.whole_units: dict[str, str] = {}
         self.stage_of_call: dict[tuple[str, int], int] = {}
         self.recompute: frozenset[tuple[str, int]] = frozenset()
         self.replays: list[Replay] = []
         self._calls: dict[str, nn.Module] = {}
         self._draws: list[_Draws] = []
+        self._recorded = 0
+        self._wanted: tuple[Mapping[str, Placement], frozenset[str]] = {}, frozenset()
 
     def expand(self, program: Program, inputs: Sequence[torch.Tensor], device: torch.device) -> Program:
         """The recorded step with the model's units in place of its call. Raises NotReplayableError where the model
         cannot run op by op, ShardwrightError where a hook would be lost."""
-        _require_no_hooks(self.model)
+        refuse_hooks(self.model)
         call = find_call(program, inputs)
         arguments = _arguments(self.model, call)
         sample = Sample(arguments)
@@ -75,7 +82,7 @@ class TensorParallel:
         leaves = [call.leaf_of(leaf.tensor) for leaf in sample.leaves]
         given: dict[int, Leaf] = dict(zip(traced.graph.inputs, leaves, strict=True))
         draws = _Draws()
-        prefix = f"step {len(self.replays)} "
+        prefix = f"step {self._recorded} "
         layouts = planned(traced.graph, self.plan)
         replay = lower_all(traced, layouts, self.shards.axis, sample.batch, device, draws, prefix)
         expanded = expand(program, call, replay, given, self.shards.axis.size)
@@ -86,14 +93,16 @@ class TensorParallel:
             self._calls[unit.name] = UnitCall(unit.function, unit.held, find)
         self.recompute |= {(replay.units[i].name, 0) for i in self.plan.recomputed_units}
         self.replays.append(replay)
+        self._wanted = replay.parameters, replay.summed
+        self._recorded += 1
         self._draws.append(draws)
         return expanded
 
     def cut(self) -> None:
         """Cut the parameters as the last recorded step wants them. Every rank of the axis calls this."""
-        replay = self.replays[-1]
-        self.shards.cut(replay.parameters)
-        self.shards.summed |= replay.summed
+        parameters, summed = self._wanted
+        self.shards.cut(parameters)
+        self.shards.summed |= summed
 
     def take(self, streams: Streams) -> dict[str, nn.Module]:
         """What runs at the paths of units; those recorded since the last call draw their random numbers from
@@ -103,16 +112,43 @@ class TensorParallel:
         self._draws.clear()
         return dict(self._calls)
 
-    def run_whole(self, reason: NotReplayableError) -> None:
-        """Note that the model runs whole on every rank. Raises ShardwrightError where its parameters are in pieces."""
-        if self.replays:
-            raise ShardwrightError(
-                f"this step cannot run on pieces ({reason}), and the parameters are in pieces since an earlier one: "
-                f"run it without a tensor axis"
-            ) from reason
-        self.whole_because = str(reason)
-        if self.shards.axis.coordinate == 0:
-            log.warning("the model runs whole on every rank of the tensor axis, which saves nothing: %s", reason)
+    def by_calls(self, program: Program, stages: Mapping[tuple[str, int], int], device: torch.device) -> Program:
+        """The recorded step, whose calls of the model's units are known, with those on pieces that can be.
+
+        Args:
+            stages: the stage of every unit call.
+        """
+        draws = _Draws()
+        prefix = f"step {self._recorded} "
+        first_name = self.shards.holding.first_name
+        lowerer = Lowerer(self.model, self.plan, self.shards.axis, device, first_name, draws, prefix)
+        found = lowerer.lower(program)
+        self._recorded += 1
+        self._draws.append(draws)
+        self.whole_units.update(found.whole)
+        recomputed = recomputed_calls(self.plan)
+        self.stage_of_call.update(stages)
+        for before, step in zip(program.steps, found.program.steps, strict=True):
+            if step.path is None or step.path not in found.calls or before.path is None:
+                continue
+            call = before.path, before.occurrence
+            self.stage_of_call[step.path, 0] = stages[call]
+            if call in recomputed:
+                self.recompute |= {(step.path, 0)}
+            self._calls[step.path] = PartCall(found.calls[step.path])
+        self._wanted = found.parameters, found.summed
+        self._say_whole()
+        return found.program
+
+    def _say_whole(self) -> None:
+        if self.shards.axis.coordinate or not self.whole_units:
+            return
+        shown = "; ".join(f"{path or 'the model'}: {why}" for path, why in list(self.whole_units.items())[:3])
+        more = len(self.whole_units) - 3
+        log.warning(
+            "%d units run whole on every rank of the tensor axis, which saves nothing there: %s%s",
+            len(self.whole_units), shown, f"; and {more} more (model.runtime.tensor.whole_units)" if more > 0 else "",
+        )  # fmt: skip
 
 
 def _arguments(model: nn.Module, call: ModelCall) -> Any:
@@ -127,20 +163,3 @@ def _arguments(model: nn.Module, call: ModelCall) -> Any:
 def _autocast(call: ModelCall) -> Any:
     dtype = call.step.autocast
     return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
-
-
-def _require_no_hooks(model: nn.Module) -> None:
-    """Raise ShardwrightError for hooks on modules: units run op by op, and no module is called."""
-    for path, module in model.named_modules():
-        kinds = (
-            module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks,
-        )  # fmt: skip
-        hooks = [hook for held in kinds for hook in held.values()]
-        own = [h for h in hooks if not str(getattr(h, "__module__", "")).startswith("shardwright.")]
-        if own:
-            name = getattr(own[0], "__qualname__", type(own[0]).__name__)
-            raise ShardwrightError(
-                f"{path or 'the model'} has a hook ({name}) that would never be called: on the tensor axis a model's "
-                f"ops run on pieces, without its modules. Take it off (handle.remove()), or use a tensor-parallel "
-                f"degree of 1"
-            )

@@ -1,18 +1,20 @@
 """What the solver chose for one unit, op by op: signatures, and the conversions of every value and its gradient."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwright.backends.torch.tensor_parallel.collectives import Change
 from shardwright.core.errors import PlanError
-from shardwright.core.fold import Unit, fold
+from shardwright.core.fold import Folded, Unit, fold
 from shardwright.core.graph import Graph
 from shardwright.core.layout import Placement, Replicate
 from shardwright.core.plan import Plan
-from shardwright.core.realise import realise
+from shardwright.core.realise import realise, terms_of
 from shardwright.core.realised import Link, RealisedUnit
 from shardwright.core.rules.signature import Signature
+from shardwright.core.solver import Frame
 from shardwright.core.solver.problem import dual
+from shardwright.core.tensor_layouts import choose
 
 R = Replicate()
 
@@ -56,6 +58,18 @@ class UnitLayout:
 def planned(graph: Graph, plan: Plan) -> tuple[UnitLayout, ...]:
     """The layouts of all units of a captured model, as a plan has them. Raises PlanError as `realise` does."""
     return of_realised(graph, realise(graph, plan))
+
+
+def planned_part(graph: Graph, plan: Plan, places: Mapping[str, Placement]) -> tuple[UnitLayout, ...]:
+    """The layouts of a part of a model as one unit, whole at its borders, with its parameters in these places (by name;
+    those not named are whole). Raises PlanError where an op cannot use a place."""
+    used = {t for op in graph.ops for t in op.inputs}
+    parameters = tuple(i for i, p in enumerate(graph.parameters) if p.tensor in used)
+    unit = Unit(0, 0, len(graph.ops), 0, (), parameters)
+    terms = replace(terms_of(plan.decision, plan.costs.rates), sequence_parallel=False)
+    pins = {graph.parameters[i].tensor: (places.get(graph.parameters[i].name, R),) for i in parameters}
+    chosen = choose(Frame(Folded(graph, (unit,))), terms, pins)
+    return (_layout(graph, unit, chosen.realised(0)),)
 
 
 def of_realised(graph: Graph, realised: Sequence[RealisedUnit]) -> tuple[UnitLayout, ...]:

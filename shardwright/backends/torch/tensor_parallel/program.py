@@ -42,6 +42,8 @@ def find_call(program: Program, inputs: Sequence[torch.Tensor]) -> ModelCall:
     (step,) = calls
     if program.guards:
         raise NotReplayableError("what the model does depends on the values of the batch")
+    if program.draws_on_host or program.unsteady:
+        raise NotReplayableError("the model draws random numbers by Python or NumPy, or where its values say")
     if any(v is not None for _, outputs in step.object_outputs for v in outputs) or step.renewals:
         raise NotReplayableError("the model writes to objects or tensors that it is given")
     found: list[tuple[torch.Tensor, Leaf]] = []

@@ -6,7 +6,7 @@ place is a new value. Sizes among the arguments are linear in the batch, as thos
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from shardwright.backends.torch.capture import _NeedsValuesError, _Run, _Session
 from shardwright.backends.torch.ops import Ref, Template
 from shardwright.backends.torch.program import Context, tensors_in
 from shardwright.backends.torch.record import Func, Recorder, View
-from shardwright.backends.torch.sample import Sample
+from shardwright.backends.torch.sample import Leaf, Sample
 from shardwright.backends.torch.unflatten import unflatten_products, without_unused
 from shardwright.core.errors import CaptureError
 from shardwright.core.graph import Graph, Op, Tensor
@@ -197,6 +197,11 @@ class TracingRecorder(Recorder):
         self._draft(template, first, call, given, inputs)
         return made
 
+    def _write(self, tensor: torch.Tensor, number: int) -> None:
+        if torch.is_grad_enabled():  # what is written brings its history
+            self._detached.discard(id(tensor))
+        super()._write(tensor, number)
+
     def _write_back(self, view: View, old: int, number: int) -> int:
         whole = super()._write_back(view, old, number)
         assert view.template is not None
@@ -266,6 +271,35 @@ def trace(model: nn.Module, sample: Any, *, asked: tuple[int, ...] | None = None
     return _traced(graph, small, large, session)
 
 
+class _PartSession(_TracingSession):
+    """Of a part of a model, on tensors as they are inside it."""
+
+    def _fake_leaf(self, size: int) -> Callable[[Leaf], torch.Tensor]:
+        def make(leaf: Leaf) -> torch.Tensor:
+            given = leaf.tensor
+            made = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="cpu")
+            return made.requires_grad_(given.requires_grad)
+
+        return make
+
+
+def trace_part(module: nn.Module, sample: Any, asked: tuple[int, ...]) -> Traced:
+    """`trace` of a module inside a model, at the sizes of the sample alone. Gradients flow into those tensors of the
+    sample that require them."""
+    session = _PartSession(module, Sample(sample, fixed=True), None, False)
+    session.asked = asked
+    try:
+        small, large = session.run_fake()
+    except _NeedsValuesError as needs:
+        raise NotReplayableError(f"{needs}: what it makes depends on values") from needs
+    traced = _traced(session.graph(small, large, CAPABILITIES), small, large, session)
+    tensors = list(traced.graph.tensors)
+    for number, leaf in zip(traced.graph.inputs, session.sample.leaves, strict=True):
+        if leaf.tensor.requires_grad:
+            tensors[number] = replace(tensors[number], role="activation")
+    return replace(traced, graph=replace(traced.graph, tensors=tuple(tensors)))
+
+
 def _traced(graph: Graph, small: _Run, large: _Run, session: _TracingSession) -> Traced:
     a, b = small.recorder, large.recorder
     assert isinstance(a, TracingRecorder)
@@ -333,7 +367,8 @@ def _numbers(graph: Graph, recorder: Recorder, origin: Sequence[int]) -> dict[in
 
 
 def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    strides = tensor.stride()
+    """Of a mask for this tensor: dims that are expanded, or not dense, come where torch puts them."""
+    strides = torch.empty_like(tensor).stride()
     return tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))
 
 

@@ -1,0 +1,275 @@
+"""The tensor axis by calls: where a model cannot be captured whole, each unit that can is run on pieces by itself.
+
+The step is recorded as for a pipeline, unit calls and what lies between them. A call whose module can be captured
+becomes a function of local tensors, between values that are whole; any other stays a call of the module, which every
+rank of the axis makes, with the reason. Parameters lie as the plan says where all of their readers are in pieces.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from shardwright.backends.torch.program import (
+    ConstantRef,
+    Context,
+    Leaf,
+    Literal,
+    ObjectRef,
+    Program,
+    Step,
+    Tree,
+    ValueRef,
+)
+from shardwright.backends.torch.sample import Sample
+from shardwright.backends.torch.tensor_parallel.collectives import Axis
+from shardwright.backends.torch.tensor_parallel.hooks import require_no_hooks
+from shardwright.backends.torch.tensor_parallel.layouts import planned_part
+from shardwright.backends.torch.tensor_parallel.replay import Replay, lower_all
+from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, Traced, trace_part
+from shardwright.core.errors import CaptureError, PlanError
+from shardwright.core.layout import Placement, Replicate
+from shardwright.core.plan import Plan
+from shardwright.core.structure import in_own_dims, layout_of
+from shardwright.core.tensor_layouts import AXIS
+
+R = Replicate()
+
+
+@dataclass(frozen=True, slots=True)
+class CallOnPieces:
+    """A unit call that runs on pieces."""
+
+    step: Step
+    """In place of the recorded one."""
+    module: nn.Module
+    replay: Replay
+    given: tuple[int, ...]
+    """The graph tensors that the step's arguments are."""
+    made: tuple[tuple[int, tuple[int, ...]], ...]
+    """(graph tensor, strides) of every output of the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByCalls:
+    """A recorded step of which some unit calls run on pieces.
+
+    Attributes:
+        calls: by the path that their steps have now.
+        whole: module path → why it runs whole.
+        parameters: first name → place, of all parameters; ``summed``: as `Replay.summed`.
+    """
+
+    program: Program
+    calls: Mapping[str, CallOnPieces]
+    whole: Mapping[str, str]
+    parameters: Mapping[str, Placement]
+    summed: frozenset[str]
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A call that could be captured."""
+
+    step: Step
+    path: str
+    traced: Traced
+    leaves: list[Leaf]
+    names: dict[str, str]
+    """Names of parameters in the module → first names in the model."""
+
+
+class Lowerer:
+    """Puts unit calls of one recorded step on pieces.
+
+    Args:
+        first_name: for every name of a parameter or buffer, its first.
+        seed: before a draw, with the context that the unsplit model has there.
+        prefix: of the paths that steps on pieces get.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        axis: Axis,
+        device: torch.device,
+        first_name: Mapping[str, str],
+        seed: Callable[[Context], None],
+        prefix: str,
+    ) -> None:
+        self.model, self.plan, self.axis, self.device = model, plan, axis, device
+        self.first_name, self.seed, self.prefix = first_name, seed, prefix
+
+    def lower(self, program: Program) -> ByCalls:
+        """The program with as many of its calls on pieces as can be."""
+        whole: dict[str, str] = {}
+        drafts: dict[int, _Draft] = {}
+        for step in program.steps:
+            if step.path is not None and program.is_one_of_many:
+                whole[step.path] = "random numbers decide which units are called"
+            elif step.path is not None:
+                try:
+                    drafts[step.index] = self._draft(program, step, step.path)
+                except (CaptureError, PlanError) as reason:
+                    whole.setdefault(step.path, _first_sentence(reason))
+        planned = placements(self.plan, self.first_name)
+        calls: dict[int, CallOnPieces] = {}
+        while True:
+            kept_whole = {n for s in program.steps if s.index not in drafts for n in s.parameters}
+            places = {name: place for name, place in planned.items() if name not in kept_whole}
+            readers: dict[str, int] = {}
+            for step in program.steps:
+                for name in step.parameters:
+                    readers[name] = readers.get(name, 0) + 1
+            shared = {name for name, count in readers.items() if count > 1}
+            failed = False
+            for index, draft in tuple(drafts.items()):
+                known = calls.get(index)
+                wanted = {name: places.get(first, R) for name, first in draft.names.items()}
+                if known is not None and all(known.replay.parameters[n] == p for n, p in wanted.items()):
+                    continue
+                try:
+                    calls[index] = self._lowered(program, draft, wanted)
+                    if terms := sorted(shared & {draft.names[n] for n in calls[index].replay.summed}):
+                        raise NotReplayableError(f"its gradient of {terms[0]}, which other units use, is a term")
+                except (CaptureError, PlanError) as reason:
+                    whole.setdefault(draft.path, _first_sentence(reason))
+                    calls.pop(index, None)
+                    del drafts[index]
+                    failed = True
+            if not failed:
+                break
+        parameters: dict[str, Placement] = dict.fromkeys(planned, R)
+        summed: set[str] = set()
+        for index, call in calls.items():
+            for name, place in call.replay.parameters.items():
+                parameters[drafts[index].names[name]] = place
+            summed.update(drafts[index].names[n] for n in call.replay.summed)
+        steps = tuple(calls[s.index].step if s.index in calls else s for s in program.steps)
+        by_path = {str(call.step.path): call for call in calls.values()}
+        return ByCalls(replace(program, steps=steps), by_path, whole, parameters, frozenset(summed))
+
+    def _draft(self, program: Program, step: Step, path: str) -> _Draft:
+        module = self.model.get_submodule(path)
+        require_no_hooks(module, path)
+        leaves: list[tuple[torch.Tensor, Leaf]] = []
+
+        def resolve(leaf: Leaf) -> Any:
+            if isinstance(leaf, Literal):
+                return leaf.value
+            if isinstance(leaf, ConstantRef):
+                tensor = leaf.tensor
+            elif isinstance(leaf, ValueRef):
+                value = program.values[leaf.value]
+                tensor = torch.empty_strided(value.shape, value.strides, dtype=value.dtype)
+                tensor.requires_grad_(value.carries_gradient)
+            elif isinstance(leaf, ObjectRef):
+                kind = next(type(t.value).__name__ for (i, _), t in program.templates.items() if i == leaf.index)
+                raise NotReplayableError(
+                    f"it is given a {kind}, an object that it may write to: call the model without it (a cache: "
+                    f"use_cache=False)"
+                )
+            else:
+                raise NotReplayableError("it is given a parameter or a buffer")
+            leaves.append((tensor, leaf))
+            return tensor
+
+        args, kwargs = step.arguments.build(resolve)
+        if step.object_outputs or step.renewals or step.written:
+            raise NotReplayableError("it writes to objects or tensors that it is given")
+        sample = _sample(module, args, kwargs)
+        asked = tuple(i for i, value in enumerate(step.outputs) if value is not None)
+        with torch.autocast("cpu", dtype=step.autocast or torch.bfloat16, enabled=step.autocast is not None):
+            traced = trace_part(module, sample, asked)
+        of = {id(tensor): leaf for tensor, leaf in leaves}
+        order = [of[id(leaf.tensor)] for leaf in Sample(sample, fixed=True).leaves]
+        names = {p.name: self.first_name[f"{path}.{p.name}"] for p in traced.graph.parameters}
+        return _Draft(step, path, traced, order, names)
+
+    def _lowered(self, program: Program, draft: _Draft, places: Mapping[str, Placement]) -> CallOnPieces:
+        step, traced, graph = draft.step, draft.traced, draft.traced.graph
+        counts = dict(step.counts)
+
+        def in_model(context: Context) -> Context:
+            path = f"{draft.path}.{context[0]}" if context[0] else draft.path
+            return path, counts.get(path, 0) + context[1], context[2]
+
+        path = f"{self.prefix}{draft.path} (call {step.occurrence})"
+        layouts = planned_part(graph, self.plan, places)
+        replay = lower_all(traced, layouts, self.axis, 1, self.device, lambda c: self.seed(in_model(c)), path)
+        numbers = [value for value in step.outputs if value is not None]
+        tensors = [tensor for tensor in traced.outputs if tensor is not None]
+        if len(set(tensors)) != len(numbers):
+            raise NotReplayableError("it returns one tensor twice")
+        spec = pytree.tree_structure((tuple(0 for _ in draft.leaves), {}))
+        lowered = replace(
+            step,
+            path=path,
+            occurrence=0,
+            arguments=Tree(tuple(draft.leaves), spec),
+            outputs=tuple(numbers),
+            autocast=None,
+            random=tuple(in_model(c) for unit in replay.units for c in unit.draws),
+            counts=(),
+        )
+        made = tuple((t, program.values[n].strides) for t, n in zip(tensors, numbers, strict=True))
+        return CallOnPieces(lowered, self.model.get_submodule(draft.path), replay, graph.inputs, made)
+
+
+class PartCall(nn.Module):
+    """A unit call on pieces, called where its module would be."""
+
+    def __init__(self, call: CallOnPieces) -> None:
+        super().__init__()
+        self.call, self.find = call, call.replay.held(call.module)
+
+    def forward(self, *entering: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        values = dict(zip(self.call.given, entering, strict=True))
+        for unit in self.call.replay.units:
+            made = unit.function(*[values[t] for t in unit.entering], *[self.find(t) for t in unit.held])
+            values.update(zip(unit.leaves, made, strict=True))
+        return tuple(_laid_out(values[tensor], strides) for tensor, strides in self.call.made)
+
+
+def _sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Arguments as capture takes them: all by position, or all by name."""
+    if not args or not kwargs:
+        return kwargs or tuple(args)
+    signature = inspect.signature(module.forward)
+    bound = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            bound |= bound.pop(name, {})
+        elif parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY) and name in bound:
+            raise NotReplayableError("it takes arguments that can only be given by position beside others by name")
+    return bound
+
+
+def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """In the memory order that the module gives it: what comes after may draw random numbers in that."""
+    if tensor.stride() == strides:
+        return tensor.view_as(tensor)
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def placements(plan: Plan, first_name: Mapping[str, str]) -> dict[str, Placement]:
+    """First name → where the plan puts the parameter on the tensor axis; whole where units want different places."""
+    decided = dict(plan.decision.layouts)
+    found: dict[str, Placement] = dict.fromkeys(first_name.values(), R)
+    seen: set[str] = set()
+    for unit, bound in enumerate(plan.binding("torch").units):
+        for role, name, dims in bound.parameters:
+            place = in_own_dims(layout_of(decided, unit, plan.model.unit_classes[unit], role), dims).on(AXIS)
+            first = first_name[name]
+            found[first] = place if first not in seen or found[first] == place else R
+            seen.add(first)
+    return found
+
+
+def _first_sentence(reason: Exception) -> str:
+    return " ".join(str(reason).split())[:300]

@@ -1,0 +1,35 @@
+"""Hooks on modules, which no replay calls."""
+
+from torch import nn
+
+from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
+from shardwright.core.errors import ShardwrightError
+
+
+def hooked(module: nn.Module, path: str = "") -> str | None:
+    """The first module with a hook that is not the library's own, and the hook; None: there is none."""
+    for inner, found in module.named_modules(prefix=path):
+        kinds = (
+            found._forward_pre_hooks, found._forward_hooks, found._backward_pre_hooks, found._backward_hooks,
+        )  # fmt: skip
+        for hook in (hook for held in kinds for hook in held.values()):
+            if not str(getattr(hook, "__module__", "")).startswith("shardwright."):
+                return f"{inner or 'the model'} has a hook ({getattr(hook, '__qualname__', type(hook).__name__)})"
+    return None
+
+
+def require_no_hooks(module: nn.Module, path: str) -> None:
+    """Raise NotReplayableError for a hook inside a unit."""
+    said = hooked(module, path)
+    if said is not None:
+        raise NotReplayableError(f"{said}, which is called on whole tensors")
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raise ShardwrightError for hooks on modules: units run op by op, and no module is called."""
+    said = hooked(model)
+    if said is not None:
+        raise ShardwrightError(
+            f"{said} that would never be called: on the tensor axis a model's ops run on pieces, without its modules. "
+            f"Take it off (handle.remove()), or use a tensor-parallel degree of 1"
+        )
