@@ -1,8 +1,9 @@
 """A plan in words: what was decided, what it costs, and why a parameter lies as it does."""
 
 from shardwright.core.errors import PlanError, nearest
+from shardwright.core.picture import picture
 from shardwright.core.plan import Plan
-from shardwright.core.structure import layout_of
+from shardwright.core.structure import SlotDims, in_own_dims, layout_of
 
 
 def explain(plan: Plan, parameter: str | None = None) -> str:
@@ -46,6 +47,7 @@ def _parameter_text(plan: Plan, parameter: str) -> str:
     unsplit = dict(plan.unsplit)
     decided = dict(plan.decision.layouts)
     others = dict(plan.layout_alternatives)
+    schedule = plan.build_schedule()
     for framework, unit, role in known[parameter]:
         stage = next(s for s, units in enumerate(plan.stage_units) if unit in units)
         slot = f"{plan.model.unit_classes[unit]}/{role}"
@@ -65,7 +67,21 @@ def _parameter_text(plan: Plan, parameter: str) -> str:
             for a in others.get(slot, ())
             if a.layout != layout
         ]
+        bound = plan.binding(framework).units[unit].parameters
+        name, dims = next((name, dims) for held, name, dims in bound if held == role)
+        own = in_own_dims(layout, dims)
+        rank = schedule.stage_to_rank(stage)
+        where = f", on pipeline rank {rank}" if plan.decision.pp > 1 else ""
+        whole = _own_shape(dims)
+        lines.append(f"  {name} {whole} as {framework} has it{where}:")
+        lines += [f"    {line}" for line in picture(whole, own, plan.mesh, pp=rank).splitlines()]
     return "\n".join(lines)
+
+
+def _own_shape(dims: SlotDims) -> tuple[int, ...]:
+    """The shape that a framework gives a parameter, from the dims that each slot dim is made of."""
+    sizes = {dim: size for group in dims for dim, size in group}
+    return tuple(sizes[dim] for dim in sorted(sizes))
 
 
 def _signed(value: float, unit: str) -> str:

@@ -63,3 +63,11 @@ def test_a_unit_that_differs_from_its_class_is_told_by_itself(plan: sw.Plan) -> 
 def test_an_unknown_parameter_is_named_with_the_nearest(plan: sw.Plan) -> None:
     with pytest.raises(sw.ShardwrightError, match=r"no parameter 'h\.1\.fcc'"):
         sw.explain(plan, "h.1.fcc")
+
+
+def test_a_picture_says_which_rank_holds_which_part(plan: sw.Plan) -> None:
+    lines = sw.explain(plan, "h.1.fc").splitlines()
+    boxes = next(line for line in lines if "rank 0" in line)
+    assert [cell.strip() for cell in boxes.split("│")[1:-1]] == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    whole = sw.explain(plan, "h.0.ln_1.weight")
+    assert "ranks 0,1,2,3" in whole

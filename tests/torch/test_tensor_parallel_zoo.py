@@ -14,12 +14,12 @@ FEW = {
     "XLNetLMHeadModel": "pieces",  # a mask drawn over an expanded tensor
     "XLMWithLMHeadModel": "calls",  # reads a value between its blocks
     "DetrForObjectDetection": "calls",  # reads values inside some of its blocks
-    "Wav2Vec2ForCTC": "messages",  # drops layers at random, draws masks by NumPy
+    "Wav2Vec2ForCTC": "whole",  # drops layers at random, draws masks by NumPy
 }
 BY_CALLS = {"XLMWithLMHeadModel", "BloomForCausalLM", "ProphetNetForConditionalGeneration", "JetMoeForCausalLM",
             "SwitchTransformersForConditionalGeneration", "DetrForObjectDetection",
-            "Qwen3VLForConditionalGeneration"}  # fmt: skip
-BY_MESSAGES = {"BigBirdForMaskedLM", "Wav2Vec2ForCTC", "SpeechT5ForSpeechToText"}
+            "BigBirdForMaskedLM", "Qwen3VLForConditionalGeneration"}  # fmt: skip
+WHOLE = {"Wav2Vec2ForCTC", "SpeechT5ForSpeechToText"}
 
 
 def run(folder: Path, names: list[str], timeout_s: float) -> dict[str, list[dict]]:
@@ -35,11 +35,8 @@ def require_same(every: list[dict], mode: str) -> None:
     assert max(rank["gradient"] for rank in every) <= 1.0
     assert {rank["mode"] for rank in every} == {mode}
     assert every[0]["split"] == every[1]["split"]
-    if mode == "messages":
-        assert every[0]["split"] == 0.0
-    else:
-        assert every[0]["split"] > 0.0
-        assert every[0]["split"] > 0.95 or every[0]["reasons"], "nobody says why so much is whole"
+    assert (every[0]["split"] == 0.0) == (mode == "whole")
+    assert every[0]["split"] > 0.95 or every[0]["reasons"], "nobody says why so much is whole"
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +57,7 @@ def test_a_class_on_pieces_is_the_plain_one(few: dict[str, list[dict]], name: st
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLASSES)
 def test_forty_classes(all_classes: dict[str, list[dict]], name: str) -> None:
-    require_same(all_classes[name], "calls" if name in BY_CALLS else "messages" if name in BY_MESSAGES else "pieces")
+    require_same(all_classes[name], "calls" if name in BY_CALLS else "whole" if name in WHOLE else "pieces")
 
 
 def test_there_are_forty() -> None:

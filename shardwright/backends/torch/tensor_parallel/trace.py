@@ -229,6 +229,7 @@ class _TracingSession(_Session):
     recorders: "list[TracingRecorder]"
 
     def _run(self, *args: Any) -> _Run:
+        self._host_state = host_state()
         with _no_custom_gradients():
             found = super()._run(*args)
         assert isinstance(found.recorder, TracingRecorder)
@@ -236,6 +237,8 @@ class _TracingSession(_Session):
         return found
 
     def _result(self, output: Any) -> list[torch.Tensor]:
+        if host_state() != self._host_state:
+            raise NotReplayableError("it draws from Python's or NumPy's generator")
         found = tensors_in(output)
         asked = self.asked
         self.returned = len(found)
@@ -246,6 +249,7 @@ class _TracingSession(_Session):
 
     asked: tuple[int, ...] | None = None
     returned = 0
+    _host_state: tuple[Any, ...] = ()
 
 
 def trace(model: nn.Module, sample: Any, *, asked: tuple[int, ...] | None = None, batch_dims: Any = None) -> Traced:
