@@ -67,8 +67,8 @@ def _parameter_text(plan: Plan, parameter: str) -> str:
             for a in others.get(slot, ())
             if a.layout != layout
         ]
-        bound = plan.binding(framework).units[unit].parameters
-        name, dims = next((name, dims) for held, name, dims in bound if held == role)
+        slots = plan.binding(framework).units[unit].parameters
+        name, dims = next((name, dims) for held, name, dims in slots if held == role)
         own = in_own_dims(layout, dims)
         rank = schedule.stage_to_rank(stage)
         where = f", on pipeline rank {rank}" if plan.decision.pp > 1 else ""

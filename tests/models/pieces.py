@@ -7,7 +7,7 @@ import torch
 
 import shardwright.torch as sw
 from tests.models import inputs
-from tests.models.equality import GRADIENT, MICROBATCHES, OF_ALL, Expected, plain_step, problem
+from tests.models.equality import GRADIENT, MICROBATCHES, OF_ALL, Expected, made, plain_step
 
 CLASSES = (
     # decoders
@@ -59,7 +59,7 @@ class OnPieces:
 
 def tensor_step(name: str, ranks: int) -> OnPieces:
     """The step of `plain_step` on this rank, with parameters and gradients put together from the pieces of all."""
-    expected = plain_step(name, DTYPES.get(name))
+    expected = plain_step(name, DTYPES.get(name, torch.float32))
     sw.init({"tensor_parallel_degree": ranks, "microbatches": MICROBATCHES, "wait_timeout_s": 60.0})
     try:
         return _step(name, expected)
@@ -68,7 +68,7 @@ def tensor_step(name: str, ranks: int) -> OnPieces:
 
 
 def _step(name: str, expected: Expected) -> OnPieces:
-    plain, given = problem(name, DTYPES.get(name))
+    plain, given = made(name, DTYPES.get(name, torch.float32))
     model = sw.DistributedModel(plain)
 
     @sw.step

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.backends.torch import CAPABILITIES
 from shardwright.backends.torch.capture import _NeedsValuesError, _Run, _Session, own_loss
+from shardwright.backends.torch.host_draws import host_state
 from shardwright.backends.torch.ops import Ref, Template
 from shardwright.backends.torch.program import Context, tensors_in
 from shardwright.backends.torch.record import Func, Recorder, View
