@@ -18,6 +18,7 @@ TORCH = Capabilities(
     point_to_point=True,
     single_controller=False,
     reduce_ops=("sum", "avg", "max", "min", "prod"),
+    sequence_parallel=True,
     recomputes=("none", "full"),  # the products of attention cannot be told from the rest of a unit that is replayed
     shard_levels=(0,),
     shard_groups=False,

@@ -1,4 +1,7 @@
-"""Batches of the tensor axis: where its ranks have samples of their own, a step is over those of all of them."""
+"""Batches of the tensor axis: where its ranks have samples of their own, a step is over those of all of them, and each
+rank gets the results of its own."""
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,3 +31,23 @@ def of_all_peers(tensor: torch.Tensor, axis: int, name: str, bound: BoundMesh, w
     with watch.waiting(f"the batches of tp peers, ranks {list(peers)}"):
         dist.all_gather([as_carried(p) for p in pieces], as_carried(mine), group=bound.handles["tp"])
     return torch.cat(pieces, axis)
+
+
+def of_this_rank(outputs: Sequence[torch.Tensor], samples: Sequence[int], bound: BoundMesh) -> list[torch.Tensor]:
+    """What a step over the samples of all tensor-parallel peers gave for those of this rank.
+
+    Args:
+        outputs: of the microbatches, in order. Where dim 0 counts samples, or as many entries for each of them, this
+            rank keeps its own, in as many parts as there are microbatches; anything else, a loss say, is of all
+            samples and stays.
+        samples: of each microbatch.
+    """
+    each = {out.shape[0] / count if out.dim() else 0.0 for out, count in zip(outputs, samples, strict=True)}
+    entries = next(iter(each))
+    if len(each) > 1 or entries < 1 or entries != int(entries):
+        return list(outputs)
+    own = torch.cat(list(outputs)).chunk(bound.size("tp"))[bound.coordinate("tp")]
+    rows = own.shape[0] // int(entries)
+    count = min(len(outputs), rows)
+    sizes = [int(entries) * (rows // count + (m < rows % count)) for m in range(count)]
+    return list(own.split(sizes))

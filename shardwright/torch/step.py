@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections import UserDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -19,7 +20,7 @@ from shardwright.torch.batch import Batch
 from shardwright.torch.mode import run_step
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.output import StepOutput
-from shardwright.torch.peers import of_all_peers
+from shardwright.torch.peers import of_all_peers, of_this_rank
 
 StepFunction = Callable[..., Any]
 
@@ -114,6 +115,11 @@ class _Step:
             runtime.checked_steps.add(id(self))
         key = self._key(model, spec, literals, microbatches[0])
         tree, returned = run_step(session, model, key, body, microbatches, batch.samples)
+        if session.bound.size("tp") > 1 and not session.config.prescaled_batch and batch.whole_axis:
+            returned = {
+                position: replace(found, outputs=of_this_rank(found.outputs, batch.samples, session.bound))
+                for position, found in returned.items()
+            }
         return tree.build(_Leaves(returned).next)
 
     def _axis(self, tensor: torch.Tensor, name: str) -> int | None:

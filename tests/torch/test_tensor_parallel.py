@@ -36,8 +36,11 @@ def require_same(result: dict) -> None:
     assert result["missing"] == [], "gradients on one side only"
     assert result["loss"] <= 1e-5
     assert result["gradient"] <= 1.0  # in units of what is allowed: 1e-4 ‖g_ref‖ + 1e-6 ‖all g_ref‖
-    assert result["moved"]["forward"] == result["planned"]["forward"]
-    assert result["moved"]["backward"] == result["planned"]["backward"]
+    for way in ("forward", "backward"):
+        if "select" in result["whole_ops"]:  # a write into a part of a tensor, which runs whole
+            assert result["moved"][way] > result["planned"][way]
+        else:
+            assert result["moved"][way] == result["planned"][way]
 
 
 @pytest.mark.parametrize("case", CASES)

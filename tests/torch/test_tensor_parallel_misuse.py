@@ -60,3 +60,13 @@ def test_evaluation_at_another_length_runs_on_the_same_pieces(said: dict[str, st
 def test_a_registered_form_takes_the_place_of_its_class(said: dict[str, str]) -> None:
     assert said["registered"] == "InterleavedApart"
     assert "was built before Early was registered: register first" in said["built before"]
+
+
+def test_a_rank_with_samples_of_its_own_gets_their_results(said: dict[str, str]) -> None:
+    assert said["own results"] == ""
+
+
+def test_units_on_pieces_are_compiled(said: dict[str, str]) -> None:
+    assert said["compiled"] == "6 {'OptimizedModule'}"
+    assert "draws random numbers" in said["compiled with dropout"]
+    assert "set its dropout to 0" in said["compiled with dropout"]

@@ -104,7 +104,7 @@ def tables_of(graph: Graph, cluster: Cluster, request: Request) -> CostTables:
         request.precision,
         request.optimizer,
         request.gradient_precision,
-        request.sequence_parallel,
+        _sequence_form(request),
         request.layouts,
     )
     key = (id(graph), cluster, options)
@@ -113,6 +113,12 @@ def tables_of(graph: Graph, cluster: Cluster, request: Request) -> CostTables:
     while len(_REMEMBERED) > REMEMBERED_TABLES:
         _REMEMBERED.pop(next(iter(_REMEMBERED)))
     return found
+
+
+def _sequence_form(request: Request) -> bool | None:
+    """Whether sequences are divided on the tensor axis: as pinned; None, to search, where all runtimes can do it."""
+    able = all(runtime.sequence_parallel for runtime in request.runtimes)
+    return request.sequence_parallel if request.sequence_parallel is not None or able else False
 
 
 @dataclass(order=True, slots=True)

@@ -13,6 +13,8 @@ from shardwright.core.fold import fold
 from shardwright.core.hardware import Link
 from shardwright.core.layout import Partial, Replicate
 from shardwright.core.realise import realise
+from shardwright.core.request import Request
+from shardwright.core.search.find import make_plan
 from tests.core.toy import decoder
 
 BIG = {"layers": 2, "hidden": 1024, "heads": 16, "vocabulary": 32000, "sequence": 512}
@@ -83,6 +85,17 @@ def test_sequences_are_divided_where_that_wins_and_the_framework_can(able: bool,
     graph = decoder(**BIG)
     graph = replace(graph, capabilities=replace(graph.capabilities, sequence_parallel=able))
     assert planned(4, graph).decision.sequence_parallel is form
+
+
+def test_sequences_are_divided_only_where_every_runtime_that_is_asked_for_can() -> None:
+    """So that a model and its twin get one plan."""
+    graph = decoder(**BIG)
+    able = replace(graph.capabilities, sequence_parallel=True)
+    graph = replace(graph, capabilities=able)
+    cluster = sw.Cluster("a100-80gb", devices_per_node=4)
+    for others, form in (((), True), ((replace(able, sequence_parallel=False),), False)):
+        request = Request(batch=8, pp=1, tp=4, dp=1, runtimes=(able, *others))
+        assert make_plan(graph, cluster, request).decision.sequence_parallel is form
 
 
 @pytest.mark.parametrize("missing", ["partial_layouts", "block_layouts"])

@@ -289,10 +289,58 @@ def evaluate(model, batch):
     return model(**batch).loss
 
 
+@sw.step
+def predict(model, batch):
+    output = model(**batch)
+    return output.loss, output.logits, output.logits.flatten(0, 1)
+
+
+def own_results() -> str:
+    """Each rank gives samples of its own and gets their results, in its own order; the loss is of all."""
+    whole = batch("gpt2", 0)
+    own = {key: tensor.chunk(2)[dist.get_rank()] for key, tensor in whole.items()}
+    plain = build("gpt2", 0.1).eval()
+    with torch.no_grad():
+        expected, of_all = plain(**own).logits, plain(**whole).loss.item()
+    model = begin(build("gpt2", 0.1), prescaled_batch=False)
+    model.eval()
+    with torch.no_grad():
+        loss, logits, flat = predict(model, own)
+    if abs(float(loss.reduce_mean()) - of_all) > 1e-4 or len(logits.outputs) != 2:
+        return f"{loss.reduce_mean()} instead of {of_all}, {logits}"
+    for found, wanted in ((logits.concat(), expected), (flat.concat(), expected.flatten(0, 1))):
+        if found.shape != wanted.shape or not torch.allclose(found, wanted, atol=1e-5):
+            return f"other results: {tuple(found.shape)} for {tuple(wanted.shape)}"
+    return ""
+
+
+def compiled() -> str:
+    """Each unit on pieces is compiled; results are the unsplit model's."""
+    plain = build("gpt2")
+    model = begin(plain, compile="aot_eager")
+    loss = float(train_step(model, batch("gpt2", 0)).reduce_mean())
+    reference = build("gpt2")
+    total = reference(**batch("gpt2", 0)).loss
+    total.backward()
+    shards = model.runtime.gradients.shards
+    pairs = [(shards.whole(n, p.grad), reference.get_parameter(n).grad) for n, p in sorted(plain.named_parameters())]
+    worst = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+    units = [type(unit).__name__ for unit in model.runtime.compiler._compiled.values()]
+    if abs(loss - total.item()) > 1e-4 or worst > 1e-3 or not shards.places:
+        return f"loss {loss} for {total.item()}, gradients {worst} apart"
+    return f"{len(units)} {set(units)}"
+
+
+def compiled_with_dropout() -> str:
+    train_step(begin(build("gpt2", 0.1), compile="aot_eager"), batch("gpt2", 0))
+    return ""
+
+
 CASES: dict[str, Callable[[], str]] = {
     "hook": hooked, "inputs": other_inputs, "seeds": other_seeds, "own gradient": own_gradient, "mixed": mixed,
     "dropout seeds": other_dropout_seeds, "odd widths": odd_widths, "changed module": changed_module,
-    "evaluation": evaluation, "registered": registered, "built before": built_before,
+    "evaluation": evaluation, "own results": own_results, "compiled": compiled,
+    "compiled with dropout": compiled_with_dropout, "registered": registered, "built before": built_before,
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from shardwright.backends.torch.capture import _NeedsValuesError, _Run, _Session
 from shardwright.backends.torch.host_draws import host_state
 from shardwright.backends.torch.ops import Ref, Template
 from shardwright.backends.torch.program import Context, tensors_in
+from shardwright.backends.torch.randomness import draws
 from shardwright.backends.torch.record import Func, Recorder, View
 from shardwright.backends.torch.sample import Leaf, Sample
 from shardwright.backends.torch.unflatten import unflatten_products, without_unused
@@ -79,7 +80,7 @@ class Site:
     @property
     def draws(self) -> bool:
         """Whether the call may draw random numbers."""
-        return torch.Tag.nondeterministic_seeded in self.function.tags
+        return draws(self.function, self.arguments, dict(self.keywords))
 
 
 @dataclass(frozen=True, slots=True)
