@@ -101,3 +101,12 @@ def test_other_models_and_degrees(slow_results: dict[str, dict], case: str) -> N
 @pytest.mark.parametrize("case", [case for case in CASES[2] if not case.startswith("images")])
 def test_no_rank_holds_more_than_its_share(results: dict[str, dict], case: str) -> None:
     assert results[case]["held"] <= 1.15 * results[case]["whole"] / 2
+
+
+@pytest.mark.parametrize("case", [case for held in CASES.values() for case in held])
+def test_every_rank_holds_the_bytes_that_were_predicted(results: dict[str, dict], case: str) -> None:
+    """Parameters, gradients and optimizer states."""
+    for rank in results[case]["bytes"]:
+        for found, predicted in rank.values():
+            assert 0 < found <= 1.15 * predicted
+            assert predicted <= 1.15 * found

@@ -55,6 +55,7 @@ def train(name: str, keys: dict[str, Any], replicas: int) -> dict[str, Any]:
                     gradients[key] = gradient if shards is None else shards.whole(key, gradient)
         norms.append(float(model.clip_grad_norm_(1.0)))
         optimizer.step()
+    held = held_bytes(model, optimizer)
     state = model.state_dict()
     tensor = model.runtime.tensor
     found = {
@@ -62,6 +63,7 @@ def train(name: str, keys: dict[str, Any], replicas: int) -> dict[str, Any]:
         "norms": norms,
         "gradients": gradients,
         "state": {key: value.clone() for key, value in state.items()},
+        "bytes": held,
         "held": sum(p.numel() for p in model.local_parameters()),
         "whole_because": "" if tensor is None else tensor.by_calls_because,
     }
@@ -70,6 +72,27 @@ def train(name: str, keys: dict[str, Any], replicas: int) -> dict[str, Any]:
     found["reload"] = all(torch.equal(before[key], model.local_state_dict()[key]) for key in before)
     sw.shutdown()
     return found
+
+
+def held_bytes(model: sw.DistributedModel, optimizer: Any) -> dict[str, tuple[int, int]]:
+    """(found, predicted) bytes of this rank's parameters, gradients and optimizer states; nothing without a plan."""
+    plan = model.session.plan
+    if plan is None:
+        return {}
+    own = list(model.local_parameters())
+    states = [
+        t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor) and t.dim()
+    ]
+    predicted = plan.predicted.memory_by_stage_rank[sw.pp_rank()]
+
+    def size(tensors: list[torch.Tensor]) -> int:
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    return {
+        "parameters": (size(own), predicted.parameters_bytes),
+        "gradients": (size([p.grad for p in own if p.grad is not None]), predicted.gradients_bytes),
+        "optimizer": (size(states), predicted.optimizer_bytes),
+    }
 
 
 def compare(case: str, found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +111,7 @@ def compare(case: str, found: dict[str, Any], expected: dict[str, Any]) -> dict[
         "names": list(found["state"]) == list(expected["state"]),
         "state": max(float((found["state"][k].float() - v.float()).abs().max()) for k, v in expected["state"].items()),
         "reload": found["reload"],
+        "bytes": found["bytes"],
         "held": found["held"],
         "whole": sum(v.numel() for v in expected["state"].values()),
         "whole_because": found["whole_because"],
@@ -112,6 +136,7 @@ def main() -> None:
         dist.all_gather_object(every, result)
         for key in ("loss", "norm", "gradient", "state", "held"):
             result[key] = max(other[key] for other in every)
+        result["bytes"] = [other["bytes"] for other in every]
         result["reload"] = all(other["reload"] for other in every)
         results.append(result)
     if dist.get_rank() == 0:
