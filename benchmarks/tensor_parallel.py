@@ -106,15 +106,69 @@ class HandBlock(Block):
         return x + (_After.apply(F.linear(h, self.down.weight)) + self.down.bias)
 
 
+class _Overlapped(torch.autograd.Function):
+    """A column-parallel product whose backward sums the gradient of its input while it makes that of its weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        of_input = gradient @ weight
+        work = dist.all_reduce(of_input, async_op=True)
+        flat = gradient.flatten(0, 1)
+        of_weight, of_bias = flat.t() @ x.flatten(0, 1), flat.sum(0)
+        work.wait()
+        return of_input, of_weight, of_bias
+
+
+class _Apart(_Overlapped):
+    """The same one after the other."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        of_input = gradient @ weight
+        dist.all_reduce(of_input)
+        flat = gradient.flatten(0, 1)
+        return of_input, flat.t() @ x.flatten(0, 1), flat.sum(0)
+
+
+class OverlappedBlock(Block):
+    """`HandBlock` whose three products of attention are one, so that each sublayer's backward has one sum."""
+
+    product: type[torch.autograd.Function] = _Overlapped
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = torch.cat([self.q.weight, self.k.weight, self.v.weight])
+        bias = torch.cat([self.q.bias, self.k.bias, self.v.bias])
+        q, k, v = (
+            t.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+            for t in self.product.apply(self.norm1(x), weight, bias).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = mixed.transpose(1, 2).reshape(*x.shape[:2], -1)
+        x = x + (_After.apply(F.linear(mixed, self.o.weight)) + self.o.bias)
+        h = F.gelu(self.product.apply(self.norm2(x), self.up.weight, self.up.bias))
+        return x + (_After.apply(F.linear(h, self.down.weight)) + self.down.bias)
+
+
+class ApartBlock(OverlappedBlock):
+    product = _Apart
+
+
 def whole(arguments: argparse.Namespace) -> Blocks:
     torch.manual_seed(1)
     return Blocks([Block(arguments.hidden, arguments.heads) for _ in range(arguments.layers)])
 
 
-def by_hand(arguments: argparse.Namespace, rank: int) -> Contender:
+def by_hand(arguments: argparse.Namespace, rank: int, block: type[Block] = HandBlock) -> Contender:
     ranks = arguments.ranks
     own = arguments.hidden // ranks
-    model = Blocks([HandBlock(arguments.hidden, arguments.heads // ranks, own) for _ in range(arguments.layers)])
+    model = Blocks([block(arguments.hidden, arguments.heads // ranks, own) for _ in range(arguments.layers)])
     state = whole(arguments).state_dict()
     for name, parameter in model.named_parameters():
         value = state[name]
@@ -175,6 +229,9 @@ def work(rank: int, arguments: argparse.Namespace, port: int) -> None:
     contenders: dict[str, Contender] = {"by hand": by_hand(arguments, rank), "shardwright": mine}
     if arguments.compile:
         contenders["shardwright, compiled"], _ = ours(arguments, axis, compiled=True)
+    if arguments.overlap:
+        contenders["by hand, one q|k|v"] = by_hand(arguments, rank, ApartBlock)
+        contenders["the same, overlapped"] = by_hand(arguments, rank, OverlappedBlock)
     contenders["parallelize_module"] = by_dtensor(arguments)
     x = torch.randn(arguments.batch, arguments.length, arguments.hidden, generator=torch.Generator().manual_seed(2))
     losses = {name: run(x).item() for name, run in contenders.items()}
@@ -200,6 +257,7 @@ def work(rank: int, arguments: argparse.Namespace, port: int) -> None:
         for name, taken in seconds.items():
             median = statistics.median(taken)
             print(f"{name:24} {median * 1e3:10.1f} {median / base:12.3f}")
+    dist.barrier()  # no rank closes its connections while another still talks
     dist.destroy_process_group()
 
 
@@ -209,6 +267,7 @@ def main() -> None:
                           ("rounds", 10)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--overlap", action="store_true", help="sums of gradients beside products of gradients, too")
     arguments = parser.parse_args()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

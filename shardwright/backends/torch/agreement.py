@@ -18,8 +18,8 @@ from shardwright.core.errors import ShardwrightError
 def require_same_inputs(
     model: nn.Module, batch: Sequence[torch.Tensor], seed: int, bound: BoundMesh, watch: Watch
 ) -> None:
-    """Raise ShardwrightError, naming the ranks, unless all pp and tp peers have this model and this seed, and were given
-    this batch.
+    """Raise ShardwrightError, naming the ranks, unless all pp and tp peers have this model and this seed, and were
+    given this batch.
 
     Of a model the names and dtypes of its parameters count, of a batch everything.
     """
