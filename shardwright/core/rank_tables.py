@@ -20,8 +20,9 @@ EVEN_SHARE = 1.15
 """How far above an equal share of the parameters a pipeline rank may be, beside one parameter that cannot be cut."""
 PRICE_OF_EVENNESS = 1.25
 """How much longer the slowest stage may take for it."""
-LEAST_SHARE = 0.5
-"""What every stage has to do, of an equal share of the time, unless the slowest stage would take that much longer."""
+LEAST_SHARE = 0.6
+"""What every stage has to do, of an equal share of the time, unless the slowest stage would take that much longer: half
+of it in FLOPs, with a margin for what takes time beside them."""
 MOST_TRIES = 4
 """Cuts tried with less memory each time, where what the matrices of a stage leave out does not fit beside it."""
 
