@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shardwright.core.errors import PlanError
 from shardwright.core.memory import MemoryUse, state_bytes
-from shardwright.core.partition.exact import Matrix, min_max_cut
+from shardwright.core.partition.exact import Matrix, min_max_cut, spread_cut
 from shardwright.core.schedule import StageCosts
 from shardwright.core.stages import MemoryRequest, UnitTable
 
@@ -20,9 +20,8 @@ EVEN_SHARE = 1.15
 """How far above an equal share of the parameters a pipeline rank may be, beside one parameter that cannot be cut."""
 PRICE_OF_EVENNESS = 1.25
 """How much longer the slowest stage may take for it."""
-LEAST_SHARE = 0.6
-"""What every stage has to do, of an equal share of the time, unless the slowest stage would take that much longer: half
-of it in FLOPs, with a margin for what takes time beside them."""
+LEAST_SHARE = 0.5
+"""What every stage has to do, of an equal share of the time, unless the slowest stage would take that much longer."""
 MOST_TRIES = 4
 """Cuts tried with less memory each time, where what the matrices of a stage leave out does not fit beside it."""
 
@@ -163,13 +162,17 @@ class RankTables:
         even = np.broadcast_to(elements <= even_elements, (stages, *elements.shape))
         busy = np.stack([matrix >= LEAST_SHARE * matrix[0, self.units] / stages for matrix in times])
         longest = PRICE_OF_EVENNESS * self._slowest(times, fastest)
-        for wanted in (even & busy, busy, even):
+        for wanted in (even & busy, busy):
             if all(wanted[stage, a, b] for stage, (a, b) in enumerate(self.ends(fastest))):
                 return fastest
             cut = min_max_cut(times, elements, stages, wanted if fits is None else fits & wanted)
             if cut is not None and self._slowest(times, cut) <= longest:
                 return cut
-        return fastest
+        # Single units are too large: some stage idles. What is left is spread over the others.
+        cut = min_max_cut(times, elements, stages, even if fits is None else fits & even)
+        if cut is None or (bound := self._slowest(times, cut)) > longest:
+            return spread_cut(times, self._slowest(times, fastest), fits)
+        return spread_cut(times, bound, even if fits is None else fits & even)
 
     def _slowest(self, times: Sequence[Matrix], cut: Sequence[int]) -> float:
         return max(float(matrix[a, b]) for matrix, (a, b) in zip(times, self.ends(cut), strict=True))

@@ -51,6 +51,24 @@ def min_max_cut(
     return cut
 
 
+def spread_cut(times: Sequence[Matrix], longest: float, fits: NDArray[np.bool_] | None = None) -> list[int] | None:
+    """The cut with the least sum of squared stage times among those whose stages take at most ``longest``: what one
+    unit leaves to the other stages is spread evenly over them.
+
+    Args and returns as `min_max_cut`, of one matrix for each stage.
+    """
+    reached = np.full(len(times[0]), np.inf)
+    reached[0] = 0.0
+    came_from = []
+    for stage, matrix in enumerate(times):
+        may = matrix <= longest * (1 + 1e-9)
+        may = may if fits is None else may & fits[stage]
+        table = reached[:, None] + np.where(may, matrix, np.inf) ** 2
+        came_from.append(np.argmin(table, axis=0))
+        reached = np.min(table, axis=0)
+    return _firsts(came_from) if np.isfinite(reached[-1]) else None
+
+
 def _solve(costs: Sequence[Matrix]) -> tuple[float, list[int]]:
     """The least largest cost over all cuts, and the first unit of every stage of one that reaches it."""
     ends = len(costs[0])
@@ -61,9 +79,13 @@ def _solve(costs: Sequence[Matrix]) -> tuple[float, list[int]]:
         table = np.maximum(reached[:, None], cost)
         came_from.append(np.argmin(table, axis=0))
         reached = np.min(table, axis=0)
+    return float(reached[-1]), _firsts(came_from)
+
+
+def _firsts(came_from: Sequence[NDArray[np.intp]]) -> list[int]:
     firsts: list[int] = []
-    end = ends - 1
+    end = len(came_from[0]) - 1
     for source in reversed(came_from):
         end = int(source[end])
         firsts.append(end)
-    return float(reached[-1]), firsts[::-1]
+    return firsts[::-1]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.core.errors import PlanError
-from shardwright.core.partition.exact import min_max_cut, range_sums
+from shardwright.core.partition.exact import min_max_cut, range_sums, spread_cut
 
 
 def all_cuts(units: int, stages: int) -> list[list[int]]:
@@ -54,6 +54,27 @@ def test_respects_what_fits_per_stage(units: int, data: st.DataObject) -> None:
         assert cut is not None
         assert holds(cut)
         assert largest(times, cut) == min(possible)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 8), st.data())
+def test_what_is_left_is_spread_as_by_brute_force(units: int, data: st.DataObject) -> None:
+    seconds = data.draw(st.lists(st.integers(0, 20), min_size=units, max_size=units))
+    stages = data.draw(st.integers(1, units))
+    longest = data.draw(st.integers(0, sum(seconds)))
+    times = range_sums(seconds)
+
+    def squares(cut: list[int]) -> float:
+        return sum(float(times[a, b]) ** 2 for a, b in zip(cut, [*cut[1:], units], strict=True))
+
+    possible = [squares(c) for c in all_cuts(units, stages) if largest(times, c) <= longest]
+    cut = spread_cut([times] * stages, longest)
+    if not possible:
+        assert cut is None
+    else:
+        assert cut is not None
+        assert largest(times, cut) <= longest
+        assert squares(cut) == min(possible)
 
 
 def test_more_stages_than_units_is_refused() -> None:
