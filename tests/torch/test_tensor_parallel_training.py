@@ -18,7 +18,7 @@ CASES = {
         "images:1:1:2",
         "gpt2:1:1:2:recompute",
     ),
-    4: ("gpt2:2:1:2", "gpt2:1:2:2:apart"),
+    4: ("gpt2:2:1:2", "gpt2:1:2:2:apart", "gpt2:2:1:2:split"),
 }
 SLOW = {
     2: (

@@ -91,6 +91,11 @@ def deferrable() -> Iterator[None]:
             setattr(module, name, function)
 
 
+def may_be_put_off() -> bool:
+    """Whether `deferrable` is in force."""
+    return functional.linear is linear
+
+
 @contextmanager
 def collecting() -> Iterator[Deferred]:
     """Run a backward pass in here as an I: gives what it leaves to its W."""

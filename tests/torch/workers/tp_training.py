@@ -24,6 +24,7 @@ HOW: dict[str, dict[str, Any]] = {
     "memory": {"optimize": "memory"},  # what the tensor axis leaves whole is divided along the sequence
     "speed": {"optimize": "speed"},
     "recompute": {"recompute": "full"},
+    "split": {"pipeline": "zb-h1"},  # backward passes in halves: the products keep no sum of their own then
 }
 
 

@@ -5,7 +5,7 @@ its gradient summed (Megatron's f, arXiv 1909.08053, section 3); a partial resul
 as it is (g). With split borders the pair is an all-gather and a reduce-scatter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +67,14 @@ class Axis:
         op = dist.ReduceOp.SUM if reduction == "sum" else dist.ReduceOp.MAX
         dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
+
+    def begin_sum(self, tensor: torch.Tensor, key: tuple[str, str]) -> tuple[torch.Tensor, Callable[[], Any]]:
+        """The sum over all ranks, which is there once the function that comes with it was called; ``tensor`` is
+        overwritten."""
+        tensor = tensor.contiguous()
+        self.note(key, 2 * (self.size - 1) * tensor.numel() * tensor.element_size())
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return tensor, work.wait
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all ranks, in order."""

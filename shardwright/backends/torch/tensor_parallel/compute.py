@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
-from shardwright.backends.torch.tensor_parallel import lookups, random, statistics
+from shardwright.backends.torch.tensor_parallel import columns, lookups, random, statistics
 from shardwright.backends.torch.tensor_parallel.local import as_recorded, rule
 from shardwright.backends.torch.tensor_parallel.source import Var
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
-from shardwright.core.layout import Partial
+from shardwright.core.layout import Partial, Replicate
 
 if TYPE_CHECKING:
     from shardwright.backends.torch.tensor_parallel.lower import Call
+
+R = Replicate()
 
 
 @rule("dropout")
@@ -66,6 +68,8 @@ def _flat_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | 
 def _product(call: "Call", product: Callable[..., Any], add: Any) -> bool:
     """A product and its bias; in one kernel when nothing is converted in between."""
     source = call.lowering.source
+    if _columns(call, product):
+        return True
     left, right = call.inputs(0)
     if len(call.pieces) == 1:
         call.give(0, 0, source.call(product, left, right))
@@ -79,6 +83,31 @@ def _product(call: "Call", product: Callable[..., Any], add: Any) -> bool:
     call.give(0, 0, source.call(product, left, right))
     out, bias = call.inputs(1)
     call.give(1, 0, source.call(torch.add, out, bias))
+    return True
+
+
+def _columns(call: "Call", product: Callable[..., Any]) -> bool:
+    """A product of a whole value, which nothing else reads here, and a weight in columns: `columns.product`."""
+    op, layout = call.pieces[0]
+    lowering = call.lowering
+    (value, weight), hop = op.inputs, layout.inputs[0]
+    held = lowering.layout.parameters
+    if product not in (F.linear, _flat_product) or value in held or weight not in held:
+        return False
+    if hop.value != (R, R) or hop.gradient != (Partial("sum"), R) or not layout.inputs[1].is_idle:
+        return False
+    if weight in lowering.summed or any(call.site.detached):
+        return False
+    bias = None
+    if len(call.pieces) > 1:
+        if call.converts_between or _read_elsewhere(call):
+            return False
+        bias = lowering.operand(call.pieces[1][0].inputs[1], call.pieces[1][1].inputs[1])
+    made = lowering.source.call(
+        columns.product, lowering.at[value], lowering.at[weight], bias, product is _flat_product, lowering.axis,
+        lowering.name,
+    )  # fmt: skip
+    call.give(len(call.pieces) - 1, 0, made)
     return True
 
 

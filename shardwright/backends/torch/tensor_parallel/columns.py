@@ -1,0 +1,78 @@
+"""Column-parallel products whose backward sums the gradient of their input while it makes that of their weight.
+
+Autograd makes both gradients of a product in one go, so that a sum after it would find nothing to run beside; here the
+sum starts as soon as its terms are there (Megatron-LM overlaps the two; the sum is in arXiv 1909.08053, section 3).
+"""
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from shardwright.backends.torch import weight_gradients
+from shardwright.backends.torch.tensor_parallel.collectives import Axis, convert
+from shardwright.core.layout import Partial, Replicate
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        is_in_out: bool,
+        axis: Axis,
+        unit: str,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.is_in_out, ctx.axis, ctx.key = is_in_out, axis, (unit, "backward")
+        if not is_in_out:
+            return F.linear(x, weight, bias)
+        flat = x.reshape(-1, x.shape[-1])
+        made = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
+        return made.view(*x.shape[:-1], weight.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        wants_input, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        of_input = of_weight = of_bias = None
+        if wants_input:
+            terms = gradient @ (weight.t() if ctx.is_in_out else weight)
+            of_input, arrive = ctx.axis.begin_sum(terms, ctx.key)
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        if wants_weight:
+            given = x.reshape(-1, x.shape[-1])
+            of_weight = given.t() @ flat if ctx.is_in_out else flat.t() @ given
+        if wants_bias:
+            of_bias = flat.sum(0)
+        if wants_input:
+            arrive()
+        return of_input, of_weight, of_bias, None, None, None
+
+
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_in_out: bool, axis: Axis, unit: str
+) -> torch.Tensor:
+    """A rank's columns of x · weight (+ bias). ``x`` […, in] is whole, and the gradient that it gets back is the sum
+    over all ranks; ``weight`` is (in, out) with ``is_in_out``, else (out, in)."""
+    if _plain(x, weight):
+        made: torch.Tensor = _Columns.apply(x, weight, bias, is_in_out, axis, unit)  # type: ignore[no-untyped-call]
+        return made
+    x = convert(x, axis, (Replicate(), Replicate()), (Partial("sum"), Replicate()), unit)
+    if not is_in_out:
+        return F.linear(x, weight, bias)
+    flat = x.reshape(-1, x.shape[-1])
+    columns = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
+    return columns.view(*x.shape[:-1], weight.shape[-1])
+
+
+def _plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether nothing else has its own way with the product: autocast, a compiler, a backward that is split."""
+    return not (
+        x.dtype is not weight.dtype
+        or torch.is_autocast_enabled(x.device.type)
+        or torch.compiler.is_compiling()
+        or weight_gradients.may_be_put_off()
+    )
