@@ -1,6 +1,7 @@
 """What `init` sets up for this process: its place among the ranks, the plan or the configuration, and the model."""
 
 import atexit
+import gc
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -115,17 +116,23 @@ def shutdown() -> None:
         return
     if session.model is not None:
         session.model.runtime.close()
-    if session.owns_group and dist.is_initialized():
+    owns, handles = session.owns_group, session.bound.handles
+    alone = session.bound.mesh.size == 1
+    del session
+    # A runtime refers to itself in circles. What is not freed now lives until the interpreter ends, and with it threads
+    # of Gloo's: one that then lets go of a tensor takes the process down.
+    gc.collect()
+    if owns and dist.is_initialized():
         dist.destroy_process_group()
-        if session.bound.mesh.size > 1:
-            session.bound.handles.clear()  # the last references: the groups' own threads end with them
+        if not alone:
+            handles.clear()  # the last references: the groups' own threads end with them
 
 
 def _leave_at_exit() -> None:
     """Leave the group of a script that ends without `shutdown`, while the interpreter is still whole.
 
-    A process was once seen to abort at exit, perhaps because a thread of Gloo's outlived the interpreter, and
-    the launcher calls a finished run failed. After an uncaught error peers may be gone, and nothing is waited for.
+    A thread of Gloo's that outlives the interpreter can abort the process, and the launcher calls a finished run
+    failed. After an uncaught error peers may be gone, and nothing is waited for.
     """
     if getattr(sys, "last_value", None) is None:
         shutdown()

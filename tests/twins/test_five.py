@@ -6,8 +6,8 @@ import shardwright as sw
 from tests.twins.models import TWINS, Graphs
 
 BATCHES = {"ncf": 65_536, "resnet": 1024}
-CLUSTERS = {
-    "a node of 4": sw.Cluster("a100-40gb", devices_per_node=4),
+CLUSTERS = {  # with room: where memory binds, what each framework keeps decides (docs/plan-file.md)
+    "a node of 4": sw.Cluster("a100-80gb", devices_per_node=4),
     "two nodes": sw.Cluster("h100", nodes=2, devices_per_node=8),
 }
 
