@@ -6,10 +6,12 @@ import shardwright as sw
 from tests.twins.models import TWINS, Graphs
 
 BATCHES = {"ncf": 65_536, "resnet": 1024}
-CLUSTERS = {  # with room: where memory binds, what each framework keeps decides (docs/plan-file.md)
+CLUSTERS = {
     "a node of 4": sw.Cluster("a100-80gb", devices_per_node=4),
     "two nodes": sw.Cluster("h100", nodes=2, devices_per_node=8),
 }
+SAMPLES = {"a node of 4": 64, "two nodes": 512}
+"""With room: where memory binds, what each framework keeps decides (docs/plan-file.md)."""
 
 
 @pytest.fixture(scope="module", params=TWINS)
@@ -20,7 +22,7 @@ def twins(request: pytest.FixtureRequest) -> tuple[str, Graphs]:
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_a_free_search_finds_one_plan(twins: tuple[str, Graphs], cluster: str) -> None:
     name, graphs = twins
-    plans = [sw.plan(graph, CLUSTERS[cluster], batch=BATCHES.get(name, 512)) for graph in graphs]
+    plans = [sw.plan(graph, CLUSTERS[cluster], batch=BATCHES.get(name, SAMPLES[cluster])) for graph in graphs]
     comparison = sw.compare(*plans)
     assert comparison.same_decision, comparison.unexpected
     assert not comparison.unexpected
