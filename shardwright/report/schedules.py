@@ -3,18 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from shardwright.core.schedule import Schedule
 from shardwright.core.timeline import Timeline
+from shardwright.report.tables import new_table
 
 
 def ranks_view(schedule: Schedule, timeline: Timeline) -> Table:
     """What each rank of a schedule does and holds."""
-    table = Table()
-    for head in ("rank", "stages", "idle", "bubble s", "most live", "most bytes"):
-        table.add_column(head, justify="right")
+    table = new_table("Ranks", ">rank", ">stages", ">idle", ">bubble s", ">most live", ">most bytes")
     for rank in range(timeline.ranks):
         table.add_row(
             str(rank),
@@ -27,24 +27,21 @@ def ranks_view(schedule: Schedule, timeline: Timeline) -> Table:
     return table
 
 
-def comparison_view(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Schedules side by side: rows as `shardwright schedule --all --json` gives them."""
-    table = Table()
-    for head in ("schedule", "makespan s", "longest bubble s", "idle at most", "most live", "most bytes"):
-        table.add_column(head, justify="left" if head == "schedule" else "right")
-    table.add_column("why not", overflow="fold")
+def comparison_view(rows: Sequence[Mapping[str, Any]]) -> Group:
+    """Schedules side by side, and why others are not among them: rows as `shardwright schedule --all --json` gives."""
+    ran = new_table("Schedules", "schedule", ">makespan s", ">bubble s", ">idle", ">most live", ">most bytes")
+    refused = new_table("Not for these sizes", "schedule", "why")
     for row in rows:
         if "refused" in row:
             reason = str(row["refused"]).removeprefix(f"{row['name']} does not admit these sizes: ")
-            table.add_row(str(row["name"]), *[""] * 5, Text(reason))
+            refused.add_row(str(row["name"]), Text(reason))
             continue
-        table.add_row(
+        ran.add_row(
             str(row["name"]),
             f"{row['makespan_s']:.6g}",
             f"{max(row['bubble_s']):.6g}",
             f"{max(row['bubble_fraction']):.1%}",
             str(max(row["peak_live_activations"])),
             str(max(row["peak_activation_bytes"])),
-            "",
         )
-    return table
+    return Group(*(table for table in (ran, refused) if table.row_count))

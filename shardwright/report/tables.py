@@ -173,9 +173,9 @@ def _layouts(plan: Plan) -> Table:
 def _alternatives(plan: Plan) -> Table:
     table = new_table("Not chosen", "plan", ">step", ">peak memory", "why")
     for each in plan.alternatives:
-        table.add_row(
-            Text(each.summary), seconds_text(each.step_time_s), bytes_text(each.peak_memory_bytes), Text(each.reason)
-        )
+        scored = each.step_time_s > 0  # a default that does not fit has no figures
+        figures = (seconds_text(each.step_time_s), bytes_text(each.peak_memory_bytes)) if scored else ("–", "–")
+        table.add_row(Text(each.summary), *figures, Text(each.reason))
     return table
 
 
