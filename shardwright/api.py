@@ -76,13 +76,14 @@ def plan(
     placement_order: str | None = None,
     partitioner: str = "exact",
     frameworks: Sequence[str] | None = None,
+    devices: int | Literal["all", "auto"] | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Find how to split a captured model over a cluster. What is given is pinned, the rest is searched.
 
     Args:
         graph: from `capture`.
-        cluster: the devices. All of them are used.
+        cluster: the devices, as many of them used as ``devices`` says.
         batch: samples per step, over all replicas.
         pp, tp, dp: pipeline, tensor and data degrees.
         microbatch: samples that one replica runs at a time.
@@ -110,6 +111,9 @@ def plan(
         frameworks: whose runtimes must be able to carry the plan out: "torch", "jax" or both; None: both, so that a
             model and its twin get one plan. What is pinned is planned all the same; where nothing that they carry out
             fits, the best of all is taken, with a warning.
+        devices: how many of the cluster's to use, "all", or "auto" for as many as make the fastest plan (whole nodes,
+            in powers of two, of every kind that there is; parts of the last node). None: all, but of a mixed cluster
+            "auto", as slow nodes may hold up the fast ones. The plan's provenance says which are left out.
         progress: called with (candidates scored, candidates in all).
 
     Raises:
@@ -142,6 +146,7 @@ def plan(
         layouts=pins_of(graph, layouts),
         placement_order=placement_order,
         partitioner=partitioner,
+        devices=devices,
         runtimes=runtimes_of(graph.capabilities, frameworks),
     )
     if (unpriced := unpriced_text(graph)) is not None:

@@ -135,6 +135,14 @@ def plan_command(
             rich_help_panel="Decision",
         ),
     ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            help="How many devices to use, all, or auto (searched); default: all, but auto where they differ.",
+            show_default=False,
+            rich_help_panel="Decision",
+        ),
+    ] = None,
     study: Annotated[
         bool,
         typer.Option(
@@ -170,16 +178,17 @@ def plan_command(
         loss_scope=_LOSS_SCOPES[loss_scope],
         placement_order=placement_order,
         partitioner=partitioner,
+        devices=int(devices) if devices is not None and devices.isdigit() else devices,
     )
-    devices = load_cluster(cluster, nodes, devices_per_node, intra_node, inter_node)
+    whole = load_cluster(cluster, nodes, devices_per_node, intra_node, inter_node)
     if tokens is not None and not study:
         raise ShardwrightError(f"--tokens {tokens:g} without --study: add --study, which says what training takes")
     with DelayedProgress() as bar:
         graph = _captured(model, bar)
         request = replace(request, runtimes=runtimes_of(graph.capabilities, framework))
         bar.stage("searching")
-        studied = make_study(graph, devices, request, tokens) if study else None
-        plan = studied.plan if studied is not None else make_plan(graph, devices, request, bar.update)
+        studied = make_study(graph, whole, request, tokens) if study else None
+        plan = studied.plan if studied is not None else make_plan(graph, whole, request, bar.update)
     from shardwright.core.plan_file import to_document, to_text
 
     if output is not None:

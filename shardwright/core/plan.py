@@ -215,6 +215,8 @@ class Provenance:
     world_size: int
     device_memory_bytes: int
     pinned: tuple[str, ...]
+    left_out: str = ""
+    """Devices that were given and are not worth using; ``cluster`` and ``world_size`` are of the rest."""
 
 
 @dataclass(frozen=True)

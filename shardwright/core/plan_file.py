@@ -123,6 +123,7 @@ def to_document(plan: p.Plan) -> dict[str, Any]:
             "world_size": plan.provenance.world_size,
             "device_memory_bytes": plan.provenance.device_memory_bytes,
             "pinned": list(plan.provenance.pinned),
+            "left_out": plan.provenance.left_out,
         },
     }
 

@@ -138,6 +138,7 @@ class ProvenanceFile(Section):
     world_size: Count
     device_memory_bytes: Count
     pinned: list[str]
+    left_out: str = ""
 
 
 class PlanFile(Section):

@@ -1,5 +1,6 @@
 """What a user asks of the search."""
 
+import math
 from dataclasses import dataclass
 
 from shardwright.core.capabilities import Capabilities
@@ -41,6 +42,8 @@ class Request:
     """Parameters whose layouts are pinned (`core.pins.pins_of`)."""
     placement_order: str | None = None
     partitioner: str = DEFAULT
+    devices: int | str | None = None
+    """How many to use, "all", or "auto" to search; None: all where nodes are alike, searched where they are not."""
     runtimes: tuple[Capabilities, ...] = ()
     """All of them must be able to carry the plan out; empty: that of the captured graph. What is pinned is planned all
     the same."""
@@ -52,6 +55,7 @@ class Request:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise PlanError(f"{name}={value!r}: expected a whole number of at least 1")
+        self._require_devices()
         if self.recompute not in ("auto", "none", "selective", "full"):
             options = ("auto", "none", "selective", "full")
             raise PlanError(f"recompute={self.recompute!r}: {nearest(str(self.recompute), options)}")
@@ -85,6 +89,17 @@ class Request:
         if self.stage_starts is not None and self.pp is not None:
             return len(self.stage_starts) // self.pp
         return self.virtual_stages
+
+    def _require_devices(self) -> None:
+        given = self.devices
+        if isinstance(given, str) and given not in ("all", "auto"):
+            raise PlanError(f"devices={given!r}: {nearest(given, ('all', 'auto'))}, or a number")
+        if given is not None and not isinstance(given, str) and (type(given) is not int or given < 1):
+            raise PlanError(f"devices={given!r}: expected a whole number of at least 1, 'all' or 'auto'")
+        degrees = [degree for degree in (self.pp, self.tp, self.dp) if degree is not None]
+        if isinstance(given, int) and given % math.prod(degrees):
+            said = " · ".join(f"{name} {v}" for name in ("pp", "tp", "dp") if (v := getattr(self, name)) is not None)
+            raise PlanError(f"devices={given} and {said}: the degrees must divide the devices; change one of them")
 
     def _require_pins_that_go_together(self) -> None:
         """Raise PlanError for two pins of which each rules the other out; names both."""

@@ -29,6 +29,7 @@ def study_view(study: Study) -> RenderableType:
         else:
             changes.add_row(change.name, seconds_text(change.step_time_s), f"{change.gain:+.1%}", Text(change.summary))
     parts.append(changes)
+    parts.append(_sizes(study))
     front = new_table(
         "Time, memory and price", ">devices", ">step", "", ">peak memory", ">USD a step", ">per device", "plan"
     )
@@ -52,11 +53,29 @@ def study_view(study: Study) -> RenderableType:
     return Group(*parts)
 
 
+def _sizes(study: Study) -> RenderableType:
+    """How many devices are worth using."""
+    sizes = new_table("How many devices are worth using", ">devices", "of them", ">step", ">USD a step", ">per device")
+    for point in study.sizes:
+        price = "" if point.usd_per_step is None else f"{point.usd_per_step:.3g}"
+        row = (seconds_text(point.step_time_s), price, f"{point.efficiency:.0%}")
+        sizes.add_row(str(point.devices), Text(point.cluster), *row)
+    fastest = min(study.sizes, key=lambda p: (p.step_time_s, p.devices), default=None)
+    if fastest is None:
+        return sizes
+    said = f"  fastest: {fastest.devices} devices ({fastest.cluster})"
+    cheapest = min(study.sizes, key=lambda p: (p.usd_per_step or 0.0, p.step_time_s))
+    if cheapest.usd_per_step is not None:
+        said += f"; cheapest a step: {cheapest.devices} ({cheapest.cluster})"
+    return Group(sizes, Text(said))
+
+
 def study_document(study: Study) -> dict[str, Any]:
     """Everything but the plan, as plain values."""
     return {
         "binds": asdict(study.binds),
         "changes": [asdict(change) for change in study.changes],
         "front": [asdict(point) for point in study.front],
+        "sizes": [asdict(point) for point in study.sizes],
         "training": None if study.training is None else asdict(study.training),
     }

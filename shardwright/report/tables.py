@@ -100,6 +100,8 @@ def _heading(plan: Plan) -> Text:
         + " + ".join(f"{name} {seconds_text(value)}" for name, value in terms.items() if value),
         f"of the pipeline, idle {p.bubble_fraction:.1%}, tensor collectives {seconds_text(p.tensor_collective_s)}",
     ]
+    if plan.provenance.left_out:
+        lines.insert(1, f"not worth using, left out: {plan.provenance.left_out}")
     return Text(f"{plan.model_name} on {plan.provenance.cluster}", style="bold").append(
         "".join(f"\n  {line}" for line in lines), style="not bold"
     )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from shardwright.core.capabilities import Capabilities
+from shardwright.core.cluster import Cluster
 from shardwright.core.cost_tables import Place
 from shardwright.core.memory import kept_bytes, recomputed_s, unit_recompute
 from shardwright.core.plan import (
@@ -22,8 +23,18 @@ from shardwright.core.search.defaults import Default
 from shardwright.core.search.scoring import Scored, Scorer
 
 
-def as_plan(scorer: Scorer, best: Scored, others: list[Scored], beside: list[Default]) -> Plan:
-    """The plan of the best choice, with the others and the defaults as alternatives."""
+def as_plan(
+    scorer: Scorer,
+    best: Scored,
+    others: list[Scored],
+    beside: list[Default],
+    left_out: str = "",
+    elsewhere: Sequence[tuple[Cluster, Scored]] = (),
+) -> Plan:
+    """The plan of the best choice, with the others and the defaults as alternatives.
+
+    ``left_out``: devices that are not worth using. ``elsewhere``: the best choices on other parts of the cluster.
+    """
     tables, decision = scorer.tables, best.decision
     places = [kinds[0] for kinds in scorer.links.places(decision.mesh)]
     first = _costs_at(scorer, best, places[0])
@@ -37,6 +48,12 @@ def as_plan(scorer: Scorer, best: Scored, others: list[Scored], beside: list[Def
     alternatives = [
         Alternative(summarize(s.decision), s.predicted.step_time_s, _peak(s.predicted), why_slower(best, s))
         for s in others
+    ]
+    alternatives += [
+        Alternative(
+            summarize(s.decision), s.predicted.step_time_s, _peak(s.predicted), f"on {where}: {why_slower(best, s)}"
+        )
+        for where, s in elsewhere
     ]
     for default in beside:
         if default.scored is None:
@@ -79,6 +96,7 @@ def as_plan(scorer: Scorer, best: Scored, others: list[Scored], beside: list[Def
             world_size=scorer.cluster.world_size,
             device_memory_bytes=min(best.tables.limits_bytes),
             pinned=_pins(scorer),
+            left_out=left_out,
         ),
     )
 
@@ -87,7 +105,7 @@ def _pins(scorer: Scorer) -> tuple[str, ...]:
     request = scorer.request
     names = (
         "pp", "tp", "dp", "microbatch", "virtual_stages", "schedule", "shard", "shard_group", "precision",
-        "placement_order",
+        "placement_order", "devices",
     )  # fmt: skip
     pins: dict[str, object] = {name: getattr(request, name) for name in names}
     if request.recompute != "auto":

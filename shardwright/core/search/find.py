@@ -22,6 +22,7 @@ from shardwright.core.request import Request
 from shardwright.core.schedule import AUTO
 from shardwright.core.search.answer import as_plan, not_carried_out
 from shardwright.core.search.defaults import defaults
+from shardwright.core.search.devices import Part, parts
 from shardwright.core.search.refusal import refusal
 from shardwright.core.search.scoring import Draft, Scored, Scorer
 from shardwright.core.search.space import GENERATED_ACTIONS, Pipelining, Policy, Shape, Space, splits_backward
@@ -52,31 +53,93 @@ class Found:
     """The next fastest, each with other degrees, fastest first."""
 
 
+@dataclass(slots=True)
+class Tried:
+    """A part of the cluster, searched. Where another part was known to be faster, its best is None."""
+
+    part: Part
+    search: "Search"
+    found: Found
+
+
 def make_plan(graph: Graph, cluster: Cluster, request: Request, progress: Progress | None = None) -> Plan:
-    """The best plan for a captured model on a cluster.
+    """The best plan for a captured model on a cluster, or on as much of it as is worth using (`Request.devices`).
 
     Raises PlanError when degrees do not divide, when the batch does not divide, or when no plan fits: then by how much,
     and the nearest plan that does.
     """
-    tables = tables_of(graph, cluster, request)
-    search = Search(tables, cluster, request)
-    found = search.run(progress)
-    if found.best is None:
-        search = Search(tables, cluster, request, limited=False)
-        found = search.run(progress)
-        if found.best is None:
-            raise PlanError(refusal(tables, cluster, request, search.scorer, search.space))
-        lacking = not_carried_out(found.best.decision, request.runtimes)
-        warnings.warn(f"nothing that every runtime carries out fits: {lacking}", PlanWarning, stacklevel=3)
-    best, others = found.best, found.others
+    return find_plan(graph, cluster, request, progress)[0]
+
+
+def find_plan(
+    graph: Graph, cluster: Cluster, request: Request, progress: Progress | None = None
+) -> tuple[Plan, Cluster]:
+    """As `make_plan`, with the devices that the plan uses."""
+    chosen, *left = search_parts(graph, cluster, request, progress=progress)
+    if chosen.found.best is None:
+        chosen, *left = search_parts(graph, cluster, request, limited=False, progress=progress)
+        if chosen.found.best is None:
+            tables = tables_of(graph, chosen.part.cluster, request)
+            search = chosen.search
+            raise PlanError(refusal(tables, chosen.part.cluster, request, search.scorer, search.space))
+        lacking = not_carried_out(chosen.found.best.decision, request.runtimes)
+        warnings.warn(f"nothing that every runtime carries out fits: {lacking}", PlanWarning, stacklevel=4)
+    scorer, used = chosen.search.scorer, chosen.part.cluster
+    best, others = chosen.found.best, chosen.found.others
     if request.schedule == AUTO:
-        best, *others = generated(search.scorer, [best, *others])
+        best, *others = generated(scorer, [best, *others])
     if request.tp is not None:  # what was asked for is done, and said where it does not pay
-        slow = tables.slow_tensor_axis(best.decision.tp, best.decision.microbatch)
+        slow = scorer.tables.slow_tensor_axis(best.decision.tp, best.decision.microbatch)
         if slow is not None:
-            warnings.warn(slow, PlanWarning, stacklevel=3)
-    beside = [] if _pins_degrees(request) else defaults(tables, cluster, request)
-    return as_plan(search.scorer, best, others, beside)
+            warnings.warn(slow, PlanWarning, stacklevel=4)
+    elsewhere = [(tried.part.cluster, tried.found.best) for tried in left if tried.found.best is not None]
+    beside = [] if _pins_degrees(request) else defaults(scorer.tables, used, request)
+    return as_plan(scorer, best, others, beside, chosen.part.left_out, elsewhere), used
+
+
+def search_parts(
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    *,
+    limited: bool = True,
+    runners_up: int = REPORTED,
+    progress: Progress | None = None,
+) -> list[Tried]:
+    """Every part of the cluster that the request lets a plan use, that of the fastest plan first (the smallest of
+    equals; the whole where nothing fits anywhere). A part is left when it cannot come below the best one before it.
+
+    Raises PlanError, that of the first part, when the request leaves nothing to choose from on any.
+    """
+    tried: list[Tried] = []
+    refused: PlanError | None = None
+    least_s = float("inf")
+    admitted = parts(cluster, request)
+    for number, part in enumerate(admitted):
+        try:
+            search = Search(tables_of(graph, part.cluster, request), part.cluster, request, limited=limited)
+            each = progress if len(admitted) == 1 else None
+            found = search.run(each, runners_up=runners_up, below_s=least_s)
+        except PlanError as error:
+            refused = refused or error
+            continue
+        if progress is not None:
+            progress(number + 1, len(admitted))
+        tried.append(Tried(part, search, found))
+        if found.best is not None:
+            least_s = min(least_s, found.best.predicted.step_time_s)
+    if not tried:
+        raise refused or PlanError(f"no part of {cluster} can be used")
+
+    def rank(one: Tried) -> tuple[float, int]:
+        best = one.found.best
+        return (
+            float("inf") if best is None else float(f"{best.predicted.step_time_s:.6g}"),
+            one.part.cluster.world_size,
+        )
+
+    first = min(tried, key=rank) if least_s < float("inf") else tried[0]
+    return [first, *(one for one in tried if one is not first)]
 
 
 def generated(scorer: Scorer, choices: list[Scored]) -> list[Scored]:
@@ -144,8 +207,13 @@ class Search:
         self._queue: list[_Entry] = []
         self._numbers = itertools.count()
 
-    def run(self, progress: Progress | None = None, *, runners_up: int = REPORTED) -> Found:
-        """The best choice and the next ones. Raises PlanError when the request leaves nothing to choose from."""
+    def run(
+        self, progress: Progress | None = None, *, runners_up: int = REPORTED, below_s: float = float("inf")
+    ) -> Found:
+        """The best choice and the next ones; none where nothing takes less than ``below_s``, or as little.
+
+        Raises PlanError when the request leaves nothing to choose from.
+        """
         shapes = self.space.shapes()
         for shape in shapes:
             self._push(self.scorer.shape_bound_s(shape), shape)
@@ -155,6 +223,8 @@ class Search:
         while self._queue:
             entry = heapq.heappop(self._queue)
             choice = entry.choice
+            if not best and entry.bound_s > below_s * (1 + SAME):
+                break
             if best and entry.bound_s > best[0].predicted.step_time_s * (1 + SAME):
                 looked += isinstance(choice[0], Draft | Scored)
                 beyond += 1

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shardwright.core.cluster import Cluster, NodeGroup
-from shardwright.core.cost_tables import CostTables
 from shardwright.core.errors import PlanError
 from shardwright.core.graph import Graph
 from shardwright.core.hardware import Link
 from shardwright.core.plan import Plan, summarize
 from shardwright.core.request import Request
 from shardwright.core.search.answer import terms_s
-from shardwright.core.search.find import Search, make_plan, tables_of
+from shardwright.core.search.devices import parts
+from shardwright.core.search.find import find_plan, search_parts
 from shardwright.core.search.scoring import Scored
 
 FASTER = 2
@@ -53,10 +53,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A plan that no other looked at beats in time, in memory and in price."""
+    """A plan on some of the devices."""
 
     summary: str
     devices: int
+    cluster: str
+    """Which they are."""
     step_time_s: float
     peak_memory_bytes: int
     usd_per_step: float | None
@@ -83,6 +85,8 @@ class Study:
     binds: Binds
     changes: tuple[Change, ...]
     front: tuple[Point, ...]
+    sizes: tuple[Point, ...]
+    """The fastest plan of each number of devices, most devices first: how many are worth using."""
     training: Training | None
 
 
@@ -92,13 +96,15 @@ def study(graph: Graph, cluster: Cluster, request: Request, tokens: float | None
 
     Raises PlanError as `make_plan` does, and for tokens of a model whose inputs are none.
     """
-    plan = make_plan(graph, cluster, request)
+    plan, used = find_plan(graph, cluster, request)
+    points = _points(graph, cluster, request)
     return Study(
         plan,
-        what_binds(plan, cluster),
+        what_binds(plan, used),
         tuple(_changes(graph, cluster, request, plan)),
-        tuple(_front(graph, cluster, request)),
-        None if tokens is None else _training(graph, cluster, plan, tokens),
+        tuple(_front(points)),
+        tuple(_fastest_of_each_size(points)),
+        None if tokens is None else _training(graph, used, plan, tokens),
     )
 
 
@@ -184,46 +190,42 @@ def _with_memory(cluster: Cluster, times: int) -> Cluster:
 
 def _best(graph: Graph, cluster: Cluster, request: Request) -> tuple[Scored | None, str]:
     try:
-        tables: CostTables = tables_of(graph, cluster, request)
-        return Search(tables, cluster, request).run(runners_up=0).best, ""
+        return search_parts(graph, cluster, request, runners_up=0)[0].found.best, ""
     except PlanError as error:
         return None, str(error).split(";")[0]
 
 
-def _front(graph: Graph, cluster: Cluster, request: Request) -> list[Point]:
-    """Fewer and fewer nodes (of a mixed cluster each kind alone), and on each number the plan of least memory beside
-    the fastest."""
+def _points(graph: Graph, cluster: Cluster, request: Request) -> list[Point]:
+    """On fewer and fewer nodes of each kind the fastest plan, and beside it the plan of least memory."""
     found: list[tuple[Scored, Cluster]] = []
-    for fewer in _sizes(cluster):
-        asked = request if fewer.world_size == cluster.world_size else _unpinned(request)
+    looked_at = request if isinstance(request.devices, int) else replace(_unpinned(request), devices="auto")
+    for part in parts(cluster, looked_at):
+        used = part.cluster
+        asked = replace(request if used.world_size == cluster.world_size else _unpinned(request), devices="all")
         most = min(max(runtime.shard_levels) for runtime in request.runtimes or (graph.capabilities,))
         for more in (asked, replace(asked, recompute="full", shard=most, shard_group=None)):
             if more != asked and (request.recompute != "auto" or request.shard is not None):
                 continue
-            best, _ = _best(graph, fewer, more)
+            best, _ = _best(graph, used, more)
             if best is not None:
-                found.append((best, fewer))
+                found.append((best, used))
     points = [_point(scored, where, request.batch) for scored, where in found]
+    rate = max((request.batch / p.step_time_s / p.devices for p in points), default=1.0)
+    return [replace(p, efficiency=request.batch / p.step_time_s / p.devices / rate) for p in points]
+
+
+def _front(points: list[Point]) -> list[Point]:
+    """Those that no other beats in time, in memory and in price; fastest first."""
     kept = [p for p in points if not any(_beats(other, p) for other in points)]
-    rate = max((request.batch / p.step_time_s / p.devices for p in kept), default=1.0)
-    kept = [replace(p, efficiency=request.batch / p.step_time_s / p.devices / rate) for p in kept]
     distinct = {(p.devices, f"{p.step_time_s:.6g}", p.peak_memory_bytes): p for p in reversed(kept)}
     return sorted(distinct.values(), key=lambda p: p.step_time_s)
 
 
-def _sizes(cluster: Cluster) -> Iterator[Cluster]:
-    yield cluster
-    if len(cluster.groups) != 1:
-        yield from (Cluster.of_groups([group], cluster.inter_node) for group in cluster.groups)
-        return
-    group, nodes = cluster.groups[0], cluster.nodes
-    while nodes % 2 == 0:
-        nodes //= 2
-        yield Cluster.of_groups([replace(group, nodes=nodes)], cluster.inter_node)
-    each = group.devices_per_node
-    while nodes == 1 and each % 2 == 0:
-        each //= 2
-        yield Cluster.of_groups([replace(group, nodes=1, devices_per_node=each)], cluster.inter_node)
+def _fastest_of_each_size(points: list[Point]) -> list[Point]:
+    fastest: dict[int, Point] = {}
+    for point in sorted(points, key=lambda p: p.step_time_s):
+        fastest.setdefault(point.devices, point)
+    return sorted(fastest.values(), key=lambda p: -p.devices)
 
 
 def _unpinned(request: Request) -> Request:
@@ -246,6 +248,7 @@ def _point(scored: Scored, cluster: Cluster, batch: int) -> Point:
     return Point(
         summarize(scored.decision),
         cluster.world_size,
+        str(cluster),
         step_s,
         peak,
         None if price is None else price * step_s,

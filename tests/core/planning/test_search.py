@@ -206,6 +206,57 @@ def test_memory_is_that_of_each_devices_own() -> None:
     assert plan.provenance.device_memory_bytes == mixed().memory_bytes(7)
 
 
+@pytest.mark.parametrize("between", ["ib-hdr200", "ethernet-10g"])
+def test_a_mixed_cluster_is_never_slower_than_its_fast_nodes_alone(between: str) -> None:
+    graph = without_split_backward(decoder(layers=4, hidden=512, heads=8, vocabulary=8192, sequence=128))
+    wanted = {"batch": 64, "precision": "fp16", "virtual_stages": 1, "schedule": "1f1b"}
+    cluster = mixed(between)
+    free, whole = sw.plan(graph, cluster, **wanted), sw.plan(graph, cluster, devices="all", **wanted)
+    alone = [sw.plan(graph, Cluster.of_groups([group]), **wanted) for group in cluster.groups]
+    fastest = min(plan.predicted.step_time_s for plan in (whole, *alone))
+    assert free.predicted.step_time_s <= fastest * (1 + 1e-6)
+    assert whole.mesh.size == 8
+    assert whole.provenance.left_out == ""
+    assert free.predicted.step_time_s < whole.predicted.step_time_s, "all are worth using: the case tests nothing"
+    assert "v100" in free.provenance.left_out
+    assert free.mesh.size == free.provenance.world_size
+    said = next(a for a in free.alternatives if a.reason.startswith(f"on {cluster}: "))
+    assert said.step_time_s == pytest.approx(whole.predicted.step_time_s)
+    assert from_text(to_text(free)) == free
+
+
+def test_as_many_devices_as_make_the_fastest_plan() -> None:
+    """A tiny model over a slow link: one node of two is faster than both, and the user may ask for any number."""
+    cluster = Cluster("v100", nodes=2, devices_per_node=4, inter_node="ethernet-10g")
+    wanted = {"batch": 8, "virtual_stages": 1, "schedule": "1f1b"}
+    auto = sw.plan(SMALL, cluster, devices="auto", **wanted)
+    times = {n: sw.plan(SMALL, cluster, devices=n, **wanted).predicted.step_time_s for n in (1, 2, 3, 4, 8)}
+    assert auto.predicted.step_time_s == pytest.approx(min(times.values()), rel=1e-6)
+    assert auto.mesh.size < 8
+    assert auto.provenance.left_out.startswith("1 × 4 v100")
+    every = sw.plan(SMALL, cluster, **wanted)
+    assert every.mesh.size == 8
+    assert every.predicted.step_time_s == times[8]
+    pinned = sw.plan(SMALL, cluster, devices=3, **wanted)
+    assert pinned.mesh.size == 3
+    assert "devices=3" in pinned.provenance.pinned
+
+
+@pytest.mark.parametrize(
+    ("pins", "said"),
+    [
+        ({"devices": 7}, "devices=7: no nodes of 2 × 4 v100 have so many together; the nearest is 8"),
+        ({"devices": "any"}, "devices='any': .*known: all, auto"),
+        ({"devices": 0}, "devices=0: expected a whole number of at least 1"),
+        ({"devices": 4, "tp": 3}, "devices=4 and tp 3: the degrees must divide the devices"),
+    ],
+)
+def test_numbers_of_devices_that_cannot_be_used(pins: dict, said: str) -> None:
+    cluster = Cluster("v100", nodes=2, devices_per_node=4)
+    with pytest.raises(PlanError, match=said):
+        sw.plan(SMALL, cluster, batch=8, **pins)
+
+
 def test_a_mixed_cluster_without_a_link_is_refused() -> None:
     groups = mixed().groups
     with pytest.raises(ClusterError, match="needs inter_node"):
