@@ -96,10 +96,8 @@ def main() -> int:
                 )
                 print(lines[-1], flush=True)
     middle = sorted(gains)[len(gains) // 2]
-    lines += [
-        "",
-        f"Faster than the best of the three by {min(gains):.1%} to {max(gains):.1%}, {middle:.1%} in the middle.",
-    ]
+    said = f"Faster than the best of the three by {min(gains):.1%} to {max(gains):.1%}, {middle:.1%} in the middle."
+    lines += ["", said]
     print(lines[-1])
     text = "\n".join(lines) + "\n"
     if options.write:
