@@ -90,9 +90,10 @@ def main() -> int:
                 worse += aware.predicted.step_time_s > best * (1 + 1e-6)
                 gains.append(gain)
                 cells = [f"{time:.3f}" if time is not None else "does not fit" for time in times]
+                found = f"{aware.provenance.cluster} | {aware.summary()}"
                 lines.append(
                     f"| GPT {layers} × {width} | 8 {fast} + 8 {slow} | {between} | {' | '.join(cells)} "
-                    f"| {aware.predicted.step_time_s:.3f} | {gain:+.1%} | {aware.provenance.cluster} | {aware.summary()} |"
+                    f"| {aware.predicted.step_time_s:.3f} | {gain:+.1%} | {found} |"
                 )
                 print(lines[-1], flush=True)
     middle = sorted(gains)[len(gains) // 2]
