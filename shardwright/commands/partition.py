@@ -33,7 +33,8 @@ def partition_command(
         rows = [{"partitioner": name} | ({} if j is None else asdict(j)) for name, j in found.judged]
         print_json({"model": graph.model_name, "stages": found.stages, "units": found.units, "partitioners": rows})
         return
-    from shardwright.report.tables import bytes_text, new_table, seconds_text
+    from shardwright.core.amounts import bytes_text, seconds_text
+    from shardwright.report.tables import new_table
 
     table = new_table(
         f"{graph.model_name}: {found.units} units in {stages} stages",

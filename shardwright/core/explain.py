@@ -1,5 +1,6 @@
 """A plan in words: what was decided, what it costs, and why a parameter lies as it does."""
 
+from shardwright.core.amounts import bytes_text, seconds_text
 from shardwright.core.errors import PlanError, nearest
 from shardwright.core.picture import picture
 from shardwright.core.plan import Plan
@@ -18,14 +19,15 @@ def _plan_text(plan: Plan) -> str:
     p = plan.predicted
     lines = [
         f"{plan.model_name} on {plan.provenance.cluster}: {plan.summary()}",
-        f"step {p.step_time_s:.4g} s = pipeline {p.pipeline_s:.4g} (bubble {p.bubble_fraction:.1%}, tensor collectives "
-        f"{p.tensor_collective_s:.4g}) + gradient reduction {p.data_parallel_s:.4g} + optimizer {p.optimizer_s:.4g}",
+        f"step {seconds_text(p.step_time_s)} = pipeline {seconds_text(p.pipeline_s)} (bubble {p.bubble_fraction:.1%}, "
+        f"tensor collectives {seconds_text(p.tensor_collective_s)}) + gradient reduction "
+        f"{seconds_text(p.data_parallel_s)} + optimizer {seconds_text(p.optimizer_s)}",
     ]
     for rank, use in enumerate(p.memory_by_stage_rank):
         lines.append(
-            f"pipeline rank {rank}: {use.total_bytes / 2**30:.2f} GiB (parameters {use.parameters_bytes / 2**30:.2f}, "
-            f"gradients {use.gradients_bytes / 2**30:.2f}, optimizer {use.optimizer_bytes / 2**30:.2f}, activations "
-            f"{use.activations_bytes / 2**30:.2f}, buffers {use.buffers_bytes / 2**30:.2f})"
+            f"pipeline rank {rank}: {bytes_text(use.total_bytes)} (parameters {bytes_text(use.parameters_bytes)}, "
+            f"gradients {bytes_text(use.gradients_bytes)}, optimizer {bytes_text(use.optimizer_bytes)}, activations "
+            f"{bytes_text(use.activations_bytes)}, buffers {bytes_text(use.buffers_bytes)})"
         )
     lines += [f"not chosen: {a.summary}: {a.reason}" for a in plan.alternatives]
     lines += [f"whole on the tensor axis: {slot}: {reason}" for slot, reason in plan.unsplit]

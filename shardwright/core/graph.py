@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from shardwright.core.amounts import count_text
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.errors import CaptureError
 from shardwright.core.pin import Pin
@@ -167,7 +168,7 @@ class Parameter:
         return (self.name, *self.aliases)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Graph:
     """A captured model. Ops stand in the order in which they ran; tensors are named by their index."""
 
@@ -223,6 +224,12 @@ class Graph:
                 if label >= 0:
                     sizes[label] = max(size, sizes.get(label, 1))
         return sizes
+
+    def __repr__(self) -> str:
+        return (
+            f"<Graph of {self.model_name} from {self.framework}: {count_text(self.parameter_count())} parameters, "
+            f"{len(self.ops)} ops, sample of {self.sample_batch}>"
+        )
 
     def parameter_count(self, *, trainable_only: bool = False) -> int:
         """Entries of all parameters, each counted once however often it is tied."""

@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
+from shardwright.core.amounts import bytes_text, seconds_text
 from shardwright.core.errors import PlanError, nearest
 from shardwright.core.fold import CallRef, fold
 from shardwright.core.graph import Graph
@@ -219,7 +220,7 @@ class Provenance:
     """Devices that were given and are not worth using; ``cluster`` and ``world_size`` are of the rest."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A decision about one model on one cluster. Saved as JSON; `docs/plan-file.md` describes the file."""
 
@@ -388,6 +389,14 @@ class Plan:
     def summary(self) -> str:
         """The degrees in one line."""
         return summarize(self.decision)
+
+    def __repr__(self) -> str:
+        predicted, where = self.predicted, self.provenance
+        return (
+            f"<Plan of {self.model_name} on {where.cluster}: {self.summary()}; step "
+            f"{seconds_text(predicted.step_time_s)}, at most {bytes_text(max(predicted.peak_memory_bytes))} of a "
+            f"device's {bytes_text(where.device_memory_bytes)}>"
+        )
 
 
 @lru_cache(maxsize=256)

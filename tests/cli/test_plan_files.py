@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import shardwright as sw
-from shardwright.report.tables import bytes_text, count_text, seconds_text
+from shardwright.core.amounts import bytes_text, count_text, seconds_text
 from tests.cli.conftest import run
 
 ROOT = Path(__file__).parents[2]

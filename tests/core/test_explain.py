@@ -71,3 +71,18 @@ def test_a_picture_says_which_rank_holds_which_part(plan: sw.Plan) -> None:
     assert [cell.strip() for cell in boxes.split("│")[1:-1]] == ["rank 0", "rank 1", "rank 2", "rank 3"]
     whole = sw.explain(plan, "h.0.ln_1.weight")
     assert "ranks 0,1,2,3" in whole
+
+
+def test_a_plan_and_a_graph_print_as_one_line(plan: sw.Plan) -> None:
+    assert "pp 1 × dp 1 × tp 4" in repr(plan)
+    assert "a100-80gb" in repr(plan)
+    assert repr(plan).startswith(f"<Plan of {GRAPH.model_name}")
+    assert f"{len(GRAPH.ops)} ops" in repr(GRAPH)
+    assert max(len(repr(plan)), len(repr(GRAPH))) < 300
+
+
+def test_a_plan_in_words_says_small_amounts_too(plan: sw.Plan) -> None:
+    text = sw.explain(plan)
+    assert " 0 GiB" not in text
+    assert "0.00" not in text
+    assert "pipeline rank 0: " in text
