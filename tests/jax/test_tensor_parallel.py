@@ -28,10 +28,10 @@ def captured(create: Callable[[], Any], loss: Any, batch: dict[str, np.ndarray])
     return sw.capture(nnx.eval_shape(create), sample, loss)
 
 
-def zoo_plan(graph: sw.Graph, tp: int, dp: int = 1, **pins: Any) -> sw.Plan:
+def zoo_plan(graph: sw.Graph, tp: int, dp: int = 1, pp: int = 1, **pins: Any) -> sw.Plan:
     given = {"precision": "fp32", "recompute": "none", "shard": 0, "microbatch": zoo_dropout.BATCH // dp} | pins
-    cluster = sw.Cluster("h100", nodes=1, devices_per_node=tp * dp)
-    return sw.plan(graph, cluster, batch=zoo_dropout.BATCH, pp=1, tp=tp, dp=dp, **given)
+    cluster = sw.Cluster("h100", nodes=1, devices_per_node=pp * tp * dp)
+    return sw.plan(graph, cluster, batch=zoo_dropout.BATCH, pp=pp, tp=tp, dp=dp, **given)
 
 
 def compiled(train: sw.TrainStep, create: Callable[[], Any], batch: Any) -> str:
@@ -39,13 +39,19 @@ def compiled(train: sw.TrainStep, create: Callable[[], Any], batch: Any) -> str:
     return text
 
 
-def of_model(name: str, tp: int, dp: int = 1, **pins: Any) -> tuple[Counter[Any], Counter[Any], str]:
-    """What the compiled step of a model of the zoo sends, what its plan says, and the program."""
+def of_model(name: str, tp: int, dp: int = 1, pp: int = 1, **pins: Any) -> tuple[Counter[Any], Counter[Any], str]:
+    """What the compiled step of a model of the zoo sends, what its plan says, and the program: of pipelines those of
+    all stages."""
     make, loss = zoo_dropout.MODELS[name]
     batch = zoo_dropout.batches(name, 1)[0]
     graph = captured(make, loss, batch)
-    plan = zoo_plan(graph, tp, dp, **pins)
-    text = compiled(sw.train_step(loss, optax.sgd(0.1), plan, devices=jax.devices()[: tp * dp]), make, batch)
+    plan = zoo_plan(graph, tp, dp, pp, **pins)
+    train = sw.train_step(loss, optax.sgd(0.1), plan, devices=jax.devices()[: pp * tp * dp])
+    if pp == 1:
+        text = compiled(train, make, batch)
+    else:
+        train(train.init(make), batch)
+        text = "\n".join(launch.run.as_text() for stage in train.pipeline.launches for launch in stage.values())
     planned = collectives.of_units(graph, realise(graph, plan), zoo_dropout.BATCH // dp)
     return collectives.of_program(text), planned, text
 
@@ -53,19 +59,25 @@ def of_model(name: str, tp: int, dp: int = 1, **pins: Any) -> tuple[Counter[Any]
 # --- on the wire
 
 
-@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (2, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
-def test_a_block_of_gpt2_sends_what_the_plan_says(monkeypatch: pytest.MonkeyPatch, tp: int, dp: int) -> None:
-    """Of a model with one block more, compiled: its collectives are the plan's, in number and bytes, and no others."""
+@pytest.mark.parametrize(
+    ("pp", "tp", "dp"),
+    [(1, 2, 1), (1, 2, 2), (2, 2, 1), *(pytest.param(*d, marks=pytest.mark.slow) for d in ((1, 4, 1), (2, 2, 2)))],
+)
+def test_a_block_of_gpt2_sends_what_the_plan_says(
+    monkeypatch: pytest.MonkeyPatch, pp: int, tp: int, dp: int
+) -> None:
+    """Of a model with one block more, compiled (on every stage, where there are stages): its collectives are the
+    plan's, in number and bytes, and no others."""
     found = []
-    for layers in (1, 2):
+    for layers in (pp, 2 * pp):
         config = replace(zoo_dropout.GPT, n_layer=layers)
         monkeypatch.setitem(
             zoo_dropout.MODELS, "gpt2", (lambda config=config: gpt2_flax.create(config), gpt2_flax.next_token_loss)
         )
-        found.append(of_model("gpt2", tp, dp))
+        found.append(of_model("gpt2", tp, dp, pp))
     block = found[1][0] - found[0][0]
     planned = found[1][1] - found[0][1]
-    assert planned == {("all-reduce", ACTIVATION_BYTES // dp): 4}
+    assert planned == {("all-reduce", ACTIVATION_BYTES // dp): 4 * pp}
     over_tp = {key: count for key, count in block.items() if key in planned}
     assert over_tp == planned
     # With replicas the gradients of the block's parameters are summed over them; nothing else moves.
@@ -134,6 +146,12 @@ def test_the_compilers_warning_is_seen(capfd: pytest.CaptureFixture[str]) -> Non
     shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     jax.jit(change, in_shardings=NamedSharding(mesh, PartitionSpec("x", "y"))).lower(shape).compile()
     assert REMATERIALISES in capfd.readouterr().err
+
+
+def test_no_stage_gathers_to_cut_again(capfd: pytest.CaptureFixture[str]) -> None:
+    of_model("llama", 2, 2, 2)
+    of_model("llama", 2, 1, 2, sequence_parallel=True)
+    assert REMATERIALISES not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])

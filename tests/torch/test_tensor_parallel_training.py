@@ -53,14 +53,14 @@ SLOW = {
 }
 
 
-def run(folder: Path, cases: dict[int, tuple[str, ...]]) -> dict[str, dict]:
+def run(folder: Path, cases: dict[int, tuple[str, ...]], timeout_s: float) -> dict[str, dict]:
     models = sorted({case.split(":")[0] for held in cases.values() for case in held})
-    outcome = single("tp_training.py", "reference", str(folder), *models, timeout_s=200)
+    outcome = single("tp_training.py", "reference", str(folder), *models, timeout_s=timeout_s)
     assert outcome.code == 0, outcome.text[-4000:]
     found = {}
     for processes, held in cases.items():
         out = folder / f"{processes}.json"
-        outcome = torchrun("tp_training.py", processes, str(folder), str(out), *held, timeout_s=280)
+        outcome = torchrun("tp_training.py", processes, str(folder), str(out), *held, timeout_s=timeout_s)
         assert outcome.code == 0, outcome.text[-4000:]
         found |= {result["case"]: result for result in json.loads(out.read_text())}
     return found
@@ -68,12 +68,12 @@ def run(folder: Path, cases: dict[int, tuple[str, ...]]) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    return run(tmp_path_factory.mktemp("tensor_parallel"), CASES)
+    return run(tmp_path_factory.mktemp("tensor_parallel"), CASES, 280)
 
 
 @pytest.fixture(scope="module")
 def slow_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    return run(tmp_path_factory.mktemp("tensor_parallel"), SLOW)
+    return run(tmp_path_factory.mktemp("tensor_parallel"), SLOW, 1200)
 
 
 def require_same(result: dict) -> None:
@@ -93,6 +93,7 @@ def test_a_run_on_pieces_is_the_unsplit_run(results: dict[str, dict], case: str)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("case", [case for held in SLOW.values() for case in held])
 def test_other_models_and_degrees(slow_results: dict[str, dict], case: str) -> None:
     require_same(slow_results[case])

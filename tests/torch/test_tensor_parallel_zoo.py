@@ -46,7 +46,7 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
 
 @pytest.fixture(scope="module")
 def all_classes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
-    return run(tmp_path_factory.mktemp("zoo"), list(CLASSES), 1500)
+    return run(tmp_path_factory.mktemp("zoo"), list(CLASSES), 3000)
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -55,6 +55,7 @@ def test_a_class_on_pieces_is_the_plain_one(few: dict[str, list[dict]], name: st
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", CLASSES)
 def test_forty_classes(all_classes: dict[str, list[dict]], name: str) -> None:
     require_same(all_classes[name], "calls" if name in BY_CALLS else "whole" if name in WHOLE else "pieces")

@@ -91,14 +91,14 @@ class _Runner:
 
         for index, equation in enumerate(jaxpr.eqns):
             here = (*path, index)
-            given = [self._guided(read(atom), (here, i)) for i, atom in enumerate(equation.invars)]
             with ExitStack() as scopes:
                 for entry in getattr(equation.source_info.name_stack, "stack", ()):
                     if type(entry).__name__ == "Scope":
                         scopes.enter_context(jax.named_scope(entry.name))
+                given = [self._guided(read(atom), (here, i)) for i, atom in enumerate(equation.invars)]
                 made = self._equation(equation, given, here)
-            for position, (variable, value) in enumerate(zip(equation.outvars, made, strict=True)):
-                known[variable] = self._as_made(value, (here, position))
+                for position, (variable, value) in enumerate(zip(equation.outvars, made, strict=True)):
+                    known[variable] = self._as_made(value, (here, position))
         return [read(atom) for atom in jaxpr.outvars]
 
     # --- guides

@@ -30,7 +30,7 @@ class CutMicrobatch:
     state: tuple[int, ...]
     batch: tuple[int, ...]
     specs: dict[int, PartitionSpec]
-    """How the values that pass between stages are split over dp."""
+    """How the values that pass between stages are split over dp and tp."""
 
 
 def cut_microbatch(
@@ -57,12 +57,13 @@ def cut_microbatch(
     found = cut(flat, plan.stages, weights, names, planned, holdings, carried)
     specs = {}
     if microbatches.replicas > 1:
-        wider = replace(microbatches, replicas=microbatches.replicas + 1)
+        wider = replace(microbatches, replicas=2 * microbatches.replicas)
         more = [
             leaf if dim is None else leaf.update(shape=(leaf.shape[0], wider.replicas, *leaf.shape[2:]))
             for leaf, dim in zip(split, microbatches.dims, strict=True)
         ]
         specs = _batch_specs(flat, _trace(plan, wider, parts, more)[0], microbatches.replicas)
+    specs |= _constraints(flat)
     operands = Operands(
         {value: dim is not None for value, dim in zip(batch, microbatches.dims, strict=True)},
         dict(zip(batch, split, strict=True)),
@@ -166,3 +167,12 @@ def _batch_specs(flat: FlatProgram, wider: FlatProgram, replicas: int) -> dict[i
         if len(dims) == 1 and one.shape[dims[0]] % replicas == 0:
             specs[value] = PartitionSpec(*([None] * dims[0]), "dp")
     return specs
+
+
+def _constraints(flat: FlatProgram) -> dict[int, PartitionSpec]:
+    """How the values lie that a constraint of the program's own speaks of."""
+    return {
+        equation.outputs[0]: equation.params["sharding"].spec
+        for equation in flat.equations
+        if equation.primitive.name == "sharding_constraint"
+    }

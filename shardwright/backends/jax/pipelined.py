@@ -16,6 +16,7 @@ from shardwright.backends.jax.microbatch import cut_microbatch
 from shardwright.backends.jax.optimizer_cut import OptimizerCut, from_pieces, is_stack, pieces
 from shardwright.backends.jax.pipeline import Observer, Pipeline, dispatch_order
 from shardwright.backends.jax.state import Parts, TrainState
+from shardwright.backends.jax.tensor_parallel import FusedParameters, TensorParallel
 from shardwright.core.plan import Plan
 
 
@@ -56,14 +57,20 @@ class PipelinedTraining:
         places = [place for held in optimizer.parameters for place in held]
         whole = self.meshes.whole[0]
         if init is None:
-            leaves = jax.tree.leaves(given.params)
+            leaves = jax.tree.leaves(FusedParameters.of(self.plan, given.names).hold(given.params))
             own = [leaves[h.leaf] if h.rows is None else leaves[h.leaf][h.rows[0] : h.rows[1]] for h in holdings]
             arrays = [jax.device_put(a, p.sharding, may_alias=False) for a, p in zip(own, places, strict=True)]
             random, other = jax.tree.map(
                 lambda leaf: jax.device_put(leaf, whole, may_alias=False), (given.random, given.other)
             )
         else:
-            arrays, random, other = self._make(init, holdings, places)
+            fused = FusedParameters.of(self.plan, given.names)
+
+            def held() -> tuple[Any, Any, Any]:
+                params, random, other = init()
+                return fused.hold(params), random, other
+
+            arrays, random, other = self._make(held, holdings, places)
         params = from_pieces(given.params, optimizer.parameters, arrays)
         step = jax.device_put(jnp.zeros((), jnp.int32), whole)
         return TrainState(step, params, optimizer.init(params), random, other, given.graphdef)
@@ -97,8 +104,8 @@ class PipelinedTraining:
         other = jax.tree.unflatten(jax.tree.structure(shapes[2]), rest[split:])
         return made[: len(holdings)], random, other
 
-    def whole(self, params: Any) -> Any:
-        """Parameters with every stack in one piece, on the devices of its first stage."""
+    def whole(self, state: TrainState) -> Any:
+        """Parameters as they were given, every stack in one piece, on the devices of its first stage."""
 
         def join(node: Any) -> Any:
             if not is_stack(node):
@@ -106,7 +113,8 @@ class PipelinedTraining:
             first = node.pieces[0].sharding
             return jnp.concatenate([jax.device_put(piece, first) for piece in node.pieces])
 
-        return jax.tree.map(join, params, is_leaf=is_stack)
+        params = jax.tree.map(join, state.params, is_leaf=is_stack)
+        return FusedParameters.of(self.plan, Parts(params, None, None, state.graphdef).names).restore(params)
 
     # --- steps
 
@@ -126,7 +134,8 @@ class PipelinedTraining:
         )
         shapes = self._shapes(state)
         holdings, optimizer = self.placed(shapes.params, shapes.names)
-        micro = cut_microbatch(self.plan, microbatches, shapes, leaves, holdings)
+        laid_out = TensorParallel.lay_out(microbatches, self.plan, self.meshes.meshes[0].abstract_mesh, shapes.names)
+        micro = cut_microbatch(self.plan, laid_out, shapes, leaves, holdings)
         return PipelinedStep(
             Pipeline(self.schedule, self.order, micro, optimizer, self.meshes, recompute=decision.recompute),
             microbatches,

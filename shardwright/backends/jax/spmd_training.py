@@ -100,9 +100,9 @@ class SpmdTraining:
         self._unpack = jax.jit(stacking.unpack, out_shardings=whole)
         return TrainState(step, packed, optimizer, random, other, given.graphdef)
 
-    def whole(self, params: Any) -> Any:
+    def whole(self, state: TrainState) -> Any:
         """Parameters as they were given, whole on every device."""
-        return self._unpack(params)
+        return self._unpack(state.params)
 
     def _stackings(self, given: Parts) -> tuple[Stacking, Stacking]:
         """How parameters and the optimizer's state are kept: where stages use the same leaves of their blocks, one

@@ -13,7 +13,8 @@ from shardwright.backends.jax.capture import Source, read, trace
 from shardwright.backends.jax.guided import Setting, Value, run_guided
 from shardwright.backends.jax.guides import Guides, guides
 from shardwright.backends.jax.layout import follow_parameters
-from shardwright.backends.jax.loss import LossFunction
+from shardwright.backends.jax.loss import LossFunction, Microbatches
+from shardwright.backends.jax.trace import Recorder, TracedCall
 from shardwright.backends.jax.tree import abstract, flat_names
 from shardwright.core.layout import Layout, Split
 from shardwright.core.plan import Plan
@@ -112,17 +113,30 @@ class TensorParallel:
     """Whether a run sees the samples of all replicas."""
     names: tuple[str, ...]
     fused: FusedParameters
-    _known: dict[Any, tuple[Any, Any, Guides]] = field(default_factory=dict)
+    _known: dict[Any, tuple[Any, Any, Guides, tuple[TracedCall, ...]]] = field(default_factory=dict)
+
+    @classmethod
+    def lay_out(cls, batch: Microbatches, plan: Plan, mesh: Any, names: tuple[str, ...]) -> Microbatches:
+        """``batch`` with its loss function run as the plan lays it out; as it is where the tensor axis has one rank.
+        ``names`` are those of the parameters."""
+        if plan.decision.tp == 1:
+            return batch
+        over_replicas = not (batch.per_replica and plan.decision.dp > 1)
+        lowered = cls(plan, mesh, batch.dims, over_replicas, names, FusedParameters.of(plan, names))
+        return replace(batch, loss=replace(batch.loss, tensor_parallel=lowered))
 
     def run(
         self, loss: LossFunction, params: Any, random: Any, other: Any, graphdef: Any, batch: Any
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """What ``loss.plain`` returns. Raises PlanError when the function is not the one that was planned."""
+        """What ``loss.plain`` returns, with the module calls that it records. Raises PlanError when the function is not
+        the one that was planned."""
         leaves, structure = jax.tree.flatten((params, random, other, batch))
         key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._known:
             self._known[key] = self._prepare(loss, params, random, other, graphdef, batch)
-        closed, results, found = self._known[key]
+        closed, results, found, calls = self._known[key]
+        if loss.recorder is not None:
+            loss.recorder.calls[:] = calls
         tags = [*self.fused.tags, *([{}] * (len(leaves) - len(self.fused.tags)))]
         arguments = [Value(leaf, dict(tag)) for leaf, tag in zip(leaves, tags, strict=True)]
         batch_axis = "dp" if self.over_replicas and self.plan.decision.dp > 1 else None
@@ -134,17 +148,19 @@ class TensorParallel:
 
     def _prepare(
         self, loss: LossFunction, params: Any, random: Any, other: Any, graphdef: Any, batch: Any
-    ) -> tuple[Any, Any, Guides]:
-        """The traced program, the structure of its results, and its guides."""
+    ) -> tuple[Any, Any, Guides, tuple[TracedCall, ...]]:
+        """The traced program, the structure of its results, its guides, and its module calls."""
         arrays = jax.tree.map(abstract, (params, random, other))
         shapes = jax.tree.map(abstract, batch)
         extra = flat_names(arrays[1:])
         structures: list[Any] = []
+        recorders: list[Recorder] = []
 
         def run(arrays: Any, inputs: Any, recorder: Any) -> Any:
             params, random, other = arrays
             made = replace(loss, recorder=recorder).plain(params, random, other, graphdef, inputs)
             structures.append(jax.tree.structure(made))
+            recorders.append(recorder)
             return made
 
         name = getattr(loss.function, "__name__", type(loss.function).__name__)
@@ -153,6 +169,6 @@ class TensorParallel:
         graph, captured = read(source, shapes, self.dims, lambda made: made[0])
         closed, running = trace(source, shapes, jax.tree.leaves, results=1)
         # The policy of selective recompute keeps products without batch dims, which those of copies have.
-        copies = loss.recompute != "selective"
+        copies = self.plan.decision.recompute != "selective"
         found = guides(graph, realise(graph, self.plan), captured, running, with_copies=copies)
-        return closed, structures[-1], found
+        return closed, structures[-1], found, tuple(recorders[-1].calls)

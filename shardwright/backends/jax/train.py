@@ -191,7 +191,7 @@ class TrainStep:
         state.require_alive()
         with self._mesh_set_aside():
             if self._pipelined is not None:
-                params = self._pipelined.whole(state.params)
+                params = self._pipelined.whole(state)
             else:
                 params = self._fused(state).restore(state.params)
         return put_together(Parts(params, state.random, state.other, state.graphdef))
@@ -314,14 +314,8 @@ class TrainStep:
             self.plan.microbatches,
             decision.loss_scope == "replica",
         )
-
-        if self.plan.decision.tp > 1:
-            over_replicas = not (microbatches.per_replica and decision.dp > 1)
-            names = Parts(state.params, None, None, state.graphdef).names
-            lowered = TensorParallel(
-                self.plan, self.mesh.abstract_mesh, dims, over_replicas, names, FusedParameters.of(self.plan, names)
-            )
-            microbatches = replace(microbatches, loss=replace(self._loss, tensor_parallel=lowered))
+        names = Parts(state.params, None, None, state.graphdef).names
+        microbatches = TensorParallel.lay_out(microbatches, self.plan, self.mesh.abstract_mesh, names)
 
         def step(state: TrainState, leaves: tuple[Any, ...]) -> tuple[TrainState, Loss]:
             loss, gradients, other = accumulate(microbatches, state, leaves, mesh=self.mesh, gradients_at=gradients_at)
@@ -344,11 +338,6 @@ def _require_supported(plan: Plan) -> None:
         raise MissingCapabilityError(
             f"the plan has precision={decision.precision!r}, but the JAX runtime of this version trains in fp32 and "
             "bf16: plan with one of them"
-        )
-    if decision.sequence_parallel and decision.tp > 1 and decision.pp * decision.virtual_stages > 1:
-        raise MissingCapabilityError(
-            "the plan has sequence_parallel and pipeline stages, which the JAX runtime of this version does not lay "
-            "out together: plan without one of them"
         )
     if decision.shard and decision.shard_group not in (None, decision.dp):
         raise MissingCapabilityError(
