@@ -63,9 +63,7 @@ def of_model(name: str, tp: int, dp: int = 1, pp: int = 1, **pins: Any) -> tuple
     ("pp", "tp", "dp"),
     [(1, 2, 1), (1, 2, 2), (2, 2, 1), *(pytest.param(*d, marks=pytest.mark.slow) for d in ((1, 4, 1), (2, 2, 2)))],
 )
-def test_a_block_of_gpt2_sends_what_the_plan_says(
-    monkeypatch: pytest.MonkeyPatch, pp: int, tp: int, dp: int
-) -> None:
+def test_a_block_of_gpt2_sends_what_the_plan_says(monkeypatch: pytest.MonkeyPatch, pp: int, tp: int, dp: int) -> None:
     """Of a model with one block more, compiled (on every stage, where there are stages): its collectives are the
     plan's, in number and bytes, and no others."""
     found = []
