@@ -151,6 +151,14 @@ class DistributedModel(nn.Module):
         """The buffers that this rank holds, by original names."""
         yield from self.runtime.holding.local_buffers().items()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, which are those of the parameters that this rank holds."""
+        for parameter in self.local_parameters():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad = parameter.grad.detach().zero_()
+
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:

@@ -65,6 +65,8 @@ class _Step:
         self.function = function
         self.whole, self.axes = whole, axes
         self._said: set[int] = set()
+        self._names: dict[str, list[str]] = {}
+        """By the form of the arguments, the argument that each leaf belongs to."""
         self._signature = inspect.signature(function)
         named = set(self._signature.parameters)
         takes_any = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
@@ -80,7 +82,11 @@ class _Step:
         bound = self._signature.bind(*args, **kwargs)
         arguments = {name: _plain(value) for name, value in bound.arguments.items()}
         leaves, spec = pytree.tree_flatten(arguments, is_leaf=lambda item: item is model)
-        names = [str(path[0].key) for path, _ in pytree.tree_flatten_with_path(arguments)[0]]  # type: ignore[attr-defined]
+        form = str(spec)
+        if form not in self._names:
+            paths = pytree.tree_flatten_with_path(arguments, is_leaf=lambda item: item is model)[0]
+            self._names[form] = [str(path[0].key) for path, _ in paths]  # type: ignore[attr-defined]
+        names = self._names[form]
         device = session.bound.device
         positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         if session.bound.size("tp") > 1 and not session.config.prescaled_batch:
@@ -113,7 +119,7 @@ class _Step:
             given = [leaves[p] for p in positions]
             require_same_inputs(runtime.model, given, session.seed, session.bound, session.watch)
             runtime.checked_steps.add(id(self))
-        key = self._key(model, spec, literals, microbatches[0])
+        key = self._key(model, form, literals, microbatches[0])
         tree, returned = run_step(session, model, key, body, microbatches, batch.samples)
         if session.bound.size("tp") > 1 and not session.config.prescaled_batch and batch.whole_axis:
             returned = {
@@ -146,7 +152,7 @@ class _Step:
                 stacklevel=3,
             )
 
-    def _key(self, model: DistributedModel, spec: Any, literals: list[Any], inputs: list[torch.Tensor]) -> Hashable:
+    def _key(self, model: DistributedModel, form: str, literals: list[Any], inputs: list[torch.Tensor]) -> Hashable:
         def hashable(item: Any) -> Hashable:
             if item is model:
                 return "the model"
@@ -160,7 +166,7 @@ class _Step:
         kind = model.session.bound.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         shapes = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs)
-        return (id(self), str(spec), tuple(map(hashable, literals)), shapes, modes, torch.is_grad_enabled(), autocast)
+        return (id(self), form, tuple(map(hashable, literals)), shapes, modes, torch.is_grad_enabled(), autocast)
 
 
 class _Leaves:

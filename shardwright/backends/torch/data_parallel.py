@@ -57,15 +57,15 @@ class Gradients:
     def finish(self, total_weight: float | None) -> None:
         """Sum over the holders of tied parameters and over dp, divide by the total weight if there is one, and add what
         was set aside. Every rank calls this at the same time."""
-        local = self.holding.local_parameters()
-        trainable = self._trainable()
         if self.shards is not None:
-            self.shards.sum_gradients(trainable)
+            self.shards.sum_gradients(self._trainable())
         if self.bound.size("dp") > 1:
-            (self._exchange or self._exchange_of(trainable)).finish()
+            (self._exchange or self._exchange_of(self._trainable())).finish()
             self._exchange = None
-        self._sum_ties(trainable)
-        for name, parameter in local.items():
+        self._sum_ties()
+        if total_weight is None and not self._before:
+            return
+        for name, parameter in self.holding.local_parameters().items():
             if parameter.grad is not None and total_weight is not None:
                 parameter.grad.div_(total_weight)
             before = self._before.get(name)
@@ -79,17 +79,14 @@ class Gradients:
             parameter.grad = self._before.get(name)
         self._before = {}
 
-    def _sum_ties(self, parameters: dict[str, nn.Parameter]) -> None:
-        placement = self.holding.placement
-        if placement is None:
-            return
-        for name in sorted(parameters):
-            holders = placement.parameters[name]
-            if len(holders) == 1:
+    def _sum_ties(self) -> None:
+        for name, holders in self.holding.ties:
+            parameter = self.holding.parameter(name)
+            if self.holding.rank not in holders or not parameter.requires_grad:
                 continue
             self.watch.doing(f"summing the gradients of {name} over pp ranks {holders}")
             with self.watch.waiting(f"its holders, ranks {[self.bound.peer('pp', h) for h in holders]}"):
-                self._sum_tie(parameters[name], holders)
+                self._sum_tie(parameter, holders)
 
     def _sum_tie(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
         """To the home, summed there in the order of holders, and back: the same bits on every holder."""

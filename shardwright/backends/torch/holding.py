@@ -117,6 +117,7 @@ class Holding:
         # Tuples, since order counts: that of the model.
         self._parameter_order, self._buffer_order = tuple(parameter_names(model)), tuple(buffer_names(model))
         self._held_under: tuple[Placement | None, list[tuple[str, nn.Module, str]]] | None = None
+        self._tied_under: tuple[Placement | None, list[tuple[str, tuple[int, ...]]]] | None = None
         self._parameters, self._buffers = frozenset(self._parameter_order), frozenset(self._buffer_order)
         for name in self._parameters:
             self._know(self.tensor(name), name)
@@ -144,8 +145,18 @@ class Holding:
 
     def local_parameters(self) -> dict[str, nn.Parameter]:
         """What this rank holds, by first name, in the model's order."""
-        found = {name: getattr(module, last) for name, module, last in self._held()}
+        found = {name: module._parameters[last] for name, module, last in self._held()}
         return cast(dict[str, nn.Parameter], found)
+
+    @property
+    def ties(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The parameters with several holders, by name, and these."""
+        placement = self.placement
+        if self._tied_under is None or self._tied_under[0] is not placement:
+            held = {} if placement is None else placement.parameters
+            tied = sorted((name, tuple(holders)) for name, holders in held.items() if len(holders) > 1)
+            self._tied_under = (placement, tied)
+        return self._tied_under[1]
 
     def _held(self) -> list[tuple[str, nn.Module, str]]:
         """The slots of the parameters that this rank holds; placements are values, so each is gone through once."""

@@ -47,11 +47,10 @@ class LocalLink:
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Write contiguous CPU tensors, or keep what the socket does not take: a copy of it, since they may change."""
         for tensor in tensors:
-            data = _bytes_of(tensor)
-            if not self._unsent:
-                data = data[self._write(data) :]
-            if data:
-                self._unsent.append(memoryview(bytearray(data)))
+            data = _bytes_of(tensor.contiguous())
+            written = 0 if self._unsent else self._write(data)
+            if written < len(data):
+                self._unsent.append(memoryview(bytearray(data[written:])))
 
     def flush(self) -> None:
         """Write what was kept, as far as the socket takes it."""
@@ -67,9 +66,10 @@ class LocalLink:
 
         Returns what `filled` reaches when they are there.
         """
-        before = len(self._awaited)
-        self._awaited.extend(data for data in map(_bytes_of, tensors) if data)
-        self._ever_awaited += len(self._awaited) - before
+        for tensor in tensors:
+            if tensor.numel():
+                self._awaited.append(_bytes_of(tensor))
+                self._ever_awaited += 1
         return self._ever_awaited
 
     @property
@@ -118,11 +118,16 @@ class LocalLinks:
         self.me, self.timeout_s = me, timeout_s
         self.group: ProcessGroup | None = group
         self._links: dict[int, LocalLink] = {}
+        self._pairs: set[tuple[int, int]] = set()
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         self._look_s = LOOK_S if ranks_here * torch.get_num_threads() <= (os.cpu_count() or 1) else 0.0
 
     def get(self, peer: int) -> LocalLink | None:
         return self._links.get(peer)
+
+    def reach(self, source: int, targets: Sequence[int]) -> bool:
+        """Whether one rank is linked with all these: the same answer on every rank."""
+        return all((min(source, target), max(source, target)) in self._pairs for target in targets)
 
     def open(self, peers: Sequence[int]) -> None:
         """Link this rank with those of ``peers`` that run on this host. All ranks of the group call this, and each is
@@ -133,6 +138,7 @@ class LocalLinks:
                 if peer < self.me and (connection := _connect(doors[peer], self.me)) is not None:
                     self._links[peer] = LocalLink(connection)
             linked = self._gather(sorted(self._links))
+            self._pairs |= {(min(a, b), max(a, b)) for a, others in linked.items() for b in others}
             door.settimeout(self.timeout_s)
             for _ in [peer for peer in peers if peer > self.me and self.me in linked[peer]]:
                 try:
@@ -223,5 +229,7 @@ def _connect(path: str, me: int) -> socket.socket | None:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """The memory of a contiguous CPU tensor that needs no gradient."""
+    if tensor.dtype is torch.float32 and tensor.numel():
+        return memoryview(tensor.numpy().data).cast("B")
     return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)

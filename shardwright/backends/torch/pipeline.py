@@ -1,7 +1,9 @@
 """Runs a divided program under a core schedule: the actions of this rank's stages, in its order."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -10,10 +12,10 @@ from shardwright.backends.torch.measure import Recorder
 from shardwright.backends.torch.overlap import Exchange
 from shardwright.backends.torch.randomness import Streams, kept_generators
 from shardwright.backends.torch.recompute import Call, Recompute
-from shardwright.backends.torch.replay import Kept, Replay, StepValues
+from shardwright.backends.torch.replay import Depart, Kept, Means, Replay, StepValues
 from shardwright.backends.torch.stages import Division, Edge
 from shardwright.backends.torch.traffic import Traffic, microbatch_of
-from shardwright.backends.torch.transfer import Mailroom, Message
+from shardwright.backends.torch.transfer import Key, Mailroom, Message
 from shardwright.backends.torch.watch import Watch
 from shardwright.backends.torch.weight_gradients import collecting, deferrable
 from shardwright.core.schedule import Schedule
@@ -22,6 +24,29 @@ from shardwright.core.schedule.actions import Action, Kind
 _NOTHING: AbstractContextManager[None] = nullcontext()
 POSTED_AHEAD = 2
 """For so many actions ahead receives are posted, so that tensors come in while the rank computes."""
+
+
+@dataclass(slots=True)
+class _Task:
+    """An action of this rank, with what is known of it before the step."""
+
+    action: Action
+    microbatch: int
+    replay: Replay
+    is_split: bool
+    """Whether the backward of its microbatch is split in two."""
+    edges: tuple[Edge, ...]
+    """Over these come what it takes, from this rank or from others."""
+    messages: tuple[Message | None, ...]
+    """What brings it over each of ``edges``; None: it is on this rank."""
+    depart: Depart
+    text: str
+    ahead: tuple[Message, ...] = ()
+    """What to post before it runs."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.action.stage, self.microbatch
 
 
 class Pipeline:
@@ -48,15 +73,39 @@ class Pipeline:
         self.divisions, self.schedule = tuple(divisions), schedule
         self.mailroom, self.watch, self.streams = mailroom, watch, streams
         self.traffic = Traffic(self.divisions, schedule, rank)
-        self.pairs = self.traffic.pairs
         self.trains = self.traffic.trains
         self.actions = self.traffic.actions
-        self._needs = tuple(tuple(self.traffic.needs(action)) for action in self.actions)
-        self._split = {(a.stage, microbatch_of(a)) for a in self.actions if a.kind is Kind.WEIGHT_GRAD}
-        self._replay = Replay(modules, streams, mailroom.device, Recompute(recompute, modules, streams))
+        means = Means(modules, streams, mailroom.device, Recompute(recompute, modules, streams))
+        replays: dict[tuple[int, int], Replay] = {}
+        for action in self.actions:
+            division = self.divisions[microbatch_of(action)]
+            key = (id(division), action.stage)
+            replays[key] = replays.get(key) or Replay(division, action.stage, means)
+        split = {(a.stage, microbatch_of(a)) for a in self.actions if a.kind is Kind.WEIGHT_GRAD}
+        self._tasks = [
+            self._task(a, replays[id(self.divisions[microbatch_of(a)]), a.stage], (a.stage, microbatch_of(a)) in split)
+            for a in self.actions
+        ]
         self._closes = self._last_uses()
-        self._arrivals: dict[tuple[int, int, bool], list[torch.Tensor]] = {}
+        self._arrivals: dict[Key, list[torch.Tensor]] = {}
         self._kept: dict[tuple[int, int], Kept] = {}
+
+    def _task(self, action: Action, replay: Replay, is_split: bool) -> _Task:
+        mb, gradient = microbatch_of(action), action.kind is not Kind.FORWARD
+        edges = replay.taken_back if gradient else replay.part.receives
+        if action.kind is Kind.WEIGHT_GRAD:
+            edges = ()
+        messages = tuple(self.traffic.message(edge, mb, gradient) for edge in edges)
+        text = f"stage {action.stage}, action {action.text}, microbatch {mb}"
+        return _Task(action, mb, replay, is_split, edges, messages, partial(self._depart, mb, gradient), text)
+
+    def open(self, homes: Collection[int]) -> None:
+        """Open the ways to other ranks: those of the schedule, and to all from ``homes``, which have results. All pp
+        peers call this together."""
+        self.mailroom.open(self.traffic.pairs, homes)
+        for position, task in enumerate(self._tasks):
+            needed = [m for later in self._tasks[position : position + POSTED_AHEAD] for m in later.messages]
+            task.ahead = tuple(m for m in needed if m is not None and self.mailroom.gains_by_posting(m))
 
     def run(
         self,
@@ -81,37 +130,74 @@ class Pipeline:
         out = StepValues()
         self._kept.clear()
         self._arrivals.clear()
-        self.mailroom.expect(self.traffic.incoming, self.traffic.taken)
-        self.streams.enabled = self.streams.active
+        mailroom, streams = self.mailroom, self.streams
+        mailroom.expect(self.traffic.incoming, self.traffic.taken)
+        streams.enabled = streams.active
         try:
-            with kept_generators(self.streams.active, self.mailroom.device):
-                for position, action in enumerate(self.actions):
-                    mb = microbatch_of(action)
-                    self.watch.doing(f"stage {action.stage}, action {action.text}, microbatch {mb}")
-                    for needed in self._needs[position : position + POSTED_AHEAD]:
-                        for message in needed:
-                            self.mailroom.post(message)
-                    for message in self._needs[position]:
-                        self._arrivals[message.key] = self.mailroom.take(message)
+            with torch.set_grad_enabled(grad), kept_generators(streams.active, mailroom.device):
+                for position, task in enumerate(self._tasks):
+                    mb = task.microbatch
+                    self.watch.doing(task.text)
+                    for message in task.ahead:
+                        mailroom.post(message)
+                    arrived = [
+                        self._arrivals.pop((edge.index, mb, task.action.kind is not Kind.FORWARD))
+                        if message is None
+                        else mailroom.take(message)
+                        for edge, message in zip(task.edges, task.messages, strict=True)
+                    ]
                     if recorder is not None:
-                        recorder.start(action)
-                    with self._closing(position, exchange, parameters):
-                        self._run(action, mb, inputs[mb], step, first_microbatch + mb, grad, loss_scales[mb], out)
+                        recorder.start(task.action)
+                    if streams.active:
+                        streams.begin(step, first_microbatch + mb, recomputing=task.action.kind is not Kind.FORWARD)
+                    if exchange is None:
+                        self._run(task, inputs[mb], arrived, grad, loss_scales[mb], out)
+                    else:
+                        with self._closing(position, exchange, parameters or {}):
+                            self._run(task, inputs[mb], arrived, grad, loss_scales[mb], out)
                     if recorder is not None:
                         recorder.end()
-            self.mailroom.drain()
+            mailroom.drain()
         finally:
-            self.streams.enabled = False
+            streams.enabled = False
             self._kept.clear()
             self._arrivals.clear()
             self.watch.doing("between steps")
         return out
 
+    def _run(
+        self, task: _Task, inputs: Sequence[torch.Tensor], arrived: Sequence[list[torch.Tensor]], grad: bool,
+        loss_scale: float, out: StepValues,
+    ) -> None:  # fmt: skip
+        kind, replay = task.action.kind, task.replay
+        if kind is Kind.FORWARD:
+            with deferrable() if grad and task.is_split else _NOTHING:
+                kept = replay.forward(task.microbatch, inputs, arrived, task.depart, out, grad)
+            if grad and self.trains:
+                self._kept[task.key] = kept
+        elif kind is Kind.BACKWARD:
+            replay.backward(self._kept.pop(task.key), arrived, task.depart, loss_scale)
+        elif kind is Kind.INPUT_GRAD:
+            kept = self._kept[task.key]
+            with collecting() as kept.deferred:
+                replay.backward(kept, arrived, task.depart, loss_scale)
+        else:
+            deferred = self._kept.pop(task.key).deferred
+            if deferred is not None:
+                deferred.multiply()
+
+    def _depart(self, mb: int, gradient: bool, edge: Edge, tensors: list[torch.Tensor]) -> None:
+        message = self.traffic.message(edge, mb, gradient)
+        if message is None:
+            self._arrivals[edge.index, mb, gradient] = tensors
+        else:
+            self.mailroom.send(message, tensors)
+
     def _closing(
-        self, position: int, exchange: Exchange | None, parameters: Mapping[str, nn.Parameter] | None
+        self, position: int, exchange: Exchange, parameters: Mapping[str, nn.Parameter]
     ) -> AbstractContextManager[None]:
         names = self._closes.get(position)
-        if exchange is None or parameters is None or names is None:
+        if names is None:
             return _NOTHING
         held = [(name, parameters[name]) for name in names if name in parameters]
         return exchange.closing(held, self.actions[position].kind is Kind.BACKWARD)
@@ -127,47 +213,6 @@ class Pipeline:
         for name, position in last.items():
             found[position] = (*found.get(position, ()), name)
         return found
-
-    def _run(
-        self, action: Action, mb: int, inputs: Sequence[torch.Tensor], step: int, global_mb: int, grad: bool,
-        loss_scale: float, out: StepValues,
-    ) -> None:  # fmt: skip
-        stage, division = action.stage, self.divisions[mb]
-        key = (stage, mb)
-        if action.kind is Kind.WEIGHT_GRAD:
-            deferred = self._kept.pop(key).deferred
-            if deferred is not None:
-                deferred.multiply()
-            return
-        self.streams.begin(step, global_mb, recomputing=action.kind is not Kind.FORWARD)
-
-        def arrived(edge: Edge) -> list[torch.Tensor]:
-            return self._arrivals.pop((edge.index, mb, action.kind is not Kind.FORWARD))
-
-        def depart(edge: Edge, tensors: list[torch.Tensor]) -> None:
-            self._depart(edge, mb, action.kind is not Kind.FORWARD, tensors)
-
-        if action.kind is Kind.FORWARD:
-            if grad and key in self._split:
-                with deferrable():
-                    kept = self._replay.forward(division, stage, mb, inputs, arrived, depart, out, grad)
-            else:
-                kept = self._replay.forward(division, stage, mb, inputs, arrived, depart, out, grad)
-            if grad and self.trains:
-                self._kept[key] = kept
-        elif action.kind is Kind.BACKWARD:
-            self._replay.backward(division, stage, self._kept.pop(key), arrived, depart, loss_scale)
-        else:
-            kept = self._kept[key]
-            with collecting() as kept.deferred:
-                self._replay.backward(division, stage, kept, arrived, depart, loss_scale)
-
-    def _depart(self, edge: Edge, mb: int, gradient: bool, tensors: list[torch.Tensor]) -> None:
-        message: Message | None = self.traffic.message(edge, mb, gradient)
-        if message is None:
-            self._arrivals[edge.index, mb, gradient] = tensors
-        else:
-            self.mailroom.send(message, tensors)
 
 
 def closing_order(schedule: Schedule, rank: int, division: Division, names: Sequence[str]) -> tuple[str, ...]:

@@ -36,9 +36,9 @@ class Recompute:
         self._written: dict[str, tuple[str, ...]] = {}
         """By path of a unit, the buffers that its forward writes to in training: found out when it first runs."""
 
-    def wants(self, step: Step) -> bool:
-        """Whether a step is recomputed: one that the plan names, where a backward pass will come."""
-        return (step.path, step.occurrence) in self.calls and step.grad_enabled and torch.is_grad_enabled()
+    def names(self, step: Step) -> bool:
+        """Whether the plan names a step, which is then recomputed where a backward pass will come."""
+        return (step.path, step.occurrence) in self.calls
 
     def run(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the call."""

@@ -1,7 +1,11 @@
-"""Replay: the steps of one stage for one microbatch, forward and backward, on real tensors."""
+"""Replay: the steps of one stage for one microbatch, forward and backward, on real tensors.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+What follows from the program alone is worked out once, before the first microbatch: between two actions there is then
+little Python left, which shows where actions take a millisecond.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +19,6 @@ from shardwright.backends.torch.program import (
     Leaf,
     Literal,
     ParameterRef,
-    Program,
     Step,
     ValueRef,
     tensors_in,
@@ -26,9 +29,9 @@ from shardwright.backends.torch.stages import Division, Edge
 from shardwright.backends.torch.weight_gradients import Deferred
 from shardwright.core.errors import CaptureError
 
-Arrived = Callable[[Edge], list[torch.Tensor]]
-"""What came in over an edge: its values, or their gradients."""
 Depart = Callable[[Edge, list[torch.Tensor]], None]
+"""Takes what leaves over an edge: its values, or their gradients."""
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(slots=True)
@@ -53,104 +56,125 @@ class StepValues:
     loss_weights: dict[int, dict[int, torch.Tensor | float | None]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a stage runs with: the modules that this rank holds, by path; the random numbers of the step; the calls that
+    are recomputed."""
+
+    modules: Mapping[str, nn.Module]
+    streams: Streams
+    device: torch.device
+    recompute: Recompute
+
+
+@dataclass(slots=True)
+class _Env:
+    """The values of one microbatch on one stage, and the objects that its units were given."""
+
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+    objects: dict[int, Any] = field(default_factory=dict)
+
+
 class Replay:
-    """Runs stages on the modules that this rank holds.
+    """Runs one stage of a division; see `Means` for what it runs with."""
 
-    Args:
-        modules: by path.
-        streams: seeds what draws random numbers.
-        recompute: runs the calls that are recomputed.
-    """
-
-    def __init__(
-        self, modules: Mapping[str, nn.Module], streams: Streams, device: torch.device, recompute: Recompute
-    ) -> None:
-        self.modules, self.streams, self.device, self.recompute = modules, streams, device, recompute
-        self._flat: dict[int, tuple[int, tuple[str, ...]] | None] = {}
+    def __init__(self, division: Division, stage: int, means: Means) -> None:
+        self.program, self.part, self.stage, self.means = division.program, division.parts[stage], stage, means
+        self._calls = [
+            (_Call(self, step), step, release) for step, release in zip(self.part.steps, self.part.release, strict=True)
+        ]
+        self._copied_when_sent = {v for edge in self.part.sends for v in edge.values} & self.part.copied
+        self._received = [
+            (edge, value, self.program.values[value].strides, value in edge.gradients, value in self.part.copied)
+            for edge in self.part.receives
+            for value in edge.values
+        ]
+        self.taken_back = tuple(edge for edge in self.part.sends if edge.gradients)
+        """The edges over which gradients come in, in the order in which `backward` takes them."""
+        self._scales: dict[tuple[float, torch.dtype], torch.Tensor] = {}
 
     def forward(
         self,
-        division: Division,
-        stage: int,
         mb: int,
         inputs: Sequence[torch.Tensor],
-        arrived: Arrived,
+        arrived: Sequence[list[torch.Tensor]],
         depart: Depart,
         out: StepValues,
         grad: bool,
     ) -> Kept:
-        """One forward action. ``inputs`` are the input tensors of the microbatch."""
-        program, part = division.program, division.parts[stage]
-        env: dict[int, torch.Tensor] = {}
-        objects: dict[int, Any] = {}
-        kept = Kept()
-        with torch.set_grad_enabled(grad):
-            for edge in part.receives:
-                for value, given in zip(edge.values, arrived(edge), strict=True):
-                    tensor = _laid_out(given, program.values[value].strides)
-                    if grad and value in edge.gradients:
-                        tensor.requires_grad_()
-                        kept.received[edge.index, value] = tensor
-                    env[value] = tensor.clone() if value in part.copied else tensor
-            for index in part.inputs:
-                made = program.values[index]
-                assert made.input is not None
-                tensor = inputs[made.input]
-                env[index] = tensor.clone() if index in part.copied else tensor
-            sent = {v for edge in part.sends for v in edge.values} & part.copied
-            copies: dict[int, torch.Tensor] = {}
-            for step, release in zip(part.steps, part.release, strict=True):
-                self.streams.enter(program, step)
-                for value in self._execute(program, stage, step, env, objects):
-                    if value in sent:
-                        copies[value] = env[value].clone()
-                for value in release:
-                    env.pop(value, None)
-            for edge in part.sends:
-                tensors = [copies[v] if v in copies else env[v] for v in edge.values]
-                for value, tensor in zip(edge.values, tensors, strict=True):
-                    if value in edge.gradients and tensor.requires_grad:
-                        kept.sent[edge.index, value] = tensor
-                depart(edge, [t.detach() for t in tensors])
-            for index in part.losses:
-                loss = program.losses[index]
-                weight = self._weight(program, loss.weight, env)
-                out.loss_weights.setdefault(index, {})[mb] = weight
-                if grad:
-                    kept.roots.append((env[loss.value], weight))
-            for leaf in part.results:
-                tensor = self._resolve(program, program.result.leaves[leaf], stage, env, objects)
-                out.results.setdefault(leaf, {})[mb] = tensor.detach()
+        """One forward action; gradients are enabled as ``grad`` says.
+
+        Args:
+            inputs: the input tensors of the microbatch.
+            arrived: what came in over each edge that the stage receives.
+        """
+        program, part = self.program, self.part
+        env, kept = _Env(), Kept()
+        values = env.values
+        given = iter([tensor for tensors in arrived for tensor in tensors])
+        for (edge, value, strides, has_gradient, is_copied), came in zip(self._received, given, strict=True):
+            tensor = came if came.stride() == strides else _laid_out(came, strides)
+            if grad and has_gradient:
+                tensor.requires_grad_()
+                kept.received[edge.index, value] = tensor
+            values[value] = tensor.clone() if is_copied else tensor
+        for index in part.inputs:
+            made = program.values[index].input
+            assert made is not None
+            values[index] = inputs[made].clone() if index in part.copied else inputs[made]
+        copies: dict[int, torch.Tensor] = {}
+        streams = self.means.streams
+        for call, step, release in self._calls:
+            if streams.active:
+                streams.enter(program, step)
+            for value in call.run(env):
+                if value in self._copied_when_sent:
+                    copies[value] = values[value].clone()
+            for value in release:
+                values.pop(value, None)
+        for edge in part.sends:
+            tensors = [copies[v] if v in copies else values[v] for v in edge.values]
+            depart(edge, [tensor.detach() for tensor in tensors])
+            for value, tensor in zip(edge.values, tensors, strict=True):
+                if value in edge.gradients and tensor.requires_grad:
+                    kept.sent[edge.index, value] = tensor
+        for index in part.losses:
+            loss = program.losses[index]
+            weight = self._weight(loss.weight, env)
+            out.loss_weights.setdefault(index, {})[mb] = weight
+            if grad:
+                kept.roots.append((values[loss.value], weight))
+        for leaf in part.results:
+            tensor = self.resolve(program.result.leaves[leaf], env)
+            out.results.setdefault(leaf, {})[mb] = tensor.detach()
         return kept
 
-    def backward(
-        self, division: Division, stage: int, kept: Kept, arrived: Arrived, depart: Depart, loss_scale: float
-    ) -> None:
-        """One backward action; gradients add up in the parameters. ``loss_scale`` is what the losses of this
-        microbatch are multiplied by where no weight is given."""
-        part = division.parts[stage]
+    def backward(self, kept: Kept, arrived: Sequence[list[torch.Tensor]], depart: Depart, loss_scale: float) -> None:
+        """One backward action; gradients add up in the parameters.
+
+        Args:
+            arrived: the gradients that came in over each edge of ``taken_back``.
+            loss_scale: what the losses of this microbatch are multiplied by where no weight is given.
+        """
         gradients: dict[int, torch.Tensor] = {}
         tensors: dict[int, torch.Tensor] = {}
-        for edge in part.sends:
-            if not edge.gradients:
-                continue
-            for value, gradient in zip(edge.gradients, arrived(edge), strict=True):
+        for edge, came in zip(self.taken_back, arrived, strict=True):
+            for value, gradient in zip(edge.gradients, came, strict=True):
                 if (edge.index, value) in kept.sent:
                     tensors[value] = kept.sent[edge.index, value]
                     gradients[value] = gradients[value] + gradient if value in gradients else gradient
         roots = list(tensors.values())
         root_gradients: list[torch.Tensor] = [gradients[v] for v in tensors]
         for loss, weight in kept.roots:
-            scale = loss_scale if weight is None else weight
             roots.append(loss)
-            root_gradients.append(torch.as_tensor(scale, dtype=loss.dtype, device=loss.device).reshape(loss.shape))
+            root_gradients.append(self._scale(loss_scale if weight is None else weight, loss))
         tensors.clear()
         kept.sent.clear()
         kept.roots.clear()
         if roots:
             torch.autograd.backward(roots, root_gradients)
         roots.clear()
-        for edge in part.receives:
+        for edge in self.part.receives:
             if not edge.gradients:
                 continue
             back = []
@@ -160,84 +184,113 @@ class Replay:
             depart(edge, back)
         kept.received.clear()
 
-    # One step of the program -------------------------------------------------------------------------------------
+    def _scale(self, scale: torch.Tensor | float, loss: torch.Tensor) -> torch.Tensor:
+        """The gradient of a loss; numbers are the same in every step."""
+        if isinstance(scale, torch.Tensor):
+            return scale.to(loss.device, loss.dtype).reshape(loss.shape)
+        key = (scale, loss.dtype)
+        if key not in self._scales:
+            if len(self._scales) > 64:  # of weights that are numbers of the user's own
+                self._scales.clear()
+            self._scales[key] = torch.tensor(scale, dtype=loss.dtype, device=loss.device)
+        return self._scales[key].reshape(loss.shape)
 
-    def _execute(
-        self, program: Program, stage: int, step: Step, env: dict[int, torch.Tensor], objects: dict[int, Any]
-    ) -> Iterator[int]:
-        """Run a step and store what it makes; yields the values made."""
-        args, kwargs = self._arguments(
-            step, [self._resolve(program, leaf, stage, env, objects) for leaf in step.arguments.leaves]
-        )
-        with self._mode(step):
-            if step.path is not None and self.recompute.wants(step):
-                result = self.recompute.run(step, args, kwargs)
-            elif step.path is not None:
-                result = self.modules[step.path](*args, **kwargs)
-            else:
-                assert step.function is not None
-                result = step.function(*args, **kwargs)
-        yield from _store(program, step, step.outputs, result, env)
-        for index, outputs in step.object_outputs:
-            if any(v is not None for v in outputs):
-                yield from _store(program, step, outputs, objects[index], env)
-        for new, old in step.renewals:
-            env[new] = env[old]
-            yield new
-
-    def _arguments(self, step: Step, given: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments by position and by name; where none is a container, without torch's walk through the tree."""
-        key = id(step)  # programs live as long as what replays them
-        if key not in self._flat:
-            self._flat[key] = _flat_form(step.arguments.spec)
-        flat = self._flat[key]
-        if flat is None:
-            args, kwargs = pytree.tree_unflatten(given, step.arguments.spec)
-            return args, kwargs
-        count, names = flat
-        return tuple(given[:count]), dict(zip(names, given[count:], strict=True))
-
-    @contextmanager
-    def _mode(self, step: Step) -> Iterator[None]:
-        if step.autocast is None and step.grad_enabled:
-            yield
-            return
-        with torch.set_grad_enabled(step.grad_enabled and torch.is_grad_enabled()):
-            if step.autocast is None:
-                yield
-            else:
-                with torch.autocast(self.device.type, dtype=step.autocast):
-                    yield
-
-    def _resolve(
-        self, program: Program, leaf: Leaf, stage: int, env: dict[int, torch.Tensor], objects: dict[int, Any]
-    ) -> Any:
+    def resolve(self, leaf: Leaf, env: _Env) -> Any:
+        """What stands for a leaf now."""
         if isinstance(leaf, ValueRef):
-            return env.get(leaf.value)
+            return env.values.get(leaf.value)
         if isinstance(leaf, Literal):
             return leaf.value
         if isinstance(leaf, (ParameterRef, BufferRef)):
-            return self._of_module(leaf.name)
+            path, _, last = leaf.name.rpartition(".")
+            return getattr(self.means.modules[path], last)
         if isinstance(leaf, ConstantRef):
             return leaf.tensor
-        if leaf.index not in objects:
-            templates = program.templates
-            template = templates.get((leaf.index, stage)) or templates[leaf.index, -1]
-            objects[leaf.index] = template.build(lambda inner: self._resolve(program, inner, stage, env, objects))
-        return objects[leaf.index]
+        if leaf.index not in env.objects:
+            templates = self.program.templates
+            template = templates.get((leaf.index, self.stage)) or templates[leaf.index, -1]
+            env.objects[leaf.index] = template.build(lambda inner: self.resolve(inner, env))
+        return env.objects[leaf.index]
 
-    def _of_module(self, name: str) -> torch.Tensor:
-        path, _, last = name.rpartition(".")
-        tensor: torch.Tensor = getattr(self.modules[path], last)
-        return tensor
-
-    def _weight(self, program: Program, leaf: Leaf | None, env: dict[int, torch.Tensor]) -> torch.Tensor | float | None:
+    def _weight(self, leaf: Leaf | None, env: _Env) -> torch.Tensor | float | None:
         if leaf is None:
             return None
         if isinstance(leaf, Literal):
             return float(leaf.value)
-        tensor = self._resolve(program, leaf, 0, env, {})
-        return torch.as_tensor(tensor).detach()
+        return torch.as_tensor(self.resolve(leaf, env)).detach()
+
+
+class _Call:
+    """One step of a stage: where its arguments come from, and where what it makes goes."""
+
+    def __init__(self, replay: Replay, step: Step) -> None:
+        self.replay, self.step = replay, step
+        self.recomputed = replay.means.recompute.names(step)
+        target = step.function if step.path is None else replay.means.modules[step.path]
+        assert target is not None
+        self.target: Callable[..., Any] = target
+        leaves = list(enumerate(step.arguments.leaves))
+        self._fixed = [leaf.value if isinstance(leaf, Literal) else None for _, leaf in leaves]
+        self._values = [(place, leaf.value) for place, leaf in leaves if isinstance(leaf, ValueRef)]
+        self._others = [(place, leaf) for place, leaf in leaves if not isinstance(leaf, (ValueRef, Literal))]
+        self._flat = _flat_form(step.arguments.spec)
+        self._in_mode = step.autocast is not None or not step.grad_enabled
+
+    def run(self, env: _Env) -> Sequence[int]:
+        """Run it and store what it makes; gives the values made."""
+        given = self._fixed.copy()
+        values = env.values
+        for place, value in self._values:
+            given[place] = values.get(value)
+        for place, leaf in self._others:
+            given[place] = self.replay.resolve(leaf, env)
+        if self._flat is None:
+            args, kwargs = pytree.tree_unflatten(given, self.step.arguments.spec)
+        else:
+            count, names = self._flat
+            args, kwargs = given[:count], dict(zip(names, given[count:], strict=True)) if names else {}
+        with self._mode() if self._in_mode else _NOTHING:
+            if self.recomputed and self.step.grad_enabled and torch.is_grad_enabled():
+                result = self.replay.means.recompute.run(self.step, tuple(args), kwargs)
+            else:
+                result = self.target(*args, **kwargs)
+        step = self.step
+        made = self._store(step.outputs, result, values)
+        for index, outputs in step.object_outputs:
+            if any(v is not None for v in outputs):
+                made += self._store(outputs, env.objects[index], values)
+        for new, old in step.renewals:
+            values[new] = values[old]
+            made.append(new)
+        return made
+
+    def _mode(self) -> AbstractContextManager[Any]:
+        modes = ExitStack()
+        modes.enter_context(torch.set_grad_enabled(self.step.grad_enabled and torch.is_grad_enabled()))
+        if self.step.autocast is not None:
+            modes.enter_context(torch.autocast(self.replay.means.device.type, dtype=self.step.autocast))
+        return modes
+
+    def _store(self, outputs: Sequence[int | None], result: Any, values: dict[int, torch.Tensor]) -> list[int]:
+        """Raises CaptureError for anything but tensors of the shapes that the program has."""
+        found = tensors_in(result)
+        if len(found) != len(outputs):
+            raise CaptureError(
+                f"{self.step.name} returned {len(found)} tensors, and {len(outputs)} when the step was recorded: its "
+                f"control flow depends on values or on state outside the step"
+            )
+        made = []
+        for value, tensor in zip(outputs, found, strict=True):
+            if value is not None:
+                expected = self.replay.program.values[value].shape
+                if tensor.shape != expected:
+                    raise CaptureError(
+                        f"{self.step.name} made a tensor of shape {tuple(tensor.shape)}, and of {expected} when the "
+                        f"step was recorded: its shapes depend on values or on state outside the step"
+                    )
+                values[value] = tensor
+                made.append(value)
+        return made
 
 
 def _flat_form(spec: pytree.TreeSpec) -> tuple[int, tuple[str, ...]] | None:
@@ -250,7 +303,7 @@ def _flat_form(spec: pytree.TreeSpec) -> tuple[int, tuple[str, ...]] | None:
 
 def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """A tensor in the memory order that it has where it was made, if that is dense: messages carry all in one order."""
-    if tensor.stride() == strides or len(strides) != tensor.dim() or not _are_dense(tensor.shape, strides):
+    if len(strides) != tensor.dim() or not _are_dense(tensor.shape, strides):
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
@@ -262,23 +315,3 @@ def _are_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
             return False
         expected *= size
     return True
-
-
-def _store(
-    program: Program, step: Step, outputs: Sequence[int | None], result: Any, env: dict[int, torch.Tensor]
-) -> Iterator[int]:
-    found = tensors_in(result)
-    if len(found) != len(outputs):
-        raise CaptureError(
-            f"{step.name} returned {len(found)} tensors, and {len(outputs)} when the step was recorded: its control "
-            f"flow depends on values or on state outside the step"
-        )
-    for value, tensor in zip(outputs, found, strict=True):
-        if value is not None:
-            if tensor.shape != program.values[value].shape:
-                raise CaptureError(
-                    f"{step.name} made a tensor of shape {tuple(tensor.shape)}, and of {program.values[value].shape} "
-                    f"when the step was recorded: its shapes depend on values or on state outside the step"
-                )
-            env[value] = tensor
-            yield value

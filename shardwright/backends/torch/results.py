@@ -11,7 +11,7 @@ from shardwright.backends.torch.mesh import BoundMesh
 from shardwright.backends.torch.program import ValueRef
 from shardwright.backends.torch.replay import StepValues
 from shardwright.backends.torch.stages import Division
-from shardwright.backends.torch.transfer import as_carried
+from shardwright.backends.torch.transfer import Mailroom
 from shardwright.backends.torch.watch import Watch
 from shardwright.core.errors import ShardwrightError
 
@@ -86,7 +86,7 @@ def total_weight(
     values: StepValues,
     stage_rank: Sequence[int],
     bound: BoundMesh,
-    watch: Watch,
+    mailroom: Mailroom,
     shares: Shares,
 ) -> tuple[float | None, torch.Tensor | None]:
     """The sum of the weights of all microbatches of all replicas, and each of them; None, None when none were given.
@@ -104,7 +104,7 @@ def total_weight(
             [torch.as_tensor(given[m], dtype=torch.float64).cpu().reshape(()) for m in range(len(shares.own))]
         )
     own = own.to(bound.device, torch.float32)
-    every = _over_dp(_from_home(own, home, bound, watch), bound, watch, shares)
+    every = _over_dp(mailroom.spread(own, home, "the weights of the losses"), bound, mailroom.watch, shares)
     total = float(every.sum())
     if total == 0.0:
         raise ShardwrightError(
@@ -119,7 +119,7 @@ def share(
     values: StepValues,
     stage_rank: Sequence[int],
     bound: BoundMesh,
-    watch: Watch,
+    mailroom: Mailroom,
     shares: Shares,
     weights: torch.Tensor | None,
 ) -> dict[int, Returned]:
@@ -130,7 +130,7 @@ def share(
         weights: those of the losses, if any were given.
     """
     first = divisions[0]
-    outputs = _outputs(divisions, values, stage_rank, bound, watch)
+    outputs = _outputs(divisions, values, stage_rank, bound, mailroom)
     loss_values = {loss.value for loss in first.program.losses}
     by_samples = None
     if not shares.equal:
@@ -140,15 +140,22 @@ def share(
         leaf = first.program.result.leaves[position]
         everywhere = None
         if tensors[0].numel() == 1 and tensors[0].is_floating_point():
-            everywhere = _over_dp(torch.stack([t.reshape(()) for t in tensors]), bound, watch, shares)
+            everywhere = _over_dp(torch.stack(tensors).reshape(-1), bound, mailroom.watch, shares)
         is_loss = isinstance(leaf, ValueRef) and leaf.value in loss_values
         own_weights = weights if is_loss and weights is not None else by_samples
         found[position] = Returned(tensors, everywhere, own_weights)
     return found
 
 
+def homes_of(division: Division, stage_rank: Sequence[int]) -> set[int]:
+    """The pp ranks that tell all others something at the end of a step."""
+    told = {stage_rank[stage] for stage in division.result_stage if stage is not None}
+    losses = division.program.losses
+    return told | {stage_rank[division.loss_stage[0]]} if losses and losses[0].weight is not None else told
+
+
 def _outputs(
-    divisions: Sequence[Division], values: StepValues, stage_rank: Sequence[int], bound: BoundMesh, watch: Watch
+    divisions: Sequence[Division], values: StepValues, stage_rank: Sequence[int], bound: BoundMesh, mailroom: Mailroom
 ) -> dict[int, list[torch.Tensor]]:
     """For each tensor of the result its value in every microbatch, on every rank: one message for all of one dtype
     from one rank."""
@@ -167,33 +174,27 @@ def _outputs(
         else:
             raise ShardwrightError("a step returns a parameter or buffer of a split model: use model.state_dict()")
     for (home, dtype), positions in sorted(together.items(), key=lambda item: (item[0][0], str(item[0][1]))):
-        shapes = []
-        for position in positions:
-            for division in divisions:
-                leaf = division.program.result.leaves[position]
-                assert isinstance(leaf, ValueRef)
-                shapes.append(division.program.values[leaf.value].shape)
-        sizes = [math.prod(shape) for shape in shapes]
+        shapes = [_shape_of(division, position) for position in positions for division in divisions]
         if me == home:
-            packed = torch.cat([values.results[p][m].reshape(-1) for p in positions for m in range(count)])
+            made = [values.results[p][m] for p in positions for m in range(count)]
+            packed = torch.stack(made) if not any(shapes) else torch.cat([tensor.reshape(-1) for tensor in made])
         else:
-            packed = torch.empty(sum(sizes), dtype=dtype, device=bound.device)
-        pieces = [
-            piece.view(shape)
-            for piece, shape in zip(_from_home(packed, home, bound, watch).split(sizes), shapes, strict=True)
-        ]
+            packed = torch.empty(sum(map(math.prod, shapes)), dtype=dtype, device=bound.device)
+        mailroom.spread(packed, home, "the results of the step")
+        if any(shapes):
+            cut = packed.split([math.prod(shape) for shape in shapes])
+            pieces = [piece.view(shape) for piece, shape in zip(cut, shapes, strict=True)]
+        else:
+            pieces = list(packed.unbind())
         for number, position in enumerate(positions):
             found[position] = pieces[number * count : (number + 1) * count]
     return dict(sorted(found.items()))
 
 
-def _from_home(tensor: torch.Tensor, home: int, bound: BoundMesh, watch: Watch) -> torch.Tensor:
-    if bound.size("pp") == 1:
-        return tensor
-    source = bound.peer("pp", home)
-    with watch.waiting(f"the results of the step from rank {source}"):
-        dist.broadcast(as_carried(tensor), source, group=bound.handles["pp"])
-    return tensor
+def _shape_of(division: Division, position: int) -> tuple[int, ...]:
+    leaf = division.program.result.leaves[position]
+    assert isinstance(leaf, ValueRef)
+    return division.program.values[leaf.value].shape
 
 
 def _over_dp(tensor: torch.Tensor, bound: BoundMesh, watch: Watch, shares: Shares) -> torch.Tensor:

@@ -28,7 +28,7 @@ from shardwright.backends.torch.pipeline import Pipeline, closing_order
 from shardwright.backends.torch.program import Program, Tree, name_of
 from shardwright.backends.torch.randomness import Moment, Streams
 from shardwright.backends.torch.recordings import Recordings
-from shardwright.backends.torch.results import Returned, Shares, share, shares_over_dp, total_weight
+from shardwright.backends.torch.results import Returned, Shares, homes_of, share, shares_over_dp, total_weight
 from shardwright.backends.torch.stage_map import StageMap, keep_microbatches
 from shardwright.backends.torch.stages import Division, divide
 from shardwright.backends.torch.step_recorder import StepRecorder, record
@@ -150,6 +150,8 @@ class Runtime:
         stage_map = self.stage_map
         if stage_map is None:
             raise ShardwrightError("the model is not split yet: run a step first")
+        if schedule is stage_map.schedule:
+            return
         if schedule.placement != stage_map.schedule.placement:
             raise ShardwrightError(
                 f"{schedule.name} places the stages on ranks {schedule.placement}, and the model was split for "
@@ -224,12 +226,12 @@ class Runtime:
             self.statistics.finish()
         stage_rank = [stage_map.schedule.stage_to_rank(s) for s in range(stage_map.schedule.stages)]
         self.watch.doing("the end of the step")
-        total, weights = total_weight(pipeline.divisions, values, stage_rank, self.bound, self.watch, shares)
+        total, weights = total_weight(pipeline.divisions, values, stage_rank, self.bound, self.mailroom, shares)
         if training:
             self.gradients.finish(total)
             self.steps_run += 1
         self.watch.doing("the results of the step")
-        returned = share(pipeline.divisions, values, stage_rank, self.bound, self.watch, shares, weights)
+        returned = share(pipeline.divisions, values, stage_rank, self.bound, self.mailroom, shares, weights)
         self.watch.doing("between steps")
         return prepared.compiled.result, returned
 
@@ -254,11 +256,17 @@ class Runtime:
             self._recordings.add((signature, self._ahead[0], self._schedule_digest), self._ahead[1])
         self._ahead = None
         divisions = []
+        holding: dict[Hashable, Division] = {}  # for all microbatches of a shape, whatever is in them
         for number, microbatch in enumerate(microbatches):
-            moment = Moment(self.seed, self.steps_run, shares.first + number)
-            make = partial(self.record, stage_map, body, microbatch, moment)
-            key = (signature, shapes[number], self._schedule_digest)
-            divisions.append(self._recordings.find(key, microbatch, moment, make))
+            division = holding.get(shapes[number])
+            if division is None:
+                moment = Moment(self.seed, self.steps_run, shares.first + number)
+                make = partial(self.record, stage_map, body, microbatch, moment)
+                key = (signature, shapes[number], self._schedule_digest)
+                division = self._recordings.find(key, microbatch, moment, make)
+                if not division.program.guards:
+                    holding[shapes[number]] = division
+            divisions.append(division)
         variants = self._compiled.setdefault((signature, shapes, self._schedule_digest), [])
         compiled = next((made for made in variants if made.runs(divisions)), None)
         if compiled is None:
@@ -416,7 +424,8 @@ class Runtime:
             divisions, schedule, modules, self.bound.coordinate("pp"), self.mailroom, self.watch, streams,
             recompute,
         )  # fmt: skip
-        self.mailroom.open(pipeline.pairs)
+        stage_rank = [schedule.stage_to_rank(stage) for stage in range(schedule.stages)]
+        pipeline.open(set[int]().union(*(homes_of(division, stage_rank) for division in used)))
         rank, names = self.bound.coordinate("pp"), tuple(self.holding.local_parameters())
         return _Compiled(pipeline, programs[0].result, closing_order(stage_map.schedule, rank, used[0], names))
 

@@ -13,7 +13,7 @@ no time. So no thread is needed that would wait for sends, and take its share of
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -56,17 +56,17 @@ class Message:
     tag: int
     text: str
     """``activations of microbatch 3 from stage 0``."""
+    is_small: bool = field(init=False)
 
-    @property
-    def is_small(self) -> bool:
-        return sum(tensor.bytes for tensor in self.tensors) <= SMALL_BYTES
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_small", sum(tensor.bytes for tensor in self.tensors) <= SMALL_BYTES)
 
 
 @dataclass(slots=True)
 class _Posted:
-    message: Message
     buffers: list[torch.Tensor]
     works: list[Work] = field(default_factory=list)
+    link: LocalLink | None = None
     filled: int = 0
     """On a local link: how many tensors it has filled when these are there."""
 
@@ -88,24 +88,26 @@ class Mailroom:
         self.ranks, self.me, self.device, self.watch = tuple(ranks), me, device, watch
         self.timeout = timedelta(seconds=watch.timeout_s)
         self.group: ProcessGroup | None = group
+        self.peers: ProcessGroup | None = peers
         self.by_order = device.type == "cuda"
         self.links = None if self.by_order else LocalLinks(me, peers, watch.timeout_s)
-        self._linked: set[int] = set()
+        self._linked: set[frozenset[int]] = set()
         self._channels: dict[tuple[int, int], ProcessGroup] = {}
         self._expected: dict[int, deque[Message]] = {}
         self._posted: dict[Key, _Posted] = {}
         self._sending: dict[Key, list[tuple[Work, torch.Tensor]]] = {}
         self._taken: Mapping[Key, Sequence[Key]] = {}
 
-    def open(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Make the channels (source, target) that are not there yet. All pp peers call this with the same pairs."""
+    def open(self, pairs: Sequence[tuple[int, int]], homes: Collection[int] = ()) -> None:
+        """Make the channels (source, target) that are not there yet, and links from each of ``homes`` to all for what
+        it `spread`s. All pp peers call this with the same."""
         if self.links is not None:
-            if not pairs:
-                return
-            mine = sorted({a + b - self.me for a, b in pairs if self.me in (a, b)} - self._linked)
-            with self.watch.waiting("pipeline peers to open their links"):
-                self.links.open(mine)
-            self._linked.update(mine)
+            wanted = {frozenset(pair) for pair in (*pairs, *((a, b) for a in homes for b in range(len(self.ranks))))}
+            wanted = {pair for pair in wanted if len(pair) == 2} - self._linked
+            if wanted:
+                with self.watch.waiting("pipeline peers to open their links"):
+                    self.links.open(sorted(sum(pair) - self.me for pair in wanted if self.me in pair))
+                self._linked |= wanted
             return
         for source, target in sorted(pairs):
             if self.me in (source, target) and (source, target) not in self._channels:
@@ -128,6 +130,10 @@ class Mailroom:
         self._posted.clear()
         self._taken = taken
 
+    def gains_by_posting(self, message: Message) -> bool:
+        """Whether a message comes in earlier when it is posted before it is taken: a link reads what was awaited."""
+        return self._link(message) is None
+
     def post(self, message: Message) -> None:
         """Post the receive of a message, and of those that its sender sends before it."""
         if message.key in self._posted:
@@ -135,10 +141,10 @@ class Mailroom:
         waiting = self._expected.get(message.source, deque())
         while waiting:
             first = waiting.popleft()
-            posted = _Posted(first, [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in first.tensors])
-            link = self._link(first)
-            if link is not None:
-                posted.filled = link.await_into([as_carried(buffer) for buffer in posted.buffers])
+            posted = _Posted([torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in first.tensors])
+            posted.link = self._link(first)
+            if posted.link is not None:
+                posted.filled = posted.link.await_into(posted.buffers)
             else:
                 for offset, buffer in enumerate(posted.buffers):
                     posted.works.append(self._receive(first, buffer, offset))
@@ -151,25 +157,26 @@ class Mailroom:
         self.post(message)
         posted = self._posted.pop(message.key)
         with self.watch.waiting(f"{message.text} from rank {self.ranks[message.source]}"):
-            link = self._link(message)
-            if link is not None and self.links is not None:
-                self.links.wait(link, posted.filled)
+            if posted.link is not None and self.links is not None:
+                self.links.wait(posted.link, posted.filled)
             for work in posted.works:
                 self._wait(work)
-        for key in self._taken.get(message.key, ()):
-            self._settle(key)
+        if self._sending:
+            for key in self._taken.get(message.key, ()):
+                self._settle(key)
         return posted.buffers
 
     def send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
-        """Send without waiting. The tensors must not change afterwards."""
-        target, going = self.ranks[message.target], []
+        """Send without waiting. The tensors must not change afterwards, and need no gradient."""
         link = self._link(message)
+        target = self.ranks[message.target]
         with self.watch.waiting(f"the start of a send of {message.text} to rank {target}"):
             if link is not None:
-                link.send([as_carried(tensor.detach()) for tensor in tensors])
+                link.send(tensors)
                 return
+            going = []
             for offset, tensor in enumerate(tensors):
-                whole = as_carried(tensor.detach())
+                whole = as_carried(tensor)
                 if self.by_order:
                     work = dist.isend(whole, target, self._channels[message.source, message.target])
                 else:
@@ -178,6 +185,25 @@ class Mailroom:
                 if work is not None:
                     going.append((work, whole))
         self._sending[message.key] = going
+
+    def spread(self, tensor: torch.Tensor, home: int, what: str) -> torch.Tensor:
+        """Give all pp peers, which call this together between steps, the contiguous tensor of the one at ``home``; the
+        others pass one of its shape and dtype, into which it comes. Raises PeerError when it does not come."""
+        with self.watch.waiting(f"{what} from rank {self.ranks[home]}"):
+            everyone = [peer for peer in range(len(self.ranks)) if peer != home]
+            if self.links is None or tensor.nbytes > SMALL_BYTES or not self.links.reach(home, everyone):
+                dist.broadcast(as_carried(tensor), self.ranks[home], group=self.peers)
+            elif self.me == home:
+                for peer in everyone:
+                    link = self.links.get(peer)
+                    assert link is not None
+                    link.send([tensor])
+                self.links.drain()
+            else:
+                link = self.links.get(home)
+                assert link is not None
+                self.links.wait(link, link.await_into([tensor]))
+        return tensor
 
     def _link(self, message: Message) -> LocalLink | None:
         if self.links is None or not message.is_small:
@@ -193,7 +219,7 @@ class Mailroom:
     def close(self) -> None:
         """Let the process groups go. Nothing is sent afterwards."""
         self._channels.clear()
-        self.group = None
+        self.group = self.peers = None
         if self.links is not None:
             self.links.close()
 

@@ -12,7 +12,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from types import FrameType
 
 from shardwright.core.errors import ShardwrightError
@@ -42,26 +41,26 @@ class Watch:
         """Note what the rank does now: ``stage 1, action 1F3``."""
         self._doing = what
 
-    @contextlib.contextmanager
-    def waiting(self, what: object) -> Iterator[None]:
-        """Note a wait, and turn its failure into a PeerError that says who waited for what.
+    def waiting(self, what: object) -> "Watch":
+        """Note a wait, and turn its failure into a PeerError that says who waited for what: ``with watch.waiting(…)``.
 
         ``what`` is made text when it is said.
         """
         self._waiting = (what, time.monotonic())
-        try:
-            yield
-        except RuntimeError as error:
-            if isinstance(error, ShardwrightError):
-                raise
-            said = self.describe()
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        said = "" if error is None else self.describe()
+        self._waiting = None
+        if isinstance(error, RuntimeError) and not isinstance(error, ShardwrightError):
             report(said)
             raise PeerError(
                 f"{said}; the wait failed: {_first_line(error)}. A peer died, was slower than wait_timeout_s, or runs "
                 f"another step than this rank: all peers call the same steps, with batches of the same shapes"
             ) from error
-        finally:
-            self._waiting = None
 
     def describe(self) -> str:
         """``rank 1 (pp 1): stage 1, action 1F3: waited 2.1 s for …``"""
