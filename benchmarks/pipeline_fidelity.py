@@ -3,11 +3,11 @@
     python benchmarks/pipeline_fidelity.py                       # five models on two processes
     python benchmarks/pipeline_fidelity.py --models gpt2 vit --repetitions 5
 
-Each model runs under one schedule while a timeline is recorded; `sw.measured_costs` takes the costs of its stages from
-it, and the simulator predicts the makespan of other schedules. Then these run, with timelines recorded, and the median
-of their makespans is compared. ZB-H1 has the halves of a backward, and a whole one is taken for their sum; 1F1B knows
-nothing of what splitting costs, and that shows where a split schedule is predicted from it. Repetitions of all
-schedules are interleaved, so that a change of the machine's speed meets all of them.
+Each model runs under one schedule while a timeline is recorded: 1F1B, where the backward of every other microbatch is
+split, which tells what each kind costs. `sw.measured_costs` takes the costs of the stages from it, and the simulator
+predicts the makespan of other schedules, of either kind. Then these run, with timelines recorded, and the median of
+their makespans is compared. Repetitions of all schedules are interleaved, so that a change of the machine's speed meets
+all of them.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from transformers import (
 import shardwright.torch as sw
 
 RANKS, MICROBATCHES, WIDTH, LAYERS, TOKENS = 2, 8, 192, 8, 48
-FROM = {"zb-h1": ("zb-h2", "auto", "1f1b", "eager-1f1b", "gpipe"), "1f1b": ("eager-1f1b", "gpipe", "zb-h1")}
+OTHERS = ("1f1b", "eager-1f1b", "gpipe", "zb-h1", "zb-h2", "auto")
 
 
 def build(name: str) -> nn.Module:
@@ -80,40 +80,39 @@ def train_step(model, batch):
     return loss
 
 
-def measure(name: str, repetitions: int) -> list[tuple[str, str, float, float, list[float]]]:
-    """(measured under, schedule, predicted makespan, median of the measured ones, all of them), in seconds."""
+def measure(name: str, repetitions: int) -> list[tuple[str, float, list[float]]]:
+    """(schedule, predicted makespan, the measured ones), in seconds."""
     sw.init({"pipeline_parallel_degree": RANKS, "microbatches": MICROBATCHES, "pipeline": "1f1b"})
     model, given = sw.DistributedModel(build(name)), batch(name, 2 * MICROBATCHES)
     train_step(model, given)
 
-    def run(schedule: sw.Schedule | str, costs: sw.StageCosts | None = None) -> sw.Timeline:
+    def run(schedule: sw.Schedule) -> sw.Timeline:
         model.zero_grad()
-        model.use_schedule(schedule, costs)
+        model.use_schedule(schedule)
         dist.barrier()
         with sw.record_timeline() as timelines:
             train_step(model, given)
         return timelines[0]
 
-    def built(schedule: str, costs: sw.StageCosts) -> sw.Schedule:
+    def built(schedule: str, costs: sw.StageCosts | None = None) -> sw.Schedule:
         return sw.Schedule.build(schedule, ranks=RANKS, microbatches=MICROBATCHES, costs=costs)
 
-    warm = sw.measured_costs([run("zb-h1") for _ in range(3)][1:])
-    schedules = {n: built(n, warm) for n in dict.fromkeys((*FROM, *(n for found in FROM.values() for n in found)))}
-    timelines: defaultdict[str, list[sw.Timeline]] = defaultdict(list)
+    source = sw.split_backward(built("1f1b"), range(1, MICROBATCHES, 2))
+    warm = sw.measured_costs([run(source) for _ in range(3)][1:])
+    schedules = {other: built(other, warm) for other in OTHERS}
+    recorded, timelines = [], defaultdict[str, list[sw.Timeline]](list)
     for repetition in range(repetitions + 1):
-        for schedule in schedules.values():
-            timeline = run(schedule)
-            if repetition:
-                timelines[schedule.name].append(timeline)
-    found = []
-    for source, others in FROM.items():
-        costs = sw.measured_costs(timelines[source])
-        for other in others:
-            times = [t.makespan_s for t in timelines[other]]
-            predicted = sw.simulate(schedules[other], costs).makespan_s
-            found.append((source, other, predicted, statistics.median(times), times))
+        found = {other: run(schedule) for other, schedule in schedules.items()}
+        if repetition:
+            recorded.append(run(source))
+            for other, timeline in found.items():
+                timelines[other].append(timeline)
+    costs = sw.measured_costs(recorded)
     sw.shutdown()
-    return found
+    return [
+        (other, sw.simulate(schedule, costs).makespan_s, [t.makespan_s for t in timelines[other]])
+        for other, schedule in schedules.items()
+    ]
 
 
 def work(rank: int, port: int, models: list[str], repetitions: int) -> None:
@@ -122,23 +121,22 @@ def work(rank: int, port: int, models: list[str], repetitions: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if rank == 0:
-        print("| model | measured under | schedule | predicted_ms | measured_ms, median (quartiles) | error |")
-        print("|---|---|---|---|---|---|")
-    errors: dict[str, list[float]] = {source: [] for source in FROM}
+        print("| model | schedule | predicted_ms | measured_ms, median (quartiles) | error |")
+        print("|---|---|---|---|---|")
+    errors = []
     for name in models:
-        for source, other, predicted, middle, times in measure(name, repetitions):
-            low, _, high = statistics.quantiles([1e3 * t for t in times], n=4)
-            errors[source].append(abs(predicted / middle - 1))
+        for other, predicted, times in measure(name, repetitions):
+            low, middle, high = statistics.quantiles(times, n=4)
+            errors.append(abs(predicted / middle - 1))
             if rank == 0:
-                spread = f"{1e3 * middle:.1f} ({low:.1f} to {high:.1f})"
-                error = f"{predicted / middle - 1:+.1%}"
-                print(f"| {name} | {source} | {other} | {1e3 * predicted:.1f} | {spread} | {error} |", flush=True)
+                spread = f"{1e3 * middle:.1f} ({1e3 * low:.1f} to {1e3 * high:.1f})"
+                print(
+                    f"| {name} | {other} | {1e3 * predicted:.1f} | {spread} | {predicted / middle - 1:+.1%} |",
+                    flush=True,
+                )
     if rank == 0:
-        print()
-        for source, found in errors.items():
-            within = sum(error <= 0.05 for error in found)
-            middle = statistics.median(found)
-            print(f"From {source}: {within} of {len(found)} predictions within 5%, the median error {middle:.1%}.")
+        within = sum(error <= 0.05 for error in errors)
+        print(f"\n{within} of {len(errors)} predictions within 5%; the median error {statistics.median(errors):.1%}.")
     dist.destroy_process_group()
 
 

@@ -168,7 +168,7 @@ class Engine:
                 seconds -= self.costs.overlap * shorter
             self.start[node], self.cause[node] = start, by
             end = start + seconds
-            if action.kind is B:
+            if action.kind is B and self.costs.whole_backward_s is None:
                 # In the order of its halves, so that a whole backward ends to the last bit when a split one would.
                 end = start + self.costs.input_grad_s[action.stage] + self.costs.weight_grad_s[action.stage]
             self.end[node] = self.clock[rank] = end

@@ -30,6 +30,7 @@ from shardwright import (  # noqa: E402
 from shardwright.backends.torch.marks import set_tensor_parallelism, tensor_parallelism  # noqa: E402
 from shardwright.backends.torch.tensor_parallel.registry import tp_register, tp_register_with_module  # noqa: E402
 from shardwright.core.measured import measured_costs  # noqa: E402
+from shardwright.core.schedule.passes import split_backward  # noqa: E402
 from shardwright.torch.data import DistributedSampler, sampler  # noqa: E402
 from shardwright.torch.model import DistributedModel, delay_param_initialization  # noqa: E402
 from shardwright.torch.optimizer import DistributedOptimizer  # noqa: E402
@@ -107,6 +108,7 @@ __all__ = [
     "shutdown",
     "simulate",
     "size",
+    "split_backward",
     "step",
     "tensor_parallelism",
     "tp_rank",

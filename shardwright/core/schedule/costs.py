@@ -19,6 +19,8 @@ class StageCosts:
             backward (of its weight gradient, when the backward is split); one per stage.
         overlap: how much of the shorter half of an overlapped pair hides behind the longer, from 0 (the pair takes as
             long as one after the other) to 1 (as long as the longer).
+        whole_backward_s: seconds of a full backward, one per stage, where that is not the sum of its halves: splitting
+            costs something on most devices. Default: the sum.
 
     Raises:
         ScheduleError: lengths differ, or a cost is negative or not finite.
@@ -30,15 +32,16 @@ class StageCosts:
     transfer_s: tuple[float, ...]
     activation_bytes: tuple[int, ...]
     overlap: float = 0.0
+    whole_backward_s: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         stages = len(self.forward_s)
         if stages == 0:
             raise ScheduleError("costs of 0 stages were given: expected one entry per stage, for at least one stage")
         for field in fields(self):
-            if field.name == "overlap":
-                continue
             values = getattr(self, field.name)
+            if field.name == "overlap" or values is None:
+                continue
             expected = stages - 1 if field.name == "transfer_s" else stages
             what = "boundary" if field.name == "transfer_s" else "stage"
             if len(values) != expected:
@@ -80,6 +83,8 @@ class StageCosts:
     @property
     def backward_s(self) -> tuple[float, ...]:
         """Seconds of a full backward, one per stage."""
+        if self.whole_backward_s is not None:
+            return self.whole_backward_s
         return tuple(i + w for i, w in zip(self.input_grad_s, self.weight_grad_s, strict=True))
 
     def require_stages(self, stages: int) -> None:

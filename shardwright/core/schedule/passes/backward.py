@@ -27,13 +27,17 @@ def merge_backward(schedule: Schedule, stages: Collection[int] | None = None) ->
     return replace(schedule, table=tuple(table))
 
 
-def split_backward(schedule: Schedule) -> Schedule:
-    """Make an I and a W of every B that stands alone; those in overlapped pairs stay whole."""
+def split_backward(schedule: Schedule, microbatches: Collection[int] | None = None) -> Schedule:
+    """Make an I and a W of every B that stands alone, or of those of some microbatches; those in overlapped pairs stay
+    whole.
+
+    Training under a schedule with backwards of both kinds shows what each of them costs: `measured_costs`.
+    """
     table = []
     for order in schedule.table:
         split: list[Action] = []
         for action in order:
-            if action.kind is B:
+            if action.kind is B and (microbatches is None or action.microbatch in microbatches):
                 split += [Action(action.stage, I, action.microbatch), Action(action.stage, W, action.microbatch)]
             else:
                 split.append(action)
