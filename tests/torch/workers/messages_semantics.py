@@ -519,6 +519,18 @@ def errors_are_told_on_every_rank() -> None:
     sw.shutdown()
 
 
+class Handed(torch.autograd.Function):
+    """Takes modules, as reversible layers do, and would use them in its backward."""
+
+    @staticmethod
+    def forward(ctx, x, layers):
+        return layers[0](x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
 def wrong_inputs() -> None:
     plain, model = start(Block3, {"layers.0": 0, "layers.1": 1, "layers.2": 2})
 
@@ -549,6 +561,10 @@ def wrong_inputs() -> None:
         loss = model(**batch)
         return loss if batch["y"][0] > 1 else (loss, loss)
 
+    @sw.step
+    def hands_modules(model, batch):
+        Handed.apply(batch["x"], model.module.layers)
+
     given = batch(0, SAMPLES)
     failed = (ShardwrightError, StepFailedError)
     for function, match in (
@@ -557,6 +573,7 @@ def wrong_inputs() -> None:
         (vector, "a loss of one element"),
         (local_object, "the arguments of 'layers.1' cannot travel"),
         (two_shapes, "the same structure"),
+        (hands_modules, "Handed, an autograd function, is handed the module 'layers.1', which lies on rank 1"),
     ):
         expect(failed, match, partial(function, model, given))
         compare(plain, model, steps=1)

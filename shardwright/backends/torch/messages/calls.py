@@ -109,6 +109,20 @@ class Calls:
         self.draws.resume(strand)
         return result
 
+    def require_here(self, function: str, args: Sequence[Any]) -> None:
+        """Raise ShardwrightError for a module of another rank that is handed to an autograd function: what its backward
+        calls of it, other than forward, no message carries."""
+        given = (item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,)))
+        for module in (inner for item in given if isinstance(item, nn.Module) for inner in item.modules()):
+            path = self._paths.get(id(module))
+            if path is not None and self.owners.of_path[path] != self.wire.me:
+                raise ShardwrightError(
+                    f"{function}, an autograd function, is handed the module {path!r}, which lies on rank "
+                    f"{self.ranks[self.owners.of_path[path]]}: its backward may call more of it than its forward, and "
+                    f"use its parameters, which cannot be carried; run such a model without a pipeline "
+                    f"(pipeline_parallel_degree=1), or let the function take tensors alone"
+                )
+
     def fetch(self, strand: Strand, name: str) -> torch.Tensor:
         """The values of a parameter or buffer that another rank holds."""
         first = self.holding.first_name[name]

@@ -6,14 +6,12 @@ modules until it tells them that the step is over. At most ``active`` microbatch
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import ProcessGroup
 
 from shardwright.backends.torch.data_parallel import Gradients
@@ -26,6 +24,7 @@ from shardwright.backends.torch.messages.ghosts import make_ghosts
 from shardwright.backends.torch.messages.modes import Modes
 from shardwright.backends.torch.messages.outcome import MicrobatchResult, Outcome
 from shardwright.backends.torch.messages.owners import Owners
+from shardwright.backends.torch.messages.patches import patched_calls
 from shardwright.backends.torch.messages.strands import StoppedError, Strand, Threads, Turns, current_strand
 from shardwright.backends.torch.messages.wire import Envelope, Kind, Wire
 from shardwright.backends.torch.program import Tree
@@ -144,7 +143,7 @@ class Messages:
         self.draws.first_microbatch = self._shares.first
         self.draws.begin(training=self.holding.model.training)
         self.watch.doing(f"step {step}, by messages")
-        with kept_generators(True, self.bound.device), _patched_calls(self.calls), self.watch.waiting(_Waits(self)):
+        with kept_generators(True, self.bound.device), patched_calls(self.calls), self.watch.waiting(_Waits(self)):
             try:
                 self.wire.open()  # only now: calls are served from here on
                 outcome = self._run(len(microbatches))
@@ -450,21 +449,3 @@ def _group(bound: BoundMesh, timeout: timedelta) -> ProcessGroup | None:
         if bound.rank in ranks and isinstance(group, ProcessGroup):
             mine = group
     return mine
-
-
-@contextmanager
-def _patched_calls(calls: Calls) -> Iterator[None]:
-    """Module calls of strands go through ``calls``; those of other threads are as ever."""
-    original = nn.Module.__call__
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        strand = current_strand()
-        if strand is None:
-            return original(module, *args, **kwargs)
-        return calls.module(original, strand, module, args, kwargs)
-
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
