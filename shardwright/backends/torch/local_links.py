@@ -125,6 +125,10 @@ class LocalLinks:
     def get(self, peer: int) -> LocalLink | None:
         return self._links.get(peer)
 
+    def all(self) -> list[tuple[int, LocalLink]]:
+        """The peers that this rank is linked with, and the links."""
+        return list(self._links.items())
+
     def reach(self, source: int, targets: Sequence[int]) -> bool:
         """Whether one rank is linked with all these: the same answer on every rank."""
         return all((min(source, target), max(source, target)) in self._pairs for target in targets)
