@@ -235,6 +235,18 @@ def test_a_measured_timeline_has_every_action_once(graph: Graph) -> None:
     assert 0 < timeline.makespan_s < 60
 
 
+def test_the_given_arrays_survive(graph: Graph) -> None:
+    """Also where one device of several that hold an array had it already."""
+    plan = plan_of(graph, 2, 2, 2)
+    train = sw.train_step(loss_fn, optax.sgd(0.1), plan, devices=jax.devices()[: plan.mesh.size])
+    given = create()
+    train(train.init(given), batches(1)[0])
+    for leaf, same in zip(
+        jax.tree.leaves(nnx.state(given, nnx.Param)), jax.tree.leaves(nnx.state(create(), nnx.Param)), strict=True
+    ):
+        np.testing.assert_array_equal(leaf, same)
+
+
 # --- bad input
 
 

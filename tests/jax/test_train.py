@@ -265,9 +265,10 @@ def test_the_executable_of_the_backend(mlp_graph: Graph) -> None:
 # --- bad input
 
 
-def test_the_given_arrays_survive_and_a_donated_state_is_refused(mlp_graph: Graph) -> None:
+@pytest.mark.parametrize("dp", [1, 4])
+def test_the_given_arrays_survive_and_a_donated_state_is_refused(mlp_graph: Graph, dp: int) -> None:
     given = mlp_params()
-    train = sw.train_step(mlp, optax.sgd(0.1), plan_of(mlp_graph), devices=jax.devices()[:1])
+    train = sw.train_step(mlp, optax.sgd(0.1), plan_of(mlp_graph, dp), devices=jax.devices()[:dp])
     before = train.init(given)
     train(before, mlp_batch())
     assert np.isfinite(np.asarray(given["w0"])).all()

@@ -15,7 +15,7 @@ from shardwright.backends.jax.loss import LossFunction, Microbatches
 from shardwright.backends.jax.microbatch import cut_microbatch
 from shardwright.backends.jax.optimizer_cut import OptimizerCut, from_pieces, is_stack, pieces
 from shardwright.backends.jax.pipeline import Observer, Pipeline, dispatch_order
-from shardwright.backends.jax.state import Parts, TrainState
+from shardwright.backends.jax.state import Parts, TrainState, own_copy
 from shardwright.backends.jax.tensor_parallel import FusedParameters, TensorParallel
 from shardwright.core.plan import Plan
 
@@ -59,10 +59,8 @@ class PipelinedTraining:
         if init is None:
             leaves = jax.tree.leaves(FusedParameters.of(self.plan, given.names).hold(given.params))
             own = [leaves[h.leaf] if h.rows is None else leaves[h.leaf][h.rows[0] : h.rows[1]] for h in holdings]
-            arrays = [jax.device_put(a, p.sharding, may_alias=False) for a, p in zip(own, places, strict=True)]
-            random, other = jax.tree.map(
-                lambda leaf: jax.device_put(leaf, whole, may_alias=False), (given.random, given.other)
-            )
+            arrays = [own_copy(a, p.sharding) for a, p in zip(own, places, strict=True)]
+            random, other = jax.tree.map(lambda leaf: own_copy(leaf, whole), (given.random, given.other))
         else:
             fused = FusedParameters.of(self.plan, given.names)
 

@@ -19,7 +19,7 @@ from shardwright.backends.jax.loss import LossFunction, Microbatches
 from shardwright.backends.jax.mesh import bind
 from shardwright.backends.jax.microbatch import CutMicrobatch, cut_microbatch
 from shardwright.backends.jax.spmd import SpmdLoss, block_plan
-from shardwright.backends.jax.state import Parts, TrainState
+from shardwright.backends.jax.state import Parts, TrainState, own_copy
 from shardwright.core.errors import MissingCapabilityError
 from shardwright.core.plan import Plan
 
@@ -86,7 +86,7 @@ class SpmdTraining:
         places = (stacking.shardings, states.shardings)
         if init is None:
             packed, optimizer = jax.jit(start, out_shardings=places)(given.params)
-            random = jax.tree.map(lambda leaf: jax.device_put(leaf, whole, may_alias=False), given.random)
+            random = jax.tree.map(lambda leaf: own_copy(leaf, whole), given.random)
             other = given.other
         else:
 

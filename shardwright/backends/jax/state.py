@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from shardwright.backends.jax.tree import dotted, parameter_names
@@ -76,6 +77,17 @@ def put_together(parts: Parts) -> Any:
     # NNX refuses to change variables that were made outside a transformation: make them anew here.
     here = jax.tree.map(lambda leaf: leaf, (parts.params, parts.random, parts.other))
     return nnx.merge(parts.graphdef, *here)
+
+
+def own_copy(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """The array in its place, in memory of its own: the state is donated, the user's arrays are not.
+
+    `jax.device_put` alone, even with ``may_alias=False``, hands an array's memory on where its device is one of several
+    that are to hold all of it (JAX 0.10).
+    """
+    copied: Any = leaf.copy() if isinstance(leaf, np.ndarray) else jnp.array(leaf, copy=True)
+    placed: jax.Array = jax.device_put(copied, sharding)
+    return placed
 
 
 def fold_random(random: Any, step: jax.Array, microbatch: jax.Array) -> Any:

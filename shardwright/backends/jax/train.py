@@ -22,7 +22,15 @@ from shardwright.backends.jax.pipeline import Pipeline, StepCounts
 from shardwright.backends.jax.pipelined import PipelinedStep, PipelinedTraining
 from shardwright.backends.jax.samples import batch_size, resolve_batch_dims
 from shardwright.backends.jax.spmd_training import SpmdTraining
-from shardwright.backends.jax.state import Parts, TrainState, abstractly, is_abstract, put_together, take_apart
+from shardwright.backends.jax.state import (
+    Parts,
+    TrainState,
+    abstractly,
+    is_abstract,
+    own_copy,
+    put_together,
+    take_apart,
+)
 from shardwright.backends.jax.tensor_parallel import FusedParameters, TensorParallel
 from shardwright.backends.jax.watch import Watch
 from shardwright.core.errors import MissingCapabilityError, PlanError
@@ -373,6 +381,5 @@ def _arrays(parts: Parts) -> tuple[Any, Any, Any]:
 
 
 def _copied(tree: Any, shardings: Any) -> Any:
-    """The arrays on their devices, sharing no memory with what was given: the state is donated, the user's arrays are
-    not."""
-    return jax.tree.map(lambda leaf, sharding: jax.device_put(leaf, sharding, may_alias=False), tree, shardings)
+    """The arrays on their devices, sharing no memory with what was given."""
+    return jax.tree.map(own_copy, tree, shardings)
