@@ -1,22 +1,26 @@
 """How near a JAX pipeline comes to its bound: one thread per device, two stages, stage times of 5 and 20 ms.
 
     python benchmarks/jax_pipeline.py                       # both stage times, m = 8
-    python benchmarks/jax_pipeline.py --stage-ms 20 --repetitions 5
+    python benchmarks/jax_pipeline.py --stage-ms 20 --repetitions 5 --schedules 1f1b
 
 Two virtual devices of one thread run layers of tanh(x · w) in two stages. XLA's CPU backend divides what is large among
-the threads of one pool, which has at least as many as there are devices; products of this size it does not divide. In
-one run, one repetition of each after the other:
+the threads of its pools, which have one for each device here, each bound to a core; products of this size it does not
+divide. In one run, one repetition of each after the other:
 
 - single: all layers and microbatches in one jit; both devices do it at the same time, so that each core is as busy as
   in a pipeline (the slower counts);
-- ours: `train_step` under the schedule, a program for each stage;
+- ours: `train_step` under each of the schedules, a program for each stage;
 - `one_program`: the same plan, all stages as one SPMD program (GPipe), ours too;
 - two pipelines that are one SPMD program each, written by hand. `ppermute`: `shard_map`, every device one stage,
   activations handed round. `praxis`: a vmap over stages and a shifted buffer, stages split by the compiler, as praxis'
   circular pipeline does. Both keep everything and differentiate the whole loop.
 
-The bound of 1F1B and of GPipe is single · (m + p - 1) / (m · p). Beside it stands the schedule simulated with the stage
-functions' own times, each measured while the other device runs the same function: no dispatch, no transfer, no update.
+All others are GPipe. The bound of 1F1B and of GPipe is single · (m + p - 1) / (m · p). Beside it stands the schedule
+simulated with the stage functions' own times, each measured while the other device runs the same function: no dispatch,
+no transfer, no update. Both take every action to last as long as its like. In 1F1B's steady state each stage waits for
+the other once in every microbatch, so what one of them loses the other loses too; in eager 1F1B a forward lies between,
+and in GPipe all of them.
+
 Loss and new parameters must be those of the single jit. Figures are medians of repetitions, shares medians of the
 shares of one repetition.
 """
@@ -114,12 +118,28 @@ def batch() -> dict[str, np.ndarray]:
     return {"x": np.random.default_rng(0).standard_normal((ROWS * MICROBATCHES, WIDTH)).astype(np.float32)}
 
 
+def tasks() -> set[int]:
+    """The threads of this process."""
+    return {int(name) for name in os.listdir("/proc/self/task")}
+
+
+def start_devices() -> None:
+    """Start JAX, and bind the threads of its pools to one core for each device: else the system moves them about."""
+    before = tasks()
+    jax.devices()
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < STAGES:
+        raise SystemExit(f"this measures {STAGES} devices of a core each, and there are {len(cores)} cores")
+    for number, thread in enumerate(sorted(tasks() - before)):
+        os.sched_setaffinity(thread, {cores[number % STAGES]})
+
+
 def repeats_for(stage_ms: float) -> int:
     """Repeats in every layer for which a stage takes so long, forward and backward, both devices busy."""
     repeats = 32
     ways = [single(repeats, device) for device in jax.devices()]
-    took = [max(side_by_side([way.step for way in ways])) for _ in range(12)]
-    repeat_s = statistics.median(took[2:]) / (MICROBATCHES * STAGES * repeats)
+    took = [max(side_by_side([way.step for way in ways])) for _ in range(20)]
+    repeat_s = statistics.median(took[10:]) / (MICROBATCHES * STAGES * repeats)
     return max(1, round(stage_ms / 1e3 / repeat_s))
 
 
@@ -290,48 +310,50 @@ def check(way: str, loss: Any, found: Any, wanted: Any) -> None:
     np.testing.assert_allclose(np.ravel(found), np.ravel(wanted[1]), rtol=1e-4, atol=1e-6, err_msg=way)
 
 
-def measure(stage_ms: float, schedule: str, repetitions: int) -> None:
+def measure(stage_ms: float, schedules: Sequence[str], repetitions: int) -> None:
     repeats = repeats_for(stage_ms)
     alone = [single(repeats, device) for device in jax.devices()]
-    ours = {"ours": Ours(repeats, schedule, False), "one_program": Ours(repeats, "gpipe", True)}
+    ours = {f"ours, {schedule}": Ours(repeats, schedule, False) for schedule in schedules}
+    whole = {"ours, one_program": Ours(repeats, "gpipe", True)}
     written = {"ppermute": ppermute(repeats), "praxis": praxis(repeats)}
+    ways: dict[str, Ours | Written] = {**ours, **whole, **written}
     wanted = (alone[0].step(), np.stack(alone[0].weights))
     alone[1].step()
-    for name, way in (ours | written).items():
+    for name, way in ways.items():
         loss = way.step()
         weights = way.weights if isinstance(way, Written) else way.weights_now()
         check(name, loss, weights, wanted)
-    samples: dict[str, list[float]] = {name: [] for name in ("single", *ours, *written)}
-    hosts = []
+    samples: dict[str, list[float]] = {name: [] for name in ("single", *ways)}
+    hosts: dict[str, list[float]] = {name: [] for name in ours}
     for _ in range(repetitions + 2):
         samples["single"].append(max(side_by_side([way.step for way in alone])))
-        for name, way in (ours | written).items():
+        for name, way in ways.items():
             samples[name].append(_timed(way.step))
-        hosts.append(ours["ours"].host_s)
+        for name, own in ours.items():
+            hosts[name].append(own.host_s)
     samples = {name: of_way[2:] for name, of_way in samples.items()}
     share = (MICROBATCHES + STAGES - 1) / (MICROBATCHES * STAGES)
-    costs = ours["ours"].stage_times()
-    stages_s = sw.simulate(ours["ours"].plan.build_schedule(), costs).makespan_s
     print(f"\nstages of {stage_ms:g} ms: {LAYERS} layers of {repeats} repeats")
-    print("| way | step | bound / step | lowest and highest |")
-    print("|---|---|---|---|")
+    print("| way | step | bound / step | middle half | the host is busy | bound by the stage functions / step |")
+    print("|---|---|---|---|---|---|")
     for name, of_way in samples.items():
         shares = [share * one / own for one, own in zip(samples["single"], of_way, strict=True)]
-        cells = (
-            ("", "")
-            if name == "single"
-            else (f"{statistics.median(shares):.3f}", f"{min(shares):.3f} to {max(shares):.3f}")
+        cells = [_ms([statistics.median(of_way)])]
+        if name != "single":
+            low, middle, high = statistics.quantiles(shares, n=4)
+            cells += [f"{middle:.3f}", f"{low:.3f} to {high:.3f}"]
+        if name in ours:
+            stages_s = sw.simulate(ours[name].plan.build_schedule(), ours[name].stage_times()).makespan_s
+            cells += [_ms([statistics.median(hosts[name])]), f"{stages_s / statistics.median(of_way):.3f}"]
+        print(f"| {name} | {' | '.join(cells)} |" + " |" * (5 - len(cells)))
+    for name, own in ours.items():
+        counts, costs = own.train.counts, own.stage_times()
+        assert counts is not None
+        print(
+            f"{name}: {counts.dispatches} dispatches and {counts.transfers} transfers a step. Stage functions: forward "
+            f"{_ms(costs.forward_s)}, backward {_ms(costs.input_grad_s)}",
+            flush=True,
         )
-        print(f"| {name} | {1e3 * statistics.median(of_way):.1f} | {cells[0]} | {cells[1]} |")
-    counts = ours["ours"].train.counts
-    assert counts is not None
-    print(
-        f"ours: {counts.dispatches} dispatches and {counts.transfers} transfers a step, the host is busy for "
-        f"{1e3 * statistics.median(hosts):.1f} ms. Stage functions: forward {_ms(costs.forward_s)}, backward "
-        f"{_ms(costs.input_grad_s)}; by them the bound is {1e3 * stages_s:.1f}, bound / step "
-        f"{stages_s / statistics.median(samples['ours']):.3f}",
-        flush=True,
-    )
 
 
 def _ms(values: Sequence[float]) -> str:
@@ -341,14 +363,13 @@ def _ms(values: Sequence[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage-ms", type=float, nargs="*", default=[5.0, 20.0], help="forward + backward of a stage")
-    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--schedules", nargs="*", default=["1f1b", "eager-1f1b", "gpipe"])
     parser.add_argument("--repetitions", type=int, default=15)
     given = parser.parse_args()
-    print(
-        f"{STAGES} stages, {MICROBATCHES} microbatches, {given.schedule}; milliseconds, medians of {given.repetitions}"
-    )
+    start_devices()
+    print(f"{STAGES} stages, {MICROBATCHES} microbatches; milliseconds, medians of {given.repetitions}")
     for stage_ms in given.stage_ms:
-        measure(stage_ms, given.schedule, given.repetitions)
+        measure(stage_ms, given.schedules, given.repetitions)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,10 @@
 
 Dispatch is asynchronous: the host hands out actions in an order that agrees with every rank's own and with the flow of
 values, and devices run as soon as what they wait for is there. Between stages arrays go by `jax.device_put`.
+
+What a rank runs, it runs one after the other and in the schedule's order: every function reads a number that the one
+before it made. GPUs do so by themselves; on CPUs JAX starts whatever has its operands, also two functions at a time on
+one device, which then take the cores of a device whose result others wait for.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +22,7 @@ from shardwright.backends.jax.microbatch import CutMicrobatch
 from shardwright.backends.jax.optimizer_cut import OptimizerCut
 from shardwright.backends.jax.placed import PlacedProgram
 from shardwright.backends.jax.stage_functions import (
+    MARKER,
     TOTAL,
     WEIGHT,
     Key,
@@ -54,8 +59,8 @@ class Launch:
     function: StageFunction
     reads: tuple[tuple[bool, Key], ...]
     """(whether of the microbatch, key)."""
-    sends: tuple[tuple[int, tuple[tuple[int, Key, NamedSharding], ...]], ...]
-    """For every result that goes to other stages: its position, and (stage, key there, sharding) of each."""
+    sends: tuple[tuple[int, tuple[tuple[int, Key, NamedSharding | jax.Device], ...]], ...]
+    """For every result that goes to other stages: its position, and (stage, key there, where it lies) of each."""
     stays: tuple[tuple[int, bool, Key], ...]
     """Results kept on the stage: position, whether for this microbatch, key."""
 
@@ -113,6 +118,10 @@ class Pipeline:
         self.numbers = [
             jax.device_put([jnp.int32(m) for m in range(schedule.microbatches)], whole) for whole in meshes.whole
         ]
+        self.markers = {
+            rank: jax.device_put(jnp.int32(0), whole)
+            for rank, whole in zip(schedule.placement, meshes.whole, strict=True)
+        }
         self.state_homes = self._state_homes()
         self.counts = StepCounts()
 
@@ -137,6 +146,11 @@ class Pipeline:
         if kind in ("arrival", "departure", "cotangent", "arrival_gradient"):
             return NamedSharding(whole.mesh, self.micro.specs.get(number, PartitionSpec()))
         return whole
+
+    def _target(self, stage: int, key: Key) -> NamedSharding | jax.Device:
+        """Where a value goes. To one device it goes by the device itself, which asks half as much of the host."""
+        devices = self.meshes.devices(stage)
+        return devices[0] if len(devices) == 1 else self._sharding(stage, key)
 
     def _compile(self, functions: Sequence[StageFunctions]) -> list[dict[Kind, Launch]]:
         """Forwards, first halves and second halves, each kind for all stages at once. What is kept from one to the next
@@ -177,12 +191,12 @@ class Pipeline:
                 users = [s for s, p in enumerate(self.micro.cut.parts)
                          if any(a.value == number and a.source == stage for a in p.arrivals)]  # fmt: skip
                 arriving: Key = ("arrival", number, 0)
-                sends.append((position, tuple((s, arriving, self._sharding(s, arriving)) for s in users)))
+                sends.append((position, tuple((s, arriving, self._target(s, arriving)) for s in users)))
             elif kind == "arrival_gradient":
                 arrival = next(a for a in self.micro.cut.parts[stage].arrivals if a.value == number)
                 back: Key = ("cotangent", number, stage)
-                sends.append((position, ((arrival.source, back, self._sharding(arrival.source, back)),)))
-            elif kind != "marker":
+                sends.append((position, ((arrival.source, back, self._target(arrival.source, back)),)))
+            elif key != MARKER:
                 stays.append((position, kind in LOCAL, key))
         reads = tuple((key[0] in LOCAL, key) for key in function.reads)
         return Launch(run, function, reads, tuple(sends), tuple(stays))
@@ -271,8 +285,10 @@ class Pipeline:
             return
         local = own.local.setdefault(m, {})
         shared = own.shared
-        shared[("m", 0, 0)] = self.numbers[part.stage][m]
+        rank = self.schedule.placement[part.stage]
+        shared[("m", 0, 0)], shared[MARKER] = self.numbers[part.stage][m], self.markers[rank]
         made = launch.run(*[local[key] if is_local else shared[key] for is_local, key in launch.reads])
+        self.markers[rank] = made[-1]
         self.counts.dispatches += 1
         for position, is_local, key in launch.stays:
             (local if is_local else shared)[key] = made[position]
@@ -289,7 +305,7 @@ class Pipeline:
         if part.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
             del own.local[m]
         if observe is not None:
-            observe(part, self.schedule.placement[part.stage], made[-1])
+            observe(part, rank, made[-1])
 
 
 def _function(own: StageFunctions, kind: Kind) -> StageFunction | None:

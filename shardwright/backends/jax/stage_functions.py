@@ -31,11 +31,12 @@ Kind = Literal[
     "sum",  # Σ weight · loss, Σ weight
     "departure",
     "arrival_gradient",
-    "marker",  # there when the function is done, and never handed on
+    "marker",  # what a rank has run so far, counted: there when a function is done, and read by the rank's next
 ]
 Key = tuple[Kind, int, int]
 """What an operand is: its kind, its number (a value of the cut program; a position), and for cotangents the stage that
 sends it (else 0)."""
+MARKER: Key = ("marker", 0, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -269,6 +270,7 @@ class _Builder:
                 keys[key] = jax.ShapeDtypeStruct(aval.shape, dtype)
         if any(key[0] == "batch" and self.operands.batch[key[1]] for key in keys):
             keys[("m", 0, 0)] = jax.ShapeDtypeStruct((), jnp.int32)
+        keys[MARKER] = jax.ShapeDtypeStruct((), jnp.int32)
         order = tuple(keys)
 
         def run(*given: Any) -> tuple[Any, ...]:
@@ -281,10 +283,10 @@ class _Builder:
             for key, atom in zip(makes, outputs, strict=True):
                 value = _value(program, atom, values)
                 found.append(at[key] + value.astype(at[key].dtype) if key[0] in ("gradient", "sum") else value)
-            return (*found, jnp.zeros((), jnp.int32))
+            return (*found, at[MARKER] + 1)
 
         donates = tuple(i for i, key in enumerate(order) if key[0] in ("gradient", "sum"))
-        return StageFunction(run, order, (*makes, ("marker", 0, 0)), tuple(keys.values()), donates)
+        return StageFunction(run, order, (*makes, MARKER), tuple(keys.values()), donates)
 
     def _spelled(self, key: Key) -> list[Key]:
         """A cotangent comes from every stage that used the value."""
