@@ -141,8 +141,8 @@ def _styled(graph: Graph, name: str, meaning: str, axis: str, source: str) -> Pi
 
 def from_patterns(graph: Graph, rules: Sequence[tuple[str, Layout]], axes: Sequence[str] = ()) -> tuple[Pin, ...]:
     """Pins of an ordered list of (regular expression, layout): for every parameter the first that matches anywhere in
-    its name. ``axes`` are those that an empty layout replicates on. Raises LayoutError for an expression that is not
-    one, and when nothing matches."""
+    one of its names; two of a tied parameter whose names are met by one of them each. ``axes`` are those that an empty
+    layout replicates on. Raises LayoutError for an expression that is not one, and when nothing matches."""
     compiled = []
     for pattern, layout in rules:
         try:
@@ -151,12 +151,15 @@ def from_patterns(graph: Graph, rules: Sequence[tuple[str, Layout]], axes: Seque
             raise LayoutError(f"{pattern!r} is not a regular expression: {error}") from error
     found = []
     for parameter in graph.parameters:
+        met: set[str] = set()
         for regex, pattern, layout in compiled:
-            if any(regex.search(name) for name in (parameter.name, *parameter.aliases)):
+            matches = {name for name in parameter.names if regex.search(name)}
+            if matches and met.isdisjoint(matches):
                 named = {axis for axis, _ in layout.placements}
                 whole = tuple(axis for axis in axes if axis not in named)
-                found.append(Pin(parameter.name, layout, f"pattern {pattern!r}", whole))
-                break
+                name = parameter.name if parameter.name in matches else min(matches)
+                found.append(Pin(name, layout, f"pattern {pattern!r}", whole))
+            met |= matches
     if rules and not found:
         raise LayoutError(_nothing_matches(graph, [pattern for pattern, _ in rules]))
     return tuple(found)

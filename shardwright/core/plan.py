@@ -16,7 +16,15 @@ from shardwright.core.memory import MemoryUse, Recompute, unit_recompute
 from shardwright.core.mesh import Mesh
 from shardwright.core.schedule import AUTO, Schedule, StageCosts
 from shardwright.core.schedule.files import from_csv
-from shardwright.core.structure import Binding, Structure, in_own_dims, layout_of, require_names, structure_of
+from shardwright.core.structure import (
+    Binding,
+    Structure,
+    in_own_dims,
+    in_slot_dims,
+    layout_of,
+    require_names,
+    structure_of,
+)
 from shardwright.core.tensor_layouts import Rates, SlotAlternatives
 
 LossScope = Literal["replica", "global"]
@@ -248,6 +256,8 @@ class Plan:
             if slot not in shapes:
                 raise PlanError(f"a layout is given for {slot!r}, which the model lacks: {nearest(slot, shapes)}")
             layout.check(shapes[slot], self.mesh)
+        for framework, _ in self.bindings:
+            self.parameter_layouts(framework)
 
     # What runtimes ask -------------------------------------------------------------------------------------------
 
@@ -332,16 +342,24 @@ class Plan:
         return {name: tuple(stages) for name, stages in found.items()}
 
     def parameter_layouts(self, framework: str) -> dict[str, Layout]:
-        """For every parameter, by its first name, its layout in the framework's own dims."""
+        """For every parameter, by its first name, its layout in the framework's own dims. Raises PlanError for a tied
+        parameter that two of its slots put differently."""
         decided = dict(self.decision.layouts)
-        found: dict[str, Layout] = {}
+        found: dict[str, tuple[str, Layout]] = {}
         for unit, bound in enumerate(self.binding(framework).units):
+            fold_class = self.model.unit_classes[unit]
             for role, name, dims in bound.parameters:
-                layout = layout_of(decided, unit, self.model.unit_classes[unit], role)
+                layout = layout_of(decided, unit, fold_class, role)
+                slot = f"@{unit}/{role}" if f"@{unit}/{role}" in decided else f"{fold_class}/{role}"
                 own = in_own_dims(layout, dims)
-                if found.setdefault(name, own) != own:
-                    raise PlanError(f"tied parameter {name} has two layouts: {found[name]} and {own}")
-        return found
+                first, before = found.setdefault(name, (slot, own))
+                if before != own:
+                    raise PlanError(
+                        f"tied parameter {name} has two layouts: slot {first} puts it at {before} in its own dims, slot "
+                        f"{slot} at {own}: it is one array, so write {in_slot_dims(before, dims)} for {slot}, or change "
+                        f"{first}"
+                    )
+        return {name: layout for name, (_, layout) in found.items()}
 
     def require_model(self, framework: str, names: tuple[str, ...], model_name: str) -> None:
         """Raise PlanError, naming the parameters that differ, unless these are the plan's."""

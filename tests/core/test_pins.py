@@ -103,6 +103,15 @@ def test_pins_that_contradict_each_other_are_both_named() -> None:
         resolve(GRAPH, tied, TP)
 
 
+def test_patterns_of_a_tied_parameters_two_names() -> None:
+    """Each name's own is kept, so that they are seen to contradict; one that meets both names is met once."""
+    apart = [("wte", Layout.of(tp=Split(0))), ("head", Layout.of(tp=Split(1)))]
+    with pytest.raises(LayoutError, match=r"pattern 'wte' puts wte\.weight at S0, pattern 'head' puts head\.weight at S1"):
+        resolve(GRAPH, from_patterns(GRAPH, apart, ("tp",)), TP)
+    for rules in ([apart[0], (".", Layout())], [("head", apart[0][1])]):
+        assert places(from_patterns(GRAPH, rules, ("tp",)))["wte.weight"] == (Split(0),)
+
+
 def test_an_axis_or_a_dim_that_is_not_there() -> None:
     with pytest.raises(LayoutError, match="on axis 'model'; the mesh has tp"):
         resolve(GRAPH, (Pin("h.0.fc", Layout.of(model=Split(0)), "a pin"),), TP)

@@ -321,3 +321,17 @@ def test_a_width_that_no_device_count_divides() -> None:
     assert "2 does not divide 33: pad it to 34, or use a degree that divides it" in reasons
     with pytest.raises(sw.ShardwrightError, match=r"\(47, 33\).*does not divide: use a size that divides 47"):
         replace(plan, decision=replace(plan.decision, layouts=(("0/w0", Layout.of(tp=Split(0))),)))
+
+
+def test_a_tied_weight_with_two_layouts() -> None:
+    """In a plan file the slots of its two uses disagree; asked for by its two names, when planning."""
+    plan = megatron(plan_of(gpt2_graph(), 1, 2))
+    tied = plan.model.ties[0]
+    assert tied == ("0/w0", "3/w0")
+    other = tuple((slot, Layout.of(tp=Split(0)) if slot == "2/w0" else at) for slot, at in plan.decision.layouts)
+    with pytest.raises(
+        sw.ShardwrightError,
+        match=r"tied parameter wte\.embedding has two layouts: slot 0/w0 .* at tp: S0 .* slot 2/w0 at tp: S1: .* write "
+        r"tp: S1 for 2/w0, or change 0/w0",
+    ):
+        replace(plan, decision=replace(plan.decision, layouts=other))

@@ -4,7 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
+import shardwright.torch as sw
+from shardwright.core.errors import LayoutError, PlanError
+from shardwright.core.layout import Layout, Split
 from tests.torch.launch import torchrun
 
 
@@ -70,3 +75,24 @@ def test_units_on_pieces_are_compiled(said: dict[str, str]) -> None:
     assert said["compiled"] == "6 {'OptimizedModule'}"
     assert "draws random numbers" in said["compiled with dropout"]
     assert "set its dropout to 0" in said["compiled with dropout"]
+
+
+def test_a_tied_weight_with_two_layouts(tmp_path: Path) -> None:
+    """Asked for by its two names, and in a plan file where the slots of its two uses disagree."""
+    ids = torch.zeros(4, 8, dtype=torch.long)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=64, n_positions=16, use_cache=False))
+    graph = sw.capture(model, {"input_ids": ids, "labels": ids})
+    cluster = sw.Cluster("cpu", devices_per_node=2)
+    pins = {"batch": 4, "microbatch": 2, "pp": 1, "tp": 2, "dp": 1}
+    asked = [(r"wte\.weight", Layout.of(tp=Split(0))), (r"lm_head\.weight", Layout.of(tp=Split(1)))]
+    with pytest.raises(LayoutError, match=r"pattern .* puts transformer\.wte\.weight at S0, .* lm_head\.weight at S1: keep"):
+        sw.plan(graph, cluster, layouts=asked, **pins)
+    plan = sw.plan(graph, cluster, layouts=asked[:1], **pins)
+    file = tmp_path / "plan.json"
+    plan.save(file)
+    said = json.loads(file.read_text())
+    (slot,) = {f"{plan.model.unit_classes[int(unit)]}/{role}" for unit, role in [plan.model.ties[0][1].split("/")]}
+    del said["decision"]["layouts"][slot]
+    file.write_text(json.dumps(said))
+    with pytest.raises(PlanError, match=rf"tied parameter transformer\.wte\.weight has two layouts: .* for {slot}, or"):
+        sw.Plan.load(file)
