@@ -355,9 +355,9 @@ class Plan:
                 first, before = found.setdefault(name, (slot, own))
                 if before != own:
                     raise PlanError(
-                        f"tied parameter {name} has two layouts: slot {first} puts it at {before} in its own dims, slot "
-                        f"{slot} at {own}: it is one array, so write {in_slot_dims(before, dims)} for {slot}, or change "
-                        f"{first}"
+                        f"tied parameter {name} has two layouts: slot {first} puts it at {before} in its own dims, "
+                        f"slot {slot} at {own}: it is one array, so write {in_slot_dims(before, dims)} for {slot}, or "
+                        f"change {first}"
                     )
         return {name: layout for name, (_, layout) in found.items()}
 

@@ -106,7 +106,8 @@ def test_pins_that_contradict_each_other_are_both_named() -> None:
 def test_patterns_of_a_tied_parameters_two_names() -> None:
     """Each name's own is kept, so that they are seen to contradict; one that meets both names is met once."""
     apart = [("wte", Layout.of(tp=Split(0))), ("head", Layout.of(tp=Split(1)))]
-    with pytest.raises(LayoutError, match=r"pattern 'wte' puts wte\.weight at S0, pattern 'head' puts head\.weight at S1"):
+    said = r"pattern 'wte' puts wte\.weight at S0, pattern 'head' puts head\.weight at S1"
+    with pytest.raises(LayoutError, match=said):
         resolve(GRAPH, from_patterns(GRAPH, apart, ("tp",)), TP)
     for rules in ([apart[0], (".", Layout())], [("head", apart[0][1])]):
         assert places(from_patterns(GRAPH, rules, ("tp",)))["wte.weight"] == (Split(0),)

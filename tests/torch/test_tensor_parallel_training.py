@@ -17,6 +17,7 @@ CASES = {
         "fused:1:1:2",
         "images:1:1:2",
         "gpt2:1:1:2:recompute",
+        "llama:1:1:2:meta",
     ),
     4: ("gpt2:2:1:2", "gpt2:1:2:2:apart", "gpt2:2:1:2:split"),
 }

@@ -128,7 +128,9 @@ class Runtime:
         calls = [[path for path, _ in held] for held in stage_map.calls]
         placement = place(self.model, calls, stage_map.parameter_stages, schedule.stage_to_rank, schedule.ranks)
         if self.bound.size("tp") > 1 and stage_map.plan is not None:
-            shards = Shards(self.holding, self.bound, self.watch)
+            layouts = stage_map.plan.parameter_layouts("torch")
+            planned = {self.holding.first_name[name]: layout.on("tp") for name, layout in layouts.items()}
+            shards = Shards(self.holding, self.bound, self.watch, planned)
             self.tensor = TensorParallel(self.model, shards, stage_map.plan)
             self.gradients.shards = shards
         self._hold(placement)
@@ -139,7 +141,8 @@ class Runtime:
 
     def _hold(self, placement: Placement) -> None:
         wanting = self.holding.split(placement)
-        materialize(self.holding, wanting, self.weights, self.bound.device, self.seed)
+        keep = self.tensor.shards.keep if self.tensor is not None else None
+        materialize(self.holding, wanting, self.weights, self.bound.device, self.seed, keep)
         self.weights = None
         self.holding.to(self.bound.device)
         self._changed()

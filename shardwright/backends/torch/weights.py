@@ -63,8 +63,17 @@ def _open(weights: str | Path | Mapping[str, torch.Tensor]) -> _Source:
     return _FromMapping(loaded)
 
 
+Keep = Callable[[str, torch.Tensor], torch.Tensor]
+"""A tensor's name and all of it → what this rank keeps of it."""
+
+
 def materialize(
-    holding: Holding, wanting: Sequence[str], weights: Weights | None, device: torch.device, seed: int
+    holding: Holding,
+    wanting: Sequence[str],
+    weights: Weights | None,
+    device: torch.device,
+    seed: int,
+    keep: Keep | None = None,
 ) -> None:
     """Give data to what this rank holds on the meta device.
 
@@ -73,6 +82,7 @@ def materialize(
         weights: a ``.safetensors`` file, a file of ``torch.save(state_dict)``, a state dict, or a function that is
             called with every module that owns such tensors, children first, as by ``nn.Module.apply``; random numbers
             that it draws depend on the seed and the module's name, not on the split.
+        keep: cuts each tensor as soon as it has its data, so that no more than one is there whole.
 
     Raises:
         ShardwrightError: no weights were given, or they lack a name (the nearest is named), or a shape differs.
@@ -85,7 +95,12 @@ def materialize(
             f"sw.DistributedModel(model, weights=...) a file, a state dict or an init function"
         )
     if callable(weights) and not isinstance(weights, Mapping):
-        _initialize(holding, wanting, weights, device, seed)
+        if keep is not None and _initialize(holding, wanting, weights, device, seed, keep):
+            return
+        _initialize(holding, wanting, weights, device, seed, None)
+        if keep is not None:
+            for name in wanting:
+                holding.put(name, keep(name, holding.tensor(name).detach()))
         return
     source = _open(weights)
     known = set(source.names())
@@ -105,29 +120,60 @@ def materialize(
                 f"the weights have {given!r} of shape {tuple(tensor.shape)}: expected {tuple(expected.shape)}"
             )
         # A copy: the tensor may be a view of a mapped file or belong to the caller.
-        holding.put(name, tensor.detach().to(device=device, dtype=expected.dtype, copy=True))
+        copied = tensor.detach().to(device=device, dtype=expected.dtype, copy=True)
+        holding.put(name, copied if keep is None else keep(name, copied))
     _rebuild_buffers(holding, left, device)
 
 
 def _initialize(
-    holding: Holding, wanting: Sequence[str], init: Callable[[nn.Module], Any], device: torch.device, seed: int
-) -> None:
-    modules: dict[str, None] = {}
+    holding: Holding,
+    wanting: Sequence[str],
+    init: Callable[[nn.Module], Any],
+    device: torch.device,
+    seed: int,
+    keep: Keep | None,
+) -> bool:
+    """Make the data by an init function, one module after the other. False when ``keep`` had cut a tensor that the call
+    of a module further out then wrote to: it must be whole for that."""
+    own: dict[str, list[str]] = {}
     for name in wanting:
-        holding.put(name, torch.empty_like(holding.tensor(name), device=device))
-    owners = {name.rpartition(".")[0] for name in wanting}
-    for path in _children_first(holding.model):
-        if path in owners:
-            modules[path] = None
+        own.setdefault(name.rpartition(".")[0], []).append(name)
+    shapes = {name: torch.empty_like(holding.tensor(name), device="meta") for name in wanting}
+    if keep is None:
+        for name in wanting:
+            holding.put(name, torch.empty_like(shapes[name], device=device))
+    cut: dict[str, tuple[float, float]] = {}
     state = torch.get_rng_state()
     try:
-        for path in modules:
+        for path in _children_first(holding.model):
+            if path not in own:
+                continue
+            if keep is not None:
+                for name in own[path]:
+                    holding.put(name, torch.empty_like(shapes[name], device=device))
             text = hashlib.blake2b(f"{seed}/init/{path}".encode(), digest_size=8).digest()
             torch.manual_seed(int.from_bytes(text, "big") >> 1)
             with torch.no_grad():
                 init(holding.modules[path])
+            if keep is None:
+                continue
+            inside = [name for name in cut if not path or name.startswith(f"{path}.")]
+            if any(_mark(holding.tensor(name)) != cut[name] for name in inside):
+                for name in wanting:
+                    holding.put(name, shapes[name])
+                return False
+            for name in own[path]:
+                holding.put(name, keep(name, holding.tensor(name).detach()))
+                cut[name] = _mark(holding.tensor(name))
     finally:
         torch.set_rng_state(state)
+    return True
+
+
+def _mark(tensor: torch.Tensor) -> tuple[float, float]:
+    """Tells whether somebody wrote to a tensor; its version does not count what goes by ``.data``."""
+    entries = tensor.detach().double()
+    return float(entries.sum()), float(entries.square().sum())
 
 
 def _rebuild_buffers(holding: Holding, names: Sequence[str], device: torch.device) -> None:

@@ -9,6 +9,8 @@ leaves its numbers for the launches.
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from tp_models import batch, build
 
 import shardwright.torch as sw
+from shardwright.backends.torch.tensor_parallel.shards import Shards
 
 STEPS, DROPOUT, GLOBAL_MICROBATCHES = 4, 0.1, 4
 HOW: dict[str, dict[str, Any]] = {
@@ -25,6 +28,7 @@ HOW: dict[str, dict[str, Any]] = {
     "speed": {"optimize": "speed"},
     "recompute": {"recompute": "full"},
     "split": {"pipeline": "zb-h1"},  # backward passes in halves: the products keep no sum of their own then
+    "meta": {},  # the model has no data until it is wrapped, and is given a state dict
 }
 
 
@@ -35,11 +39,39 @@ def train_step(model, batch):
     return loss
 
 
-def train(name: str, keys: dict[str, Any], replicas: int) -> dict[str, Any]:
+def wrapped(name: str, is_meta: bool) -> sw.DistributedModel:
+    if not is_meta:
+        return sw.DistributedModel(build(name, DROPOUT))
+    with torch.device("meta"):
+        bare = build(name, DROPOUT)
+    weights = build(name, DROPOUT).state_dict()
+    if dist.get_rank():  # all start from what the first has
+        weights = {key: torch.zeros_like(tensor) for key, tensor in weights.items()}
+    return sw.DistributedModel(bare, weights=weights)
+
+
+@contextmanager
+def cuts_watched(model: sw.DistributedModel) -> Iterator[list[int]]:
+    """How many entries this rank holds whenever it is about to cut its parameters for a recorded step."""
+    found: list[int] = []
+    cut = Shards.cut
+
+    def watched(shards: Shards, places: Any) -> None:
+        found.append(sum(p.numel() for p in model.local_parameters() if not p.is_meta))
+        cut(shards, places)
+
+    Shards.cut = watched
+    try:
+        yield found
+    finally:
+        Shards.cut = cut
+
+
+def train(name: str, keys: dict[str, Any], replicas: int, is_meta: bool = False) -> dict[str, Any]:
     """Losses, norms, the first step's gradients and the last weights, whole."""
     sw.init({"microbatches": GLOBAL_MICROBATCHES // replicas, "wait_timeout_s": 60.0, **keys})
     sw.set_seed(5)
-    model = sw.DistributedModel(build(name, DROPOUT))
+    model = wrapped(name, is_meta)
     optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
@@ -47,8 +79,10 @@ def train(name: str, keys: dict[str, Any], replicas: int) -> dict[str, Any]:
         apart = keys.get("prescaled_batch") is False
         which, of = (sw.dp_rank(), sw.dp_size()) if apart else (sw.rdp_rank(), replicas)
         own = {key: tensor.chunk(of)[which] for key, tensor in batch(name, step).items()}
-        losses.append(float(train_step(model, own).reduce_mean()))
+        with cuts_watched(model) as before:
+            losses.append(float(train_step(model, own).reduce_mean()))
         if step == 0:
+            held = max(before) if is_meta else 0
             shards = model.runtime.gradients.shards
             for key, parameter in sorted(model.local_named_parameters()):
                 if parameter.grad is not None:
@@ -56,7 +90,7 @@ def train(name: str, keys: dict[str, Any], replicas: int) -> dict[str, Any]:
                     gradients[key] = gradient if shards is None else shards.whole(key, gradient)
         norms.append(float(model.clip_grad_norm_(1.0)))
         optimizer.step()
-    held = held_bytes(model, optimizer)
+    sizes = held_bytes(model, optimizer)
     state = model.state_dict()
     tensor = model.runtime.tensor
     found = {
@@ -64,8 +98,8 @@ def train(name: str, keys: dict[str, Any], replicas: int) -> dict[str, Any]:
         "norms": norms,
         "gradients": gradients,
         "state": {key: value.clone() for key, value in state.items()},
-        "bytes": held,
-        "held": sum(p.numel() for p in model.local_parameters()),
+        "bytes": sizes,
+        "held": max(held, sum(p.numel() for p in model.local_parameters())),
         "whole_because": "" if tensor is None else tensor.by_calls_because,
     }
     before = {key: value.clone() for key, value in model.local_state_dict().items() if isinstance(value, torch.Tensor)}
@@ -132,7 +166,7 @@ def main() -> None:
         keys = {"pipeline_parallel_degree": int(pp), "tensor_parallel_degree": int(tp), "ddp": int(dp) > 1}
         keys |= HOW[how] if how else {}
         expected = torch.load(folder / f"{name}.pt", weights_only=True)
-        result = compare(case, train(name, keys, int(dp)), expected)
+        result = compare(case, train(name, keys, int(dp), how == "meta"), expected)
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, result)
         for key in ("loss", "norm", "gradient", "state", "held"):

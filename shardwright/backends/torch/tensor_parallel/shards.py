@@ -21,19 +21,37 @@ BUCKET_ENTRIES = 1 << 22
 
 
 class Shards:
-    """Which parameters of a model lie in pieces along the tensor axis, and this rank's pieces."""
+    """Which parameters of a model lie in pieces along the tensor axis, and this rank's pieces.
 
-    def __init__(self, holding: Holding, bound: BoundMesh, watch: Watch) -> None:
-        self.holding, self.watch = holding, watch
+    ``planned``: first name → placement, for parameters that have no data yet and need never be whole.
+    """
+
+    def __init__(
+        self, holding: Holding, bound: BoundMesh, watch: Watch, planned: Mapping[str, Placement] | None = None
+    ) -> None:
+        self.holding, self.watch, self.planned = holding, watch, planned or {}
         self.axis = Axis(bound.handles["tp"], bound.groups["tp"], bound.coordinate("tp"))
         self.places: dict[str, Split] = {}
         """First name → placement, of those that are split."""
         self.summed: frozenset[str] = frozenset()
         self._is_cut = False
 
+    def keep(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank keeps of a weight that just got its data: the piece that is planned, of what the first rank of
+        the axis has. Every rank of the axis calls this."""
+        place = self.planned.get(name)
+        if not isinstance(place, Split):
+            return whole
+        whole = whole.contiguous()
+        with self.watch.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
+            dist.broadcast(as_carried(whole), self.axis.ranks[0], group=self.axis.group)
+        self.places[name] = place
+        piece = piece_of(whole, place, self.axis.size, self.axis.coordinate)
+        return piece.clone(memory_format=torch.contiguous_format)
+
     def cut(self, places: Mapping[str, Placement]) -> None:
-        """Keep this rank's pieces; all ranks of the axis start from what its first one has. Raises PlanError when
-        parameters are in pieces already, and lie otherwise."""
+        """Keep this rank's pieces; all ranks of the axis start from what its first one has. Raises PlanError when a
+        step has cut the parameters already, and they lie otherwise."""
         wanted = {name: place for name, place in places.items() if isinstance(place, Split)}
         if self._is_cut:
             different = [n for n in places if wanted.get(n) != self.places.get(n)]
@@ -46,7 +64,11 @@ class Shards:
         self.watch.doing("cutting parameters for the tensor axis")
         for name in (*sorted(self.holding.parameter_names), *sorted(self.holding.buffer_names)):
             tensor = self.holding.tensor(name)
-            if self.holding.holds(name) and not tensor.is_meta:
+            if name in self.places:  # as it was planned when it got its data
+                if self.places[name] == wanted.get(name):
+                    continue
+                tensor.data = self.whole(name, tensor)
+            elif self.holding.holds(name) and not tensor.is_meta:
                 carried = as_carried(tensor.detach())
                 with self.watch.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
                     dist.broadcast(carried, self.axis.ranks[0], group=self.axis.group)

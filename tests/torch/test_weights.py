@@ -1,0 +1,70 @@
+"""Weights of a model on the meta device, cut as soon as they have data."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.backends.torch.holding import Holding, Placement
+from shardwright.backends.torch.weights import materialize
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+
+class Outer(nn.Module):
+    """A module with a tensor of its own around others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = Inner(), nn.Parameter(torch.ones(6))
+
+
+def plain(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.normal_(parameter)
+
+
+def from_outside(module: nn.Module) -> None:
+    """Writes to a tensor further inside, by ``.data``, as Hugging Face's models do."""
+    plain(module)
+    if isinstance(module, Outer):
+        module.inner.down.weight.data.normal_(0.0, 0.1)
+
+
+def made(init: Callable[[nn.Module], None], keep: Callable[[str, torch.Tensor], torch.Tensor] | None) -> Holding:
+    with torch.device("meta"):
+        model = Outer()
+    holding = Holding(model, 0)
+    wanting = holding.split(Placement(dict.fromkeys(holding.parameter_names, (0,)), {}))
+    materialize(holding, wanting, init, torch.device("cpu"), 3, keep)
+    return holding
+
+
+@pytest.mark.parametrize("init", [plain, from_outside])
+def test_pieces_are_those_of_the_whole_weights(init: Callable[[nn.Module], None]) -> None:
+    whole = made(init, None)
+    cut = made(init, lambda name, tensor: tensor.chunk(2)[1].clone())
+    for name in sorted(whole.parameter_names):
+        torch.testing.assert_close(cut.tensor(name), whole.tensor(name).chunk(2)[1], rtol=0, atol=0)
+
+
+def test_no_two_modules_are_whole_at_a_time() -> None:
+    held = []
+
+    def keep(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        held.append(sum(p.numel() for p in holder[0].parameters() if not p.is_meta))
+        return tensor.chunk(2)[0].clone()
+
+    holder: list[nn.Module] = []
+    with torch.device("meta"):
+        holder.append(Outer())
+    holding = Holding(holder[0], 0)
+    wanting = holding.split(Placement(dict.fromkeys(holding.parameter_names, (0,)), {}))
+    materialize(holding, wanting, plain, torch.device("cpu"), 3, keep)
+    sizes = {"up": 6 * 8 + 8, "down": 8 * 6 + 6, "scale": 6}
+    assert max(held) <= sum(sizes.values()) / 2 + max(sizes.values()) / 2
