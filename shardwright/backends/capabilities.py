@@ -22,6 +22,7 @@ TORCH = Capabilities(
     recomputes=("none", "full"),  # the products of attention cannot be told from the rest of a unit that is replayed
     shard_levels=(0,),
     shard_groups=False,
+    gradients_when_made=True,
 )
 JAX = Capabilities(
     framework="jax",

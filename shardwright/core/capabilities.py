@@ -30,6 +30,8 @@ class Capabilities:
     """ZeRO's stages: nothing, optimizer states, gradients, parameters."""
     shard_groups: bool = True
     """Shards can be shared by a part of the data axis."""
+    gradients_when_made: bool = False
+    """Gradients take memory from the first backward on, and not all through the step."""
 
     def lack(self, *, recompute: str, shard: int, shard_group: int | None, dp: int) -> str | None:
         """What the runtime lacks for a memory policy, as a user would pin it, or None."""

@@ -28,16 +28,14 @@ class MemoryUse:
     """Kept for backward passes, of all microbatches under way."""
     buffers_bytes: int
     """What a pass holds for a while: values and gradients under way, what is computed again, tensors sent."""
+    apart_bytes: int = 0
+    """How much less the peak is than all of the above, which are not there at once: gradients that the first backward
+    makes as it gives activations up (`core.apart`)."""
 
     @property
     def total_bytes(self) -> int:
-        return (
-            self.parameters_bytes
-            + self.gradients_bytes
-            + self.optimizer_bytes
-            + self.activations_bytes
-            + self.buffers_bytes
-        )
+        parts = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        return parts + self.activations_bytes + self.buffers_bytes - self.apart_bytes
 
 
 def state_bytes(

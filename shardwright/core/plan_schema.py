@@ -100,6 +100,7 @@ class MemoryFile(Section):
     optimizer_bytes: Amount
     activations_bytes: Amount
     buffers_bytes: Amount
+    apart_bytes: Amount = 0
 
 
 class PredictedFile(Section):

@@ -203,7 +203,10 @@ class RankTables:
                 elements = int(sum(table.range_elements[a, b] for a, b in held) - table.tied_twice(held))
                 kept = int(max(table.range_kept[a, b] for a, b in held))
                 working = int(max(table.range_working[a, b] for a, b in held))
-                sent = sum(table.boundary_bytes[a] * 2 for a, _ in held if a) if self.ranks > 1 else 0
+                sent = 0
+                if self.ranks > 1:  # a value and a gradient at either end, on their way or there before they are used
+                    borders = [unit for ends in held for unit in ends if 0 < unit < self.units]
+                    sent = sum(2 * table.boundary_bytes[unit] for unit in borders)
                 found.append((elements, kept, working, sent))
             self._holdings[key] = found
         return self._holdings[key]

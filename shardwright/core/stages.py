@@ -94,16 +94,22 @@ class UnitTable:
         return kept
 
     @cached_property
-    def range_working(self) -> Matrix:
-        """What the passes of one microbatch hold beside the kept activations: values and gradients under way, and under
-        full recompute all that one unit computes again. The backward of a unit finds the units after it done with."""
+    def beside_bytes(self) -> NDArray[np.float64]:
+        """For every unit what its passes hold beside kept activations: values and gradients under way, and under full
+        recompute all that it computes again."""
         again = [
             max(0, u.saved_bytes - kept_bytes(u, mode)) if mode != "none" else 0
             for u, mode in zip(self.units, self.modes(), strict=True)
         ]
         beside = np.array([u.passing_bytes for u in self.units], dtype=np.float64) + again
-        beside += np.array(self.waiting_bytes or 0)
-        through = np.where(np.tri(len(again), dtype=bool).T, self.range_kept[:-1, 1:] + beside, 0.0)
+        return beside + np.array(self.waiting_bytes or 0)
+
+    @cached_property
+    def range_working(self) -> Matrix:
+        """What the passes of one microbatch hold beside the kept activations. The backward of a unit finds the units
+        after it done with."""
+        beside = self.beside_bytes
+        through = np.where(np.tri(len(beside), dtype=bool).T, self.range_kept[:-1, 1:] + beside, 0.0)
         working: Matrix = np.zeros_like(self.range_kept)
         working[:-1, 1:] = np.maximum(0.0, np.maximum.accumulate(through, axis=1) - self.range_kept[:-1, 1:])
         return working

@@ -139,20 +139,19 @@ def _stages(plan: Plan) -> Table:
 
 def _memory(plan: Plan) -> Table:
     limit = plan.provenance.device_memory_bytes
+    uses = plan.predicted.memory_by_stage_rank
+    apart = [">not at once"] if any(use.apart_bytes for use in uses) else []
     table = new_table(
         f"Memory per rank (of {bytes_text(limit)})",
-        "pp", ">parameters", ">gradients", ">optimizer", ">activations", ">buffers", ">total", ">used",
+        "pp", ">parameters", ">gradients", ">optimizer", ">activations", ">buffers", *apart, ">total", ">used",
     )  # fmt: skip
-    for rank, use in enumerate(plan.predicted.memory_by_stage_rank):
-        sizes = (
-            use.parameters_bytes,
-            use.gradients_bytes,
-            use.optimizer_bytes,
-            use.activations_bytes,
-            use.buffers_bytes,
-            use.total_bytes,
-        )
-        table.add_row(str(rank), *(bytes_text(size) for size in sizes), f"{use.total_bytes / limit:.1%}")
+    for rank, use in enumerate(uses):
+        sizes = [
+            use.parameters_bytes, use.gradients_bytes, use.optimizer_bytes, use.activations_bytes, use.buffers_bytes
+        ]  # fmt: skip
+        less = [f"-{bytes_text(use.apart_bytes)}"] if apart else []
+        total = (bytes_text(use.total_bytes), f"{use.total_bytes / limit:.1%}")
+        table.add_row(str(rank), *(bytes_text(size) for size in sizes), *less, *total)
     return table
 
 

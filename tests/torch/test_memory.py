@@ -49,10 +49,14 @@ def t5(dropout: float) -> torch.nn.Module:
     )  # fmt: skip
 
 
-def peak_bytes(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> int:
+def peak_bytes(model: torch.nn.Module, batch: dict[str, torch.Tensor], *, first: bool = False) -> int:
+    """Of a microbatch that adds its gradients to those that are there; of the ``first`` one of a step, which makes
+    them."""
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
 
     def step() -> None:
+        if first:
+            optimizer.zero_grad()
         model(**batch).loss.backward()
         optimizer.step()
 
@@ -84,6 +88,23 @@ def test_a_steps_peak_is_predicted(build: Any, dropout: float) -> None:
     )
     # A thousandth: buffers of the model (position ids) and scalars are not counted.
     assert 0.999 * measured <= plan.predicted.peak_memory_bytes[0] <= 1.03 * measured
+
+
+@pytest.mark.filterwarnings("ignore:Module is None")
+@pytest.mark.parametrize("build", [gpt2, bert, t5])
+def test_gradients_that_are_made_when_activations_are_gone_count_once(build: Any) -> None:
+    model = build(0.0).train()
+    tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE))
+    batch = {"input_ids": tokens, "labels": tokens}
+    measured = peak_bytes(model, batch, first=True)
+    graph, pins = sw.capture(model, batch), {"microbatch": BATCH, "precision": "fp32", "recompute": "none"}
+    plan = sw.plan(graph, sw.Cluster("cpu"), batch=BATCH, **pins)
+    assert plan.predicted.memory[0].apart_bytes > 0
+    # Above by no more than the gradients of one unit, which count beside its activations.
+    assert 0.999 * measured <= plan.predicted.peak_memory_bytes[0] <= 1.06 * measured
+    several = sw.plan(graph, sw.Cluster("cpu"), batch=4 * BATCH, **pins)
+    assert several.predicted.memory[0].apart_bytes == 0
+    assert several.predicted.peak_memory_bytes[0] > plan.predicted.peak_memory_bytes[0]
 
 
 @pytest.mark.filterwarnings("ignore:Module is None")

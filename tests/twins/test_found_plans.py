@@ -21,14 +21,13 @@ def test_what_is_found_is_what_both_runtimes_carry_out() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["4 ranks, batch 16", "4 ranks of 24 MiB, batch 16", "8 ranks, batch 4"])
+@pytest.mark.parametrize("name", list(found_plans.CASES))
 def test_a_found_plan_trains_in_both(name: str) -> None:
     plan = found_plans.torch_plan(found_plans.CASES[name])
     of_torch, of_jax = found_plans.run_torch(name, plan), found_plans.run_jax(name)
-    assert of_jax["losses"] == pytest.approx(of_torch["losses"], rel=1e-4)
-    assert of_torch["losses"][0] - of_torch["losses"][-1] > 0.005, "nothing was learnt, so nothing was compared"
+    assert of_jax["losses"] == pytest.approx(of_torch["losses"], rel=1e-5)
+    assert of_torch["losses"][0] - of_torch["losses"][-1] > 0.001, "nothing was learnt, so nothing was compared"
     for measured, predicted in zip(of_torch["peaks"], plan.predicted.peak_memory_bytes, strict=True):
-        # Above: gradients are counted beside all activations, and one microbatch makes them when those are gone. Below:
-        # split backwards keep gradients of values from one half to the other.
-        assert measured <= 1.05 * predicted
-        assert predicted <= 1.25 * measured
+        # Below: the samples themselves. Above: what a split backward keeps for its second half is less than the unit.
+        assert measured <= 1.003 * predicted
+        assert predicted <= 1.06 * measured

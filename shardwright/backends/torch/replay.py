@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from shardwright.backends.torch.program import (
@@ -40,7 +41,8 @@ class Kept:
 
     received: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     """(edge, value) → the leaf that stands for what another stage sent."""
-    sent: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    sent: dict[tuple[int, int], GradientEdge] = field(default_factory=dict)
+    """(edge, value) → where the gradient of what another stage got goes on; the value itself is not kept."""
     roots: list[tuple[torch.Tensor, torch.Tensor | float | None]] = field(default_factory=list)
     """Losses and their weights."""
     deferred: Deferred | None = None
@@ -137,7 +139,7 @@ class Replay:
             depart(edge, [tensor.detach() for tensor in tensors])
             for value, tensor in zip(edge.values, tensors, strict=True):
                 if value in edge.gradients and tensor.requires_grad:
-                    kept.sent[edge.index, value] = tensor
+                    kept.sent[edge.index, value] = get_gradient_edge(tensor)
         for index in part.losses:
             loss = program.losses[index]
             weight = self._weight(loss.weight, env)
@@ -157,18 +159,18 @@ class Replay:
             loss_scale: what the losses of this microbatch are multiplied by where no weight is given.
         """
         gradients: dict[int, torch.Tensor] = {}
-        tensors: dict[int, torch.Tensor] = {}
+        edges: dict[int, GradientEdge] = {}
         for edge, came in zip(self.taken_back, arrived, strict=True):
             for value, gradient in zip(edge.gradients, came, strict=True):
                 if (edge.index, value) in kept.sent:
-                    tensors[value] = kept.sent[edge.index, value]
+                    edges[value] = kept.sent[edge.index, value]
                     gradients[value] = gradients[value] + gradient if value in gradients else gradient
-        roots = list(tensors.values())
-        root_gradients: list[torch.Tensor] = [gradients[v] for v in tensors]
+        roots: list[torch.Tensor | GradientEdge] = list(edges.values())
+        root_gradients: list[torch.Tensor] = [gradients[v] for v in edges]
         for loss, weight in kept.roots:
             roots.append(loss)
             root_gradients.append(self._scale(loss_scale if weight is None else weight, loss))
-        tensors.clear()
+        edges.clear()
         kept.sent.clear()
         kept.roots.clear()
         if roots:

@@ -258,7 +258,8 @@ class Search:
         for equal in best[1:]:
             others.setdefault(_degrees(equal), equal)
         others.pop(_degrees(best[0]), None)
-        return Found(best[0], sorted(others.values(), key=preference)[:runners_up])
+        next_best = sorted(others.values(), key=preference)[:runners_up]
+        return Found(self.scorer.with_peaks(best[0]), [self.scorer.with_peaks(other) for other in next_best])
 
     def _push(self, bound_s: float, *choice: Any) -> None:
         if bound_s != float("inf"):

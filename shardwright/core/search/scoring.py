@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from shardwright.core.apart import apart_bytes, stage_bytes
 from shardwright.core.cluster import Cluster
+from shardwright.core.cost.work import PRECISION_BYTES
 from shardwright.core.cost_tables import CostTables, Place
 from shardwright.core.cutting import partition_input
 from shardwright.core.errors import PlanError, ScheduleError
@@ -348,6 +350,28 @@ class Scorer:
         kept = ranked.stage_costs(decision.stage_starts, decision.stage_ranks).activation_bytes
         live = live_bytes(decision.schedule, decision.pp, decision.microbatches, decision.virtual_stages, kept)
         return tuple(replace(use, activations_bytes=size) for use, size in zip(memory, live, strict=True))
+
+    def with_peaks(self, scored: Scored) -> Scored:
+        """The same with its memory less what is never there at once, where gradients take memory when they are made.
+
+        Choices are made without that: where a step has many microbatches, as large ones have, it comes to nothing.
+        """
+        decision, ranked = scored.decision, scored.tables
+        when_made = self.tables.graph.capabilities.gradients_when_made
+        if not when_made or decision.shard >= 2 or decision.microbatches > 2 * decision.stages:
+            return scored
+        width = PRECISION_BYTES[decision.gradient_precision or decision.precision]
+        ends, placement = ranked.ends(decision.stage_starts), decision.stage_ranks
+        schedule = decision.build_schedule(ranked.stage_costs(decision.stage_starts, placement))
+        memory = []
+        for rank, use in enumerate(scored.predicted.memory_by_stage_rank):
+            held = {
+                stage: stage_bytes(ranked.tables[rank], *ends[stage], width)
+                for stage, on in enumerate(placement)
+                if on == rank
+            }
+            memory.append(replace(use, apart_bytes=apart_bytes(schedule.table[rank], held)))
+        return replace(scored, predicted=replace(scored.predicted, memory_by_stage_rank=tuple(memory)))
 
     def generated(self, scored: Scored) -> Scored | None:
         """The same with a schedule generated for its stages, within the memory that the rest leaves; None where there

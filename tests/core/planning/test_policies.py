@@ -1,13 +1,18 @@
 """What a plan may ask beyond degrees: its own cut, sequence parallelism, gradients in fp32, selective recompute."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import shardwright as sw
 from shardwright import Cluster
+from shardwright.core.apart import StageBytes, apart_bytes
+from shardwright.core.cost_tables import CostTables, Place
 from shardwright.core.errors import PlanError
+from shardwright.core.memory import MemoryUse
+from shardwright.core.schedule import Action
 from tests.core.toy import decoder
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
@@ -98,3 +103,42 @@ def test_the_file_keeps_the_policies(tmp_path: Path) -> None:
     assert again == plan
     assert (again.decision.sequence_parallel, again.decision.gradient_precision) == (True, "fp32")
     assert "sequence parallel" in again.summary()
+
+
+def test_gradients_are_not_there_before_the_first_backward() -> None:
+    """By hand, one stage and one microbatch: the first backward goes from the last unit to the first one."""
+    able = replace(GRAPH, capabilities=replace(GRAPH.capabilities, gradients_when_made=True))
+    pins = {"microbatch": MICROBATCH, "pp": 1, "dp": 1, "tp": 1, "precision": "fp16", "recompute": "none"}
+
+    def memory(graph: sw.Graph, microbatches: int) -> MemoryUse:
+        return sw.plan(graph, Cluster("a100-80gb"), batch=microbatches * MICROBATCH, **pins).predicted.memory[0]
+
+    one, several, before = memory(able, 1), memory(able, 3), memory(GRAPH, 1)
+    assert one.apart_bytes > 0
+    assert several.apart_bytes == before.apart_bytes == 0
+    assert one.total_bytes == before.total_bytes - one.apart_bytes
+    scorer_tables = CostTables(able, Cluster("a100-80gb"), "fp16", "adamw")
+    place = Place(scorer_tables.device, Cluster("a100-80gb").group([0]), None)
+    table = scorer_tables.table(1, MICROBATCH, "none", place)
+    units = len(table.units)
+    at_unit = []
+    for unit in range(units):
+        activations = sum(u.saved_bytes for u in table.units[: unit + 1]) + table.units[unit].passing_bytes
+        made = 2 * sum(u.parameter_elements for u in table.units[unit:])
+        at_unit.append(activations + made)
+    expected = one.parameters_bytes + one.optimizer_bytes + max(at_unit)
+    assert one.total_bytes == pytest.approx(expected, rel=0.01), "ties and values that two units keep aside"
+
+
+def test_schedules_say_when_gradients_are_made() -> None:
+    held = {0: StageBytes(kept=10, working=1, gradients=6, first_backward=12)}
+
+    def apart(*texts: str) -> int:
+        return apart_bytes([Action.parse(text) for text in texts], held)
+
+    # Peak: 20 kept at the first backward, of which it gives 10 up (12 with gradients); in all 20 + 1 + 6.
+    assert apart("0F0", "0F1", "0B0", "0B1") == 27 - 22
+    # After the first backward the gradients are there, and another forward fills up again.
+    assert apart("0F0", "0F1", "0B0", "0F2", "0B1", "0B2") == 0
+    # Input gradients make none, and free nothing before the second half.
+    assert apart("0F0", "0I0", "0W0") == 17 - 11
