@@ -18,7 +18,7 @@ def partition_input(
     """The units of a model with their costs, and its ops, counted when asked for the first time."""
     forward = tuple(u.forward_s for u in table.units)
     backward = tuple(u.total_s - u.forward_s + float(a) for u, a in zip(table.units, table.again_s, strict=True))
-    kept = tuple(float(kept_bytes(u, mode)) for u, mode in zip(table.units, table.modes(), strict=True))
+    kept = tuple(float(kept_bytes(u, mode)) for u, mode in zip(table.units, table.modes, strict=True))
     each = request.state_bytes_per_element
     largest = max(range(len(forward)), key=lambda unit: table.boundary_bytes[unit] if unit else -1)
     units = Units(

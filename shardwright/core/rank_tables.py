@@ -229,7 +229,7 @@ class RankTables:
         memory, found = self.memory(starts, placement, live, request), []
         for rank, (use, limit, count) in enumerate(zip(memory, self.limits_bytes, live, strict=True)):
             table = self.tables[rank]
-            modes, room = table.modes(), limit - use.total_bytes
+            modes, room = table.modes, limit - use.total_bytes
             held = [ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank]
             # Activations of a rank are counted by its fullest stage: units are kept stage by stage, in turns.
             turns = zip_longest(*([u for u in reversed(range(a, b)) if modes[u] == "full"] for a, b in held))

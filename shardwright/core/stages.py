@@ -43,6 +43,7 @@ class UnitTable:
     waiting_bytes: tuple[int, ...] = ()
     """For every unit, of the gradients that pass it by: of values made before it and read after it. Empty: none."""
 
+    @cached_property
     def modes(self) -> list[Recompute]:
         """What each unit does under the policy of the whole."""
         return [
@@ -53,7 +54,7 @@ class UnitTable:
     @cached_property
     def again_s(self) -> NDArray[np.float64]:
         """What is computed again of every unit."""
-        modes = self.modes()
+        modes = self.modes
         return np.array([recomputed_s(u, mode) for u, mode in zip(self.units, modes, strict=True)])
 
     @cached_property
@@ -83,7 +84,7 @@ class UnitTable:
     def range_kept(self) -> Matrix:
         """Bytes of activations that a stage of units a … b-1 keeps for one microbatch; a value that several of its
         units hold counts once."""
-        modes = self.modes()
+        modes = self.modes
         kept = range_sums([kept_bytes(u, mode) for u, mode in zip(self.units, modes, strict=True)])
         for value, size in self.shared:
             holders = {u for u in value.keepers if modes[u] != "full"} | {
@@ -99,10 +100,11 @@ class UnitTable:
         recompute all that it computes again."""
         again = [
             max(0, u.saved_bytes - kept_bytes(u, mode)) if mode != "none" else 0
-            for u, mode in zip(self.units, self.modes(), strict=True)
+            for u, mode in zip(self.units, self.modes, strict=True)
         ]
         beside = np.array([u.passing_bytes for u in self.units], dtype=np.float64) + again
-        return beside + np.array(self.waiting_bytes or 0)
+        beside += np.array(self.waiting_bytes or 0)
+        return beside
 
     @cached_property
     def range_working(self) -> Matrix:

@@ -7,7 +7,7 @@ little Python left, which shows where actions take a millisecond.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -174,7 +174,8 @@ class Replay:
         kept.sent.clear()
         kept.roots.clear()
         if roots:
-            torch.autograd.backward(roots, root_gradients)
+            # torch takes tensors beside edges, which its annotation leaves out.
+            torch.autograd.backward(cast("list[GradientEdge]", roots), root_gradients)
         roots.clear()
         for edge in self.part.receives:
             if not edge.gradients:

@@ -38,6 +38,7 @@ F, I, W, B = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.BACKWARD  # n
 COMPUTE = frozenset({F, I, W, B, Kind.OVERLAP})
 TRANSFER = frozenset({Kind.SEND_FORWARD, Kind.RECV_FORWARD, Kind.SEND_BACKWARD, Kind.RECV_BACKWARD})
 _PER_STAGE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
+_PER_STAGE_OR_PAIR = _PER_STAGE | {Kind.OVERLAP}
 _TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|[FIWB])(\d*)")
 _COMPOSITE = re.compile(r"\(([^()]*)\)(OVERLAP_F_B)?")
 _EXAMPLES = "expected a stage, a kind and a microbatch, as in 2F0, or a pair, as in (0F3;3B1)"
@@ -62,6 +63,9 @@ class Action:
     parts: "tuple[Action, ...]" = ()
 
     def __post_init__(self) -> None:
+        mb = self.microbatch
+        if mb is not None and mb >= 0 and self.stage >= 0 and not self.parts and self.kind not in _PER_STAGE_OR_PAIR:
+            return  # nearly all: schedules are made of many
         if self.kind is Kind.OVERLAP:
             kinds = [part.kind for part in self.parts]
             if len(kinds) != 2 or kinds[0] is not F or kinds[1] not in (B, I):

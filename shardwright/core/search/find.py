@@ -33,7 +33,7 @@ REPORTED = 4
 """Runners-up, each with degrees of its own."""
 LOOKED_AT = 40
 """Choices that are simulated after the best is known, to find the runners-up."""
-OPENED = 1500
+OPENED = 1200
 """Choices that are opened for the same."""
 SAME = 1e-6
 """Times that differ by less are equal: the simpler plan is taken."""
@@ -226,6 +226,8 @@ class Search:
             if not best and entry.bound_s > below_s * (1 + SAME):
                 break
             if best and entry.bound_s > best[0].predicted.step_time_s * (1 + SAME):
+                if _degrees(choice[0]) in {_degrees(best[0]), *others}:
+                    continue  # of each degrees the fastest is there already
                 looked += isinstance(choice[0], Draft | Scored)
                 beyond += 1
                 if len(others) >= runners_up or looked > LOOKED_AT or beyond > OPENED:
@@ -323,9 +325,11 @@ def preference(scored: Scored) -> tuple[float, int, int, int, int, int, int, int
     )
 
 
-def _degrees(scored: Scored) -> tuple[int, int, int]:
-    d = scored.decision
-    return d.pp, d.dp, d.tp
+def _degrees(choice: Shape | Draft | Scored) -> tuple[int, int, int]:
+    """(pp, dp, tp)."""
+    if isinstance(choice, Scored):
+        return choice.decision.pp, choice.decision.dp, choice.decision.tp
+    return choice.degrees if isinstance(choice, Shape) else choice.shape.degrees
 
 
 def _pins_degrees(request: Request) -> bool:

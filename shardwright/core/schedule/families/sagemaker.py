@@ -33,6 +33,7 @@ def generate_simple(sizes: Sizes) -> Table:
 def generate_interleaved(sizes: Sizes) -> Table:
     costs = sizes.costs or StageCosts.uniform(sizes.ranks)
     limit, last, m = active(sizes), sizes.ranks - 1, sizes.microbatches
+    backward_s = costs.backward_s
     table: list[list[Action]] = [[] for _ in range(sizes.ranks)]
     clock = [0.0] * sizes.ranks
     done = {F: [0] * sizes.ranks, B: [0] * sizes.ranks}  # Microbatches go through every rank in order.
@@ -48,7 +49,7 @@ def generate_interleaved(sizes: Sizes) -> Table:
                     options.append((start, kind is F, -rank, mb))
         start, forward, negated, mb = min(options)
         rank, kind = -negated, F if forward else B
-        seconds = costs.forward_s[rank] if forward else costs.backward_s[rank]
+        seconds = costs.forward_s[rank] if forward else backward_s[rank]
         clock[rank] = end = start + seconds
         done[kind][rank] += 1
         table[rank].append(Action(rank, kind, mb))
