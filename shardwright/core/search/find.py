@@ -33,7 +33,7 @@ REPORTED = 4
 """Runners-up, each with degrees of its own."""
 LOOKED_AT = 40
 """Choices that are simulated after the best is known, to find the runners-up."""
-OPENED = 1200
+OPENED = 900
 """Choices that are opened for the same."""
 SAME = 1e-6
 """Times that differ by less are equal: the simpler plan is taken."""
