@@ -77,6 +77,7 @@ def plan(
     partitioner: str = "exact",
     frameworks: Sequence[str] | None = None,
     devices: int | Literal["all", "auto"] | None = None,
+    offload: bool | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Find how to split a captured model over a cluster. What is given is pinned, the rest is searched.
@@ -114,6 +115,8 @@ def plan(
         devices: how many of the cluster's to use, "all", or "auto" for as many as make the fastest plan (whole nodes,
             in powers of two, of every kind that there is; parts of the last node). None: all, but of a mixed cluster
             "auto", as slow nodes may hold up the fast ones. The plan's provenance says which are left out.
+        offload: whether activations of units that memory has no room for may go to the host's memory and come back,
+            where that is faster than computing them again; None: where the runtimes asked for carry that out.
         progress: called with (candidates scored, candidates in all).
 
     Raises:
@@ -147,6 +150,7 @@ def plan(
         placement_order=placement_order,
         partitioner=partitioner,
         devices=devices,
+        offload=offload,
         runtimes=runtimes_of(graph.capabilities, frameworks),
     )
     if (unpriced := unpriced_text(graph)) is not None:

@@ -143,6 +143,15 @@ def plan_command(
             rich_help_panel="Decision",
         ),
     ] = None,
+    offload: Annotated[
+        bool | None,
+        typer.Option(
+            "--offload/--no-offload",
+            help="Whether activations may go to the host's memory; default: where the runtimes carry it out.",
+            show_default=False,
+            rich_help_panel="Decision",
+        ),
+    ] = None,
     study: Annotated[
         bool,
         typer.Option(
@@ -178,6 +187,7 @@ def plan_command(
         loss_scope=_LOSS_SCOPES[loss_scope],
         placement_order=placement_order,
         partitioner=partitioner,
+        offload=offload,
         devices=int(devices) if devices is not None and devices.isdigit() else devices,
     )
     whole = load_cluster(cluster, nodes, devices_per_node, intra_node, inter_node)

@@ -1,5 +1,6 @@
 """What a framework's runtime can do: the solver chooses nothing outside it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwright.core.errors import MissingCapabilityError
@@ -30,6 +31,8 @@ class Capabilities:
     """ZeRO's stages: nothing, optimizer states, gradients, parameters."""
     shard_groups: bool = True
     """Shards can be shared by a part of the data axis."""
+    offload: bool = False
+    """Activations of units can go to the host's memory and come back."""
     gradients_when_made: bool = False
     """Gradients take memory from the first backward on, and not all through the step."""
 
@@ -42,6 +45,14 @@ class Capabilities:
         if shard and shard_group not in (None, dp) and not self.shard_groups:
             return f"shard_group={shard_group}"
         return None
+
+    def require_on_device(self, offloaded_units: Sequence[int]) -> None:
+        """Raise MissingCapabilityError for units that go to the host where the runtime cannot send them."""
+        if offloaded_units and not self.offload:
+            raise MissingCapabilityError(
+                f"the plan offloads {len(offloaded_units)} units to the host's memory, which the {self.framework} "
+                f"runtime of this version does not do: plan again without offload=True"
+            )
 
     def require_axes(self, degrees: dict[str, int]) -> None:
         """Raise MissingCapabilityError for a degree above 1 on an axis that the runtime does not realise."""

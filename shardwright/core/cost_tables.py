@@ -91,6 +91,9 @@ def _read(graph: Graph) -> _Reading:
     return found
 
 
+HOST_LINK_EFFICIENCY = 0.75
+"""Of the bandwidth to the host's memory, that copies reach. Prior: as of the links over PCI Express."""
+
 LARGE_BYTES = 2**32
 """Of a reduction whose latency no longer counts."""
 
@@ -276,6 +279,7 @@ class CostTables:
             largest,
             recompute,
             self.repeated,
+            host_bytes_per_s=place.device.host_link_bandwidth_bytes_per_s * HOST_LINK_EFFICIENCY,
             shared=tuple((v, size_bytes(v.tensor) // tp) for v in self._read.shared),
             waiting_bytes=tuple(sum(map(size_bytes, values)) for values in self._read.passing_by),
         )

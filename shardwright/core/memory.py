@@ -12,6 +12,8 @@ from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.live import peak_live
 
 Recompute = Literal["none", "selective", "full"]
+Mode = Literal["none", "selective", "full", "offload"]
+"""What one unit does with its activations: keep them, compute some or all of them again, or send them to the host."""
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
 """fp32 values that an optimizer keeps for each parameter."""
@@ -31,6 +33,8 @@ class MemoryUse:
     apart_bytes: int = 0
     """How much less the peak is than all of the above, which are not there at once: gradients that the first backward
     makes as it gives activations up (`core.apart`)."""
+    host_bytes: int = 0
+    """Activations that are offloaded to the host's memory: no part of the total."""
 
     @property
     def total_bytes(self) -> int:
@@ -74,14 +78,16 @@ def unit_recompute(recompute: Recompute, repeated: bool) -> Recompute:
     return "none" if recompute == "full" and not repeated else recompute
 
 
-def kept_bytes(unit: UnitCost, recompute: Recompute) -> int:
-    """Bytes of activations that a unit keeps for one microbatch."""
+def kept_bytes(unit: UnitCost, recompute: Mode) -> int:
+    """Bytes of activations that a unit keeps on the device for one microbatch."""
+    if recompute == "offload":
+        return 0
     if recompute == "full":
         return unit.entering_bytes
     return unit.saved_selective_bytes if recompute == "selective" else unit.saved_bytes
 
 
-def recomputed_s(unit: UnitCost, recompute: Recompute) -> float:
+def recomputed_s(unit: UnitCost, recompute: Mode) -> float:
     """Seconds that the backward of one microbatch spends on computing again."""
     if recompute == "full":
         return unit.forward_s

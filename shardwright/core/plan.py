@@ -60,6 +60,8 @@ class Decision:
     """The order of the axes over the ranks: the last letter's neighbours are neighbouring ranks."""
     kept_units: tuple[int, ...] = ()
     """Units that keep their activations although recompute is "full": those that memory leaves room for."""
+    offloaded_units: tuple[int, ...] = ()
+    """Units whose activations go to the host's memory and come back, instead of being computed again."""
     generated: tuple[str, ...] = ()
     """The actions of every pipeline rank, comma-separated, of a schedule that follows no pattern ("auto")."""
 
@@ -87,6 +89,11 @@ class Decision:
             raise PlanError(
                 f"kept_units={list(self.kept_units)} with recompute={self.recompute!r}: they are units that keep their "
                 f'activations where others do not, under recompute="full"'
+            )
+        if self.offloaded_units and (self.recompute != "full" or set(self.offloaded_units) & set(self.kept_units)):
+            raise PlanError(
+                f"offloaded_units={list(self.offloaded_units)} with recompute={self.recompute!r} and kept_units="
+                f'{list(self.kept_units)}: they are units that are neither kept nor recomputed, under recompute="full"'
             )
         if bool(self.generated) != (self.schedule == AUTO):
             raise PlanError(
@@ -144,6 +151,8 @@ class ClassCost:
     weight_grad_s: float
     activation_bytes: int
     parameter_elements: int
+    swapped_s: float = 0.0
+    """That its activations take to the host, and back; beside the passes of the stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +258,10 @@ class Plan:
         units = len(self.model.unit_classes)
         if self.decision.stage_starts[-1] >= units:
             raise PlanError(f"stage_starts {self.decision.stage_starts} name units that the model's {units} lack")
-        if any(not 0 <= unit < units for unit in self.decision.kept_units):
-            raise PlanError(f"kept_units {self.decision.kept_units} name units that the model's {units} lack")
+        for name in ("kept_units", "offloaded_units"):
+            named = getattr(self.decision, name)
+            if any(not 0 <= unit < units for unit in named):
+                raise PlanError(f"{name} {named} name units that the model's {units} lack")
         shapes = self.model.slot_shapes
         for slot, layout in self.decision.layouts:
             if slot not in shapes:
@@ -283,10 +294,12 @@ class Plan:
 
     @property
     def recomputed_units(self) -> tuple[int, ...]:
-        """Under full recompute the units that there are several of, but for those that keep their activations."""
+        """Under full recompute the units that there are several of, but for those that keep their activations, or
+        offload them."""
         if self.decision.recompute != "full":
             return ()
-        kept, classes = set(self.decision.kept_units), Counter(self.model.unit_classes)
+        kept = {*self.decision.kept_units, *self.decision.offloaded_units}
+        classes = Counter(self.model.unit_classes)
         return tuple(
             unit
             for unit, held in enumerate(self.model.unit_classes)
@@ -308,9 +321,11 @@ class Plan:
         for stage, units in enumerate(self.stage_units):
             costs = self.costs.on_rank(placement[stage]) if placement else self.costs
             held = [costs.classes[costs.unit_classes[unit]] for unit in units]
-            forward.append(sum(c.forward_s for c in held))
-            input_grad.append(sum(c.input_grad_s for c in held))
-            weight_grad.append(sum(c.weight_grad_s for c in held))
+            swapped = sum(c.swapped_s for c in held)
+            weights = sum(c.weight_grad_s for c in held)
+            forward.append(max(sum(c.forward_s for c in held), swapped))
+            input_grad.append(max(sum(c.input_grad_s for c in held), swapped - weights))
+            weight_grad.append(weights)
             kept.append(sum(c.activation_bytes for c in held))
             if stage:
                 transfer.append(costs.boundary_s[units[0]])
@@ -436,6 +451,8 @@ def summarize(decision: Decision) -> str:
         parts.append(f"{decision.virtual_stages} virtual stages")
     kept = f" but for {len(decision.kept_units)} units" if decision.kept_units else ""
     parts.append(f"recompute {decision.recompute}{kept}")
+    if decision.offloaded_units:
+        parts.append(f"{len(decision.offloaded_units)} units offloaded")
     if decision.sequence_parallel:
         parts.append("sequence parallel")
     if decision.shard:

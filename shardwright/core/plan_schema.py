@@ -33,6 +33,7 @@ class DecisionFile(Section):
     virtual_stages: Count
     recompute: Literal["none", "selective", "full"]
     kept_units: list[Amount] = []
+    offloaded_units: list[Amount] = []
     shard: Annotated[int, Field(ge=0, le=3)]
     shard_group: Count | None
     precision: Literal["fp32", "bf16", "fp16"]
@@ -72,6 +73,7 @@ class ClassCostFile(Section):
     weight_grad_s: Seconds
     activation_bytes: Amount
     parameter_elements: Amount
+    swapped_s: Seconds = 0.0
 
 
 class RatesFile(Section):
@@ -101,6 +103,7 @@ class MemoryFile(Section):
     activations_bytes: Amount
     buffers_bytes: Amount
     apart_bytes: Amount = 0
+    host_bytes: Amount = 0
 
 
 class PredictedFile(Section):

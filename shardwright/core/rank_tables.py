@@ -185,16 +185,18 @@ class RankTables:
         """What every pipeline rank holds, its stages together."""
         found = []
         held = self._held(tuple(starts), tuple(placement))
-        for count, (elements, kept, working, sent) in zip(live, held, strict=True):
+        for count, (elements, kept, working, sent, away) in zip(live, held, strict=True):
             parameters, gradients, states = state_bytes(
                 elements, request.precision, request.optimizer, request.shard, request.ways, request.gradient_precision
             )
-            found.append(MemoryUse(parameters, gradients, states, kept * count, working + sent))
+            found.append(
+                MemoryUse(parameters, gradients, states, kept * count, working + sent, host_bytes=away * count)
+            )
         return tuple(found)
 
-    def _held(self, starts: tuple[int, ...], placement: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
-        """For every rank its parameter entries, and bytes kept for one microbatch, working and sent; of its fullest
-        stage where it has several."""
+    def _held(self, starts: tuple[int, ...], placement: tuple[int, ...]) -> list[tuple[int, int, int, int, int]]:
+        """For every rank its parameter entries, and bytes kept for one microbatch, working, sent and offloaded; of its
+        fullest stage where it has several."""
         key = starts, placement
         if key not in self._holdings:
             found = []
@@ -207,18 +209,19 @@ class RankTables:
                 if self.ranks > 1:  # a value and a gradient at either end, on their way or there before they are used
                     borders = [unit for ends in held for unit in ends if 0 < unit < self.units]
                     sent = sum(2 * table.boundary_bytes[unit] for unit in borders)
-                found.append((elements, kept, working, sent))
+                away = max(sum(table.units[u].saved_bytes for u in table.offloaded if a <= u < b) for a, b in held)
+                found.append((elements, kept, working, sent, away))
             self._holdings[key] = found
         return self._holdings[key]
 
     @cached_property
-    def _holdings(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int, int, int]]]:
+    def _holdings(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int, int, int, int]]]:
         return {}
 
-    def keeping(self, units: Collection[int]) -> "RankTables":
-        """The same where these units are not recomputed."""
-        kept = frozenset(units)
-        made = {id(table): replace(table, kept=kept) for table in self.tables}
+    def keeping(self, units: Collection[int], offloaded: Collection[int] = ()) -> "RankTables":
+        """The same where these units are not recomputed, and those offloaded."""
+        kept, away = frozenset(units), frozenset(offloaded)
+        made = {id(table): replace(table, kept=kept, offloaded=away) for table in self.tables}
         return replace(self, tables=tuple(made[id(table)] for table in self.tables))
 
     def kept_units(
@@ -242,6 +245,23 @@ class RankTables:
                 found += chosen
         return tuple(sorted(found))
 
+    def offloaded_units(self, starts: Sequence[int], placement: Sequence[int]) -> tuple[int, ...]:
+        """Of the units that a cut recomputes, those that are better offloaded: of every stage the first ones, whose
+        activations are needed last, as many as make its passes shortest (KARMA, arXiv 2008.11421)."""
+        found: list[int] = []
+        for stage, (a, b) in enumerate(self.ends(starts)):
+            table = self.tables[placement[stage]]
+            again = [u for u in range(a, b) if table.modes[u] == "full"]
+            forward, backward = table.passes_s(a, b)
+            swapped, best, count = 0.0, forward + backward, 0
+            for number, unit in enumerate(again, 1):
+                swapped += table.units[unit].saved_bytes / table.host_bytes_per_s
+                backward -= float(table.again_s[unit])
+                if max(forward, swapped) + max(backward, swapped) < best * (1 - 1e-9):
+                    best, count = max(forward, swapped) + max(backward, swapped), number
+            found += again[:count]
+        return tuple(found)
+
     def over_bytes(self, memory: Sequence[MemoryUse]) -> int:
         """What the fullest rank lacks, 0 when all fits."""
         return max(0, *(use.total_bytes - limit for use, limit in zip(memory, self.limits_bytes, strict=True)))
@@ -251,10 +271,11 @@ class RankTables:
         forward, input_grad, weight_grad, kept = [], [], [], []
         for stage, (a, b) in enumerate(self.ends(starts)):
             table = self.tables[placement[stage]]
-            held = table.units[a:b]
-            forward.append(sum(u.forward_s for u in held))
-            input_grad.append(sum(u.input_grad_s for u in held) + float(table.again_s[a:b].sum()))
-            weight_grad.append(sum(u.weight_grad_s for u in held))
+            ahead, back = table.passes_s(a, b)
+            weights = sum(u.weight_grad_s for u in table.units[a:b])
+            forward.append(ahead)
+            input_grad.append(back - weights)
+            weight_grad.append(weights)
             kept.append(int(table.range_kept[a, b]))
         transfer = tuple(self.tables[placement[stage]].boundary_s[start] for stage, start in enumerate(starts) if stage)
         return StageCosts(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer, tuple(kept))
@@ -266,7 +287,7 @@ class RankTables:
             rank, table = placement[stage], self.tables[placement[stage]]
             before, units = found[rank], table.units[a:b]
             found[rank] = RankWork(
-                before.seconds + float(table.seconds[a:b].sum()),
+                before.seconds + sum(table.passes_s(a, b)),
                 before.collective_s + sum(u.collective_s for u in units),
                 before.once_s + sum(u.step_s for u in units),
                 before.elements + int(table.range_elements[a, b]),

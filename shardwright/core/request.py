@@ -42,6 +42,8 @@ class Request:
     """Parameters whose layouts are pinned (`core.pins.pins_of`)."""
     placement_order: str | None = None
     partitioner: str = DEFAULT
+    offload: bool | None = None
+    """Whether units may be offloaded: None, where all runtimes carry it out."""
     devices: int | str | None = None
     """How many to use, "all", or "auto" to search; None: all where nodes are alike, searched where they are not."""
     runtimes: tuple[Capabilities, ...] = ()
@@ -59,6 +61,13 @@ class Request:
         if self.recompute not in ("auto", "none", "selective", "full"):
             options = ("auto", "none", "selective", "full")
             raise PlanError(f"recompute={self.recompute!r}: {nearest(str(self.recompute), options)}")
+        if not isinstance(self.offload, bool | None):
+            raise PlanError(f"offload={self.offload!r}: expected True or False, or None for what the runtimes can do")
+        if self.offload and self.recompute != "auto":
+            raise PlanError(
+                f"offload=True and recompute={self.recompute!r}: which units are kept, recomputed or offloaded is "
+                f"searched together; leave out one of them"
+            )
         if self.shard not in (None, 0, 1, 2, 3):
             raise PlanError(f"shard={self.shard!r}: expected 0, 1, 2 or 3, or None to search")
         if self.precision is not None and self.precision not in PRECISION_BYTES:

@@ -1,6 +1,7 @@
 """Stages from units: what any run of units costs in time and memory."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from shardwright.core.cost.unit import UnitCost
 from shardwright.core.cost.work import SharedValue
 from shardwright.core.memory import (
+    Mode,
     Recompute,
     kept_bytes,
     recomputed_s,
@@ -38,18 +40,42 @@ class UnitTable:
     head, is kept: the backward of the head follows its forward at once, so that recomputing it would save nothing."""
     kept: frozenset[int] = frozenset()
     """Units that keep their activations although they could be recomputed."""
+    offloaded: frozenset[int] = frozenset()
+    """Units whose activations are on the host between forward and backward."""
+    host_bytes_per_s: float = math.inf
+    """Over the link to the host, in one direction."""
     shared: tuple[tuple[SharedValue, int], ...] = ()
     """Values that several units hold, and their bytes on one rank."""
     waiting_bytes: tuple[int, ...] = ()
     """For every unit, of the gradients that pass it by: of values made before it and read after it. Empty: none."""
 
     @cached_property
-    def modes(self) -> list[Recompute]:
+    def modes(self) -> list[Mode]:
         """What each unit does under the policy of the whole."""
         return [
-            "none" if unit in self.kept else unit_recompute(self.recompute, again)
+            "offload"
+            if unit in self.offloaded
+            else "none"
+            if unit in self.kept
+            else unit_recompute(self.recompute, again)
             for unit, again in enumerate(self.repeated)
         ]
+
+    @cached_property
+    def swapped_s(self) -> NDArray[np.float64]:
+        """For every unit the time that its activations take to the host, and back."""
+        sent = [u.saved_bytes if mode == "offload" else 0 for u, mode in zip(self.units, self.modes, strict=True)]
+        return np.array(sent) / self.host_bytes_per_s
+
+    def passes_s(self, first: int, end: int) -> tuple[float, float]:
+        """Seconds of the forward and of the backward of a stage of units ``first`` … ``end`` - 1 for one microbatch.
+
+        What is offloaded travels while the stage computes, out in the forward and back in the backward: the longer of
+        the two counts (KARMA, arXiv 2008.11421, for blocks that are alike: max(F, S) and max(B + rF, S)).
+        """
+        units, swapped = self.units[first:end], float(self.swapped_s[first:end].sum())
+        backward = sum(u.input_grad_s + u.weight_grad_s for u in units) + float(self.again_s[first:end].sum())
+        return max(sum(u.forward_s for u in units), swapped), max(backward, swapped)
 
     @cached_property
     def again_s(self) -> NDArray[np.float64]:
@@ -68,8 +94,14 @@ class UnitTable:
         """``[a, b]``: a stage of units a … b-1, with the transfer of what enters it and of its gradient."""
         entering = np.array([*self.boundary_s, 0.0])
         entering[0] = 0.0
-        sums: Matrix = range_sums(self.seconds) + 2 * entering[:, None]
-        return sums
+        if not self.offloaded:
+            sums: Matrix = range_sums(self.seconds) + 2 * entering[:, None]
+            return sums
+        swapped = range_sums(self.swapped_s)
+        ahead = range_sums([u.forward_s for u in self.units])
+        back = range_sums(self.seconds) - ahead
+        longer: Matrix = np.maximum(ahead, swapped) + np.maximum(back, swapped) + 2 * entering[:, None]
+        return longer
 
     @cached_property
     def range_elements(self) -> Matrix:
@@ -87,7 +119,7 @@ class UnitTable:
         modes = self.modes
         kept = range_sums([kept_bytes(u, mode) for u, mode in zip(self.units, modes, strict=True)])
         for value, size in self.shared:
-            holders = {u for u in value.keepers if modes[u] != "full"} | {
+            holders = {u for u in value.keepers if modes[u] not in ("full", "offload")} | {
                 u for u in value.enterers if modes[u] == "full"
             }
             for one, next_one in itertools.pairwise(sorted(holders)):
@@ -97,9 +129,13 @@ class UnitTable:
     @cached_property
     def beside_bytes(self) -> NDArray[np.float64]:
         """For every unit what its passes hold beside kept activations: values and gradients under way, and under full
-        recompute all that it computes again."""
+        recompute all that it computes again. Of offloaded units two are there at once: one on its way, one in use."""
         again = [
-            max(0, u.saved_bytes - kept_bytes(u, mode)) if mode != "none" else 0
+            2 * u.saved_bytes
+            if mode == "offload"
+            else max(0, u.saved_bytes - kept_bytes(u, mode))
+            if mode != "none"
+            else 0
             for u, mode in zip(self.units, self.modes, strict=True)
         ]
         beside = np.array([u.passing_bytes for u in self.units], dtype=np.float64) + again

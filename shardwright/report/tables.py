@@ -82,6 +82,7 @@ def _heading(plan: Plan) -> Text:
         d.precision,
         d.optimizer,
         f"recompute {d.recompute}" + (f" but for {len(d.kept_units)} units" if d.kept_units else ""),
+        *([f"{len(d.offloaded_units)} units offloaded to the host"] if d.offloaded_units else []),
     ]
     policy += [f"placed {d.placement_order}"] if d.placement_order != "PDT" else []
     policy += [f"shard {d.shard}" + (f" in groups of {d.shard_group}" if d.shard_group else "")] if d.shard else []

@@ -1,16 +1,20 @@
 """One model written in both frameworks gets one plan."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 import torch
 from flax import nnx
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import shardwright as sw
+import shardwright.jax
+from shardwright.backends.torch.stage_map import StageMap
 from shardwright.core.cost.work import WorkCounter, forward_flops
 from shardwright.core.fold import fold
 from tests.twins.capabilities import common
@@ -103,6 +107,15 @@ def test_a_plan_made_in_one_framework_binds_the_other(medium: tuple[sw.Graph, sw
             c.path for c in b if c.path.startswith("h.")
         ]
     assert len(both.parameter_stages("jax")) == len(both.parameter_stages("torch"))
+
+
+def test_neither_runtime_takes_a_plan_that_offloads(medium: tuple[sw.Graph, sw.Graph]) -> None:
+    plan = sw.plan(medium[0], sw.Cluster("h100", devices_per_node=2), batch=8, pp=2, recompute="full", schedule="1f1b")
+    plan = replace(plan, decision=replace(plan.decision, offloaded_units=plan.recomputed_units[:1])).rebind(medium[1])
+    with pytest.raises(sw.ShardwrightError, match="offloads 1 units .* which the torch runtime"):
+        StageMap.of_plan(plan)
+    with pytest.raises(sw.ShardwrightError, match="offloads 1 units .* which the jax runtime"):
+        shardwright.jax.train_step(gpt2_flax.next_token_loss, optax.sgd(0.1), plan)
 
 
 def test_a_twin_of_another_size_is_refused(medium: tuple[sw.Graph, sw.Graph], xl: tuple[sw.Graph, sw.Graph]) -> None:

@@ -342,6 +342,7 @@ class TrainStep:
 def _require_supported(plan: Plan) -> None:
     decision = plan.decision
     CAPABILITIES.require_axes({"pp": decision.pp})
+    CAPABILITIES.require_on_device(decision.offloaded_units)
     if decision.precision not in ("fp32", "bf16") and plan.is_pinned("precision"):
         raise MissingCapabilityError(
             f"the plan has precision={decision.precision!r}, but the JAX runtime of this version trains in fp32 and "

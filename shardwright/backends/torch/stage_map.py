@@ -63,6 +63,7 @@ class StageMap:
 
 def _require_policies(plan: Plan) -> None:
     decision = plan.decision
+    CAPABILITIES.require_on_device(decision.offloaded_units)
     if decision.shard:
         raise MissingCapabilityError(
             f"the plan has shard={decision.shard}, and the torch runtime of this version keeps parameters, gradients "

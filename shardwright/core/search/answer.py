@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.cluster import Cluster
-from shardwright.core.cost_tables import Place
+from shardwright.core.cost_tables import HOST_LINK_EFFICIENCY, Place
 from shardwright.core.memory import kept_bytes, recomputed_s, unit_recompute
 from shardwright.core.plan import (
     Alternative,
@@ -105,7 +105,7 @@ def _pins(scorer: Scorer) -> tuple[str, ...]:
     request = scorer.request
     names = (
         "pp", "tp", "dp", "microbatch", "virtual_stages", "schedule", "shard", "shard_group", "precision",
-        "placement_order", "devices",
+        "placement_order", "devices", "offload",
     )  # fmt: skip
     pins: dict[str, object] = {name: getattr(request, name) for name in names}
     if request.recompute != "auto":
@@ -128,9 +128,11 @@ def _place_of(scorer: Scorer, best: Scored, pp: int) -> Place:
 
 
 def _variants(scorer: Scorer, best: Scored) -> tuple[int, ...]:
-    """For every unit its place among the costs: what is kept of a class stands behind all classes."""
-    variants, kept = scorer.tables.variants(best.decision.tp), set(best.decision.kept_units)
-    return tuple(v + max(variants) + 1 if unit in kept else v for unit, v in enumerate(variants))
+    """For every unit its place among the costs: behind all classes stand those of units that are kept, and behind
+    these those of units that are offloaded."""
+    variants, decision = scorer.tables.variants(best.decision.tp), best.decision
+    kept, away, classes = set(decision.kept_units), set(decision.offloaded_units), max(variants) + 1
+    return tuple(v + classes * (2 if unit in away else unit in kept) for unit, v in enumerate(variants))
 
 
 def _costs_at(scorer: Scorer, best: Scored, place: Place) -> tuple[ClassCost, ...]:
@@ -142,9 +144,15 @@ def _costs_at(scorer: Scorer, best: Scored, place: Place) -> tuple[ClassCost, ..
         backward = cost.input_grad_s + recomputed_s(cost, mode)
         kept = kept_bytes(cost, mode)
         found.append(ClassCost(cost.forward_s, backward, cost.weight_grad_s, kept, cost.parameter_elements))
-    if decision.kept_units:
+    if decision.kept_units or decision.offloaded_units:
         found += [
             ClassCost(c.forward_s, c.input_grad_s, c.weight_grad_s, kept_bytes(c, "none"), c.parameter_elements)
+            for c in tables.class_costs(decision.tp, decision.microbatch, place)
+        ]
+    if decision.offloaded_units:
+        rate = place.device.host_link_bandwidth_bytes_per_s * HOST_LINK_EFFICIENCY
+        found += [
+            ClassCost(c.forward_s, c.input_grad_s, c.weight_grad_s, 0, c.parameter_elements, c.saved_bytes / rate)
             for c in tables.class_costs(decision.tp, decision.microbatch, place)
         ]
     return tuple(found)

@@ -24,6 +24,8 @@ from shardwright.core.schedule.live import peak_live
 from shardwright.core.search.space import RECOMPUTES, Pipelining, Policy, Shape, splits_backward
 from shardwright.core.stages import MemoryRequest, UnitTable
 
+MOST_GIVEN_UP = 3
+"""Of every stage's kept units, how many may give their memory to what is on its way to the host or back."""
 SAFE = 1 - 1e-9
 """Bounds are lowered by this much, so that rounding never puts one above what it bounds."""
 
@@ -241,13 +243,53 @@ class Scorer:
         """What fits with every unit recomputed, with as many kept as fit, and its memory."""
         request = self.memory_request(policy, dp)
         kept = ranked.kept_units(starts, placement, live, request)
+        keeping, memory = ranked, ranked.memory(starts, placement, live, request)
         while kept:
             keeping = ranked.keeping(kept)
             memory = keeping.memory(starts, placement, live, request)
             if not keeping.over_bytes(memory):
-                return keeping, kept, memory
+                break
             kept = kept[1:]
-        return ranked, (), ranked.memory(starts, placement, live, request)
+        if not kept:
+            keeping, memory = ranked, ranked.memory(starts, placement, live, request)
+        if self._may_offload:
+            return self._offloading(keeping, starts, placement, live, request, kept, memory)
+        return keeping, kept, memory
+
+    @property
+    def _may_offload(self) -> bool:
+        able = all(runtime.offload for runtime in self.request.runtimes or (self.tables.graph.capabilities,))
+        return able if self.request.offload is None else self.request.offload
+
+    def _offloading(
+        self,
+        keeping: RankTables,
+        starts: Sequence[int],
+        placement: Sequence[int],
+        live: Sequence[int],
+        request: MemoryRequest,
+        kept: tuple[int, ...],
+        memory: tuple[MemoryUse, ...],
+    ) -> tuple[RankTables, tuple[int, ...], tuple[MemoryUse, ...]]:
+        """The same with some units offloaded, where that is faster and fits: what is on its way takes memory, for which
+        units that would be kept may have to go."""
+        best = keeping, kept, memory
+        least = max(work.seconds for work in keeping.work(starts, placement))
+        ends = keeping.ends(starts)
+        for fewer in range(MOST_GIVEN_UP + 1):
+            left = tuple(unit for a, b in ends for unit in [u for u in kept if a <= u < b][fewer:])
+            away = keeping.keeping(left).offloaded_units(starts, placement)
+            while away:
+                tried = keeping.keeping(left, away)
+                use = tried.memory(starts, placement, live, request)
+                if not tried.over_bytes(use):
+                    seconds = max(work.seconds for work in tried.work(starts, placement))
+                    if seconds < least * (1 - 1e-9):
+                        best, least = (tried, left, use), seconds
+                    break
+                # One less of every stage.
+                away = tuple(u for a, b in ends for u in [v for v in away if a <= v < b][:-1])
+        return best
 
     def finished(self, draft: Draft) -> Scored:
         """A draft with its pipeline simulated, under the best of its policies (the first, which saves least, of
@@ -264,7 +306,11 @@ class Scorer:
         sharded = [self._undivided(shape, policy) for policy, _ in draft.policies]
         times = [float(f"{seconds:.6g}") for seconds in self.step.steps_s(sharded, ranks, tied, pipeline)]
         policy, memory = draft.policies[times.index(min(times))]
-        decision = replace(self.decision(shape, policy, pipelining, starts), kept_units=draft.kept_units)
+        decision = replace(
+            self.decision(shape, policy, pipelining, starts),
+            kept_units=draft.kept_units,
+            offloaded_units=tuple(sorted(ranked.tables[0].offloaded)),
+        )
         memory = self._exact_memory(decision, ranked, memory)
         predicted = self.step.predicted(decision, ranked, memory, pipeline, placement)
         return Scored(decision, ranked, predicted, 0, exact=True)
@@ -287,7 +333,8 @@ class Scorer:
         decision = self.decision(shape, policy, pipelining, starts)
         if fit and policy.recompute == "full" and self.request.recompute == "auto":
             ranked, kept, memory = self._keeping(ranked, starts, placement, live, policy, dp)
-            decision = replace(decision, kept_units=kept)
+            away = tuple(sorted(ranked.tables[0].offloaded))
+            decision = replace(decision, kept_units=kept, offloaded_units=away)
         costs = ranked.stage_costs(starts, placement)
         split = splits_backward(name, virtual)
         pipeline = least_makespan_s(costs, placement, shape.microbatches, splits_backward=split) if pp > 1 else None

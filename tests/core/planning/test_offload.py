@@ -1,0 +1,114 @@
+"""Activations on the host: KARMA's blocks by brute force and by its formula, and what a search makes of them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright.core.cost.unit import UnitCost
+from shardwright.core.errors import MissingCapabilityError, PlanError
+from shardwright.core.hardware import load_profile
+from shardwright.core.plan_file import from_text, to_text
+from shardwright.core.rank_tables import RankTables
+from shardwright.core.stages import UnitTable
+from tests.core.toy import decoder
+
+
+def one_stage(forward_s: float, backward_s: float, swap_s: float, blocks: int) -> RankTables:
+    """Blocks that are alike on one rank, whose activations take ``swap_s`` to the host."""
+    block = UnitCost(
+        forward_s, backward_s / 2, backward_s / 2, 0.0, 0.0, saved_bytes=1000, saved_selective_bytes=1000,
+        entering_bytes=1, passing_bytes=0, parameter_elements=1,
+    )  # fmt: skip
+    table = UnitTable(
+        (block,) * blocks, (0,) * blocks, (0.0,) * blocks, (), 1, "full", (True,) * blocks,
+        host_bytes_per_s=1000 / swap_s,
+    )  # fmt: skip
+    return RankTables((table,), (1 << 40,))
+
+
+def stage_s(tables: RankTables, offloaded: tuple[int, ...]) -> float:
+    return tables.keeping((), offloaded).work((0,), (0,))[0].seconds
+
+
+def test_many_equal_blocks_take_what_karmas_formula_says() -> None:
+    """F, B, S = 1, 2, 4: recompute alone 4 for each block, swapping alone 8, a quarter swapped 3.75."""
+    tables, blocks = one_stage(1.0, 2.0, 4.0, 64), 64
+    assert stage_s(tables, ()) / blocks == pytest.approx(4.0)
+    assert stage_s(tables, tuple(range(blocks))) / blocks == pytest.approx(8.0)
+    chosen = tables.offloaded_units((0,), (0,))
+    assert chosen == tuple(range(16)), "1 - r = F / S of them, the first: the last are needed at once"
+    assert stage_s(tables, chosen) / blocks == pytest.approx(3.75)
+
+
+def test_as_many_are_offloaded_as_brute_force_says() -> None:
+    offloaded = 0
+    for seed in range(200):
+        random = np.random.default_rng(seed)
+        forward_s, backward_s, swap_s = random.uniform(0.2, 4.0, 3)
+        blocks = int(random.integers(1, 12))
+        tables = one_stage(forward_s, backward_s, swap_s, blocks)
+        chosen = tables.offloaded_units((0,), (0,))
+        best = min(stage_s(tables, tuple(range(count))) for count in range(blocks + 1))
+        assert stage_s(tables, chosen) == pytest.approx(best), f"seed {seed}"
+        offloaded += bool(chosen)
+    assert 20 < offloaded < 200, "always or never offloaded: the instances test nothing"
+
+
+GRAPH = decoder(layers=16, hidden=1024, heads=16, vocabulary=8192, sequence=512)
+GRAPH = replace(GRAPH, capabilities=replace(GRAPH.capabilities, split_backward=False))
+PINS = {"batch": 32, "pp": 2, "dp": 1, "tp": 1, "schedule": "1f1b", "shard": 0, "microbatch": 8}
+
+
+def cluster(memory_bytes: int, host_bytes_per_s: float = 63e9) -> sw.Cluster:
+    device = replace(
+        load_profile("a100-80gb").device, memory_bytes=memory_bytes, reserved_memory_bytes=0,
+        host_link_bandwidth_bytes_per_s=host_bytes_per_s,
+    )  # fmt: skip
+    return sw.Cluster(device, devices_per_node=2)
+
+
+def test_what_memory_has_no_room_for_is_offloaded_where_that_is_faster() -> None:
+    tight = cluster(3 * 2**30)
+    again, plan = sw.plan(GRAPH, tight, **PINS), sw.plan(GRAPH, tight, offload=True, **PINS)
+    assert again.decision.recompute == plan.decision.recompute == "full"
+    assert again.decision.offloaded_units == ()
+    away, kept = set(plan.decision.offloaded_units), set(plan.decision.kept_units)
+    assert away
+    assert not away & (kept | set(plan.recomputed_units))
+    assert plan.predicted.step_time_s < again.predicted.step_time_s
+    assert max(plan.predicted.peak_memory_bytes) <= 3 * 2**30
+    assert max(use.host_bytes for use in plan.predicted.memory) > 0
+    assert sw.simulate(plan).makespan_s == pytest.approx(plan.predicted.pipeline_s, rel=1e-9)
+    assert from_text(to_text(plan)) == plan
+    assert f"{len(away)} units offloaded" in plan.summary()
+    slow = sw.plan(GRAPH, cluster(3 * 2**30, host_bytes_per_s=1e8), offload=True, **PINS)
+    assert slow.decision.offloaded_units == (), "a link so slow that nothing is worth sending"
+    assert slow.predicted.step_time_s == pytest.approx(again.predicted.step_time_s)
+
+
+def test_where_memory_has_room_nothing_is_offloaded() -> None:
+    plan = sw.plan(GRAPH, cluster(2**36), offload=True, **PINS)
+    assert plan.decision.recompute == "none"
+    assert plan.decision.offloaded_units == ()
+
+
+def test_runtimes_that_can_do_it_get_it_without_asking() -> None:
+    able = replace(GRAPH, capabilities=replace(GRAPH.capabilities, offload=True))
+    plan = sw.plan(able, cluster(3 * 2**30), **PINS)
+    assert plan.decision.offloaded_units
+    able.capabilities.require_on_device(plan.decision.offloaded_units)
+    with pytest.raises(MissingCapabilityError, match=r"offloads .* units to the host's memory.*without offload=True"):
+        GRAPH.capabilities.require_on_device(plan.decision.offloaded_units)
+    assert sw.plan(able, cluster(3 * 2**30), offload=False, **PINS).decision.offloaded_units == ()
+
+
+def test_offloading_that_means_nothing_is_refused() -> None:
+    with pytest.raises(PlanError, match="offload=True and recompute='full'"):
+        sw.plan(GRAPH, cluster(2**36), offload=True, recompute="full", **PINS)
+    with pytest.raises(PlanError, match="offload='yes': expected True or False"):
+        sw.plan(GRAPH, cluster(2**36), offload="yes", **PINS)
+    plan = sw.plan(GRAPH, cluster(3 * 2**30), offload=True, **PINS)
+    with pytest.raises(PlanError, match="neither kept nor recomputed"):
+        replace(plan.decision, kept_units=plan.decision.offloaded_units)
