@@ -112,9 +112,9 @@ def test_a_plan_made_in_one_framework_binds_the_other(medium: tuple[sw.Graph, sw
 def test_neither_runtime_takes_a_plan_that_offloads(medium: tuple[sw.Graph, sw.Graph]) -> None:
     plan = sw.plan(medium[0], sw.Cluster("h100", devices_per_node=2), batch=8, pp=2, recompute="full", schedule="1f1b")
     plan = replace(plan, decision=replace(plan.decision, offloaded_units=plan.recomputed_units[:1])).rebind(medium[1])
-    with pytest.raises(sw.ShardwrightError, match="offloads 1 units .* which the torch runtime"):
+    with pytest.raises(sw.ShardwrightError, match=r"offloads 1 units .* which the torch runtime"):
         StageMap.of_plan(plan)
-    with pytest.raises(sw.ShardwrightError, match="offloads 1 units .* which the jax runtime"):
+    with pytest.raises(sw.ShardwrightError, match=r"offloads 1 units .* which the jax runtime"):
         shardwright.jax.train_step(gpt2_flax.next_token_loss, optax.sgd(0.1), plan)
 
 
