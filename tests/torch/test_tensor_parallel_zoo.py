@@ -24,7 +24,7 @@ WHOLE = {"Wav2Vec2ForCTC", "SpeechT5ForSpeechToText"}
 
 def run(folder: Path, names: list[str], timeout_s: float) -> dict[str, list[dict]]:
     out = folder / "found.json"
-    outcome = torchrun("tp_zoo.py", 2, str(out), *names, timeout_s=timeout_s)
+    outcome = torchrun("zoo.py", 2, "tensor", str(out), *names, timeout_s=timeout_s)
     assert outcome.code == 0, outcome.text[-4000:]
     return json.loads(out.read_text())
 

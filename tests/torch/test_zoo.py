@@ -44,7 +44,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], l
     found = {}
     for ranks, classes in ((2, (*RECORDED, *BY_MESSAGES)), (4, ON_FOUR)):
         out = folder / f"{ranks}.json"
-        outcome = torchrun("zoo.py", ranks, str(out), *classes, timeout_s=400)
+        outcome = torchrun("zoo.py", ranks, "pipeline", str(out), *classes, timeout_s=400)
         assert outcome.code == 0, outcome.text[-4000:]
         found |= {(name, ranks): result for name, result in json.loads(out.read_text()).items()}
     return found

@@ -1,6 +1,7 @@
-"""Splits model classes one by one in one launch and compares each with the plain model.
+"""Splits model classes one by one in one launch, over the pipeline or over the tensor axis, and compares each with the
+plain model.
 
-Usage: zoo.py OUT.json CLASS...
+Usage: zoo.py pipeline|tensor OUT.json CLASS...
 """
 
 import json
@@ -14,18 +15,22 @@ import torch.distributed as dist
 from transformers.utils import logging
 
 from tests.models.equality import plain_step, split_step
+from tests.models.pieces import tensor_step
+
+STEPS = {"pipeline": lambda name, ranks: split_step(name, ranks, plain_step(name)), "tensor": tensor_step}
 
 
 def main() -> None:
+    kind, out, *names = sys.argv[1:]
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
     found: dict[str, object] = {}
-    for name in sys.argv[2:]:
+    for name in names:
         try:
-            mine = asdict(split_step(name, ranks, plain_step(name)))
+            mine = asdict(STEPS[kind](name, ranks))
         except Exception:
             traceback.print_exc()
             print(f"{name} fails on rank {dist.get_rank()}", flush=True)
@@ -34,7 +39,7 @@ def main() -> None:
         dist.all_gather_object(every, mine)
         found[name] = every
     if dist.get_rank() == 0:
-        with open(sys.argv[1], "w") as file:
+        with open(out, "w") as file:
             json.dump(found, file)
     dist.barrier()  # no rank closes its connections while another still talks
     dist.destroy_process_group()

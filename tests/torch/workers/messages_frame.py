@@ -1,0 +1,89 @@
+"""What the checks of message passing on three ranks share: a plain model, the same one split, and their comparison."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from dynamic import batch
+from torch import nn
+
+import shardwright.torch as sw
+from shardwright.backends.torch.messages.owners import Owners
+
+MICROBATCHES = 4
+SAMPLES = 8
+CONFIG = {
+    "pipeline_parallel_degree": 3,
+    "microbatches": MICROBATCHES,
+    "pipeline": "interleaved",
+    "wait_timeout_s": 60.0,
+    "pipeline_mode": "messages",
+}
+
+
+@sw.step
+def train_step(model, batch):
+    loss = model(**batch)
+    model.backward(loss)
+    return loss
+
+
+def expect(kind: type[Exception], match: str, run: Callable[[], Any]) -> None:
+    with pytest.raises(kind) as caught:
+        run()
+    assert match in str(caught.value), str(caught.value)
+
+
+def start(
+    build: Callable[[], nn.Module], owners: dict[str, int] | None = None, **keys: Any
+) -> tuple[nn.Module, sw.DistributedModel]:
+    """A plain model and the same over three ranks, each module where ``owners`` says, or where planning puts it."""
+    sw.init({**CONFIG, **keys})
+    torch.manual_seed(4)
+    plain = build()
+    torch.manual_seed(4)
+    model = sw.DistributedModel(build())
+    if owners is not None:
+        model.runtime.run_by_messages(
+            Owners.of(model.module, owners), microbatches=MICROBATCHES, active=None, schedule="interleaved"
+        )
+    return plain, model
+
+
+def parts(step: int = 0, samples: int = SAMPLES) -> list[dict[str, torch.Tensor]]:
+    whole = batch(step, samples)
+    return [{key: tensor.chunk(MICROBATCHES)[m] for key, tensor in whole.items()} for m in range(MICROBATCHES)]
+
+
+def same_gradients(plain: nn.Module, model: sw.DistributedModel) -> None:
+    wanted = dict(plain.named_parameters())
+    everything = torch.stack([p.grad.norm() for p in wanted.values() if p.grad is not None]).norm()
+    for name, parameter in model.local_named_parameters():
+        expected = wanted[name].grad
+        assert (parameter.grad is None) == (expected is None), name
+        if expected is not None:
+            allowed = 1e-4 * expected.norm() + 1e-6 * everything
+            assert float((parameter.grad - expected).norm()) <= float(allowed), name
+
+
+def compare(plain: nn.Module, model: sw.DistributedModel, steps: int = 2) -> None:
+    """Train both: the same losses, gradients, and buffers."""
+    ours = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    for step in range(steps):
+        ours.zero_grad()
+        theirs.zero_grad()
+        losses = []
+        for part in parts(step):
+            loss = plain(**part)
+            (loss / MICROBATCHES).backward()
+            losses.append(loss.detach())
+        found = train_step(model, batch(step, SAMPLES))
+        torch.testing.assert_close(torch.stack(found.outputs), torch.stack(losses), rtol=1e-5, atol=1e-6)
+        same_gradients(plain, model)
+        ours.step()
+        theirs.step()
+    wanted = dict(plain.named_buffers())
+    for name, buffer in model.local_named_buffers():
+        torch.testing.assert_close(buffer, wanted[name], rtol=1e-5, atol=1e-6, msg=name)
