@@ -50,7 +50,8 @@ def study_view(study: Study) -> RenderableType:
     if study.training is not None:
         t = study.training
         cost = "price not known" if t.usd is None else f"{t.usd:,.0f} USD"
-        parts.append(Text(f"\n{t.tokens:.4g} tokens are {t.steps:,} steps: {t.days:.3g} days, {cost}", style="bold"))
+        length = f"{t.days:.3g} days" if t.days >= 1 else f"{24 * t.days:.3g} hours"
+        parts.append(Text(f"\n{t.tokens:.4g} tokens are {t.steps:,} steps: {length}, {cost}", style="bold"))
     return Group(*parts)
 
 

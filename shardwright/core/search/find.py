@@ -31,10 +31,10 @@ GENERATED = 3
 """Choices for which a schedule is generated, where one is asked for."""
 REPORTED = 4
 """Runners-up, each with degrees of its own."""
-LOOKED_AT = 40
-"""Choices that are simulated after the best is known, to find the runners-up."""
-OPENED = 900
-"""Choices that are opened for the same."""
+MORE_DEGREES = 2
+"""Degrees that are looked at beside those that are reported."""
+OPENED = 200
+"""Choices of one runner-up's degrees that are opened before they are given up."""
 SAME = 1e-6
 """Times that differ by less are equal: the simpler plan is taken."""
 REMEMBERED_TABLES = 8
@@ -218,50 +218,63 @@ class Search:
         for shape in shapes:
             self._push(self.scorer.shape_bound_s(shape), shape)
         best: list[Scored] = []
-        others: dict[tuple[int, int, int], Scored] = {}
-        looked, beyond, opened = 0, 0, 0
+        opened = 0
         while self._queue:
             entry = heapq.heappop(self._queue)
-            choice = entry.choice
-            if not best and entry.bound_s > below_s * (1 + SAME):
+            if entry.bound_s > (best[0].predicted.step_time_s if best else below_s) * (1 + SAME):
+                heapq.heappush(self._queue, entry)
                 break
-            if best and entry.bound_s > best[0].predicted.step_time_s * (1 + SAME):
-                if _degrees(choice[0]) in {_degrees(best[0]), *others}:
-                    continue  # of each degrees the fastest is there already
-                looked += isinstance(choice[0], Draft | Scored)
-                beyond += 1
-                if len(others) >= runners_up or looked > LOOKED_AT or beyond > OPENED:
-                    break
-            if isinstance(choice[0], Draft):
-                done = self.scorer.finished(choice[0])
-                self._push(done.predicted.step_time_s, done)
-                continue
-            if isinstance(choice[0], Scored):
-                scored = choice[0]
-                if not scored.exact:
-                    exact = self.scorer.simulated(scored)
-                    self._push(exact.predicted.step_time_s, exact)
-                elif not best or scored.predicted.step_time_s <= best[0].predicted.step_time_s * (1 + SAME):
-                    best.append(scored)
-                else:
-                    others.setdefault(_degrees(scored), scored)
-                continue
-            if len(choice) == 1:
+            scored = self._settled(entry)
+            if scored is not None:
+                best.append(scored)
+            if len(entry.choice) == 1 and isinstance(entry.choice[0], Shape):
                 opened += 1
                 if progress is not None:
                     progress(opened, len(shapes))
-            for bound, further in self._opened(*choice):
-                self._push(max(bound, entry.bound_s), *further)
         if progress is not None:
             progress(len(shapes), len(shapes))
         if not best:
             return Found(None, [])
         best.sort(key=preference)
-        for equal in best[1:]:
-            others.setdefault(_degrees(equal), equal)
-        others.pop(_degrees(best[0]), None)
+        others = {_degrees(equal): equal for equal in reversed(best)}
+        if runners_up:
+            self._add_runners_up(others, runners_up)
+        others.pop(_degrees(best[0]))
         next_best = sorted(others.values(), key=preference)[:runners_up]
         return Found(self.scorer.with_peaks(best[0]), [self.scorer.with_peaks(other) for other in next_best])
+
+    def _settled(self, entry: _Entry) -> Scored | None:
+        """The choice if it is settled and its time is exact; else it goes back, one step further, in every way."""
+        first = entry.choice[0]
+        if isinstance(first, Draft):
+            done = self.scorer.finished(first)
+            self._push(done.predicted.step_time_s, done)
+        elif isinstance(first, Scored):
+            if first.exact:
+                return first
+            exact = self.scorer.simulated(first)
+            self._push(exact.predicted.step_time_s, exact)
+        else:
+            for bound, further in self._opened(*entry.choice):
+                self._push(max(bound, entry.bound_s), *further)
+        return None
+
+    def _add_runners_up(self, found: dict[tuple[int, int, int], Scored], wanted: int) -> None:
+        """The best of other degrees: of those that promise most, each by itself, best first."""
+        of_degrees: dict[tuple[int, int, int], list[_Entry]] = {}
+        for entry in self._queue:
+            of_degrees.setdefault(_degrees(entry.choice[0]), []).append(entry)
+        promising = sorted(of_degrees.keys() - found.keys(), key=lambda d: min(map(_expected_s, of_degrees[d])))
+        for degrees in promising[: wanted + MORE_DEGREES]:
+            self._queue = of_degrees[degrees]
+            heapq.heapify(self._queue)
+            for _ in range(OPENED):
+                if not self._queue:
+                    break
+                scored = self._settled(heapq.heappop(self._queue))
+                if scored is not None:
+                    found[degrees] = scored
+                    break
 
     def _push(self, bound_s: float, *choice: Any) -> None:
         if bound_s != float("inf"):
@@ -323,6 +336,14 @@ def preference(scored: Scored) -> tuple[float, int, int, int, int, int, int, int
         -d.microbatch,
         f"{d.placement_order != 'PDT'}{d.placement_order}{d.schedule}",
     )
+
+
+def _expected_s(entry: _Entry) -> float:
+    """Its bound, with the bubble of a plain pipeline where none is counted yet."""
+    shape = entry.choice[0]
+    if not isinstance(shape, Shape):
+        return entry.bound_s
+    return entry.bound_s * (1 + (shape.degrees[0] - 1) / shape.microbatches)
 
 
 def _degrees(choice: Shape | Draft | Scored) -> tuple[int, int, int]:
