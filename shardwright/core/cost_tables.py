@@ -109,10 +109,14 @@ class Place:
     """By which the stage before sends, all of its ranks at once; None where there is none."""
 
 
-def _best_precision(device: Device) -> str:
-    """The 16-bit one in which the device computes faster than in fp32, or fp32."""
-    peaks = device.peak_flops_per_s
-    return next((name for name in ("bf16", "fp16") if peaks.get(name, 0.0) > peaks.get("fp32", 0.0)), "fp32")
+def _best_precision(cluster: Cluster) -> str:
+    """The 16-bit one in which all devices compute faster than in fp32, or fp32."""
+    peaks = [group.device.peak_flops_per_s for group in cluster.groups]
+
+    def is_faster(name: str) -> bool:
+        return all(each.get(name, 0.0) > each.get("fp32", 0.0) for each in peaks)
+
+    return next((name for name in ("bf16", "fp16") if is_faster(name)), "fp32")
 
 
 class CostTables:
@@ -131,7 +135,7 @@ class CostTables:
         self.graph, self.cluster, self.optimizer = graph, cluster, optimizer
         self.gradient_precision, self._sequence_parallel = gradient_precision, sequence_parallel
         self.device = cluster.device(0)
-        self.precision = precision or _best_precision(self.device)
+        self.precision = precision or _best_precision(cluster)
         self._read = _read(graph)
         self.folded: Folded = self._read.folded
         self.structure: Structure = self._read.structure

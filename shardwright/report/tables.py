@@ -103,7 +103,8 @@ def _heading(plan: Plan) -> Text:
         f"of the pipeline, idle {p.bubble_fraction:.1%}, tensor collectives {seconds_text(p.tensor_collective_s)}",
     ]
     if plan.provenance.left_out:
-        lines.insert(1, f"not worth using, left out: {plan.provenance.left_out}")
+        why = "left out" if plan.is_pinned("devices") else "not worth using, left out"
+        lines.insert(1, f"{why}: {plan.provenance.left_out}")
     return Text(f"{plan.model_name} on {plan.provenance.cluster}", style="bold").append(
         "".join(f"\n  {line}" for line in lines), style="not bold"
     )

@@ -225,6 +225,13 @@ def test_a_mixed_cluster_is_never_slower_than_its_fast_nodes_alone(between: str)
     assert from_text(to_text(free)) == free
 
 
+def test_a_precision_that_nobody_pins_is_one_that_all_devices_have() -> None:
+    wanted = {"batch": 64, "virtual_stages": 1, "schedule": "1f1b"}
+    assert sw.plan(SMALL, mixed(), devices="all", **wanted).decision.precision == "fp16", "a V100 has no bf16"
+    assert sw.plan(SMALL, Cluster("h100", devices_per_node=4), **wanted).decision.precision == "bf16"
+    assert sw.plan(SMALL, Cluster("v100", devices_per_node=4), **wanted).decision.precision == "fp16"
+
+
 def test_as_many_devices_as_make_the_fastest_plan() -> None:
     """A tiny model over a slow link: one node of two is faster than both, and the user may ask for any number."""
     cluster = Cluster("v100", nodes=2, devices_per_node=4, inter_node="ethernet-10g")
