@@ -1,6 +1,6 @@
 """One training step of a model class, split, against the plain model in one process."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,13 @@ def plain_step(name: str, dtype: torch.dtype = torch.float32) -> Expected:
     return Expected(losses, gradients, {n: b for n, b in model.named_buffers() if b.is_floating_point()})
 
 
+@sw.step
+def train_step(model: Any, batch: Any) -> Any:
+    loss = inputs.loss_of(model, batch)
+    model.backward(loss)
+    return loss
+
+
 def split_step(
     name: str, ranks: int, expected: Expected, plan: Path | None = None, dtype: torch.dtype = torch.float32
 ) -> Found:
@@ -89,24 +96,29 @@ def split_step(
     plain, given = made(name, dtype)
     model = sw.DistributedModel(plain)
 
-    @sw.step
-    def train_step(model: Any, batch: Any) -> Any:
-        loss = inputs.loss_of(model, batch)
-        model.backward(loss)
-        return loss
-
     losses = [float(loss) for loss in train_step(model, given).outputs]
     held = {key: parameter.grad for key, parameter in model.local_named_parameters()}
     worst, bad = compare_gradients(held, expected.gradients)
-    for key, buffer in model.local_named_buffers():
-        wanted = expected.buffers.get(key)
-        if wanted is not None and not torch.allclose(buffer, wanted, rtol=1e-4, atol=1e-6, equal_nan=True):
-            bad.append(key)
-    off = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, expected.losses, strict=True))
+    bad += buffers_off(model, expected)
     mode = "recorded" if model.runtime.messages is None else "messages"
     elements = sum(parameter.numel() for parameter in model.local_parameters())
     sw.shutdown()
-    return Found(mode, off, worst, bad, elements)
+    return Found(mode, losses_off(losses, expected), worst, bad, elements)
+
+
+def losses_off(losses: Sequence[float], expected: Expected) -> float:
+    """The worst relative difference."""
+    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, expected.losses, strict=True))
+
+
+def buffers_off(model: sw.DistributedModel, expected: Expected) -> list[str]:
+    """The names of the buffers on this rank that are not those of the plain model."""
+    return [
+        key
+        for key, buffer in model.local_named_buffers()
+        if key in expected.buffers
+        and not torch.allclose(buffer, expected.buffers[key], rtol=1e-4, atol=1e-6, equal_nan=True)
+    ]
 
 
 def compare_gradients(

@@ -1,13 +1,20 @@
 """One training step of a model class on the tensor axis, against the plain model in one process."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 import shardwright.torch as sw
-from tests.models import inputs
-from tests.models.equality import GRADIENT, MICROBATCHES, OF_ALL, Expected, made, plain_step
+from tests.models.equality import (
+    MICROBATCHES,
+    Expected,
+    buffers_off,
+    compare_gradients,
+    losses_off,
+    made,
+    plain_step,
+    train_step,
+)
 
 CLASSES = (
     # decoders
@@ -71,41 +78,22 @@ def _step(name: str, expected: Expected) -> OnPieces:
     plain, given = made(name, DTYPES.get(name, torch.float32))
     model = sw.DistributedModel(plain)
 
-    @sw.step
-    def train_step(model: Any, batch: Any) -> Any:
-        loss = inputs.loss_of(model, batch)
-        model.backward(loss)
-        return loss
-
     losses = [float(loss) for loss in train_step(model, given).outputs]
     runtime = model.runtime
     shards, tensor = runtime.gradients.shards, runtime.tensor
-    everything = torch.stack([gradient.norm() for gradient in expected.gradients.values()]).norm()
-    worst, bad, elements, in_pieces = 0.0, [], 0, 0
+    elements, in_pieces, held = 0, 0, {}
     for key, parameter in sorted(model.local_named_parameters()):
         is_split = shards is not None and key in shards.places
         count = parameter.numel() * (sw.tp_size() if is_split else 1)
         elements, in_pieces = elements + count, in_pieces + (count if is_split else 0)
-        got, reference = parameter.grad, expected.gradients.get(key)
-        if got is not None and shards is not None:
-            got = shards.whole(key, got)
-        if got is None or reference is None:
-            if any(one is not None and bool(one.any()) for one in (got, reference)):
-                bad.append(key)
-            continue
-        off = float((got - reference).norm() / (GRADIENT * reference.norm() + OF_ALL * everything))
-        worst = max(worst, off)
-        if not off <= 1.0:
-            bad.append(key)
-    for key, buffer in model.local_named_buffers():
-        wanted = expected.buffers.get(key)
-        if wanted is not None and not torch.allclose(buffer, wanted, rtol=1e-4, atol=1e-6, equal_nan=True):
-            bad.append(key)
-    off = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, expected.losses, strict=True))
+        has_pieces = shards is not None and parameter.grad is not None
+        held[key] = shards.whole(key, parameter.grad) if has_pieces else parameter.grad
+    worst, bad = compare_gradients(held, expected.gradients)
+    bad += buffers_off(model, expected)
     plan = model.session.plan
     reasons = [] if plan is None else [f"{slot}: {reason}" for slot, reason in plan.unsplit]
     mode = "messages" if runtime.messages is not None else "pieces"
     if tensor is not None and tensor.by_calls_because:
         mode = "calls" if shards is not None and shards.places else "whole"
         reasons = [tensor.by_calls_because, *(f"{path}: {why}" for path, why in tensor.whole_units.items())]
-    return OnPieces(off, worst, bad, in_pieces / max(elements, 1), reasons, mode)
+    return OnPieces(losses_off(losses, expected), worst, bad, in_pieces / max(elements, 1), reasons, mode)
