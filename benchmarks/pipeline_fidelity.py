@@ -4,10 +4,10 @@
     python benchmarks/pipeline_fidelity.py --models gpt2 vit --repetitions 5
 
 Each model runs under one schedule while a timeline is recorded: 1F1B, where the backward of every other microbatch is
-split, which tells what each kind costs. `sw.measured_costs` takes the costs of the stages from it, and the simulator
-predicts the makespan of other schedules, of either kind. Then these run, with timelines recorded, and the median of
-their makespans is compared. Repetitions of all schedules are interleaved, so that a change of the machine's speed meets
-all of them.
+split, with one action between its halves, which tells what each kind costs. `sw.measured_costs` takes the costs of the
+stages from it, and the simulator predicts the makespan of other schedules, of either kind. Then these run, with
+timelines recorded, and the median of their makespans is compared. Repetitions of all schedules are interleaved, so that
+a change of the machine's speed meets all of them.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def measure(name: str, repetitions: int) -> list[tuple[str, float, list[float]]]
     def built(schedule: str, costs: sw.StageCosts | None = None) -> sw.Schedule:
         return sw.Schedule.build(schedule, ranks=RANKS, microbatches=MICROBATCHES, costs=costs)
 
-    source = sw.split_backward(built("1f1b"), range(1, MICROBATCHES, 2))
+    source = sw.split_backward(built("1f1b"), range(1, MICROBATCHES, 2), delay=1)
     warm = sw.measured_costs([run(source) for _ in range(3)][1:])
     schedules = {other: built(other, warm) for other in OTHERS}
     recorded, timelines = [], defaultdict[str, list[sw.Timeline]](list)

@@ -98,6 +98,16 @@ def test_neighbouring_halves_of_a_backward_merge() -> None:
     assert merge_backward(split_backward(build("1f1b"))) == build("1f1b")
 
 
+def test_some_backwards_are_split_and_their_weight_gradients_come_later() -> None:
+    mixed = split_backward(build("1f1b", m=4), range(1, 4, 2), delay=1)
+    check(mixed)
+    assert [a.text for a in mixed.table[1]] == ["1F0", "1F1", "1B0", "1F2", "1I1", "1F3", "1W1", "1B2", "1I3", "1W3"]
+    assert [a.text for a in split_backward(build("1f1b", m=4), {1}).table[2]] == [
+        "2F0", "2B0", "2F1", "2I1", "2W1", "2F2", "2B2", "2F3", "2B3"
+    ]  # fmt: skip
+    check(split_backward(build("gpipe"), delay=3))
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("credits", [1, 2, 3])
 def test_bounded_buffers_are_never_overfull(name: str, credits: int) -> None:

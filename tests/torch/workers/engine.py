@@ -147,7 +147,7 @@ def timelines_are_measured_and_predict() -> None:
             train_step(model, batch("gpt2", 0))
         same_gradients(model, plain)
         assert {a.kind for a in timelines[0].actions[0]} == {a.kind for a in model.runtime.stage_map.schedule.table[0]}
-    model.use_schedule(sw.split_backward(sw.Schedule.build("1f1b", ranks=2, microbatches=4), range(1, 4, 2)))
+    model.use_schedule(sw.split_backward(sw.Schedule.build("1f1b", ranks=2, microbatches=4), range(1, 4, 2), delay=1))
     model.zero_grad()
     with sw.record_timeline() as timelines:
         train_step(model, batch("gpt2", 0))

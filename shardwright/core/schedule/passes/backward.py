@@ -1,5 +1,6 @@
 """Merge a split backward, or split a whole one."""
 
+from collections import deque
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -27,19 +28,26 @@ def merge_backward(schedule: Schedule, stages: Collection[int] | None = None) ->
     return replace(schedule, table=tuple(table))
 
 
-def split_backward(schedule: Schedule, microbatches: Collection[int] | None = None) -> Schedule:
+def split_backward(schedule: Schedule, microbatches: Collection[int] | None = None, *, delay: int = 0) -> Schedule:
     """Make an I and a W of every B that stands alone, or of those of some microbatches; those in overlapped pairs stay
     whole.
 
     Training under a schedule with backwards of both kinds shows what each of them costs: `measured_costs`.
+
+    Args:
+        delay: so many actions of its rank come between an I and its W, as in schedules that fill bubbles with Ws.
     """
     table = []
     for order in schedule.table:
         split: list[Action] = []
-        for action in order:
+        late: deque[tuple[int, Action]] = deque()  # each W, and the number of other actions that it comes behind
+        for done, action in enumerate(order, 1):
             if action.kind is B and (microbatches is None or action.microbatch in microbatches):
-                split += [Action(action.stage, I, action.microbatch), Action(action.stage, W, action.microbatch)]
+                split.append(Action(action.stage, I, action.microbatch))
+                late.append((done + delay, Action(action.stage, W, action.microbatch)))
             else:
                 split.append(action)
-        table.append(tuple(split))
+            while late and late[0][0] <= done:
+                split.append(late.popleft()[1])
+        table.append((*split, *(action for _, action in late)))
     return replace(schedule, table=tuple(table))
