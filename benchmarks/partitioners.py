@@ -5,6 +5,7 @@
 Largest over mean is of stage times (forward and backward with messages, one microbatch); 1 is even. The objective is
 largest forward + largest backward, over the exact one. Bytes are those of activations that cross the cuts, forward.
 Branching graphs are among them: two towers, and encoders with decoders, whose memory every decoder layer reads.
+The exit status is 1 where RaNNC's cut is more than 5% behind the exact one, or there is none.
 """
 
 import argparse
@@ -66,6 +67,7 @@ def main() -> int:
         "| network | partitioner | largest / mean | objective / exact | MiB cut | GiB on the fullest | solved in ms |",
         "|---|---|---|---|---|---|---|",
     ]
+    behind = 0
     for network in (*NETWORKS, two_towers):
         if options.only and network.__name__ not in options.only:
             continue
@@ -73,17 +75,22 @@ def main() -> int:
         graph = sw.capture(model, sample, *loss)
         # States are divided over 64 replicas, so that the largest fit; tensor groups as large as the node.
         tp = 8 if graph.parameter_count() > 5e9 else 1
-        cluster = sw.Cluster("a100-80gb", nodes=8 * options.stages * tp, devices_per_node=8)
-        found = contest(graph, cluster, options.stages, shard=1, tp=tp)
+        # Beyond 300 billion parameters twice the stages: RaNNC's way leaves a tenth of the memory free.
+        stages = options.stages * (2 if graph.parameter_count() > 3e11 else 1)
+        label = network.__name__ + (f", {stages} stages" if stages != options.stages else "")
+        cluster = sw.Cluster("a100-80gb", nodes=8 * stages * tp, devices_per_node=8)
+        found = contest(graph, cluster, stages, shard=1, tp=tp)
         least = dict(found.judged)["pareto"]
         for name, judged in found.judged:
             if judged is None or least is None:
-                lines.append(f"| {network.__name__} | {name} | no cut fits | | | | |")
+                lines.append(f"| {label} | {name} | no cut fits | | | | |")
                 print(lines[-1], flush=True)
+                behind += name == "blocks"
                 continue
             over = judged.objective_s / least.objective_s
+            behind += name == "blocks" and over > 1.05
             lines.append(
-                f"| {network.__name__} | {name} | {judged.imbalance:.3f} | {over:.3f} "
+                f"| {label} | {name} | {judged.imbalance:.3f} | {over:.3f} "
                 f"| {judged.sent_bytes / 2**20:.1f} | {judged.peak_bytes / 2**30:.2f} | {judged.solve_s * 1e3:.1f} |"
             )
             print(lines[-1], flush=True)
@@ -91,7 +98,7 @@ def main() -> int:
     if options.write:
         options.write.parent.mkdir(parents=True, exist_ok=True)
         options.write.write_text(text)
-    return 0
+    return 1 if behind else 0
 
 
 if __name__ == "__main__":
