@@ -5,7 +5,9 @@
 All run the same blocks, forward and backward, in one launch of Gloo processes with one thread each. Rounds are taken in
 turn, so that the machine's moods hit all alike, and the median of each is given. By hand means Megatron's column and
 row parallel products (arXiv 1909.08053, section 3) with an all-reduce after each sublayer forward, and one before it
-backward. All are checked against each other first. --compile adds ours with the units compiled by `torch.compile`.
+backward. All are checked against each other first. --compile adds ours with the units compiled by `torch.compile`;
+--overlap adds ours without the overlap of a column-parallel product's sum with its weight's gradient, and what the same
+overlap gains by hand.
 """
 
 import argparse
@@ -14,7 +16,9 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,6 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 import shardwright as sw
+from shardwright.backends.torch.tensor_parallel import compute
 from shardwright.backends.torch.tensor_parallel.collectives import Axis
 from shardwright.backends.torch.tensor_parallel.layouts import planned
 from shardwright.backends.torch.tensor_parallel.pieces import piece_of
@@ -190,7 +195,9 @@ def by_dtensor(arguments: argparse.Namespace) -> Contender:
     return model
 
 
-def ours(arguments: argparse.Namespace, axis: Axis, *, compiled: bool = False) -> tuple[Contender, Callable[[], int]]:
+def ours(
+    arguments: argparse.Namespace, axis: Axis, *, compiled: bool = False, overlapped: bool = True
+) -> tuple[Contender, Callable[[], int]]:
     model = whole(arguments)
     sample = (torch.zeros(arguments.batch, arguments.length, arguments.hidden),)
     traced = trace(model, sample)
@@ -200,7 +207,9 @@ def ours(arguments: argparse.Namespace, axis: Axis, *, compiled: bool = False) -
         recompute="none", shard=0, precision="fp32", sequence_parallel=False,
     )  # fmt: skip
     layouts = planned(traced.graph, plan)
-    replay = lower_all(traced, layouts, axis, arguments.batch, torch.device("cpu"), lambda context: None)
+    apart = mock.patch.object(compute, "_columns", return_value=False)
+    with nullcontext() if overlapped else apart:
+        replay = lower_all(traced, layouts, axis, arguments.batch, torch.device("cpu"), lambda context: None)
     for name, place in replay.parameters.items():
         if isinstance(place, Split):
             parameter = model.get_parameter(name)
@@ -230,6 +239,7 @@ def work(rank: int, arguments: argparse.Namespace, port: int) -> None:
     if arguments.compile:
         contenders["shardwright, compiled"], _ = ours(arguments, axis, compiled=True)
     if arguments.overlap:
+        contenders["shardwright, not overlapped"], _ = ours(arguments, axis, overlapped=False)
         contenders["by hand, one q|k|v"] = by_hand(arguments, rank, ApartBlock)
         contenders["the same, overlapped"] = by_hand(arguments, rank, OverlappedBlock)
     contenders["parallelize_module"] = by_dtensor(arguments)
@@ -253,10 +263,10 @@ def work(rank: int, arguments: argparse.Namespace, port: int) -> None:
         base = statistics.median(seconds["by hand"])
         print(f"{arguments.layers} blocks, hidden {arguments.hidden}, {arguments.batch} × {arguments.length} tokens, "
               f"{arguments.ranks} Gloo ranks of one thread; collectives of ours: {sent}")  # fmt: skip
-        print(f"{'':24} {'median ms':>10} {'by hand = 1':>12}")
+        print(f"{'':28} {'median ms':>10} {'by hand = 1':>12}")
         for name, taken in seconds.items():
             median = statistics.median(taken)
-            print(f"{name:24} {median * 1e3:10.1f} {median / base:12.3f}")
+            print(f"{name:28} {median * 1e3:10.1f} {median / base:12.3f}")
     dist.barrier()  # no rank closes its connections while another still talks
     dist.destroy_process_group()
 
@@ -267,7 +277,7 @@ def main() -> None:
                           ("rounds", 10)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--overlap", action="store_true", help="sums of gradients beside products of gradients, too")
+    parser.add_argument("--overlap", action="store_true", help="with and without sums of gradients beside products")
     arguments = parser.parse_args()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -13,8 +13,10 @@ from flax import nnx
 import shardwright.jax as sw
 from shardwright.backends.jax.state import Parts
 from shardwright.backends.jax.tensor_parallel import FusedParameters
-from tests.jax import zoo_dropout
-from tests.jax.chains import Run, named, recording, require_same_gradients
+from tests.jax import zoo_dropout, zoo_linen
+from tests.jax.chains import Run, named, recording, require_same_gradients, require_same_run
+from tests.jax.chains import plan_of as plan_of_graph
+from tests.jax.test_pipeline_models import case
 from tests.jax.zoo_dropout import BATCH, MODELS
 
 STEPS, MICROBATCH = 20, 2
@@ -159,3 +161,15 @@ def test_with_pipelines_and_replicas(model: str, degrees: tuple[int, int, int]) 
 )
 def test_stages_with_other_policies(model: str, pins: dict[str, Any]) -> None:
     require_same(model, plan_of(model, 2, 2, 1, **pins))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [(1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("model", zoo_linen.MODELS)
+def test_linen_models(model: str, degrees: tuple[int, int, int]) -> None:
+    """Stages, replicas, ranks of the tensor axis."""
+    made = case("linen", model)
+    plan = plan_of_graph(made.graph, *degrees, batch=BATCH)
+    assert any(not layout.is_replicated for layout in plan.parameter_layouts("jax").values())
+    train, state = made.start(plan)
+    require_same_run(train, state, made.expected, made.steps)
