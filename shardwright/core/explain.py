@@ -1,7 +1,11 @@
 """A plan in words: what was decided, what it costs, and why a parameter lies as it does."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from shardwright.core.amounts import bytes_text, seconds_text
 from shardwright.core.errors import PlanError, nearest
+from shardwright.core.layout import Layout, Split
 from shardwright.core.picture import picture
 from shardwright.core.plan import Plan
 from shardwright.core.structure import SlotDims, in_own_dims, layout_of
@@ -48,8 +52,8 @@ def _parameter_text(plan: Plan, parameter: str) -> str:
     lines = []
     unsplit = dict(plan.unsplit)
     decided = dict(plan.decision.layouts)
-    others = dict(plan.layout_alternatives)
     schedule = plan.build_schedule()
+    uses: dict[str, list[_Use]] = {}
     for framework, unit, role in known[parameter]:
         stage = next(s for s, units in enumerate(plan.stage_units) if unit in units)
         slot = f"{plan.model.unit_classes[unit]}/{role}"
@@ -57,27 +61,68 @@ def _parameter_text(plan: Plan, parameter: str) -> str:
         lines.append(f"{parameter} ({framework}): unit {unit}, stage {stage}, slot {slot}, shape (in, out) {shape}")
         layout = layout_of(decided, unit, plan.model.unit_classes[unit], role)
         if not layout.is_replicated:
-            lines.append(f"  layout {layout} in slot dims")
+            lines.append(f"  layout {layout} in slot dims{_meaning(layout, role)}")
         else:
             why = unsplit.get(slot) or (
                 "tp is 1" if plan.decision.tp == 1 else "no axis that it could be split on pays"
             )
             lines.append(f"  replicated: {why}")
-        lines += [
-            f"  not {a.layout}: {_signed(a.extra_s * 1e6, 'µs')} for each sample and unit, and "
-            f"{_signed(a.extra_bytes / 2**20, 'MiB')} held, at the rates of large work"
-            for a in others.get(slot, ())
-            if a.layout != layout
-        ]
         slots = plan.binding(framework).units[unit].parameters
         name, dims = next((name, dims) for held, name, dims in slots if held == role)
+        others = [a for a in dict(plan.layout_alternatives).get(slot, ()) if a.layout != layout]
+        if others:
+            lines.append("  what others would add in this unit, at the rates of large work:")
+        lines += [f"  not {a.layout}: {_cost(a.extra_s, a.extra_bytes)}{_meaning(a.layout, role)}" for a in others]
         own = in_own_dims(layout, dims)
+        uses.setdefault(framework, []).append(
+            _Use(own, {in_own_dims(a.layout, dims): (a.extra_s, a.extra_bytes) for a in others})
+        )
         rank = schedule.stage_to_rank(stage)
         where = f", on pipeline rank {rank}" if plan.decision.pp > 1 else ""
         whole = _own_shape(dims)
         lines.append(f"  {name} {whole} as {framework} has it{where}:")
         lines += [f"    {line}" for line in picture(whole, own, plan.mesh, pp=rank).splitlines()]
+    for framework, found in uses.items():
+        lines += _together(framework, found)
     return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """One use of a parameter: how it lies, and what other layouts would add there, all in its own dims."""
+
+    layout: Layout
+    others: dict[Layout, tuple[float, float]]
+
+
+def _together(framework: str, uses: Sequence[_Use]) -> list[str]:
+    """What other layouts would cost a tied parameter, over all of its uses: one of them alone may be better off. The
+    bytes are those of one array."""
+    if len(uses) < 2:
+        return []
+    common = [layout for layout in uses[0].others if all(layout in use.others for use in uses)]
+    if not common:
+        return []
+    lines = [f"all {len(uses)} uses together, as {framework} has it ({uses[0].layout}):"]
+    for layout in common:
+        seconds = sum(use.others[layout][0] for use in uses)
+        held = max(use.others[layout][1] for use in uses)
+        lines.append(f"  not {layout}: {_cost(seconds, held)}")
+    return lines
+
+
+def _meaning(layout: Layout, role: str) -> str:
+    """In words, for a matrix: which of its two slot dims is split."""
+    split = next((place for _, place in layout.placements if isinstance(place, Split)), None)
+    if split is None or not role.startswith("w"):
+        return ""
+    what = ("what is summed over or looked up", "what comes out")[split.dim]
+    return f" ({what} is split{', block by block' if split.blocks else ''})"
+
+
+def _cost(extra_s: float, extra_bytes: float) -> str:
+    time, held = _signed(extra_s * 1e6, "µs"), _signed(extra_bytes / 2**20, "MiB")
+    return f"{time} a sample, {held} held"
 
 
 def _own_shape(dims: SlotDims) -> tuple[int, ...]:

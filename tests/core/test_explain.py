@@ -50,7 +50,23 @@ def test_the_text_names_the_layout_its_alternatives_and_what_they_cost(plan: sw.
     assert "not R: +" in text
     assert "MiB held" in text
     assert "not tp: S0: +" in text
+    assert "S1 in slot dims (what comes out is split)" in text
+    assert "all 2 uses" not in text
     assert "replicated: " in sw.explain(plan, "h.0.ln_1.weight")
+
+
+def test_a_tied_parameters_alternatives_are_counted_over_all_uses(plan: sw.Plan) -> None:
+    """One use alone may gain by another layout: what counts is their sum."""
+    text = sw.explain(plan, "wte.weight")
+    assert "all 2 uses together" in text
+    alternatives = dict(plan.layout_alternatives)
+    uses = [plan.model.ties[0][i].split("/") for i in (0, 1)]
+    seconds = 0.0
+    for unit, role in uses:
+        slot = f"{plan.model.unit_classes[int(unit)]}/{role}"
+        seconds += next(a.extra_s for a in alternatives[slot] if a.layout == sw.Layout())
+    after = text[text.index("all 2 uses together") :]
+    assert f"not R: {seconds * 1e6:+.4g} µs" in after
 
 
 def test_a_unit_that_differs_from_its_class_is_told_by_itself(plan: sw.Plan) -> None:
