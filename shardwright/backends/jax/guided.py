@@ -27,6 +27,7 @@ from shardwright.backends.jax.blocks import (
 from shardwright.backends.jax.guides import Guide, Guides
 from shardwright.backends.jax.ops import ELEMENTWISE
 from shardwright.backends.jax.program import Path
+from shardwright.backends.jax.terms import can_look_up, look_up
 from shardwright.core.layout import Placement, Split
 
 INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
@@ -44,6 +45,8 @@ class Value:
     tags: dict[int, Blocks] = field(default_factory=dict)
     is_copies: bool = False
     """The array has a first dim of one copy for each rank of the axis."""
+    is_terms: bool = False
+    """The array has a first dim of one term for each rank of the axis: the value is their sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,8 @@ class _Runner:
 
     def _guided(self, value: Value, place: tuple[Path, int]) -> Value:
         chain = self.guides.reads.get(place, ())
+        if value.is_terms and (chain or place[0] not in self.guides.terms):
+            value = self._summed(value)
         for length in range(1, len(chain) + 1):
             key, guide = _key(value, chain[:length]), chain[length - 1]
             if key not in self.shared:
@@ -142,10 +147,35 @@ class _Runner:
         at = self.setting.of_copies(value.array.ndim, guide.batch_dims)
         return Value(jax.lax.with_sharding_constraint(copies, at), value.tags, is_copies=True)
 
+    def _summed(self, value: Value) -> Value:
+        """What terms add up to."""
+        key = id(value), "sum"
+        if key not in self.shared:
+            self.shared[key] = (value, Value(value.array.sum(0)))
+        return self.shared[key][1]
+
+    def _terms(self, equation: Any, given: Sequence[Value]) -> Value:
+        """A look-up in the piece of each rank, or what such look-ups go through."""
+        if can_look_up(equation):
+            table, ids = (self.original(value) for value in given)
+            made = look_up(table, ids, self.ways)
+        else:
+
+            def one(*arrays: Any) -> Any:
+                return _bind(equation, arrays)[0].array
+
+            made = jax.vmap(one, [0 if value.is_terms else None for value in given])(*(v.array for v in given))
+        at = self.setting.of_copies(made.ndim - 1, ())
+        free = PartitionSpec(at.spec[0], *([PartitionSpec.UNCONSTRAINED] * (made.ndim - 1)))
+        made = jax.lax.with_sharding_constraint(made, NamedSharding(self.setting.mesh, free))
+        return Value(made, is_terms=True)
+
     def _sharding(self, array: Any, placement: Placement, guide: Guide) -> NamedSharding:
         return self.setting.sharding(placement, array.ndim, guide.batch_dims)
 
     def original(self, value: Value) -> Any:
+        if value.is_terms:
+            value = self._summed(value)
         return restore(value.array, value.tags, self.ways) if value.tags else value.array
 
     def _wanted(self, path: Path, position: int) -> dict[int, Blocks]:
@@ -158,6 +188,9 @@ class _Runner:
         name, params = equation.primitive.name, equation.params
         if any(value.is_copies for value in given):
             return [self._product_of_copies(equation, given, self.guides.pieces[path])]
+        if path in self.guides.terms and (any(value.is_terms for value in given) or can_look_up(equation)):
+            return [self._terms(equation, given)]
+        given = [self._summed(value) if value.is_terms else value for value in given]
         tagged = any(value.tags for value in given)
         if (self.guides.inside(path) or tagged) and not self._is_entrywise(equation):
             if name in INLINED:
@@ -209,7 +242,9 @@ class _Runner:
 
         def body(*arrays: Any) -> list[Any]:
             inner = [Value(array, value.tags) for array, value in zip(arrays, given, strict=True)]
-            made = _Runner(self.guides, self.setting).run(params["jaxpr"], (), inner, path)
+            runner = _Runner(self.guides, self.setting)
+            results = runner.run(params["jaxpr"], (), inner, path)
+            made = [runner._summed(value) if value.is_terms else value for value in results]
             tags[:] = [value.tags for value in made]
             return [value.array for value in made]
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwright.backends.jax.program import Path, Program, Step
+from shardwright.backends.jax.terms import terms_of
 from shardwright.core.errors import PlanError
 from shardwright.core.graph import Graph
 from shardwright.core.layout import Partial, Placement, Split
@@ -49,10 +50,12 @@ class Guides:
     """What a value goes through, one after the other, before an equation reads it."""
     pieces: Mapping[Path, tuple[int, int]]
     """Products that read copies → (operand, its dim) that the axis splits."""
+    terms: frozenset[Path]
+    """Look-ups, and what their results go through, that make a term for each rank of the axis."""
     _around: frozenset[Path] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        paths = {path for path, _ in (*self.made, *self.reads)}
+        paths = {*(path for path, _ in (*self.made, *self.reads)), *self.terms}
         object.__setattr__(self, "_around", frozenset(p[:n] for p in paths for n in range(len(p))))
 
     def inside(self, path: Path) -> bool:
@@ -105,7 +108,7 @@ def guides(
                 batch = _batch_dims(graph, tensor)
                 binds = node.kind not in FOLLOWING or tensor in leaving
                 made.setdefault(place, Guide((tensor,), value, value, batch, binds))
-    return Guides(made, reads, pieces)
+    return Guides(made, reads, pieces, terms_of(graph, units, steps))
 
 
 def _read_together(graph: Graph, units: Sequence[RealisedUnit]) -> dict[tuple[int, int], tuple[int, int]]:
