@@ -164,7 +164,7 @@ class _Runner:
             def one(*arrays: Any) -> Any:
                 return _bind(equation, arrays)[0].array
 
-            made = jax.vmap(one, [0 if value.is_terms else None for value in given])(*(v.array for v in given))
+            made = jax.vmap(one)(*(value.array for value in given))
         at = self.setting.of_copies(made.ndim - 1, ())
         free = PartitionSpec(at.spec[0], *([PartitionSpec.UNCONSTRAINED] * (made.ndim - 1)))
         made = jax.lax.with_sharding_constraint(made, NamedSharding(self.setting.mesh, free))
@@ -188,7 +188,7 @@ class _Runner:
         name, params = equation.primitive.name, equation.params
         if any(value.is_copies for value in given):
             return [self._product_of_copies(equation, given, self.guides.pieces[path])]
-        if path in self.guides.terms and (any(value.is_terms for value in given) or can_look_up(equation)):
+        if path in self.guides.terms and (all(value.is_terms for value in given) or can_look_up(equation)):
             return [self._terms(equation, given)]
         given = [self._summed(value) if value.is_terms else value for value in given]
         tagged = any(value.tags for value in given)
