@@ -42,10 +42,10 @@ def terms_of(graph: Graph, units: Sequence[RealisedUnit], steps: Mapping[int, St
             given = [i for i, place in enumerate(signature.inputs) if isinstance(place, Partial)]
             if step.name not in LINEAR or any(node.inputs[i] not in made for i in given):
                 continue
-            path = frozenset({op}).union(*(made[node.inputs[i]] for i in given))
-            made[node.outputs[0]] = path
+            chain = frozenset({op}).union(*(made[node.inputs[i]] for i in given))
+            made[node.outputs[0]] = chain
             if len(given) > 1:
-                wanted |= path
+                wanted |= chain
     return frozenset(path for op in wanted if (path := steps[op].path) is not None)
 
 
