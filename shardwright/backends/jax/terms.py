@@ -21,7 +21,7 @@ LOOK_UP = "_take"
 """The jitted body of `jnp.take`."""
 LINEAR = frozenset({"add", "add_any", "sub", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"})
 """Primitives that may stand between look-ups and their sum."""
-FILLS = (jax.lax.GatherScatterMode.FILL_OR_DROP, jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+FILLS = jax.lax.GatherScatterMode.FILL_OR_DROP
 
 
 def terms_of(graph: Graph, units: Sequence[RealisedUnit], steps: Mapping[int, Step]) -> frozenset[Path]:
@@ -59,7 +59,7 @@ def can_look_up(equation: Any) -> bool:
     if equation.primitive.name not in ("jit", "pjit") or equation.params["name"] != LOOK_UP:
         return False
     gathers = [e for e in _equations(equation.params["jaxpr"].jaxpr) if e.primitive.name == "gather"]
-    if len(gathers) != 1 or gathers[0].params["mode"] not in FILLS:
+    if len(gathers) != 1 or gathers[0].params["mode"] != FILLS:
         return False
     numbers = gathers[0].params["dimension_numbers"]
     return tuple(numbers.start_index_map) == (0,) == tuple(numbers.collapsed_slice_dims)
