@@ -30,7 +30,8 @@ def pair():
 
 def test_tensors_come_in_order_whatever_their_shape_and_dtype(pair: tuple[LocalLink, LocalLink]) -> None:
     left, right = pair
-    sent = [torch.arange(6.0).view(2, 3), torch.tensor(7), torch.empty(0), torch.randn(5).bfloat16()]
+    turned = torch.randn(3, dtype=torch.complex64).conj()  # torch computes that only when it must
+    sent = [torch.arange(6.0).view(2, 3), torch.tensor(7), torch.empty(0), torch.randn(5).bfloat16(), turned]
     left.send(sent[:2])
     left.send(sent[2:])
     got = [torch.empty_like(tensor) for tensor in sent]

@@ -236,4 +236,4 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor that needs no gradient."""
     if tensor.dtype is torch.float32 and tensor.numel():
         return memoryview(tensor.numpy().data).cast("B")
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
+    return memoryview(tensor.resolve_conj().resolve_neg().view(-1).view(torch.uint8).numpy().data)
