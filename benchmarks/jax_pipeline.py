@@ -16,8 +16,8 @@ divide. In one run, one repetition of each after the other:
   circular pipeline does. Both keep everything and differentiate the whole loop.
 
 All others are GPipe. The bound of 1F1B and of GPipe is single · (m + p - 1) / (m · p). Beside it stands the schedule
-simulated with the stage functions' own times, each measured while the other device runs the same function: no dispatch,
-no transfer, no update. Both take every action to last as long as its like. In 1F1B's steady state each stage waits for
+simulated with the stage functions' own times, medians of measured steps with their transfers. Both take
+every action to last as long as its like. In 1F1B's steady state each stage waits for
 the other once in every microbatch, so what one of them loses the other loses too; in eager 1F1B a forward lies between,
 and in GPipe all of them.
 
@@ -46,7 +46,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardwright.jax as sw
-from shardwright.core.schedule.actions import Kind
+from shardwright import measured_costs
 
 # Freed memory stays with the process, as with the allocators of GPUs: else every way spends a fifth of its time on page
 # faults, in which the two devices wait for each other.
@@ -193,28 +193,13 @@ class Ours:
     def weights_now(self) -> np.ndarray:
         return np.stack([layer.w.get_value() for layer in self.train.params(self.state).h])
 
-    def stage_times(self, repetitions: int = 8) -> sw.StageCosts:
-        """Seconds of every stage function on operands like its own, both devices at work."""
-        found: dict[Kind, list[float]] = {}
-        for kind in (Kind.FORWARD, Kind.BACKWARD):
-            launches = [launches[kind] for launches in self.train.pipeline.launches]
-            samples = []
-            for _ in range(repetitions):
-                given = [_operands(launch) for launch in launches]
-                runs = [lambda la=la, args=args: jax.block_until_ready(la.run(*args))
-                        for la, args in zip(launches, given, strict=True)]  # fmt: skip
-                samples.append(side_by_side(runs))
-            found[kind] = [statistics.median(of_stage) for of_stage in zip(*samples, strict=True)]
-        return sw.StageCosts(
-            tuple(found[Kind.FORWARD]), tuple(found[Kind.BACKWARD]), (0.0,) * STAGES, (0.0,) * (STAGES - 1),
-            (1,) * STAGES,
-        )  # fmt: skip
-
-
-def _operands(launch: Any) -> list[Any]:
-    made = [jnp.full(a.shape, 0.1, a.dtype) for a in launch.function.avals]
-    placed: list[Any] = jax.block_until_ready(jax.device_put(made, list(launch.run.input_shardings[0])))
-    return placed
+    def stage_times(self, steps: int = 5) -> sw.StageCosts:
+        """Seconds of the stage functions, as they ran in measured steps."""
+        timelines = []
+        for _ in range(steps):
+            self.state, _, timeline = self.train.measure(self.state, batch())
+            timelines.append(timeline)
+        return measured_costs(timelines)
 
 
 class Written:
@@ -333,6 +318,7 @@ def measure(stage_ms: float, schedules: Sequence[str], repetitions: int) -> None
             hosts[name].append(own.host_s)
     samples = {name: of_way[2:] for name, of_way in samples.items()}
     share = (MICROBATCHES + STAGES - 1) / (MICROBATCHES * STAGES)
+    costs: dict[str, sw.StageCosts] = {}
     print(f"\nstages of {stage_ms:g} ms: {LAYERS} layers of {repeats} repeats")
     print("| way | step | bound / step | middle half | the host is busy | bound by the stage functions / step |")
     print("|---|---|---|---|---|---|")
@@ -343,15 +329,16 @@ def measure(stage_ms: float, schedules: Sequence[str], repetitions: int) -> None
             low, middle, high = statistics.quantiles(shares, n=4)
             cells += [f"{middle:.3f}", f"{low:.3f} to {high:.3f}"]
         if name in ours:
-            stages_s = sw.simulate(ours[name].plan.build_schedule(), ours[name].stage_times()).makespan_s
+            costs[name] = ours[name].stage_times()
+            stages_s = sw.simulate(ours[name].plan.build_schedule(), costs[name]).makespan_s
             cells += [_ms([statistics.median(hosts[name])]), f"{stages_s / statistics.median(of_way):.3f}"]
         print(f"| {name} | {' | '.join(cells)} |" + " |" * (5 - len(cells)))
     for name, own in ours.items():
-        counts, costs = own.train.counts, own.stage_times()
+        counts = own.train.counts
         assert counts is not None
         print(
             f"{name}: {counts.dispatches} dispatches and {counts.transfers} transfers a step. Stage functions: forward "
-            f"{_ms(costs.forward_s)}, backward {_ms(costs.input_grad_s)}",
+            f"{_ms(costs[name].forward_s)}, backward {_ms(costs[name].backward_s)}",
             flush=True,
         )
 
