@@ -46,7 +46,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardwright.jax as sw
-from shardwright import measured_costs
+from shardwright.core.measured import measured_costs
 
 # Freed memory stays with the process, as with the allocators of GPUs: else every way spends a fifth of its time on page
 # faults, in which the two devices wait for each other.

@@ -7,7 +7,7 @@ import pytest
 from jax.experimental import serialize_executable
 from jax.sharding import SingleDeviceSharding
 
-from shardwright.backends.jax.compiled import Compilation, compile_all, lower
+from shardwright.backends.jax.compiled import Compiler, lower
 from shardwright.backends.jax.moved import load_on
 
 
@@ -19,9 +19,10 @@ def lowered(device: jax.Device) -> jax.stages.Lowered:
 
 def test_programs_that_are_alike_are_compiled_once() -> None:
     devices = jax.devices()[:3]
-    done = Compilation()
-    runs = compile_all([lowered(device) for device in devices], [(device,) for device in devices], done)
-    assert (done.programs, done.compiled) == (3, 1)
+    with Compiler() as compiler:
+        waiting = [compiler.start(lowered(device), (device,)) for device in devices]
+        runs = [wait() for wait in waiting]
+    assert (compiler.done.programs, compiler.done.compiled) == (3, 1)
     x = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)
     for device, run in zip(devices, runs, strict=True):
         (found,) = run(*jax.device_put([x, x], device))
@@ -33,10 +34,13 @@ def test_a_jax_that_keeps_programs_otherwise_is_named(monkeypatch: pytest.Monkey
     """And every program is compiled by itself, with the same results."""
     monkeypatch.delattr(serialize_executable, "_JaxPjrtUnpickler")
     devices = jax.devices()[:2]
-    done = Compilation()
-    with pytest.warns(UserWarning, match=rf"JAX {jax.__version__} .*_JaxPjrtUnpickler.*one by one.*[Uu]se jax 0\.10"):
-        runs = compile_all([lowered(device) for device in devices], [(device,) for device in devices], done)
-    assert (done.programs, done.compiled) == (2, 2)
+    with (
+        Compiler() as compiler,
+        pytest.warns(UserWarning, match=rf"JAX {jax.__version__} .*_JaxPjrtUnpickler.*one by one.*[Uu]se jax 0\.10"),
+    ):
+        waiting = [compiler.start(lowered(device), (device,)) for device in devices]
+        runs = [wait() for wait in waiting]
+    assert (compiler.done.programs, compiler.done.compiled) == (2, 2)
     (found,) = runs[1](*jax.device_put([jnp.eye(4), jnp.eye(4)], devices[1]))
     assert found.devices() == {devices[1]}
 

@@ -1,4 +1,4 @@
-"""Compile many programs: at the same time, and each different one once.
+"""Compile many programs: beside whatever is traced next, and each different one once.
 
 XLA compiles for given devices. Stages that are alike lower to the same text, so the first is compiled and the others
 load its executable onto their own devices, which takes a twentieth of the time.
@@ -7,9 +7,10 @@ load its executable onto their own devices, which takes a twentieth of the time.
 import hashlib
 import os
 import warnings
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -19,42 +20,47 @@ from shardwright.backends.jax.moved import Devices, load_on
 
 @dataclass(slots=True)
 class Compilation:
-    """What `compile_all` did: programs asked for, and those that were compiled rather than loaded again."""
+    """What a `Compiler` did: programs asked for, and those that were compiled rather than loaded again."""
 
     programs: int = 0
     compiled: int = 0
 
 
-def compile_all(
-    lowered: Sequence[jax.stages.Lowered], devices: Sequence[Devices], done: Compilation | None = None
-) -> list[Any]:
-    """Compile programs, each for its devices; the same text on devices of the same number is compiled once."""
-    alike: dict[tuple[str, int], list[int]] = {}
-    for index, (program, own) in enumerate(zip(lowered, devices, strict=True)):
-        digest = hashlib.sha256(program.as_text().encode()).hexdigest()
-        alike.setdefault((digest, len(own)), []).append(index)
-    found: list[Any] = [None] * len(lowered)
+class Compiler:
+    """Compiles in the background while it is entered: traces are made under the interpreter's lock, compilations are
+    not."""
 
-    def compile_group(members: list[int]) -> int:
-        first, *others = members
-        found[first] = lowered[first].compile()
-        again = 1
-        for index in others:
-            loaded = load_on(found[first], devices[first], devices[index]) if devices[index] != devices[first] else None
-            if loaded is None and devices[index] == devices[first]:
-                loaded = found[first]
-            if loaded is None:
-                loaded, again = lowered[index].compile(), again + 1
-            found[index] = loaded
-        return again
+    def __init__(self) -> None:
+        self.done = Compilation()
+        self._pool = ThreadPoolExecutor(os.cpu_count() or 1)
+        self._known: dict[tuple[str, int], tuple[Devices, Future[Any]]] = {}
 
-    # Traces on CPU are made under the interpreter's lock, compilations are not.
-    with ThreadPoolExecutor(max(1, min(len(alike), os.cpu_count() or 1))) as pool:
-        counts = list(pool.map(compile_group, alike.values()))
-    if done is not None:
-        done.programs += len(lowered)
-        done.compiled += sum(counts)
-    return found
+    def __enter__(self) -> "Compiler":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        self._pool.shutdown(cancel_futures=kind is not None)
+
+    def start(self, lowered: jax.stages.Lowered, devices: Devices) -> Callable[[], Any]:
+        """Begin with a program, and return what waits for it. One whose text is known, for as many devices, is not
+        compiled again."""
+        key = hashlib.sha256(lowered.as_text().encode()).hexdigest(), len(devices)
+        self.done.programs += 1
+        if key not in self._known:
+            self.done.compiled += 1
+            self._known[key] = devices, self._pool.submit(lowered.compile)
+            return self._known[key][1].result
+        first, running = self._known[key]
+
+        def load() -> Any:
+            run = running.result()
+            found = run if devices == first else load_on(run, first, devices)
+            if found is None:
+                self.done.compiled += 1
+                found = lowered.compile()
+            return found
+
+        return load
 
 
 def lower(

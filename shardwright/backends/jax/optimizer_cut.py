@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-from shardwright.backends.jax.compiled import Compilation
+from shardwright.backends.jax.compiled import Compiler
 from shardwright.backends.jax.equations import FlatProgram, flatten
 from shardwright.backends.jax.holding import Holding, Stack, StageMeshes
 from shardwright.backends.jax.layout import spread_over
@@ -65,7 +65,6 @@ class OptimizerCut:
     ) -> None:
         """params: shapes of the whole parameters; shardings: like them, on any stage's mesh; shard: the ZeRO stage."""
         self.optimizer, self.params, self.meshes = optimizer, params, meshes
-        self.done = Compilation()
         by_leaf: dict[int, list[Holding]] = {}
         for holding in holdings:
             by_leaf.setdefault(holding.leaf, []).append(holding)
@@ -109,12 +108,17 @@ class OptimizerCut:
         """The optimizer's state for parameters in place."""
         closed = jax.make_jaxpr(lambda p: jax.tree.leaves(self.optimizer.init(p)))(self.params)
         program = unstack(flatten(closed), [_rows(p) for p in self.parameters], [_rows(p) for p in self.states])
-        run = self._placed(program, self.parameters, [False] * len(self.parameters), self.states, donate=False)
+        shared = [False] * len(self.parameters)
+        with Compiler() as compiler:
+            run = self._placed(program, self.parameters, shared, self.states, compiler, donate=False)
+            run.finish()
         return from_pieces(self.state, self.states, run(pieces(params)))
 
     # --- update
 
-    def compile_update(self, uses: Sequence[tuple[int, int]], weight_stage: int, total_stage: int) -> PlacedProgram:
+    def compile_update(
+        self, uses: Sequence[tuple[int, int]], weight_stage: int, total_stage: int, compiler: Compiler
+    ) -> PlacedProgram:
         """The update: summed gradients, Σ weight, Σ weight · loss, the step, the optimizer's state and the parameters
         → the step, the state, the parameters and the loss. All but the two sums and the step are donated.
 
@@ -156,7 +160,7 @@ class OptimizerCut:
         shared += [False] * len(self.parameters)
         program = unstack(flatten(closed), [_rows(p) for p in arguments], [_rows(p) for p in outputs])
         kept = {len(merged), len(merged) + 1, len(merged) + 2}
-        return self._placed(program, arguments, shared, outputs, donate=True, keep=kept)
+        return self._placed(program, arguments, shared, outputs, compiler, donate=True, keep=kept)
 
     def _placed(
         self,
@@ -164,6 +168,7 @@ class OptimizerCut:
         arguments: Sequence[Places],
         shared: Sequence[bool],
         outputs: Sequence[Places],
+        compiler: Compiler,
         *,
         donate: bool,
         keep: Any = frozenset(),
@@ -180,7 +185,7 @@ class OptimizerCut:
             [p.sharding for p in results],
             self.meshes.whole,
             [donate and index not in keep for index, held in enumerate(arguments) for _ in held],
-            self.done,
+            compiler,
         )
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardwright.backends.jax.compiled import Compilation, compile_all, lower
+from shardwright.backends.jax.compiled import Compiler, lower
 from shardwright.backends.jax.holding import StageMeshes
 from shardwright.backends.jax.microbatch import CutMicrobatch
 from shardwright.backends.jax.optimizer_cut import OptimizerCut
@@ -88,33 +88,13 @@ class Pipeline:
     ) -> None:
         self.schedule, self.micro, self.optimizer, self.meshes = schedule, micro, optimizer, meshes
         self.order = order
-        self.done = Compilation()
         self.weights = {w.value: w for w in micro.cut.weights}
         self.spots = _spots(optimizer, micro)
-        functions = [
-            stage_functions(
-                micro.cut,
-                stage,
-                micro.operands,
-                policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-                selective=recompute == "selective",
-                checkpoint_units=recompute == "full",
-            )
-            for stage in range(len(meshes))
-        ]
-        self.launches = self._compile(functions)
-        self.zeros, self.zero_keys = self._zeros(functions)
-        weight_stage = next(s for s, p in enumerate(micro.cut.parts) if WEIGHT in p.results)
-        total_stage = next(s for s, p in enumerate(micro.cut.parts) if TOTAL in p.results)
-        self.sums = {TOTAL: total_stage, WEIGHT: weight_stage}
-        self.gradient_keys = [
-            (stage, key) for stage, keys in enumerate(self.zero_keys) for key in keys if key[0] == "gradient"
-        ]
-        self.gradient_keys.sort(key=lambda item: (self._holding_number(item[1]), item[0]))
-        uses = [(self.weights[key[1]].holding.leaf, stage) for stage, key in self.gradient_keys]
-        self.update: PlacedProgram = optimizer.compile_update(uses, weight_stage, total_stage)
-        self.done.programs += optimizer.done.programs
-        self.done.compiled += optimizer.done.compiled
+        self.kept: list[dict[Key, Any]] = [{} for _ in range(len(meshes))]
+        self.launches: list[dict[Kind, Launch]] = [{} for _ in range(len(meshes))]
+        with Compiler() as compiler:
+            self._compile(compiler, recompute)
+        self.done = compiler.done
         self.numbers = [
             jax.device_put([jnp.int32(m) for m in range(schedule.microbatches)], whole) for whole in meshes.whole
         ]
@@ -152,35 +132,75 @@ class Pipeline:
         devices = self.meshes.devices(stage)
         return devices[0] if len(devices) == 1 else self._sharding(stage, key)
 
-    def _compile(self, functions: Sequence[StageFunctions]) -> list[dict[Kind, Launch]]:
-        """Forwards, first halves and second halves, each kind for all stages at once. What is kept from one to the next
-        lies as the compiler put it."""
-        used = [{part.kind for order in self.schedule.table for action in order for part in action.flat
-                 if part.stage == stage} for stage in range(len(functions))]  # fmt: skip
-        kept: list[dict[Key, Any]] = [{} for _ in functions]
-        found: list[dict[Kind, Launch]] = [{} for _ in functions]
-        rounds: list[tuple[Kind, ...]] = [(Kind.FORWARD,), (Kind.BACKWARD, Kind.INPUT_GRAD), (Kind.WEIGHT_GRAD,)]
-        for kinds in rounds:
-            jobs = []
-            for stage, own in enumerate(functions):
-                for kind in kinds:
-                    function = _function(own, kind)
-                    if kind in used[stage] and function is not None:
-                        jobs.append((stage, kind, function))
-            lowered = [self._lower(stage, function, kept[stage]) for stage, _, function in jobs]
-            runs = compile_all(lowered, [self.meshes.devices(stage) for stage, _, _ in jobs], self.done)
-            for (stage, kind, function), run in zip(jobs, runs, strict=True):
-                kept[stage].update(
-                    (key, at)
-                    for key, at in zip(function.makes, run.output_shardings, strict=True)
-                    if key[0] in ("kept", "between")
+    def _compile(self, compiler: Compiler, recompute: str) -> None:
+        """Trace and compile everything. Forwards come first, so that they are compiled while the rest is traced."""
+        functions, forwards = [], []
+        for stage in range(len(self.meshes)):
+            functions.append(
+                stage_functions(
+                    self.micro.cut,
+                    stage,
+                    self.micro.operands,
+                    policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+                    selective=recompute == "selective",
+                    checkpoint_units=recompute == "full",
                 )
-                found[stage][kind] = self._launch(stage, function, run)
-        return found
+            )
+            forwards.append(self._start(compiler, stage, functions[-1], Kind.FORWARD))
+        parts = self.micro.cut.parts
+        self.sums = {which: next(s for s, p in enumerate(parts) if which in p.results) for which in (TOTAL, WEIGHT)}
+        shapes = [_zero_shapes(own) for own in functions]
+        self.zero_keys = [tuple(of_stage) for of_stage in shapes]
+        self.gradient_keys = [
+            (stage, key) for stage, keys in enumerate(self.zero_keys) for key in keys if key[0] == "gradient"
+        ]
+        self.gradient_keys.sort(key=lambda item: (self._holding_number(item[1]), item[0]))
+        uses = [(self.weights[key[1]].holding.leaf, stage) for stage, key in self.gradient_keys]
+        self.update: PlacedProgram = self.optimizer.compile_update(uses, self.sums[WEIGHT], self.sums[TOTAL], compiler)
+        zeros = [self._start_zeros(compiler, stage, of_stage) for stage, of_stage in enumerate(shapes)]
+        waiting = forwards
+        for kinds in ((Kind.BACKWARD, Kind.INPUT_GRAD), (Kind.WEIGHT_GRAD,)):
+            if any(len(self.meshes.devices(stage)) > 1 for stage in range(len(functions))):
+                for wait in waiting:  # what is kept lies as the compiler put it
+                    wait()
+                waiting = []
+            waiting += [
+                self._start(compiler, stage, own, kind) for stage, own in enumerate(functions) for kind in kinds
+            ]
+        for wait in waiting:
+            wait()
+        self.zeros = [wait() for wait in zeros]
+        self.update.finish()
 
-    def _lower(self, stage: int, function: StageFunction, kept: dict[Key, Any]) -> jax.stages.Lowered:
+    def _start(self, compiler: Compiler, stage: int, own: StageFunctions, kind: Kind) -> Callable[[], None]:
+        """Begin with a stage's function, where the schedule asks for it; what waits for it."""
+        function = _function(own, kind)
+        asked = any(
+            part.stage == stage and part.kind is kind
+            for order in self.schedule.table for action in order for part in action.flat
+        )  # fmt: skip
+        if function is None or not asked:
+            return lambda: None
+        running = compiler.start(self._lower(stage, function), self.meshes.devices(stage))
+
+        def wait() -> None:
+            run = running()
+            self.kept[stage].update(
+                (key, at)
+                for key, at in zip(function.makes, run.output_shardings, strict=True)
+                if key[0] in ("kept", "between")
+            )
+            self.launches[stage][kind] = self._launch(stage, function, run)
+
+        return wait
+
+    def _lower(self, stage: int, function: StageFunction) -> jax.stages.Lowered:
+        kept, alone = self.kept[stage], len(self.meshes.devices(stage)) == 1
         into = tuple(kept[key] if key in kept else self._sharding(stage, key) for key in function.reads)
-        out = tuple(None if key[0] in ("kept", "between") else self._sharding(stage, key) for key in function.makes)
+        out = tuple(
+            None if key[0] in ("kept", "between") and not alone else self._sharding(stage, key)
+            for key in function.makes
+        )
         return lower(function.function, function.avals, into, out, function.donates)
 
     def _launch(self, stage: int, function: StageFunction, run: Any) -> Launch:
@@ -201,24 +221,14 @@ class Pipeline:
         reads = tuple((key[0] in LOCAL, key) for key in function.reads)
         return Launch(run, function, reads, tuple(sends), tuple(stays))
 
-    def _zeros(self, functions: Sequence[StageFunctions]) -> tuple[list[Any], list[tuple[Key, ...]]]:
-        """For every stage the program that makes its sums and gradients zero, and their keys."""
-        keys, lowered = [], []
-        for stage, own in enumerate(functions):
-            shapes: dict[Key, Any] = {}
-            for function in (own.forward, own.backward):
-                shapes.update((k, a) for k, a in zip(function.reads, function.avals, strict=True)
-                              if k[0] in ("sum", "gradient"))  # fmt: skip
-            keys.append(tuple(shapes))
-            avals = tuple(shapes.values())
+    def _start_zeros(self, compiler: Compiler, stage: int, shapes: dict[Key, Any]) -> Callable[[], Any]:
+        """Begin with the program that makes a stage's sums and gradients zero; what waits for it."""
 
-            def zeros(avals: tuple[Any, ...] = avals) -> tuple[Any, ...]:
-                return tuple(jnp.zeros(a.shape, a.dtype) for a in avals)
+        def zeros() -> tuple[Any, ...]:
+            return tuple(jnp.zeros(a.shape, a.dtype) for a in shapes.values())
 
-            lowered.append(
-                lower(lambda run=zeros: run(), (), None, tuple(self._sharding(stage, k) for k in shapes), ())
-            )
-        return compile_all(lowered, [self.meshes.devices(s) for s in range(len(functions))], self.done), keys
+        lowered = lower(zeros, (), None, tuple(self._sharding(stage, key) for key in shapes), ())
+        return compiler.start(lowered, self.meshes.devices(stage))
 
     # --- running
 
@@ -306,6 +316,14 @@ class Pipeline:
             del own.local[m]
         if observe is not None:
             observe(part, rank, made[-1])
+
+
+def _zero_shapes(own: StageFunctions) -> dict[Key, Any]:
+    """A stage's sums and gradients, and their shapes."""
+    found: dict[Key, Any] = {}
+    for function in (own.forward, own.backward):
+        found.update((k, a) for k, a in zip(function.reads, function.avals, strict=True) if k[0] in ("sum", "gradient"))
+    return found
 
 
 def _function(own: StageFunctions, kind: Kind) -> StageFunction | None:

@@ -6,7 +6,7 @@ scalars are made on each. Between pieces only small values are handed on; others
 twice.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from shardwright.backends.jax.compiled import Compilation, compile_all, lower
+from shardwright.backends.jax.compiled import Compiler, lower
 from shardwright.backends.jax.equations import Equation, FlatProgram, aval_of, evaluate
 
 SMALL_BYTES = 4096
@@ -53,7 +53,7 @@ class PlacedProgram:
         output_shardings: Sequence[NamedSharding],
         whole: Sequence[NamedSharding],
         donate: Sequence[bool],
-        done: Compilation,
+        compiler: Compiler,
     ) -> None:
         """``shared`` arguments (scalars) are sent to whoever needs them beforehand; ``whole`` are the replicated
         shardings of all meshes."""
@@ -72,7 +72,7 @@ class PlacedProgram:
             for value in equation.outputs:
                 self.home[value], self.level[value] = at, level
         self.pieces = self._pieces()
-        self._compile(done)
+        self._compile(compiler)
         self.first_moves = sorted({
             (value, piece.stage) for piece in self.pieces for value in piece.arguments
             if self.argument_homes[self.position[value]] != piece.stage
@@ -158,10 +158,10 @@ class PlacedProgram:
 
     # --- compiling and running
 
-    def _compile(self, done: Compilation) -> None:
+    def _compile(self, compiler: Compiler) -> None:
         by_key = {(p.level, p.stage): p for p in self.pieces}
         last_reader = {value: (p.level, p.stage) for p in self.pieces for value in p.arguments}
-        lowered = []
+        self._waiting: list[Callable[[], Any]] = []
         for piece in self.pieces:
             avals = [self.flat.avals[v] for v in piece.arguments]
             shardings = [self._at(v, piece.stage) for v in piece.arguments]
@@ -178,10 +178,14 @@ class PlacedProgram:
             )
             outs = [self.output_shardings[r] for r in piece.results] + [self.whole[piece.stage]] * len(piece.packed)
             shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-            lowered.append(lower(self._function(piece, by_key), shapes, tuple(shardings), tuple(outs), donate))
-        devices = [tuple(self.whole[p.stage].mesh.devices.flat) for p in self.pieces]
-        for piece, run in zip(self.pieces, compile_all(lowered, devices, done), strict=True):
-            piece.run = run
+            lowered = lower(self._function(piece, by_key), shapes, tuple(shardings), tuple(outs), donate)
+            self._waiting.append(compiler.start(lowered, tuple(self.whole[piece.stage].mesh.devices.flat)))
+
+    def finish(self) -> None:
+        """Wait until all pieces are compiled, which happens in the background. Before the first call."""
+        for piece, wait in zip(self.pieces, self._waiting, strict=True):
+            piece.run = wait()
+        self._waiting = []
 
     def _at(self, value: int, stage: int) -> NamedSharding:
         own = self.argument_shardings[self.position[value]]
