@@ -1,7 +1,9 @@
 """Measure when the actions of a step ran, without holding any of them up.
 
-For every rank a thread waits for the rank's actions one after the other and notes when each was done. An action starts
-when it was handed out, what it reads was there, and the one before it on its rank was done: whichever came last.
+For every rank a thread waits for the rank's actions one after the other and notes when each was done. On a busy machine
+it may come late to that; then what read the action's results, or ran after it, is seen to be done before it, and the
+earlier time counts. An action starts when it was handed out, what it reads was there, and the one before it on its rank
+was done: whichever came last.
 """
 
 import queue
@@ -15,6 +17,12 @@ import jax
 from shardwright.backends.jax.cut import Cut
 from shardwright.core.schedule.actions import Action, Kind
 from shardwright.core.timeline import Span, Timeline
+
+_Key = tuple[int, Kind, int | None]
+
+
+def _key(action: Action) -> _Key:
+    return action.stage, action.kind, action.microbatch
 
 
 @dataclass(slots=True)
@@ -55,7 +63,8 @@ class Watch:
             waiting.put(None)
         for thread in self.threads:
             thread.join()
-        ended = {(d.action.stage, d.action.kind, d.action.microbatch): d.ended_s for d in self.seen}
+        self._correct()
+        ended = {_key(d.action): d.ended_s for d in self.seen}
         before = dict.fromkeys(range(self.ranks), 0.0)
         spans = []
         for done in self.seen:
@@ -65,7 +74,17 @@ class Watch:
             spans.append(Span(done.rank, done.action, start, done.ended_s))
         return Timeline.measured(spans, self.ranks)
 
-    def _reads(self, action: Action) -> list[tuple[int, Kind, int | None]]:
+    def _correct(self) -> None:
+        """No action is done after one that waited for it."""
+        by_key = {_key(d.action): d for d in self.seen}
+        after: dict[int, float] = {}
+        for done in reversed(self.seen):
+            done.ended_s = after[done.rank] = min(done.ended_s, after.get(done.rank, done.ended_s))
+            for key in self._reads(done.action):
+                if key in by_key:
+                    by_key[key].ended_s = min(by_key[key].ended_s, done.ended_s)
+
+    def _reads(self, action: Action) -> list[_Key]:
         stage, m = action.stage, action.microbatch
         part = self.cut.parts[stage]
         if action.kind is Kind.FORWARD:
