@@ -79,6 +79,7 @@ def graph() -> sw.Graph:
     ("optimizer", "pp", "dp", "tp", "pins"),
     [
         ("adamw", 3, 1, 1, {}),
+        ("adamw", 4, 1, 1, {}),  # which do not divide the six layers
         pytest.param("lamb", 2, 2, 2, {"recompute": "full"}, marks=pytest.mark.slow),
         pytest.param("adamw", 2, 1, 1, {"virtual_stages": 2, "schedule": "zbv"}, marks=pytest.mark.slow),
     ],
