@@ -1,11 +1,14 @@
-"""Memory that torch holds in a training step against what a plan predicts: live storages, by class.
+"""Memory that a training step holds against what a plan predicts.
 
     python benchmarks/memory.py [--write benchmarks/results/memory.md]
+    python benchmarks/memory.py --framework jax [--models gpt2 t5]
 
-GPT-2, BERT, T5 and ResNet of Hugging Face and an NCF on the CPU in fp32, one rank, AdamW, gradients of an earlier
-microbatch in place.
+torch: GPT-2, BERT, T5 and ResNet of Hugging Face and an NCF on the CPU in fp32, one rank, AdamW, gradients of an
+earlier microbatch in place.
 Measured with torch's own MemTracker, which follows every live storage; nothing here counts with the library's code.
 Aim: measured ≤ predicted ≤ 1.03 × measured.
+
+JAX (`memory_jax.py`): the models of `jax_models.py` on virtual devices, before and after anything is compiled.
 """
 
 import argparse
@@ -125,8 +128,14 @@ def measured_bytes(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) ->
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--framework", choices=("torch", "jax"), default="torch")
+    parser.add_argument("--models", nargs="+", choices=BUILDERS, default=list(BUILDERS))
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
+    if options.framework == "jax":
+        import memory_jax
+
+        return memory_jax.run(options.models, options.write)
     torch.manual_seed(0)
     lines = [
         "# Memory of a step against prediction",
@@ -139,7 +148,8 @@ def main() -> int:
         "| model | dropout | measured | predicted | ratio | measured, activations and temporary | predicted |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, build in BUILDERS.items():
+    for name in options.models:
+        build = BUILDERS[name]
         for dropout in (False, True):
             model = build().train()
             dropped = [module for module in model.modules() if isinstance(module, torch.nn.Dropout)]

@@ -141,7 +141,7 @@ def launched(framework: str, arguments: list[str], timeout_s: float = 900) -> st
     if framework == "torch":
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     else:
-        environment |= {"XLA_FLAGS": TWO_DEVICES, "NPROC": "8"}  # threads: as many programs may wait for a collective
+        environment |= {"XLA_FLAGS": TWO_DEVICES, "NPROC": "8"}  # as `shardwright profile` sets it by itself
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=timeout_s, env=environment)
     if done.returncode:
         raise SystemExit(f"{' '.join(arguments)} failed:\n{done.stderr[-3000:]}")

@@ -11,7 +11,9 @@ class RankStep:
     """One pipeline rank's step; the parts add up to the step's time."""
 
     compute_s: float
-    """Forward and backward of all microbatches, with what is computed again and the tensor axis's collectives."""
+    """Forward and backward of all microbatches, with what is computed again."""
+    tensor_s: float
+    """Collectives of the tensor axis, which a pass waits for."""
     transfer_s: float
     """Idle that would not be there if messages between stages took no time."""
     bubble_s: float
@@ -22,7 +24,7 @@ class RankStep:
 
     @property
     def total_s(self) -> float:
-        return self.compute_s + self.transfer_s + self.bubble_s + self.gradients_s + self.optimizer_s
+        return self.compute_s + self.tensor_s + self.transfer_s + self.bubble_s + self.gradients_s + self.optimizer_s
 
 
 def break_down(plan: Plan) -> tuple[RankStep, ...]:
@@ -37,8 +39,17 @@ def break_down(plan: Plan) -> tuple[RankStep, ...]:
     tail = plan.predicted
     found = []
     for rank in range(sent.ranks):
-        compute = sum(float(b - a) for a, b in zip(sent.start_s[rank], sent.end_s[rank], strict=True))
-        idle = max(0.0, sent.makespan_s - compute)
-        bubble = min(idle, max(0.0, free.makespan_s - compute))
-        found.append(RankStep(compute, idle - bubble, bubble, tail.data_parallel_s, tail.optimizer_s))
+        busy = sum(float(b - a) for a, b in zip(sent.start_s[rank], sent.end_s[rank], strict=True))
+        idle = max(0.0, sent.makespan_s - busy)
+        bubble = min(idle, max(0.0, free.makespan_s - busy))
+        tensor = min(busy, _collectives_s(plan, rank))
+        found.append(RankStep(busy - tensor, tensor, idle - bubble, bubble, tail.data_parallel_s, tail.optimizer_s))
     return tuple(found)
+
+
+def _collectives_s(plan: Plan, rank: int) -> float:
+    """Seconds that a pipeline rank's units spend on collectives over the tensor axis in all microbatches."""
+    costs = plan.costs.on_rank(rank) if plan.costs.ranks else plan.costs
+    held = (unit for units, at in zip(plan.stage_units, plan.decision.stage_ranks, strict=True) if at == rank
+            for unit in units)  # fmt: skip
+    return plan.microbatches * sum(costs.classes[costs.unit_classes[unit]].collective_s for unit in held)

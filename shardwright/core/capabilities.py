@@ -36,6 +36,9 @@ class Capabilities:
     gradients_when_made: bool = False
     """Gradients take memory from the first backward on, and not all through the step."""
 
+    stages_are_programs: bool = False
+    """A stage's backward is one compiled program, which adds the gradients to their sums when all are there."""
+
     def lack(self, *, recompute: str, shard: int, shard_group: int | None, dp: int) -> str | None:
         """What the runtime lacks for a memory policy, as a user would pin it, or None."""
         if recompute not in self.recomputes:

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -55,6 +55,7 @@ class _Reading:
         self.shared = self.counter.shared(self.folded.units)
         self.passing_by = self.counter.passing_by(self.folded.units)
         self.frame = Frame(self.folded, self.counter)
+        self._width = max((graph.tensors[p.tensor].item_bytes for p in graph.parameters), default=4)
         self._work: dict[object, UnitWork] = {}
         self._found: dict[object, Any] = {}
 
@@ -70,8 +71,32 @@ class _Reading:
     def work(self, unit: Unit, batch: int, precision: str, layouts: RealisedUnit | None) -> UnitWork:
         key = (unit.index, batch, precision, layouts)
         if key not in self._work:
-            self._work[key] = self.counter.count(unit, batch, precision, layouts)
+            counted = self.counter.count(unit, batch, precision, layouts)
+            self._work[key] = self._as_held(counted, unit, batch, precision, layouts)
         return self._work[key]
+
+    def _as_held(
+        self, counted: UnitWork, unit: Unit, batch: int, precision: str, layouts: RealisedUnit | None
+    ) -> UnitWork:
+        """The bytes as the framework's runtime holds them, where the graph says: of a unit that ranks share, the share
+        that the ops say."""
+        if not self.graph.footprints:
+            return counted
+        footprint = self.graph.footprints[unit.fold_class]
+        whole = counted if layouts is None else self.counter.count(unit, batch, precision)
+        width = PRECISION_BYTES[precision] / self._width
+
+        def held(line: tuple[int, int], ours: int, all_of_it: int) -> int:
+            return round(max(0, line[0] + line[1] * batch) * width * (ours / all_of_it if all_of_it else 1.0))
+
+        return replace(
+            counted,
+            saved_bytes=(saved := held(footprint.kept, counted.saved_bytes, whole.saved_bytes)),
+            saved_selective_bytes=min(saved, counted.saved_selective_bytes),
+            passing_bytes=held(footprint.passing, counted.passing_bytes, whole.passing_bytes),
+            unfused_dropout_bytes=0,
+            unfused_dropout_selective_bytes=0,
+        )
 
 
 _readings: OrderedDict[int, _Reading] = OrderedDict()
@@ -286,6 +311,7 @@ class CostTables:
             host_bytes_per_s=place.device.host_link_bandwidth_bytes_per_s * HOST_LINK_EFFICIENCY,
             shared=tuple((v, size_bytes(v.tensor) // tp) for v in self._read.shared),
             waiting_bytes=tuple(sum(map(size_bytes, values)) for values in self._read.passing_by),
+            found_bytes=PRECISION_BYTES[self.precision] if self.graph.capabilities.stages_are_programs else 0,
         )
 
     def _held_parameters(self, tp: int) -> tuple[tuple[tuple[tuple[int, ...], int], ...], int]:

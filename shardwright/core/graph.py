@@ -84,7 +84,11 @@ class Tensor:
         return math.prod(self.shape(batch))
 
     def size_bytes(self, batch: int) -> int:
-        return self.elements(batch) * ITEM_BYTES[self.dtype]
+        return self.elements(batch) * self.item_bytes
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
 
     @property
     def is_floating(self) -> bool:
@@ -168,6 +172,16 @@ class Parameter:
         return (self.name, *self.aliases)
 
 
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of one microbatch of a unit as its framework's runtime holds them: (fixed, for each sample)."""
+
+    kept: tuple[int, int]
+    """From forward to backward, what enters the unit and is read again included."""
+    passing: tuple[int, int]
+    """The most that the backward holds beside that."""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Graph:
     """A captured model. Ops stand in the order in which they ran; tensors are named by their index."""
@@ -187,6 +201,9 @@ class Graph:
     """Layouts that the model itself asks for: marks on its modules."""
     logical_axes: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
     """(parameter, a name for every dim) of the parameters that name their dims."""
+    footprints: tuple[Footprint, ...] = ()
+    """For every class of units, in the order of `core.fold`; empty where the framework does not say: they are then
+    counted by kinds of op."""
     producer: dict[int, int] = field(init=False, repr=False, compare=False, hash=False)
     """Tensor → the op that makes it; parameters and inputs have none."""
 

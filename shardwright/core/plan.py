@@ -153,6 +153,8 @@ class ClassCost:
     parameter_elements: int
     swapped_s: float = 0.0
     """That its activations take to the host, and back; beside the passes of the stage."""
+    collective_s: float = 0.0
+    """Of the passes, collectives over the tensor axis."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,7 @@ class ClassCostFile(Section):
     activation_bytes: Amount
     parameter_elements: Amount
     swapped_s: Seconds = 0.0
+    collective_s: Seconds = 0.0
 
 
 class RatesFile(Section):

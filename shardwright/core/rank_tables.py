@@ -22,6 +22,8 @@ PRICE_OF_EVENNESS = 1.25
 """How much longer the slowest stage may take for it."""
 LEAST_SHARE = 0.5
 """What every stage has to do, of an equal share of the time, unless the slowest stage would take that much longer."""
+UNCOUNTED_BYTES = 1024
+"""Single numbers that no graph shows: losses and their seeds, an optimizer's count of its steps for each parameter."""
 MOST_TRIES = 4
 """Cuts tried with less memory each time, where what the matrices of a stage leave out does not fit beside it."""
 
@@ -189,9 +191,8 @@ class RankTables:
             parameters, gradients, states = state_bytes(
                 elements, request.precision, request.optimizer, request.shard, request.ways, request.gradient_precision
             )
-            found.append(
-                MemoryUse(parameters, gradients, states, kept * count, working + sent, host_bytes=away * count)
-            )
+            beside = working + sent + UNCOUNTED_BYTES
+            found.append(MemoryUse(parameters, gradients, states, kept * count, beside, host_bytes=away * count))
         return tuple(found)
 
     def _held(self, starts: tuple[int, ...], placement: tuple[int, ...]) -> list[tuple[int, int, int, int, int]]:
@@ -204,7 +205,8 @@ class RankTables:
                 held = [ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank]
                 elements = int(sum(table.range_elements[a, b] for a, b in held) - table.tied_twice(held))
                 kept = int(max(table.range_kept[a, b] for a, b in held))
-                working = int(max(table.range_working[a, b] for a, b in held))
+                several = len(placement) > 1
+                working = max(table.stage_working(a, b) if several else int(table.range_working[a, b]) for a, b in held)
                 sent = 0
                 if self.ranks > 1:  # a value and a gradient at either end, on their way or there before they are used
                     borders = [unit for ends in held for unit in ends if 0 < unit < self.units]

@@ -48,6 +48,9 @@ class UnitTable:
     """Values that several units hold, and their bytes on one rank."""
     waiting_bytes: tuple[int, ...] = ()
     """For every unit, of the gradients that pass it by: of values made before it and read after it. Empty: none."""
+    found_bytes: int = 0
+    """Of the gradient of one parameter entry that waits until a stage's backward is done and its gradients are added up
+    together; 0 where each is added as soon as it is there."""
 
     @cached_property
     def modes(self) -> list[Mode]:
@@ -146,11 +149,25 @@ class UnitTable:
     def range_working(self) -> Matrix:
         """What the passes of one microbatch hold beside the kept activations. The backward of a unit finds the units
         after it done with."""
-        beside = self.beside_bytes
+        return self._working(
+            self.beside_bytes + self.found_bytes * np.array([u.parameter_elements for u in self.units])
+        )
+
+    @cached_property
+    def _range_passing(self) -> Matrix:
+        return self._working(self.beside_bytes)
+
+    def _working(self, beside: NDArray[np.float64]) -> Matrix:
         through = np.where(np.tri(len(beside), dtype=bool).T, self.range_kept[:-1, 1:] + beside, 0.0)
         working: Matrix = np.zeros_like(self.range_kept)
         working[:-1, 1:] = np.maximum(0.0, np.maximum.accumulate(through, axis=1) - self.range_kept[:-1, 1:])
         return working
+
+    def stage_working(self, first: int, end: int) -> int:
+        """The same of one of several stages, with the gradients that wait."""
+        if not self.found_bytes:
+            return int(self.range_working[first, end])
+        return int(self._range_passing[first, end] + self.found_bytes * self.range_elements[first, end])
 
     def range_memory(self, live: float, state_bytes_per_element: float) -> Matrix:
         """Peak bytes of a stage with ``live`` microbatches under way."""

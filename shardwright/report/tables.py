@@ -67,9 +67,12 @@ def timeline_view(plan: Plan, timeline: Timeline) -> RenderableType:
 
 def step_view(parts: Sequence[RankStep]) -> RenderableType:
     """Where the time of a step goes, rank by rank."""
-    table = new_table("Step", "rank", ">compute", ">transfers", ">bubble", ">gradients", ">optimizer", ">together")
+    table = new_table(
+        "Step", "rank", ">compute", ">tensor axis", ">transfers", ">bubble", ">gradients", ">optimizer", ">together"
+    )
     for rank, part in enumerate(parts):
-        columns = (part.compute_s, part.transfer_s, part.bubble_s, part.gradients_s, part.optimizer_s, part.total_s)
+        waits = (part.tensor_s, part.transfer_s, part.bubble_s, part.gradients_s, part.optimizer_s)
+        columns = (part.compute_s, *waits, part.total_s)
         table.add_row(str(rank), *map(seconds_text, columns))
     return table
 

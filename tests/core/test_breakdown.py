@@ -24,6 +24,8 @@ def test_the_parts_add_up_to_the_step_on_every_rank(pins: dict[str, int]) -> Non
         assert part.total_s == pytest.approx(plan.predicted.step_time_s, rel=1e-6)
         assert min(part.compute_s, part.gradients_s, part.optimizer_s) > 0
         assert min(part.transfer_s, part.bubble_s) >= 0
+        assert (part.tensor_s > 0) == (plan.decision.tp > 1)
+    assert max(part.tensor_s for part in parts) == pytest.approx(plan.predicted.tensor_collective_s)
 
 
 def test_slow_links_are_transfers_and_few_microbatches_are_bubbles() -> None:

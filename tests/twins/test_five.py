@@ -10,7 +10,7 @@ CLUSTERS = {
     "a node of 4": sw.Cluster("a100-80gb", devices_per_node=4),
     "two nodes": sw.Cluster("h100", nodes=2, devices_per_node=8),
 }
-SAMPLES = {"a node of 4": 64, "two nodes": 512}
+SAMPLES = {"a node of 4": 64, "two nodes": 256}
 """With room: where memory binds, what each framework keeps decides (docs/plan-file.md)."""
 
 

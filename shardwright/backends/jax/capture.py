@@ -1,13 +1,14 @@
 """A JAX model → `core.graph.Graph`, by tracing it on shapes at two batch sizes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from flax import linen, nnx
 
 from shardwright.backends.capabilities import JAX as CAPABILITIES
+from shardwright.backends.jax.footprint import footprints
 from shardwright.backends.jax.ops import translate
 from shardwright.backends.jax.partitioning import LogicalAxes, linen_axes, nnx_axes
 from shardwright.backends.jax.program import Program, flatten, same_structure
@@ -16,6 +17,9 @@ from shardwright.backends.jax.trace import Recorder, boxed_functions, linen_call
 from shardwright.backends.jax.tree import abstract, aliases_of, dotted, flat_names, parameter_names
 from shardwright.core.errors import CaptureError
 from shardwright.core.graph import Call, Graph, Op, Parameter, Tensor, TensorRole
+
+Traces = tuple[tuple[Any, Program], tuple[Any, Program]]
+"""The closed jaxpr and its flat program, at batch 2 and at batch 3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,8 @@ def capture(
     batch = jax.tree.map(abstract, batch)
     dims = resolve_batch_dims(batch, batch_dims)
     pick = _loss_of if require_loss else _outputs_of
-    return read(source, batch, dims, lambda output: pick(output, source.name))[0]
+    graph, traces = _read(source, batch, dims, lambda output: pick(output, source.name))
+    return replace(graph, footprints=footprints(graph, traces, source.names)) if require_loss else graph
 
 
 def read(source: Source, batch: Any, dims: tuple[int | None, ...], pick: Callable[[Any], Any]) -> tuple[Graph, Program]:
@@ -71,10 +76,16 @@ def read(source: Source, batch: Any, dims: tuple[int | None, ...], pick: Callabl
     batch: shapes, with ``dims`` those that count samples. Raises CaptureError when the traces at batch 2 and batch 3 do
     not hold the same ops.
     """
+    graph, (_, (_, program)) = _read(source, batch, dims, pick)
+    return graph, program
+
+
+def _read(source: Source, batch: Any, dims: tuple[int | None, ...], pick: Callable[[Any], Any]) -> tuple[Graph, Traces]:
+    """The graph, and both traces."""
     inputs = [at_batch(batch, dims, size) for size in (2, 3)]
-    first, second = (trace(source, given, pick)[1] for given in inputs)
-    same_structure(first, second, lambda what: _differs(source.name, what))
-    return _graph(source, first, second, inputs[0], batch_size(batch, dims)), second
+    one, other = (trace(source, given, pick) for given in inputs)
+    same_structure(one[1], other[1], lambda what: _differs(source.name, what))
+    return _graph(source, one[1], other[1], inputs[0], batch_size(batch, dims)), (one, other)
 
 
 def trace(source: Source, inputs: Any, pick: Callable[[Any], Any], results: int | None = None) -> tuple[Any, Program]:

@@ -1,7 +1,7 @@
 """Which stage holds which parameter, or which rows of a stacked one, as the plan says."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from shardwright.core.errors import ClusterError, MissingCapabilityError, PlanError
 from shardwright.core.plan import Plan
+from shardwright.core.structure import UnitBinding
 
 Rows = tuple[int, int]
 """The first row, and the one after the last."""
@@ -50,8 +51,14 @@ class Stack:
 def holdings_of(plan: Plan, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> tuple[Holding, ...]:
     """For every parameter in order its holding, or those of its rows. A tied parameter belongs to the first stage that
     uses it. Raises PlanError for one that no unit uses."""
-    units = plan.binding("jax").units
     stage_of = {unit: stage for stage, held in enumerate(plan.stage_units) for unit in held}
+    return held_by(plan.binding("jax").units, stage_of, names, shapes)
+
+
+def held_by(
+    units: Sequence[UnitBinding], stage_of: Mapping[int, int], names: Sequence[str], shapes: Sequence[tuple[int, ...]]
+) -> tuple[Holding, ...]:
+    """The same for units on stages, whoever put them there."""
     users: dict[str, list[int]] = {}
     for unit, bound in enumerate(units):
         for _, name, _ in bound.parameters:

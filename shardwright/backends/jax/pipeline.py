@@ -313,7 +313,7 @@ class Pipeline:
                 runs[stage].local.setdefault(m, {})[key] = array
             self.counts.transfers += len(values)
         if part.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
-            del own.local[m]
+            own.local.pop(m).clear()  # whoever else knows it lets go of its arrays too
         if observe is not None:
             observe(part, rank, made[-1])
 

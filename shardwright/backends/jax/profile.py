@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,8 @@ MESSAGES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
 """Bytes of the all-reduces measured, on every device."""
 CHAIN = 50
 """Small ops in one compiled function, for the time of one."""
+THREADS_FOR_EACH = 4
+"""Threads for each virtual device: programs of one device that wait at the same time, collectives inside them."""
 _KINDS: dict[str, Kind] = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "tpu": "tpu"}
 _DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
@@ -30,6 +33,7 @@ def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | No
 
     Every figure is the median of its runs after one that compiles.
     """
+    _let_devices_wait()
     devices = jax.local_devices()
     kind: Kind = _KINDS.get(devices[0].platform, "gpu")
     precisions = ("fp32",) if kind == "cpu" else ("fp32", "bf16")
@@ -82,6 +86,19 @@ def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | No
         ranks=len(devices),
         all_reduces=tuple(samples),
     )
+
+
+def _let_devices_wait() -> None:
+    """Give the CPU client threads enough for every virtual device to wait in a collective while others run.
+
+    XLA takes as many threads as the host has cores (or ``NPROC`` says), and a program that waits for its peers holds
+    one: on fewer cores than devices nobody is left to run the peers, and XLA ends the process after its timeout. This
+    has an effect only before JAX's first use of its devices.
+    """
+    forced = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    devices = max(int(forced.group(1)) if forced else 1, getattr(jax.config, "jax_num_cpu_devices", 1))
+    if devices > 1:
+        os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, THREADS_FOR_EACH * devices)))
 
 
 def _chain(values: jax.Array) -> jax.Array:

@@ -52,6 +52,8 @@ class Program:
     constants: list[int] = field(default_factory=list)
     outputs: list[int | None] = field(default_factory=list)
     calls: list[TracedCall] = field(default_factory=list)
+    traced: tuple[TracedCall, ...] = ()
+    """The calls before loops were unrolled."""
     weights: set[int] = field(default_factory=set)
     """The arguments that are the model's own arrays."""
 
@@ -79,7 +81,7 @@ def dtype_name(dtype: Any) -> str:
 def flatten(closed: Any, calls: Sequence[TracedCall], weights: int = 0, results: int | None = None) -> Program:
     """The flat program of a closed jaxpr whose first ``weights`` arguments are the model's arrays, with what its first
     ``results`` results need (None: all). Raises CaptureError for what cannot be read."""
-    program = Program(calls=list(calls))
+    program = Program(calls=list(calls), traced=tuple(calls))
     program.arguments = [program.new(variable.aval) for variable in closed.jaxpr.invars]
     program.weights = set(program.arguments[:weights])
     program.constants = [program.new(variable.aval) for variable in closed.jaxpr.constvars]

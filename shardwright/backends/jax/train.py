@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.capabilities import JAX as CAPABILITIES
 from shardwright.backends.jax.compiled import Compilation
+from shardwright.backends.jax.held import pipeline_bytes, program_bytes
 from shardwright.backends.jax.layout import optimizer_shardings, parameter_shardings, replicated, spread_over
 from shardwright.backends.jax.loss import LossFunction, Microbatches, accumulate
 from shardwright.backends.jax.mesh import bind
@@ -192,6 +193,19 @@ class TrainStep:
             watch = Watch(step.pipeline.micro.cut, self.plan.decision.pp)
             state, loss = step(state, leaves, watch)
             return state, loss, watch.timeline()
+
+    def memory_bytes(self, state: TrainState, batch: Any) -> tuple[int, ...]:
+        """For every device, in the order of the plan's ranks, the bytes that it holds at the peak of a step, by what
+        the compiler says of the step's programs (`memory_analysis`), where ``plan.predicted.peak_memory_bytes`` is
+        known before anything is compiled."""
+        step, leaves = self._step_for(state, batch)
+        if isinstance(step, PipelinedStep):
+            meshes = step.pipeline.meshes
+            devices = list(dict.fromkeys(d for stage in range(len(meshes)) for d in meshes.devices(stage)))
+            return pipeline_bytes(step.pipeline, state, devices)
+        with self._mesh_set_aside():
+            held = program_bytes(step.lower(state, leaves).compile())
+        return (held,) * self.plan.mesh.size
 
     def params(self, state: TrainState) -> Any:
         """The parameters as they were given to `init`: a pytree, or an NNX module. The arrays are the state's own, so

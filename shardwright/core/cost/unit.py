@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from shardwright.core.cost.groups import Group
 from shardwright.core.cost.products import product_s
 from shardwright.core.cost.work import Collective, Product, UnitWork
+from shardwright.core.errors import ClusterError, nearest
 from shardwright.core.hardware.device import Device
 
 FUSED_ATTENTION_EFFICIENCY = 0.75
@@ -114,6 +115,7 @@ def seconds_of(group: Group, ranks: int) -> Callable[[Collective], float]:
     """What a collective takes on a tensor axis of ``ranks`` that lies like ``group``."""
 
     def seconds(collective: Collective) -> float:
+        """Raises ClusterError for a kind that the group has no cost for."""
         match collective.kind:
             case "all_reduce":
                 return group.all_reduce_s(collective.size_bytes)
@@ -121,8 +123,10 @@ def seconds_of(group: Group, ranks: int) -> Callable[[Collective], float]:
                 return group.reduce_scatter_s(collective.size_bytes)
             case "all_gather":
                 return group.all_gather_s(collective.size_bytes)
-            case _:  # all to all: each rank's piece, cut again
+            case "all_to_all":  # each rank's piece, cut again
                 return group.all_gather_s(collective.size_bytes / ranks)
+        known = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+        raise ClusterError(f"collective {collective.kind!r} has no cost: {nearest(collective.kind, known)}")
 
     return seconds
 

@@ -143,16 +143,32 @@ def _costs_at(scorer: Scorer, best: Scored, place: Place) -> tuple[ClassCost, ..
         mode = unit_recompute(decision.recompute, tables.repeated[variants.index(variant)])
         backward = cost.input_grad_s + recomputed_s(cost, mode)
         kept = kept_bytes(cost, mode)
-        found.append(ClassCost(cost.forward_s, backward, cost.weight_grad_s, kept, cost.parameter_elements))
+        passes = (cost.forward_s, backward, cost.weight_grad_s)
+        found.append(ClassCost(*passes, kept, cost.parameter_elements, collective_s=cost.collective_s))
     if decision.kept_units or decision.offloaded_units:
         found += [
-            ClassCost(c.forward_s, c.input_grad_s, c.weight_grad_s, kept_bytes(c, "none"), c.parameter_elements)
+            ClassCost(
+                c.forward_s,
+                c.input_grad_s,
+                c.weight_grad_s,
+                kept_bytes(c, "none"),
+                c.parameter_elements,
+                collective_s=c.collective_s,
+            )
             for c in tables.class_costs(decision.tp, decision.microbatch, place)
         ]
     if decision.offloaded_units:
         rate = place.device.host_link_bandwidth_bytes_per_s * HOST_LINK_EFFICIENCY
         found += [
-            ClassCost(c.forward_s, c.input_grad_s, c.weight_grad_s, 0, c.parameter_elements, c.saved_bytes / rate)
+            ClassCost(
+                c.forward_s,
+                c.input_grad_s,
+                c.weight_grad_s,
+                0,
+                c.parameter_elements,
+                c.saved_bytes / rate,
+                c.collective_s,
+            )
             for c in tables.class_costs(decision.tp, decision.microbatch, place)
         ]
     return tuple(found)

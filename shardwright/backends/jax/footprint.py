@@ -1,0 +1,203 @@
+"""What every unit of a model keeps and holds in this runtime: counted from the program of its derivative.
+
+Each unit is cut out as a stage of its own, as `pipeline` would run it. What its forward hands to its backward is then
+known to the byte (`residuals`), and what the backward holds beside that follows from its equations, with chains of
+elementwise arithmetic fused as XLA fuses them.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+
+from shardwright.backends.jax.cut import cut
+from shardwright.backends.jax.equations import Equation, FlatProgram, Home, flatten
+from shardwright.backends.jax.holding import held_by
+from shardwright.backends.jax.program import Program
+from shardwright.backends.jax.stage_functions import Operands, StageFunction, StageFunctions, stage_functions
+from shardwright.backends.jax.trace import TracedCall
+from shardwright.core.errors import ShardwrightError
+from shardwright.core.fold import fold
+from shardwright.core.graph import Footprint, Graph
+from shardwright.core.structure import UnitBinding, structure_of
+
+FUSED = frozenset(
+    {"abs", "add", "add_any", "and", "argmax", "argmin", "atan2", "broadcast_in_dim", "ceil", "clamp"}
+    | {"convert_element_type", "copy", "cos", "div", "dynamic_slice", "eq", "erf", "exp", "exp2", "expand_dims"}
+    | {"expm1", "floor", "ge", "gather", "gt", "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic"}
+    | {"lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reduce_and", "reduce_max", "reduce_min"}
+    | {"reduce_or", "reduce_sum", "rem", "reshape", "rev", "round", "rsqrt", "select_n", "sign", "sin", "slice"}
+    | {"sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh", "transpose", "xor", "mul_add"}
+)
+"""What XLA makes part of the loop that reads its result."""
+REPEATED = frozenset({"broadcast_in_dim", "iota"})
+"""Of these what is made again by every reader."""
+SAME_MEMORY = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "copy"})
+
+
+def footprints(graph: Graph, traces: Sequence[tuple[Any, Program]], names: Sequence[str]) -> tuple[Footprint, ...]:
+    """For every class of units what one keeps and holds; empty where the program cannot be cut into units.
+
+    traces: the closed jaxpr and the program at batch 2 and at batch 3; ``names`` of the model's arrays, the first
+    arguments.
+    """
+    folded = fold(graph)
+    firsts = [members[0] for members in folded.classes]
+    _, binding = structure_of(folded)
+    found = []
+    try:
+        for closed, program in traces:
+            stages = _Stages(graph, closed, program.traced, names, binding.units)
+            found.append([_bytes(stages.functions(unit)) for unit in firsts])
+    except ShardwrightError:  # what no pipeline could run either: the core counts by kinds of op
+        return ()
+    return tuple(
+        Footprint(
+            kept=(3 * kept - 2 * kept_3, kept_3 - kept), passing=(3 * passing - 2 * passing_3, passing_3 - passing)
+        )
+        for (kept, passing), (kept_3, passing_3) in zip(*found, strict=True)
+    )
+
+
+class _Stages:
+    """A traced model with every unit as a stage."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        closed: Any,
+        calls: Sequence[TracedCall],
+        names: Sequence[str],
+        units: Sequence[UnitBinding],
+    ) -> None:
+        users: dict[str, list[int]] = {}
+        for unit, bound in enumerate(units):
+            for _, name, _ in bound.parameters:
+                users.setdefault(name, []).append(unit)
+        trained = {p.name for p in graph.parameters if p.trainable} & users.keys()
+        stage_of = [users[name][0] if name in trained and len(users[name]) == 1 else None for name in names]
+        own = list(calls)
+        flat = flatten(closed, own, _homes(units, own), stage_of)
+        weights = [(name, value) for name, value in zip(names, flat.arguments, strict=False) if name in trained]
+        shapes = [flat.avals[value].shape for _, value in weights]
+        holdings = held_by(units, dict(enumerate(range(len(units)))), [name for name, _ in weights], shapes)
+        self.cut = cut(
+            flat,
+            len(units),
+            [value for _, value in weights],
+            [name for name, _ in weights],
+            {name: tuple(dict.fromkeys(using)) for name, using in users.items()},
+            holdings,
+            {},
+        )
+
+    def functions(self, unit: int) -> StageFunctions:
+        return stage_functions(self.cut, unit, Operands({}, {}, -1, {}))
+
+
+def _homes(units: Sequence[UnitBinding], calls: list[TracedCall]) -> Home:
+    """The unit of a module call, or of the nearest call around it."""
+    unit_of = {(c.path, c.occurrence): unit for unit, bound in enumerate(units) for c in bound.calls}
+
+    def home(number: int) -> tuple[int, int | None] | None:
+        while (calls[number].path, calls[number].occurrence) not in unit_of:
+            if number == 0 or calls[number].parent == number:
+                return None
+            number = calls[number].parent
+        return unit_of[calls[number].path, calls[number].occurrence], None
+
+    return home
+
+
+def _bytes(functions: StageFunctions) -> tuple[int, int]:
+    """(kept from forward to backward, what enters it and is read again included; held by the backward beside that)."""
+    backward = functions.backward
+    kept = (aval for key, aval in zip(backward.reads, backward.avals, strict=True) if key[0] in ("kept", "arrival"))
+    return sum(map(_size, kept)), held_bytes(backward)
+
+
+def _size(aval: Any) -> int:
+    return int(aval.size) * int(getattr(aval.dtype, "itemsize", 8))
+
+
+def held_bytes(function: StageFunction) -> int:
+    """The most bytes alive at once while a compiled function runs; left out are its operands, what takes their memory,
+    and gradients of parameters that wait to be added to their sums."""
+    program = flatten(jax.make_jaxpr(function.function)(*function.avals))
+    added = (atom for key, atom in zip(function.makes, program.outputs, strict=True) if key[0] in ("gradient", "sum"))
+    sums = {atom for atom in added if isinstance(atom, int)}
+    found = {value for e in program.equations if not sums.isdisjoint(e.outputs) for value in e.values}
+    return _Liveness(program, sums | found).peak_bytes()
+
+
+class _Liveness:
+    """Follows every value of a program that is in memory from what makes it to the last that reads it."""
+
+    def __init__(self, program: FlatProgram, in_place: Collection[int]) -> None:
+        self.program, self.in_place = program, in_place
+        self.maker = {value: equation for equation in program.equations for value in equation.outputs}
+        self.readers: dict[int, list[Equation]] = {}
+        for equation in program.equations:
+            for value in equation.values:
+                self.readers.setdefault(value, []).append(equation)
+        self.results = {atom for atom in program.outputs if isinstance(atom, int)}
+
+    def peak_bytes(self) -> int:
+        made = {value: index for index, e in enumerate(self.program.equations) for value in e.outputs}
+        stored = {value for value in made if self._is_stored(value)}
+        last: dict[int, int] = {}
+        sources: dict[int, set[int]] = {}
+        for index, equation in enumerate(self.program.equations):
+            read: set[int] = set()
+            for value in equation.values:
+                read |= {value} if value in stored else sources.get(value, set())
+            for value in equation.outputs:
+                sources[value] = read
+            if any(value in stored for value in equation.outputs):
+                last.update(dict.fromkeys(read, index))
+        end = len(self.program.equations)
+        last.update(dict.fromkeys(self.results & stored, end))
+        alive = peak = 0
+        dying: dict[int, list[int]] = {}
+        for value in stored:
+            dying.setdefault(last.get(value, made[value]), []).append(value)
+        for index, equation in enumerate(self.program.equations):
+            alive += sum(self.program.size_bytes(value) for value in equation.outputs if value in stored)
+            peak = max(peak, alive + self._copied_bytes(equation))
+            alive -= sum(map(self.program.size_bytes, dying.get(index, ())))
+        return peak
+
+    def _copied_bytes(self, equation: Equation) -> int:
+        """Operands that are laid out anew for one product: of a convolution, and of products of many small matrices."""
+        name = equation.primitive.name
+        if name == "dot_general":
+            (_, _), (batched, _) = equation.params["dimension_numbers"]
+            if not batched:
+                return 0
+        elif name != "conv_general_dilated":
+            return 0
+        return sum(self.program.size_bytes(value) for value in equation.values)
+
+    def _is_stored(self, value: int) -> bool:
+        maker = self.maker[value]
+        name = maker.primitive.name
+        if name in SAME_MEMORY or value in self.in_place:
+            return False
+        if not (name in FUSED or self._is_outer(maker)) or value in self.results:
+            return True
+        readers = self.readers.get(value, [])
+        if any(self._needs_memory(reader) for reader in readers):
+            return name not in REPEATED
+        return len(readers) > 1 and name not in REPEATED
+
+    def _is_outer(self, equation: Equation) -> bool:
+        """Whether it is a product that sums over one entry: XLA multiplies instead."""
+        if equation.primitive.name != "dot_general" or not isinstance(equation.inputs[0], int):
+            return False
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        return all(self.program.avals[equation.inputs[0]].shape[dim] == 1 for dim in contracted)
+
+    def _needs_memory(self, reader: Equation) -> bool:
+        if reader.primitive.name in SAME_MEMORY:
+            return any(self._needs_memory(after) for v in reader.outputs for after in self.readers.get(v, ()))
+        return reader.primitive.name not in FUSED
