@@ -106,5 +106,7 @@ class _Account:
 
 
 def _on_each(aval: Any, at: Any) -> int:
-    entries: int = math.prod(at.shard_shape(tuple(aval.shape)))
+    """Bytes of an array on each device of a sharding, or on the one device that it lies on."""
+    shape = tuple(aval.shape)
+    entries: int = math.prod(shape if isinstance(at, jax.Device) else at.shard_shape(shape))
     return entries * int(getattr(aval.dtype, "itemsize", 8))
