@@ -2,7 +2,8 @@
 
     python benchmarks/predictions.py [--count 1000]
 
-Each is a whole plan with its degrees pinned: cut, memory and the simulated pipeline of GPT-3 175B on 1,024 A100, for
+Each is a whole plan with its degrees and schedule pinned: cut, memory and the simulated pipeline of GPT-3 175B on
+1,024 A100, for
 different degrees, microbatches, batches and recompute.
 """
 
@@ -31,7 +32,10 @@ def main() -> int:
         dp = cluster.world_size // (pp * tp)
         if done == count or batch % (dp * microbatch):
             continue
-        sw.plan(graph, cluster, batch=batch, pp=pp, tp=tp, dp=dp, microbatch=microbatch, recompute="full", shard=1)
+        sw.plan(
+            graph, cluster, batch=batch, pp=pp, tp=tp, dp=dp, microbatch=microbatch, recompute="full", shard=1,
+            schedule="1f1b", virtual_stages=1,
+        )  # fmt: skip
         done += 1
     taken_s, cpu_s = time.perf_counter() - started, time.process_time() - worked
     print(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from shardwright.backends import protocol
 from shardwright.backends.capabilities import runtimes_of
 from shardwright.core.cluster import Cluster
-from shardwright.core.cost.unpriced import unpriced_text
+from shardwright.core.cost_tables import unpriced_of
 from shardwright.core.errors import CaptureError, PlanError
 from shardwright.core.graph import Graph
 from shardwright.core.pins import Asked, pins_of
@@ -153,7 +153,7 @@ def plan(
         offload=offload,
         runtimes=runtimes_of(graph.capabilities, frameworks),
     )
-    if (unpriced := unpriced_text(graph)) is not None:
+    if (unpriced := unpriced_of(graph)) is not None:
         warnings.warn(f"{graph.model_name}: {unpriced}", stacklevel=2)
     return make_plan(graph, cluster, request, progress)
 

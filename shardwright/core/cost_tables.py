@@ -11,6 +11,7 @@ from shardwright.core.cost.calibrated import calibrated
 from shardwright.core.cost.collectives import send_s
 from shardwright.core.cost.groups import Group
 from shardwright.core.cost.unit import UnitCost, seconds_of, unit_cost
+from shardwright.core.cost.unpriced import unpriced_text
 from shardwright.core.cost.work import PRECISION_BYTES, UnitWork, WorkCounter
 from shardwright.core.fold import Folded, Unit, crossing_bytes, fold
 from shardwright.core.graph import Graph
@@ -118,6 +119,12 @@ def _read(graph: Graph) -> _Reading:
 
 HOST_LINK_EFFICIENCY = 0.75
 """Of the bandwidth to the host's memory, that copies reach. Prior: as of the links over PCI Express."""
+
+
+def unpriced_of(graph: Graph) -> str | None:
+    """What `unpriced_text` says of a graph, found once."""
+    return _read(graph).remembered("unpriced", lambda: unpriced_text(graph))
+
 
 LARGE_BYTES = 2**32
 """Of a reduction whose latency no longer counts."""
