@@ -58,7 +58,9 @@ CASES = {
 
 
 def tokens(case: Case) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, VOCABULARY, (STEPS, case.batch, LENGTH)).astype(np.int32)
+    """The same batch at every step: random tokens cannot be learnt from others."""
+    batch = np.random.default_rng(0).integers(0, VOCABULARY, (case.batch, LENGTH)).astype(np.int32)
+    return np.stack([batch] * STEPS)
 
 
 # PyTorch ----------------------------------------------------------------------------------------------------------

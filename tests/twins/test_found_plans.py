@@ -26,7 +26,7 @@ def test_a_found_plan_trains_in_both(name: str) -> None:
     plan = found_plans.torch_plan(found_plans.CASES[name])
     of_torch, of_jax = found_plans.run_torch(name, plan), found_plans.run_jax(name)
     assert of_jax["losses"] == pytest.approx(of_torch["losses"], rel=1e-5)
-    assert of_torch["losses"][0] - of_torch["losses"][-1] > 0.001, "nothing was learnt, so nothing was compared"
+    assert of_torch["losses"][0] - of_torch["losses"][-1] > 0.2, "nothing was learnt, so nothing was compared"
     for measured, predicted in zip(of_torch["peaks"], plan.predicted.peak_memory_bytes, strict=True):
         # Below: the samples themselves. Above: what a split backward keeps for its second half is less than the unit.
         assert measured <= 1.003 * predicted
