@@ -31,6 +31,7 @@ def test_a_found_plan_trains_in_both(name: str) -> None:
     assert of_jax["losses"] == pytest.approx(of_torch["losses"], rel=1e-5)
     assert of_torch["losses"][0] - of_torch["losses"][-1] > 0.2, "nothing was learnt, so nothing was compared"
     for measured, predicted in zip(of_torch["peaks"], plan.predicted.peak_memory_bytes, strict=True):
-        # Below: the samples themselves; of one case 3%, for a reason not yet found. Above: what a split backward keeps for its second half is less than the unit.
+        # Below: the samples themselves; of one case 3%, for a reason not yet found.
+        # Above: what a split backward keeps for its second half is less than the unit.
         assert measured <= UNDER.get(name, 1.003) * predicted
         assert predicted <= 1.06 * measured
