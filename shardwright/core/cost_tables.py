@@ -56,7 +56,6 @@ class _Reading:
         self.shared = self.counter.shared(self.folded.units)
         self.passing_by = self.counter.passing_by(self.folded.units)
         self.frame = Frame(self.folded, self.counter)
-        self._width = max((graph.tensors[p.tensor].item_bytes for p in graph.parameters), default=4)
         self._work: dict[object, UnitWork] = {}
         self._found: dict[object, Any] = {}
 
@@ -85,7 +84,7 @@ class _Reading:
             return counted
         footprint = self.graph.footprints[unit.fold_class]
         whole = counted if layouts is None else self.counter.count(unit, batch, precision)
-        width = PRECISION_BYTES[precision] / self._width
+        width = 1 - footprint.wide_share * (1 - PRECISION_BYTES[precision] / PRECISION_BYTES["fp32"])
 
         def held(line: tuple[int, int], ours: int, all_of_it: int) -> int:
             return round(max(0, line[0] + line[1] * batch) * width * (ours / all_of_it if all_of_it else 1.0))

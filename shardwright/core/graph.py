@@ -180,6 +180,8 @@ class Footprint:
     """From forward to backward, what enters the unit and is read again included."""
     passing: tuple[int, int]
     """The most that the backward holds beside that."""
+    wide_share: float
+    """Of what is kept, the share that is in fp32: what another precision makes smaller."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

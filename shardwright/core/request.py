@@ -106,9 +106,13 @@ class Request:
         if given is not None and not isinstance(given, str) and (type(given) is not int or given < 1):
             raise PlanError(f"devices={given!r}: expected a whole number of at least 1, 'all' or 'auto'")
         degrees = [degree for degree in (self.pp, self.tp, self.dp) if degree is not None]
-        if isinstance(given, int) and given % math.prod(degrees):
+        made = math.prod(degrees)
+        if isinstance(given, int) and (given != made if len(degrees) == 3 else given % made):
             said = " · ".join(f"{name} {v}" for name in ("pp", "tp", "dp") if (v := getattr(self, name)) is not None)
-            raise PlanError(f"devices={given} and {said}: the degrees must divide the devices; change one of them")
+            raise PlanError(
+                f"devices={given} and {said}: the degrees must divide the devices, all three make {made}; change "
+                f"one of them"
+            )
 
     def _require_pins_that_go_together(self) -> None:
         """Raise PlanError for two pins of which each rules the other out; names both."""

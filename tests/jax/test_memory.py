@@ -113,3 +113,29 @@ def test_units_keep_what_the_runtime_hands_from_forward_to_backward() -> None:
         kept = sum(aval.size * aval.dtype.itemsize for key, aval in read if key[0] in ("kept", "arrival"))
         fixed, each = graph().footprints[classes[unit]].kept
         assert kept == pytest.approx(fixed + each * MICROBATCH, rel=1e-3)  # single numbers: counts, weights of the loss
+
+
+def test_what_a_model_computes_in_16_bits_is_counted_as_it_is() -> None:
+    """Parameters in fp32, activations in bf16: a plan in bf16 makes nothing of them smaller."""
+
+    def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        for name in ("first", "second", "third"):
+            with jax.named_scope(name):
+                x = jax.nn.gelu(x @ params[name].astype(jnp.bfloat16))
+        return x.astype(jnp.float32).mean()
+
+    params = {name: jnp.zeros((64, 64)) for name in ("first", "second", "third")}
+    captured = {
+        kind: sw.capture(loss, (params, jnp.zeros((8, 64), kind))).footprints for kind in (jnp.bfloat16, jnp.float32)
+    }
+    assert all(each.wide_share < 0.2 for each in captured[jnp.bfloat16])
+    assert max(each.wide_share for each in graph().footprints) > 0.8
+
+
+def test_the_memory_of_stages_in_one_program_is_refused_by_name() -> None:
+    plan, _, _, batch = training(pp=2, schedule="gpipe")
+    train = sw.train_step(
+        gpt2_flax.next_token_loss, optax.adamw(1e-3), plan, devices=jax.devices()[:2], one_program=True
+    )
+    with pytest.raises(sw.ShardwrightError, match="one SPMD program"):
+        train.memory_bytes(train.init(create()), batch)

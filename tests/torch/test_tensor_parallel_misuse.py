@@ -39,6 +39,10 @@ def test_a_model_with_gradients_of_its_own_runs_whole_and_right(said: dict[str, 
     assert json.loads(said["own gradient"]) == {f"layers.{i}": reason for i in range(3)}
 
 
+def test_a_model_from_the_meta_device_runs_by_messages_on_whole_weights(said: dict[str, str]) -> None:
+    assert said["by messages from meta"] == ""
+
+
 def test_units_beside_one_that_runs_whole_are_on_pieces(said: dict[str, str]) -> None:
     split = [f"layers.{i}.{name}" for i in (0, 2) for name in ("down.weight", "up.bias", "up.weight")]
     assert said["mixed"] == f"{split} ['layers.1']"

@@ -1,6 +1,7 @@
 """Weights of a model on the meta device, cut as soon as they have data."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -36,19 +37,38 @@ def from_outside(module: nn.Module) -> None:
         module.inner.down.weight.data.normal_(0.0, 0.1)
 
 
-def made(init: Callable[[nn.Module], None], keep: Callable[[str, torch.Tensor], torch.Tensor] | None) -> Holding:
+@dataclass
+class Alone:
+    """A rank of a tensor axis whose peers do as it does."""
+
+    keep: Callable[[str, torch.Tensor], torch.Tensor]
+    peers_wrote: bool = False
+
+    def anywhere(self, here: bool) -> bool:
+        return here or self.peers_wrote
+
+
+def reads_whole(module: nn.Module) -> None:
+    """Writes to the last row of a tensor further inside, which a piece lacks."""
+    plain(module)
+    if isinstance(module, Outer):
+        module.inner.up.weight[7].zero_()
+
+
+def made(init: Callable[[nn.Module], None], cutter: Alone | None) -> Holding:
     with torch.device("meta"):
         model = Outer()
     holding = Holding(model, 0)
     wanting = holding.split(Placement(dict.fromkeys(holding.parameter_names, (0,)), {}))
-    materialize(holding, wanting, init, torch.device("cpu"), 3, keep)
+    materialize(holding, wanting, init, torch.device("cpu"), 3, cutter)
     return holding
 
 
-@pytest.mark.parametrize("init", [plain, from_outside])
-def test_pieces_are_those_of_the_whole_weights(init: Callable[[nn.Module], None]) -> None:
+@pytest.mark.parametrize("peers_wrote", [False, True])
+@pytest.mark.parametrize("init", [plain, from_outside, reads_whole])
+def test_pieces_are_those_of_the_whole_weights(init: Callable[[nn.Module], None], peers_wrote: bool) -> None:
     whole = made(init, None)
-    cut = made(init, lambda name, tensor: tensor.chunk(2)[1].clone())
+    cut = made(init, Alone(lambda name, tensor: tensor.chunk(2)[1].clone(), peers_wrote))
     for name in sorted(whole.parameter_names):
         torch.testing.assert_close(cut.tensor(name), whole.tensor(name).chunk(2)[1], rtol=0, atol=0)
 
@@ -65,6 +85,6 @@ def test_no_two_modules_are_whole_at_a_time() -> None:
         holder.append(Outer())
     holding = Holding(holder[0], 0)
     wanting = holding.split(Placement(dict.fromkeys(holding.parameter_names, (0,)), {}))
-    materialize(holding, wanting, plain, torch.device("cpu"), 3, keep)
+    materialize(holding, wanting, plain, torch.device("cpu"), 3, Alone(keep))
     sizes = {"up": 6 * 8 + 8, "down": 8 * 6 + 6, "scale": 6}
     assert max(held) <= sum(sizes.values()) / 2 + max(sizes.values()) / 2

@@ -53,9 +53,11 @@ def footprints(graph: Graph, traces: Sequence[tuple[Any, Program]], names: Seque
         return ()
     return tuple(
         Footprint(
-            kept=(3 * kept - 2 * kept_3, kept_3 - kept), passing=(3 * passing - 2 * passing_3, passing_3 - passing)
+            kept=(3 * kept - 2 * kept_3, kept_3 - kept),
+            passing=(3 * passing - 2 * passing_3, passing_3 - passing),
+            wide_share=wide / kept_3 if kept_3 else 1.0,
         )
-        for (kept, passing), (kept_3, passing_3) in zip(*found, strict=True)
+        for (kept, passing, _), (kept_3, passing_3, wide) in zip(*found, strict=True)
     )
 
 
@@ -109,11 +111,13 @@ def _homes(units: Sequence[UnitBinding], calls: list[TracedCall]) -> Home:
     return home
 
 
-def _bytes(functions: StageFunctions) -> tuple[int, int]:
-    """(kept from forward to backward, what enters it and is read again included; held by the backward beside that)."""
+def _bytes(functions: StageFunctions) -> tuple[int, int, int]:
+    """(kept from forward to backward, what enters it and is read again included; held by the backward beside that; of
+    what is kept, bytes in fp32)."""
     backward = functions.backward
-    kept = (aval for key, aval in zip(backward.reads, backward.avals, strict=True) if key[0] in ("kept", "arrival"))
-    return sum(map(_size, kept)), held_bytes(backward)
+    kept = [aval for key, aval in zip(backward.reads, backward.avals, strict=True) if key[0] in ("kept", "arrival")]
+    wide = [aval for aval in kept if aval.dtype == jax.numpy.float32]
+    return sum(map(_size, kept)), held_bytes(backward), sum(map(_size, wide))
 
 
 def _size(aval: Any) -> int:

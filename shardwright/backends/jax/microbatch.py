@@ -170,9 +170,11 @@ def _batch_specs(flat: FlatProgram, wider: FlatProgram, replicas: int) -> dict[i
 
 
 def _constraints(flat: FlatProgram) -> dict[int, PartitionSpec]:
-    """How the values lie that a constraint of the program's own speaks of."""
+    """How the values lie that a constraint of the program's own speaks of; whole where it leaves a dim open."""
     return {
-        equation.outputs[0]: equation.params["sharding"].spec
+        equation.outputs[0]: PartitionSpec(
+            *(None if axes is PartitionSpec.UNCONSTRAINED else axes for axes in equation.params["sharding"].spec)
+        )
         for equation in flat.equations
         if equation.primitive.name == "sharding_constraint"
     }

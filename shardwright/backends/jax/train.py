@@ -195,15 +195,20 @@ class TrainStep:
             return state, loss, watch.timeline()
 
     def memory_bytes(self, state: TrainState, batch: Any) -> tuple[int, ...]:
-        """For every device, in the order of the plan's ranks, the bytes that it holds at the peak of a step, by what
-        the compiler says of the step's programs (`memory_analysis`), where ``plan.predicted.peak_memory_bytes`` is
-        known before anything is compiled."""
-        step, leaves = self._step_for(state, batch)
-        if isinstance(step, PipelinedStep):
-            meshes = step.pipeline.meshes
-            devices = list(dict.fromkeys(d for stage in range(len(meshes)) for d in meshes.devices(stage)))
-            return pipeline_bytes(step.pipeline, state, devices)
+        """For every device, those of the first pipeline rank first, the bytes that it holds at the peak of a step, by
+        what the compiler says of the step's programs (`memory_analysis`), where ``plan.predicted.peak_memory_bytes`` is
+        known before anything is compiled. Raises MissingCapabilityError for stages that run as one program."""
+        if isinstance(self._pipelined, SpmdTraining):
+            raise MissingCapabilityError(
+                "the stages of this plan run as one SPMD program, whose memory this version does not read: take "
+                "plan.predicted, or leave out one_program in one process"
+            )
         with self._mesh_set_aside():
+            step, leaves = self._step_for(state, batch)
+            if isinstance(step, PipelinedStep):
+                meshes = step.pipeline.meshes
+                devices = list(dict.fromkeys(d for stage in range(len(meshes)) for d in meshes.devices(stage)))
+                return pipeline_bytes(step.pipeline, state, devices)
             held = program_bytes(step.lower(state, leaves).compile())
         return (held,) * self.plan.mesh.size
 

@@ -139,7 +139,7 @@ class Replay:
             depart(edge, [tensor.detach() for tensor in tensors])
             for value, tensor in zip(edge.values, tensors, strict=True):
                 if value in edge.gradients and tensor.requires_grad:
-                    kept.sent[edge.index, value] = get_gradient_edge(tensor)
+                    kept.sent[edge.index, value] = _gradient_edge(tensor)
         for index in part.losses:
             loss = program.losses[index]
             weight = self._weight(loss.weight, env)
@@ -188,7 +188,7 @@ class Replay:
         kept.received.clear()
 
     def _scale(self, scale: torch.Tensor | float, loss: torch.Tensor) -> torch.Tensor:
-        """The gradient of a loss; numbers are the same in every step."""
+        """The gradient of a loss, in memory of its own: it may become the gradient of a parameter, which is changed."""
         if isinstance(scale, torch.Tensor):
             return scale.to(loss.device, loss.dtype).reshape(loss.shape)
         key = (scale, loss.dtype)
@@ -196,7 +196,7 @@ class Replay:
             if len(self._scales) > 64:  # of weights that are numbers of the user's own
                 self._scales.clear()
             self._scales[key] = torch.tensor(scale, dtype=loss.dtype, device=loss.device)
-        return self._scales[key].reshape(loss.shape)
+        return self._scales[key].reshape(loss.shape).clone()
 
     def resolve(self, leaf: Leaf, env: _Env) -> Any:
         """What stands for a leaf now."""
@@ -318,3 +318,11 @@ def _are_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
             return False
         expected *= size
     return True
+
+
+def _gradient_edge(tensor: torch.Tensor) -> GradientEdge:
+    """Where a tensor's gradient goes in, which keeps the graph and not the tensor. An edge to a function written in
+    Python does not keep what lies behind it in every version of torch; one to a view of what that made does."""
+    if isinstance(tensor.grad_fn, torch._C._FunctionBase):
+        tensor = tensor.view_as(tensor)
+    return get_gradient_edge(tensor)

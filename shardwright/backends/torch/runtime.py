@@ -141,8 +141,8 @@ class Runtime:
 
     def _hold(self, placement: Placement) -> None:
         wanting = self.holding.split(placement)
-        keep = self.tensor.shards.keep if self.tensor is not None else None
-        materialize(self.holding, wanting, self.weights, self.bound.device, self.seed, keep)
+        cutter = self.tensor.shards if self.tensor is not None else None
+        materialize(self.holding, wanting, self.weights, self.bound.device, self.seed, cutter)
         self.weights = None
         self.holding.to(self.bound.device)
         self._changed()
@@ -292,6 +292,8 @@ class Runtime:
         """Run steps by messages from now on; every rank calls this at the same time. See `messages.engine.Messages`."""
         if self.holding.placement is None:
             self._hold(owners.placement(self.model))
+        if self.tensor is not None:
+            self.tensor.shards.restore()
         if self.bound.size("dp") > 1 and self.statistics is None:
             self.statistics = RunningStatistics(self.model, self.bound, self.watch)
         self.messages = Messages(

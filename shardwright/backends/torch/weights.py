@@ -63,8 +63,14 @@ def _open(weights: str | Path | Mapping[str, torch.Tensor]) -> _Source:
     return _FromMapping(loaded)
 
 
-Keep = Callable[[str, torch.Tensor], torch.Tensor]
-"""A tensor's name and all of it → what this rank keeps of it."""
+class Cutter(Protocol):
+    """Cuts weights for the tensor axis. All ranks of the axis call it, in the same order."""
+
+    def keep(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """A tensor's name and all of it → what this rank keeps of it."""
+
+    def anywhere(self, here: bool) -> bool:
+        """Whether something is so on any rank."""
 
 
 def materialize(
@@ -73,7 +79,7 @@ def materialize(
     weights: Weights | None,
     device: torch.device,
     seed: int,
-    keep: Keep | None = None,
+    cutter: Cutter | None = None,
 ) -> None:
     """Give data to what this rank holds on the meta device.
 
@@ -82,7 +88,7 @@ def materialize(
         weights: a ``.safetensors`` file, a file of ``torch.save(state_dict)``, a state dict, or a function that is
             called with every module that owns such tensors, children first, as by ``nn.Module.apply``; random numbers
             that it draws depend on the seed and the module's name, not on the split.
-        keep: cuts each tensor as soon as it has its data, so that no more than one is there whole.
+        cutter: cuts each tensor as soon as it has its data, so that no more than one is there whole.
 
     Raises:
         ShardwrightError: no weights were given, or they lack a name (the nearest is named), or a shape differs.
@@ -95,12 +101,12 @@ def materialize(
             f"sw.DistributedModel(model, weights=...) a file, a state dict or an init function"
         )
     if callable(weights) and not isinstance(weights, Mapping):
-        if keep is not None and _initialize(holding, wanting, weights, device, seed, keep):
+        if cutter is not None and _initialize(holding, wanting, weights, device, seed, cutter):
             return
         _initialize(holding, wanting, weights, device, seed, None)
-        if keep is not None:
+        if cutter is not None:
             for name in wanting:
-                holding.put(name, keep(name, holding.tensor(name).detach()))
+                holding.put(name, cutter.keep(name, holding.tensor(name).detach()))
         return
     source = _open(weights)
     known = set(source.names())
@@ -121,7 +127,7 @@ def materialize(
             )
         # A copy: the tensor may be a view of a mapped file or belong to the caller.
         copied = tensor.detach().to(device=device, dtype=expected.dtype, copy=True)
-        holding.put(name, copied if keep is None else keep(name, copied))
+        holding.put(name, copied if cutter is None else cutter.keep(name, copied))
     _rebuild_buffers(holding, left, device)
 
 
@@ -131,49 +137,59 @@ def _initialize(
     init: Callable[[nn.Module], Any],
     device: torch.device,
     seed: int,
-    keep: Keep | None,
+    cutter: Cutter | None,
 ) -> bool:
-    """Make the data by an init function, one module after the other. False when ``keep`` had cut a tensor that the call
-    of a module further out then wrote to: it must be whole for that."""
+    """Make the data by an init function, one module after the other. False when a tensor was cut that the call of a
+    module further out then wrote to, on any rank, or could not: it must be whole for that."""
     own: dict[str, list[str]] = {}
     for name in wanting:
         own.setdefault(name.rpartition(".")[0], []).append(name)
     shapes = {name: torch.empty_like(holding.tensor(name), device="meta") for name in wanting}
-    if keep is None:
+    if cutter is None:
         for name in wanting:
             holding.put(name, torch.empty_like(shapes[name], device=device))
-    cut: dict[str, tuple[float, float]] = {}
+    cut: dict[str, str] = {}
     state = torch.get_rng_state()
     try:
         for path in _children_first(holding.model):
             if path not in own:
                 continue
-            if keep is not None:
+            if cutter is not None:
                 for name in own[path]:
                     holding.put(name, torch.empty_like(shapes[name], device=device))
             text = hashlib.blake2b(f"{seed}/init/{path}".encode(), digest_size=8).digest()
             torch.manual_seed(int.from_bytes(text, "big") >> 1)
-            with torch.no_grad():
-                init(holding.modules[path])
-            if keep is None:
-                continue
             inside = [name for name in cut if not path or name.startswith(f"{path}.")]
-            if any(_mark(holding.tensor(name)) != cut[name] for name in inside):
+            failed = False
+            try:
+                with torch.no_grad():
+                    init(holding.modules[path])
+            except (RuntimeError, IndexError):
+                if not inside:
+                    raise
+                failed = True
+            if cutter is None:
+                continue
+            written = failed or any(_mark(holding.tensor(name)) != cut[name] for name in inside)
+            if inside and cutter.anywhere(written):
                 for name in wanting:
                     holding.put(name, shapes[name])
                 return False
             for name in own[path]:
-                holding.put(name, keep(name, holding.tensor(name).detach()))
+                holding.put(name, cutter.keep(name, holding.tensor(name).detach()))
                 cut[name] = _mark(holding.tensor(name))
     finally:
         torch.set_rng_state(state)
     return True
 
 
-def _mark(tensor: torch.Tensor) -> tuple[float, float]:
+def _mark(tensor: torch.Tensor) -> str:
     """Tells whether somebody wrote to a tensor; its version does not count what goes by ``.data``."""
-    entries = tensor.detach().double()
-    return float(entries.sum()), float(entries.square().sum())
+    entries = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    if not entries.dtype.is_floating_point:
+        return str(int(entries.sum()))
+    norm = torch.linalg.vector_norm(entries, dtype=torch.float64)
+    return f"{float(entries.sum(dtype=torch.float64))} {float(norm)}"  # as text, in which nan is equal to nan
 
 
 def _rebuild_buffers(holding: Holding, names: Sequence[str], device: torch.device) -> None:

@@ -12,7 +12,8 @@ class StageCosts:
     """Costs of one microbatch.
 
     Args:
-        forward_s, input_grad_s, weight_grad_s: seconds, one per stage. A full backward takes the last two together.
+        forward_s, input_grad_s, weight_grad_s: seconds, one per stage. A full backward takes the last two together,
+            unless ``whole_backward_s`` says otherwise.
         transfer_s: seconds to move an activation, or its gradient, over each boundary; boundary i lies between stages
             i and i + 1, so there is one fewer than stages. A boundary inside one rank costs nothing.
         activation_bytes: bytes held on the stage from the start of a microbatch's forward until the end of its

@@ -5,7 +5,7 @@ devices behind it bring. The search compares the best plans of the parts; ranks 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -32,29 +32,39 @@ def parts(cluster: Cluster, request: Request) -> list[Part]:
 
     Raises PlanError for a number of devices that no part has, with the nearest that one has.
     """
-    if request.devices == "all" or (request.devices is None and len(cluster.groups) == 1):
+    alike = len({replace(group, nodes=1, region="") for group in cluster.groups}) == 1
+    if request.devices == "all" or (request.devices is None and alike):
         return [Part(cluster, "")]
+    if isinstance(request.devices, int):
+        return _of_so_many(cluster, request.devices)
     given = [d for d in (request.pp, request.tp, request.dp) if d is not None]
-    asked = request.devices if isinstance(request.devices, int) else None
-    found = [part for part in _all(cluster, every=asked is not None) if _admits(part.cluster.world_size, given)]
-    if asked is not None:
-        of_so_many = [part for part in found if part.cluster.world_size == asked]
-        if not of_so_many:
-            near = min((part.cluster.world_size for part in found), key=lambda size: abs(size - asked))
-            raise PlanError(f"devices={asked}: no nodes of {cluster} have so many together; the nearest is {near}")
-        return of_so_many
+    found = [part for part in _parts(cluster, _counts(cluster.groups)) if _admits(part.cluster.world_size, given)]
     # Where nothing goes with the pinned degrees, the whole cluster says what would.
     return found or [Part(cluster, "")]
+
+
+def _of_so_many(cluster: Cluster, asked: int) -> list[Part]:
+    """Every part with the number of devices asked for. Raises PlanError where there is none, with the nearest."""
+    held = [group.devices_per_node for group in cluster.groups]
+    sizes: dict[int, list[tuple[int, ...]]] = {}
+    for counts in product(*(range(group.nodes, -1, -1) for group in cluster.groups)):
+        sizes.setdefault(sum(n * each for n, each in zip(counts, held, strict=True)), []).append(counts)
+    single = [tuple(int(i == k) for i in range(len(held))) for k, each in enumerate(held) if asked < each]
+    if asked not in sizes and not single:
+        near = min((size for size in sizes if size), key=lambda size: abs(size - asked))
+        raise PlanError(f"devices={asked}: no nodes of {cluster} have so many together; the nearest is {near}")
+    found = _parts(cluster, [*sizes.get(asked, ()), *single], devices=asked)
+    return [part for part in found if part.cluster.world_size == asked]
 
 
 def _admits(world: int, given: Sequence[int]) -> bool:
     return world % math.prod(given) == 0 if len(given) < 3 else world == math.prod(given)
 
 
-def _all(cluster: Cluster, *, every: bool) -> list[Part]:
-    """Of ``every`` number of nodes, or of powers of two."""
+def _parts(cluster: Cluster, counts_of: Iterable[tuple[int, ...]], devices: int | None = None) -> list[Part]:
+    """The parts of so many nodes of every kind; of one node also ``devices`` of its devices, or powers of two."""
     found: dict[Cluster, Part] = {}
-    for counts in _counts(cluster.groups, every=every):
+    for counts in counts_of:
         used = [replace(group, nodes=n) for group, n in zip(cluster.groups, counts, strict=True) if n]
         if not used:
             continue
@@ -63,7 +73,8 @@ def _all(cluster: Cluster, *, every: bool) -> list[Part]:
         said = " + ".join(f"{n} × {group.devices_per_node} {group.device.name}" for n, group in left)
         found.setdefault(made, Part(made, said))
         if made.nodes == 1:
-            for part in _of_a_node(made, used[0], said, every=every):
+            fewer = _fewer(used[0].devices_per_node)
+            for part in _of_a_node(made, used[0], said, fewer if devices is None else (devices,)):
                 found.setdefault(part.cluster, part)
     return sorted(found.values(), key=_order)
 
@@ -73,18 +84,20 @@ def _order(part: Part) -> tuple[bool, int, float]:
     return bool(part.left_out), len(groups), -sum(g.devices * max(g.device.peak_flops_per_s.values()) for g in groups)
 
 
-def _of_a_node(node: Cluster, group: NodeGroup, left_out: str, *, every: bool) -> Iterator[Part]:
+def _of_a_node(node: Cluster, group: NodeGroup, left_out: str, numbers: Iterable[int]) -> Iterator[Part]:
     """Some devices of one node."""
-    for each in _fewer(group.devices_per_node, every=every):
+    for each in numbers:
+        if each >= group.devices_per_node:
+            continue
         used = Cluster.of_groups([replace(group, devices_per_node=each)], node.inter_node)
         said = f"{group.devices_per_node - each} {group.device.name} of its node"
         yield Part(used, f"{left_out} + {said}" if left_out else said)
 
 
-def _counts(groups: Sequence[NodeGroup], *, every: bool) -> Iterator[tuple[int, ...]]:
+def _counts(groups: Sequence[NodeGroup]) -> Iterator[tuple[int, ...]]:
     """How many nodes of each kind are used."""
     none = (0,) if len(groups) > 1 else ()
-    options = [(group.nodes, *_fewer(group.nodes, every=every), *none) for group in groups]
+    options = [(group.nodes, *_fewer(group.nodes), *none) for group in groups]
     if len(groups) > 1 and math.prod(map(len, options)) > MOST_PARTS:
         options = [(group.nodes, 0) for group in groups]
     if len(groups) == 1 or math.prod(map(len, options)) <= MOST_PARTS:
@@ -95,8 +108,6 @@ def _counts(groups: Sequence[NodeGroup], *, every: bool) -> Iterator[tuple[int, 
         yield tuple(group.nodes if i in fastest[:kept] else 0 for i, group in enumerate(groups))
 
 
-def _fewer(count: int, *, every: bool) -> tuple[int, ...]:
-    """Every number below, or the powers of two, falling."""
-    if every:
-        return tuple(range(count - 1, 0, -1))
+def _fewer(count: int) -> tuple[int, ...]:
+    """The powers of two below, falling."""
     return tuple(2**power for power in reversed(range(count.bit_length())) if 2**power < count)

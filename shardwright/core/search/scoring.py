@@ -426,7 +426,7 @@ class Scorer:
         decision, ranked = scored.decision, scored.tables
         costs = ranked.stage_costs(decision.stage_starts, decision.stage_ranks)
         room = [
-            max(0, limit - (use.total_bytes - use.activations_bytes))
+            max(0, limit - (replace(use, apart_bytes=0).total_bytes - use.activations_bytes))
             for limit, use in zip(ranked.limits_bytes, scored.predicted.memory_by_stage_rank, strict=True)
         ]
         try:
@@ -444,13 +444,13 @@ class Scorer:
         made = replace(decision, schedule=AUTO, generated=rows)
         costs = ranked.stage_costs(made.stage_starts, schedule.placement)
         memory = tuple(
-            replace(use, activations_bytes=peak_live(schedule.table[rank], costs.activation_bytes))
+            replace(use, activations_bytes=peak_live(schedule.table[rank], costs.activation_bytes), apart_bytes=0)
             for rank, use in enumerate(scored.predicted.memory_by_stage_rank)
         )
         pipeline = simulated_makespan_s(made, costs)
         predicted = self.step.predicted(made, ranked, memory, pipeline, schedule.placement)
         over = ranked.over_bytes(memory)
-        return None if over else Scored(made, ranked, predicted, 0, exact=True)
+        return None if over else self.with_peaks(Scored(made, ranked, predicted, 0, exact=True))
 
     def _undivided(self, shape: Shape, policy: Policy) -> Decision:
         """Degrees and policy as a decision, before there is a cut: what the end of a step depends on."""

@@ -173,7 +173,7 @@ def _changes(graph: Graph, cluster: Cluster, request: Request, plan: Plan) -> It
 
 
 def _again(cluster: Cluster, groups: list[NodeGroup], between: Link | None) -> Cluster:
-    return Cluster.of_groups(groups, between)
+    return Cluster.of_groups(groups, between, cluster.inter_region)
 
 
 def _faster(link: Link) -> Link:
@@ -185,7 +185,7 @@ def _with_memory(cluster: Cluster, times: int) -> Cluster:
         replace(group, device=replace(group.device, memory_bytes=group.device.memory_bytes * times))
         for group in cluster.groups
     ]
-    return Cluster.of_groups(groups, cluster.inter_node)
+    return Cluster.of_groups(groups, cluster.inter_node, cluster.inter_region)
 
 
 def _best(graph: Graph, cluster: Cluster, request: Request) -> tuple[Scored | None, str]:

@@ -13,7 +13,10 @@ from shardwright.core.errors import ClusterError, PlanError
 from shardwright.core.graph import Graph
 from shardwright.core.hardware import load_link, load_profile
 from shardwright.core.plan_file import from_text, to_text
+from shardwright.core.request import Request
+from shardwright.core.search.devices import parts
 from shardwright.core.search.space import ORDERS, RECOMPUTES
+from shardwright.core.search.study import study
 from tests.core.toy import decoder
 
 WHOLE_BACKWARD = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "looped-bfs", "simple", "interleaved")
@@ -256,12 +259,31 @@ def test_as_many_devices_as_make_the_fastest_plan() -> None:
         ({"devices": "any"}, "devices='any': .*known: all, auto"),
         ({"devices": 0}, "devices=0: expected a whole number of at least 1"),
         ({"devices": 4, "tp": 3}, "devices=4 and tp 3: the degrees must divide the devices"),
+        ({"devices": 8, "pp": 2, "tp": 2, "dp": 1}, "devices=8 and pp 2 · tp 2 · dp 1: .* all three make 4"),
+        ({"devices": 32, "tp": 16}, "devices=32: no nodes of 2 × 4 v100 have so many together; the nearest is 8"),
     ],
 )
 def test_numbers_of_devices_that_cannot_be_used(pins: dict, said: str) -> None:
     cluster = Cluster("v100", nodes=2, devices_per_node=4)
     with pytest.raises(PlanError, match=said):
         sw.plan(SMALL, cluster, batch=8, **pins)
+
+
+def test_any_number_of_devices_of_many_unlike_nodes_can_be_asked_for() -> None:
+    """More combinations of nodes than are looked through where nobody asks for a number."""
+    fast, slow = (replace(group, nodes=12) for group in mixed().groups)
+    cluster = Cluster.of_groups([fast, slow], "ib-hdr200")
+    assert {part.cluster.world_size for part in parts(cluster, Request(batch=8, devices=52))} == {52}
+    assert {part.cluster.world_size for part in parts(cluster, Request(batch=8, devices=3))} == {3}
+    assert len(parts(cluster, Request(batch=8, devices=8))) == 3  # two fast nodes, two slow ones, or one of each
+
+
+def test_nodes_that_differ_in_their_region_alone_are_all_used() -> None:
+    here, there = (replace(mixed().groups[0], region=name) for name in ("east", "west"))
+    cluster = Cluster.of_groups([here, there], "ib-hdr200", "ethernet-10g")
+    assert [part.left_out for part in parts(cluster, Request(batch=8))] == [""]
+    answers = study(SMALL, cluster, Request(batch=8, schedule="1f1b", virtual_stages=1))
+    assert any("memory" in change.name for change in answers.changes)
 
 
 def test_a_mixed_cluster_without_a_link_is_refused() -> None:

@@ -336,11 +336,48 @@ def compiled_with_dropout() -> str:
     return ""
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+@sw.step
+def train_on_squares(model, x):
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def by_messages_from_meta() -> str:
+    """A planned model on the meta device is cut as it gets its weights, and put together again for messages."""
+    torch.manual_seed(0)
+    reference, x = nn.Sequential(Residual(), Residual()), torch.randn(8, 16)
+    graph = sw.capture(reference, x, lambda y: y.square().mean())
+    plan = sw.plan(graph, sw.Cluster("cpu", devices_per_node=2), batch=8, pp=1, tp=2, dp=1, microbatch=4)
+    sw.init(plan=plan, pipeline_mode="messages")
+    with torch.device("meta"):
+        empty = nn.Sequential(Residual(), Residual())
+    model = sw.DistributedModel(empty, weights=reference.state_dict())
+    cut = sum(p.numel() for p in model.local_parameters())
+    loss = float(train_on_squares(model, x).reduce_mean())
+    expected = reference(x).square().mean()
+    expected.backward()
+    held = dict(model.local_named_parameters())
+    worst = max(float((p.grad - held[name].grad).abs().max()) for name, p in reference.named_parameters())
+    whole = sum(p.numel() for p in reference.parameters())
+    return "" if cut < whole and abs(loss - float(expected)) < 1e-5 and worst < 1e-5 else f"{cut}, {loss}, {worst}"
+
+
 CASES: dict[str, Callable[[], str]] = {
     "hook": hooked, "inputs": other_inputs, "seeds": other_seeds, "own gradient": own_gradient, "mixed": mixed,
     "dropout seeds": other_dropout_seeds, "odd widths": odd_widths, "changed module": changed_module,
     "evaluation": evaluation, "own results": own_results, "compiled": compiled,
     "compiled with dropout": compiled_with_dropout, "registered": registered, "built before": built_before,
+    "by messages from meta": by_messages_from_meta,
 }  # fmt: skip
 
 

@@ -30,6 +30,7 @@ class Shards:
         self, holding: Holding, bound: BoundMesh, watch: Watch, planned: Mapping[str, Placement] | None = None
     ) -> None:
         self.holding, self.watch, self.planned = holding, watch, planned or {}
+        self.device = bound.device
         self.axis = Axis(bound.handles["tp"], bound.groups["tp"], bound.coordinate("tp"))
         self.places: dict[str, Split] = {}
         """First name → placement, of those that are split."""
@@ -48,6 +49,21 @@ class Shards:
         self.places[name] = place
         piece = piece_of(whole, place, self.axis.size, self.axis.coordinate)
         return piece.clone(memory_format=torch.contiguous_format)
+
+    def anywhere(self, here: bool) -> bool:
+        """Whether something is so on any rank of the axis; every rank of it calls this."""
+        flag = torch.tensor([int(here)], dtype=torch.int32, device=self.device)
+        with self.watch.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.axis.group)
+        return bool(flag)
+
+    def restore(self) -> None:
+        """Put every weight together again, for steps that need it whole on each rank of the axis; every rank calls
+        this."""
+        for name in sorted(self.places):
+            tensor = self.holding.tensor(name)
+            tensor.data = self.whole(name, tensor)
+        self.places, self._is_cut = {}, False
 
     def cut(self, places: Mapping[str, Placement]) -> None:
         """Keep this rank's pieces; all ranks of the axis start from what its first one has. Raises PlanError when a

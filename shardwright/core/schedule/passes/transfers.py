@@ -55,6 +55,7 @@ def _positive(costs: StageCosts) -> StageCosts:
         forward_s=tuple(max(time, least) for time in costs.forward_s),
         input_grad_s=tuple(max(time, least) for time in costs.input_grad_s),
         weight_grad_s=tuple(max(time, least) for time in costs.weight_grad_s),
+        whole_backward_s=costs.whole_backward_s and tuple(max(time, least) for time in costs.whole_backward_s),
     )
 
 
