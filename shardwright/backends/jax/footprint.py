@@ -49,7 +49,9 @@ def footprints(graph: Graph, traces: Sequence[tuple[Any, Program]], names: Seque
         for closed, program in traces:
             stages = _Stages(graph, closed, program.traced, names, binding.units)
             found.append([_bytes(stages.functions(unit)) for unit in firsts])
-    except ShardwrightError:  # what no pipeline could run either: the core counts by kinds of op
+    except (ShardwrightError, ValueError, TypeError, NotImplementedError):
+        # What cannot be cut, or has no derivative (JAX says so in any of these ways), no pipeline trains either: the
+        # core counts by kinds of op.
         return ()
     return tuple(
         Footprint(
