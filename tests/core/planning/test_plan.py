@@ -201,7 +201,7 @@ def edited(plan: sw.Plan, path: str, value: object) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        ("version", 4, "version 4 is newer than this Shardwright reads"),
+        ("version", 5, "version 5 is newer than this Shardwright reads"),
         ("version", "1", "expected a whole number"),
         ("format", "other", "not a plan file"),
         ("decision.pp", "4", r"decision.pp: .*integer"),
