@@ -222,6 +222,21 @@ def test_writes_in_place_keep_their_order() -> None:
     compare(InPlace, [["a"], ["writer"], ["b"]], mean_square, [samples(WIDTH)])
 
 
+class WritesToAnothersMemory(InPlace):
+    """A stage writes to what the stage before it made, of which that one has a view that is read afterwards."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x) * 1.0
+        view = h.view(-1)
+        h = self.writer(h)
+        return self.b(h) + view.view_as(h)
+
+
+def test_a_write_in_place_to_what_another_stage_made_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"writes in place to memory that a tensor of stage 0 shares.*\.clone\(\)"):
+        compare(WritesToAnothersMemory, [["a"], ["writer"], ["b"]], mean_square, [samples(WIDTH)])
+
+
 def test_a_write_in_place_to_the_batch_does_not_reach_the_other_stages_twice() -> None:
     def loss_of(model: nn.Module, given: list[torch.Tensor]) -> torch.Tensor:
         given[0].mul_(3.0)
