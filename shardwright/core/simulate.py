@@ -16,6 +16,7 @@ import numpy as np
 
 from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule.actions import TRANSFER, Action, B, F, I, Kind, W
+from shardwright.core.schedule.complete import explain_stop
 from shardwright.core.schedule.costs import StageCosts
 from shardwright.core.schedule.schedule import Schedule
 from shardwright.core.timeline import Timeline, TransferLog, TransferRow
@@ -50,8 +51,6 @@ def simulate_schedule(
     engine = Engine(schedule, costs, transfers)
     stuck = engine.run()
     if stuck:
-        from shardwright.core.schedule.checks import explain_stop
-
         raise ScheduleError(explain_stop(schedule, stuck))
     return engine.timeline()
 

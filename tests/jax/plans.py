@@ -109,16 +109,3 @@ def reference(loss_fn: Callable[..., Any], steps: int = STEPS) -> tuple[list[flo
 
 def by_name(state: Any) -> dict[str, np.ndarray]:
     return {dotted(path): np.asarray(variable.get_value()) for path, variable in nnx.to_flat_state(state)}
-
-
-def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer, with the gradients of the last step as the second half of its state."""
-
-    def init(params: Any) -> Any:
-        return optimizer.init(params), jax.tree.map(jnp.zeros_like, params)
-
-    def update(gradients: Any, state: Any, params: Any = None) -> Any:
-        updates, inner = optimizer.update(gradients, state[0], params)
-        return updates, (inner, gradients)
-
-    return optax.GradientTransformation(init, update)

@@ -11,6 +11,7 @@ import pytest
 import shardwright.jax as sw
 from examples import gpt2_flax
 from shardwright.core.graph import Graph
+from tests.jax.chains import recording
 from tests.jax.plans import (
     CONFIG,
     MICROBATCH,
@@ -20,7 +21,6 @@ from tests.jax.plans import (
     gpt2_graph,
     megatron,
     plan_of,
-    recording,
     reference,
     weighted_loss,
 )

@@ -1,15 +1,18 @@
 """Starts worker scripts under torchrun, and ends them all when they take too long."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 WORKERS = Path(__file__).parent / "workers"
 ROOT = Path(__file__).parents[2]
+DYING = re.compile(r"dying at ([\d.]+)")
 
 
 @dataclass(frozen=True)
@@ -59,3 +62,41 @@ def torchrun(script: str, processes: int, *args: str, timeout_s: float = 120.0) 
 def single(script: str, *args: str, timeout_s: float = 120.0) -> Outcome:
     """Run a worker script as one process, without a launcher."""
     return run([sys.executable, str(WORKERS / script), *args], timeout_s)
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """The first two of three ranks, after the third was gone."""
+
+    texts: list[str]
+    codes: list[int]
+    seconds: float
+    """From the death of the third to the end of both."""
+
+
+def without_an_agent(script: str, how: str) -> Survivors:
+    """Run a worker script on three ranks that nobody watches, as under mpirun or Slurm; the third prints `dying at` and
+    is gone (`exit`: its connections close) or answers no more (`stuck`)."""
+    port = str(free_port())
+    processes = []
+    for rank in range(3):
+        given = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3"}
+        given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(WORKERS / script), how, "2"],
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment() | given,
+            )
+        )  # fmt: skip
+    try:
+        texts = [process.communicate(timeout=100)[0] for process in processes[:2]]
+        ended = time.time()
+        processes[2].kill()
+        last = processes[2].communicate(timeout=20)[0]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+    dying = DYING.search(last)
+    assert dying is not None, last[-3000:]
+    return Survivors(texts, [process.returncode for process in processes[:2]], ended - float(dying[1]))

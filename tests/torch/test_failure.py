@@ -8,9 +8,8 @@ import time
 
 import pytest
 
-from tests.torch.launch import WORKERS, environment, free_port, torchrun
+from tests.torch.launch import DYING, environment, torchrun, without_an_agent
 
-DYING = re.compile(r"dying at ([\d.]+)")
 WAITED = re.compile(
     r"\[shardwright\] rank (\d) \(pp \d\): stage (\d), action (\S+), microbatch \d: waited [\d.]+ s for .* rank (\d)"
 )
@@ -41,33 +40,12 @@ def test_under_torchrun_the_survivors_say_what_they_waited_for() -> None:
 def test_without_an_agent_the_failure_travels_from_rank_to_rank(how: str) -> None:
     """As under mpirun or Slurm with nobody to kill the others: a dead rank closes its connections, a stuck one is
     caught by the timeout of waits."""
-    port = str(free_port())
-    processes = []
-    for rank in range(3):
-        given = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3"}
-        given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(WORKERS / "dying.py"), how, "2"],
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment() | given,
-            )
-        )  # fmt: skip
-    try:
-        texts = [process.communicate(timeout=100)[0] for process in processes[:2]]
-        ended = time.time()
-        processes[2].kill()
-        last = processes[2].communicate(timeout=20)[0]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-    dying = DYING.search(last)
-    assert dying is not None, last[-3000:]
-    assert ended - float(dying[1]) < 60
-    assert all(process.returncode for process in processes[:2])
-    found = waits("".join(texts))
-    assert set(found) == {0, 1}, "".join(texts)[-3000:]
-    assert all("PeerError" in text for text in texts)
+    survivors = without_an_agent("dying.py", how)
+    assert survivors.seconds < 60
+    assert all(survivors.codes)
+    found = waits("".join(survivors.texts))
+    assert set(found) == {0, 1}, "".join(survivors.texts)[-3000:]
+    assert all("PeerError" in text for text in survivors.texts)
 
 
 def test_the_report_is_printed_while_the_main_thread_is_blocked() -> None:

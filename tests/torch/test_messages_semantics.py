@@ -1,13 +1,10 @@
 """What message passing promises beyond equality: dataflow, randomness, the choice of mode, failure on every rank."""
 
 import re
-import subprocess
-import sys
-import time
 
 import pytest
 
-from tests.torch.launch import WORKERS, Outcome, environment, free_port, torchrun
+from tests.torch.launch import Outcome, torchrun, without_an_agent
 
 CHECKS = (
     "owners_call_each_other",
@@ -45,30 +42,10 @@ def test_the_launch_ends_well(outcome: Outcome) -> None:
 def test_a_rank_that_is_gone_ends_the_others(how: str) -> None:
     """Without a launcher that kills them: a dead rank closes its connections, a stuck one is caught by the timeout.
     Each says what it waited for, and a rank that waits for an answer names module, microbatch and peer."""
-    port = str(free_port())
-    processes = []
-    for rank in range(3):
-        given = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3"}
-        given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(WORKERS / "messages_dying.py"), how, "2"],
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment() | given,
-            )
-        )  # fmt: skip
-    try:
-        texts = [process.communicate(timeout=100)[0] for process in processes[:2]]
-        ended = time.time()
-        processes[2].kill()
-        last = processes[2].communicate(timeout=20)[0]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-    dying = re.search(r"dying at ([\d.]+)", last)
-    assert dying is not None, last[-3000:]
-    assert ended - float(dying[1]) < 60
-    assert [process.returncode for process in processes[:2]] == [1, 1], "".join(texts)[-3000:]
+    survivors = without_an_agent("messages_dying.py", how)
+    texts = survivors.texts
+    assert survivors.seconds < 60
+    assert survivors.codes == [1, 1], "".join(texts)[-3000:]
     assert all("PeerError" in text for text in texts)
     driver = re.search(r"rank 0 \(pp 0\): step 1, by messages: waited .*", texts[0])
     assert driver is not None, texts[0][-3000:]

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,8 @@ from shardwright.backends.jax.trace import Recorder, linen_calls, nnx_calls, rec
 from shardwright.core.errors import PlanError
 from shardwright.core.plan import Plan
 
-if TYPE_CHECKING:
-    from shardwright.backends.jax.tensor_parallel import TensorParallel
+Loss = tuple[jax.Array, jax.Array, Any]
+"""Loss, weight, and the state beside the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class LossFunction:
     """The modules whose calls are recomputed whole in the backward pass: those of the plan's units."""
     recorder: Recorder | None = None
     """Marks module calls, for a program that is cut."""
-    tensor_parallel: "TensorParallel | None" = None
-    """Lays the values of a traced run out as the plan says."""
+    laid_out: Callable[..., Loss] | None = None
+    """Takes this function and its arguments, and runs it with its values laid out as the plan says."""
 
     @classmethod
     def of(cls, function: Callable[..., Any], plan: Plan) -> "LossFunction":
@@ -54,26 +54,22 @@ class LossFunction:
         recompute = plan.decision.recompute if plan.decision.pp == 1 else "none"
         return cls(function, keywords, precision, recompute, blocks)
 
-    def __call__(
-        self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any
-    ) -> tuple[jax.Array, jax.Array, Any]:
+    def __call__(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> Loss:
         if self.recompute == "selective":
             # Products of activations with activations (attention) are made again, products with weights are kept:
             # selective recomputation as of arXiv 2205.05198, section 5.
             policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
             run: Any = jax.checkpoint(self._run, policy=policy, static_argnums=(3,))
-            made: tuple[jax.Array, jax.Array, Any] = run(params, random, other, graphdef, batch)
+            made: Loss = run(params, random, other, graphdef, batch)
             return made
         return self._run(params, random, other, graphdef, batch)
 
-    def _run(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> tuple[jax.Array, jax.Array, Any]:
-        if self.tensor_parallel is not None:
-            return self.tensor_parallel.run(self, params, random, other, graphdef, batch)
+    def _run(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> Loss:
+        if self.laid_out is not None:
+            return self.laid_out(self, params, random, other, graphdef, batch)
         return self.plain(params, random, other, graphdef, batch)
 
-    def plain(
-        self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any
-    ) -> tuple[jax.Array, jax.Array, Any]:
+    def plain(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> Loss:
         """The function as the user wrote it."""
         if self.precision == "bf16":
             params = jax.tree.map(lambda p: p.astype(jnp.bfloat16) if p.dtype == jnp.float32 else p, params)
@@ -89,7 +85,7 @@ class LossFunction:
         return loss, weight, other if changed is None else changed
 
 
-def _three(returned: Any) -> tuple[jax.Array, jax.Array, Any]:
+def _three(returned: Any) -> Loss:
     """``loss``, ``(loss, weight)`` or ``(loss, weight, state)`` as the last."""
     parts = returned if isinstance(returned, tuple) else (returned,)
     if not 1 <= len(parts) <= 3:
@@ -144,7 +140,7 @@ class Microbatches:
     ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         """Σ weight · loss over replicas, Σ weight, and the other state after it."""
 
-        def one(replica: Any, pieces: list[Any]) -> tuple[jax.Array, jax.Array, Any]:
+        def one(replica: Any, pieces: list[Any]) -> Loss:
             restored = [_restore(piece, dim) for piece, dim in zip(pieces, self.dims, strict=True)]
             folded = fold_random(random, step, replica * self.microbatches + m)
             batch = jax.tree.unflatten(self.structure, restored)

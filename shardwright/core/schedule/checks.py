@@ -6,9 +6,9 @@ A failed check raises ScheduleError with the reason and the grid, the failing ce
 from collections.abc import Sequence
 
 from shardwright.core.errors import ScheduleError
-from shardwright.core.schedule.actions import TRANSFER, Action, B, F, I, Kind, W
+from shardwright.core.schedule.actions import TRANSFER, Action, B, F, Kind, W
+from shardwright.core.schedule.complete import check_complete, explain_stop, report
 from shardwright.core.schedule.costs import StageCosts, per_rank_limit
-from shardwright.core.schedule.grid import render
 from shardwright.core.schedule.passes.transfers import insert_transfers
 from shardwright.core.schedule.schedule import Schedule
 from shardwright.core.simulate import Engine, simulate_schedule
@@ -31,63 +31,6 @@ def check(
         check_memory(schedule, memory_limit_bytes, costs)
 
 
-def check_complete(schedule: Schedule) -> None:
-    """Every (stage, microbatch) exactly once, on the rank that holds the stage, and in legal order there: F before its
-    backward, I before its W, and no B beside I and W. A forward-only schedule has no backward at all.
-
-    Raises:
-        ScheduleError: an action is missing, doubled, unknown, on the wrong rank, or too early.
-    """
-    has_backward = any(part.kind in (B, I, W) for order in schedule.table for a in order for part in a.flat)
-    for rank, order in enumerate(schedule.table):
-        seen: dict[tuple[int, Kind, int], int] = {}
-        for position, action in enumerate(order):
-            for part in action.flat:
-                if problem := _problem(schedule, rank, part, seen):
-                    raise ScheduleError(_report(schedule, problem, rank, position))
-                if part.kind in (F, B, I, W):
-                    seen[(part.stage, part.kind, part.microbatch or 0)] = position
-        for stage in schedule.stages_of(rank):
-            for mb in range(schedule.microbatches):
-                if problem := _missing(seen, stage, mb, has_backward):
-                    raise ScheduleError(_report(schedule, f"rank {rank} never runs {problem}", rank, len(order)))
-
-
-def _problem(schedule: Schedule, rank: int, part: Action, seen: dict[tuple[int, Kind, int], int]) -> str | None:
-    """Why an action may not stand where it does, given what its rank ran before."""
-    stage, mb = part.stage, part.microbatch or 0
-    if stage >= schedule.stages:
-        return f"{part}: there is no stage {stage}, only 0 to {schedule.stages - 1}"
-    if schedule.placement[stage] != rank:
-        return f"{part} is on rank {rank}: stage {stage} is on rank {schedule.placement[stage]}"
-    if mb >= schedule.microbatches:
-        return f"{part}: there is no microbatch {mb}, only 0 to {schedule.microbatches - 1}"
-    if part.kind not in (F, B, I, W):
-        return None
-    if (stage, part.kind, mb) in seen:
-        return f"{part} is on rank {rank} a second time; the first is at step {seen[(stage, part.kind, mb)]}"
-    if part.kind is F:
-        return None
-    if part.kind is W:
-        return None if (stage, I, mb) in seen else f"{part} comes before {stage}I{mb}, whose result it uses"
-    if (stage, F, mb) not in seen:
-        return f"{part} comes before {stage}F{mb}, whose activations it uses"
-    other = I if part.kind is B else B
-    if (stage, other, mb) in seen:
-        return f"{part} repeats {stage}{other.value}{mb}: a backward is either whole (B) or split (I and W)"
-    return None
-
-
-def _missing(seen: dict[tuple[int, Kind, int], int], stage: int, mb: int, has_backward: bool) -> str | None:
-    if (stage, F, mb) not in seen:
-        return f"{stage}F{mb}"
-    if not has_backward or (stage, B, mb) in seen:
-        return None
-    if (stage, I, mb) not in seen:
-        return f"{stage}B{mb}, nor {stage}I{mb} and {stage}W{mb}"
-    return None if (stage, W, mb) in seen else f"{stage}W{mb}"
-
-
 def check_sharding(schedule: Schedule) -> None:
     """Where a rank gathers and frees parameters: that a stage is gathered when it runs and freed at the end, not twice,
     and that no gradient is added to after it was reduced.
@@ -102,10 +45,10 @@ def check_sharding(schedule: Schedule) -> None:
         reduced: set[int] = set()
         for position, action in enumerate(order):
             if problem := _sharding_problem(action, gathered, reduced):
-                raise ScheduleError(_report(schedule, problem, rank, position))
+                raise ScheduleError(report(schedule, problem, rank, position))
         if gathered:
             left = ", ".join(map(str, sorted(gathered)))
-            raise ScheduleError(_report(schedule, f"rank {rank} never frees stage {left}", rank, len(order)))
+            raise ScheduleError(report(schedule, f"rank {rank} never frees stage {left}", rank, len(order)))
 
 
 def _sharding_problem(action: Action, gathered: set[int], reduced: set[int]) -> str | None:
@@ -159,7 +102,7 @@ def check_memory(schedule: Schedule, memory_limit_bytes: int | Sequence[int], co
             held += sum(costs.activation_bytes[part.stage] for part in action.flat if part.kind is F)
             if held > limits[rank]:
                 problem = f"rank {rank} holds {held} bytes of activations during {action}: its limit is {limits[rank]}"
-                raise ScheduleError(_report(schedule, problem, rank, position))
+                raise ScheduleError(report(schedule, problem, rank, position))
             held -= sum(costs.activation_bytes[part.stage] for part in action.flat if part.kind in (B, W))
 
 
@@ -171,20 +114,3 @@ def peak_live_activations(schedule: Schedule) -> tuple[int, ...]:
 def has_transfers(schedule: Schedule) -> bool:
     """Whether sends and receives are part of the schedule."""
     return any(action.kind in TRANSFER for order in schedule.table for action in order)
-
-
-def explain_stop(schedule: Schedule, stuck: Sequence[tuple[int, int]]) -> str:
-    """Why a schedule did not run to its end, for each (rank, position) that it stopped at, and the grid."""
-    try:
-        check_complete(schedule)
-    except ScheduleError as error:
-        return str(error)
-    lines = [f"rank {rank} waits at step {at} with {schedule.table[rank][at]}" for rank, at in stuck]
-    what = "the schedule stops before its end (deadlock): " + "; ".join(lines)
-    if schedule.credits is not None:
-        what += f"; it is bound to {schedule.credits} tensors on each boundary"
-    return _report(schedule, what, *stuck[0])
-
-
-def _report(schedule: Schedule, problem: str, rank: int, position: int) -> str:
-    return f"{schedule.name}: {problem}\n{render(schedule.table, (rank, position))}"

@@ -1,25 +1,23 @@
 """Products, attention, statistics, look-ups, dropout and losses on pieces."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from shardwright.backends.torch.tensor_parallel import columns, lookups, random, statistics
+from shardwright.backends.torch.tensor_parallel.call import Call
 from shardwright.backends.torch.tensor_parallel.local import as_recorded, rule
 from shardwright.backends.torch.tensor_parallel.source import Var
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
 from shardwright.core.layout import Partial, Replicate
 
-if TYPE_CHECKING:
-    from shardwright.backends.torch.tensor_parallel.lower import Call
-
 R = Replicate()
 
 
 @rule("dropout")
-def dropout(call: "Call") -> bool:
+def dropout(call: Call) -> bool:
     op = call.pieces[0][0]
     if not call.argument("train", True) or not call.argument("p"):
         call.give(0, 0, call.inputs(0)[0])
@@ -39,12 +37,12 @@ def dropout(call: "Call") -> bool:
 
 
 @rule("linear")
-def linear(call: "Call") -> bool:
+def linear(call: Call) -> bool:
     return _product(call, F.linear, lambda source, out, bias: source.call(torch.add, out, bias))
 
 
 @rule("addmm", "baddbmm", "addmv", "mm")
-def product_and_sum(call: "Call") -> bool:
+def product_and_sum(call: Call) -> bool:
     if call.argument("alpha", 1) != 1 or call.argument("beta", 1) != 1:
         if call.is_flat_product:
             raise NotReplayableError(f"{call.site.name} with factors over flattened dims")
@@ -65,7 +63,7 @@ def _flat_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | 
     return made.view(*left.shape[:-1], right.shape[-1])
 
 
-def _product(call: "Call", product: Callable[..., Any], add: Any) -> bool:
+def _product(call: Call, product: Callable[..., Any], add: Any) -> bool:
     """A product and its bias; in one kernel when nothing is converted in between."""
     source = call.lowering.source
     if _columns(call, product):
@@ -86,7 +84,7 @@ def _product(call: "Call", product: Callable[..., Any], add: Any) -> bool:
     return True
 
 
-def _columns(call: "Call", product: Callable[..., Any]) -> bool:
+def _columns(call: Call, product: Callable[..., Any]) -> bool:
     """A product of a whole value, which nothing else reads here, and a weight in columns: `columns.product`."""
     op, layout = call.pieces[0]
     lowering = call.lowering
@@ -111,14 +109,14 @@ def _columns(call: "Call", product: Callable[..., Any]) -> bool:
     return True
 
 
-def _read_elsewhere(call: "Call") -> bool:
+def _read_elsewhere(call: Call) -> bool:
     """Whether more than the next piece reads what lies between."""
     tensor = call.pieces[0][0].outputs[0]
     return tensor in call.lowering.layout.leaves or tensor in call.lowering.layout.shared
 
 
 @rule("conv1d", "conv2d", "conv3d")
-def convolution(call: "Call") -> bool:
+def convolution(call: Call) -> bool:
     if call.is_replicated:
         as_recorded(call)
         return True
@@ -139,13 +137,13 @@ def convolution(call: "Call") -> bool:
 
 
 @rule("_grouped_mm")
-def grouped_product(call: "Call") -> bool:
+def grouped_product(call: Call) -> bool:
     as_recorded(call)
     return True
 
 
 @rule("scaled_dot_product_attention")
-def attention(call: "Call") -> bool:
+def attention(call: Call) -> bool:
     signature = call.pieces[0][1].signature
     probability = call.argument("dropout_p", 0.0)
     op = call.pieces[0][0]
@@ -170,7 +168,7 @@ def attention(call: "Call") -> bool:
 
 
 @rule("softmax", "_softmax", "log_softmax", "_log_softmax")
-def softmax(call: "Call") -> bool:
+def softmax(call: Call) -> bool:
     layout = call.pieces[0][1]
     if layout.signature.need != "combine":
         as_recorded(call)
@@ -188,7 +186,7 @@ def softmax(call: "Call") -> bool:
 
 
 @rule("layer_norm", "rms_norm", "native_layer_norm")
-def normalization(call: "Call") -> bool:
+def normalization(call: Call) -> bool:
     if call.is_replicated:
         as_recorded(call)
         return True
@@ -224,7 +222,7 @@ def normalization(call: "Call") -> bool:
 
 
 @rule("embedding")
-def embedding(call: "Call") -> bool:
+def embedding(call: Call) -> bool:
     layout = call.pieces[0][1]
     if layout.signature.need != "offset":
         as_recorded(call)
@@ -238,7 +236,7 @@ def embedding(call: "Call") -> bool:
 
 
 @rule("index_select", "gather")
-def take(call: "Call") -> bool:
+def take(call: Call) -> bool:
     op, layout = call.pieces[0]
     if layout.signature.need != "offset":
         as_recorded(call)
@@ -251,7 +249,7 @@ def take(call: "Call") -> bool:
 
 
 @rule("nll_loss_forward", "nll_loss2d_forward")
-def negative_log_likelihood(call: "Call") -> bool:
+def negative_log_likelihood(call: Call) -> bool:
     """The log-probabilities of the targets, each from the rank that holds its class; then their mean or sum."""
     if call.is_replicated:
         as_recorded(call)

@@ -4,18 +4,16 @@ What has no rule here runs whole on every rank, between conversions: always righ
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from shardwright.backends.torch.tensor_parallel.call import Call
 from shardwright.backends.torch.tensor_parallel.layouts import Hop
-from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, Site
+from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
 from shardwright.core.layout import Replicate
 
-if TYPE_CHECKING:
-    from shardwright.backends.torch.tensor_parallel.lower import Call
-
-Rule = Callable[["Call"], bool]
+Rule = Callable[[Call], bool]
 """Lowers a call; False when it has no form for this layout."""
 RULES: dict[str, Rule] = {}
 R = Replicate()
@@ -31,7 +29,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def lower(call: "Call") -> bool:
+def lower(call: Call) -> bool:
     """Lower a call on pieces. False when no piecewise form is known."""
     if call.site.is_write:
         return False
@@ -52,14 +50,14 @@ SIZED = frozenset({"as_strided", "unfold", "diagonal", "repeat", "tile", "pixel_
 """Views and copies whose arguments are sizes of what they are given: not run on pieces."""
 
 
-def _by_kind(call: "Call") -> bool:
+def _by_kind(call: Call) -> bool:
     if call.pieces[0][0].kind not in AS_RECORDED or call.site.name in SIZED:
         return False
     as_recorded(call)
     return True
 
 
-def as_recorded(call: "Call") -> None:
+def as_recorded(call: Call) -> None:
     """The call itself, on what this rank holds."""
     if call.site.draws:
         call.lowering.seeded(call.site)
@@ -68,7 +66,7 @@ def as_recorded(call: "Call") -> None:
     call.give_all(result)
 
 
-def run_whole(call: "Call") -> None:
+def run_whole(call: Call) -> None:
     """The call on whole tensors, on every rank; its results are cut as the layout says."""
     source = call.lowering.source
     if call.site.is_write:
@@ -85,7 +83,7 @@ def run_whole(call: "Call") -> None:
     call.give_all(result, whole=True)
 
 
-def _without_between(call: "Call") -> None:
+def _without_between(call: Call) -> None:
     """Values between pieces do not exist when the call runs as one: nothing else may read them."""
     inside = {id(op) for op, _ in call.pieces}
     for op in call.lowering.traced.graph.ops:
@@ -93,13 +91,7 @@ def _without_between(call: "Call") -> None:
             raise NotReplayableError(f"a value inside {call.site.name} is read elsewhere")
 
 
-def returns_sequence(site: Site) -> bool:
-    """Whether the op returns several tensors, or a list."""
-    returns = site.function._schema.returns
-    return len(returns) != 1 or str(returns[0].type).startswith("List")
-
-
-def _write_back(call: "Call") -> None:
+def _write_back(call: Call) -> None:
     """A view was written: the piece goes back into the whole that it is a view of."""
     op, layout = call.pieces[0]
     lowering = call.lowering

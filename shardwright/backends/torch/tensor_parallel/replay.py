@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.program import Context
+from shardwright.backends.torch.tensor_parallel.call import Lowering
 from shardwright.backends.torch.tensor_parallel.collectives import Axis
 from shardwright.backends.torch.tensor_parallel.layouts import UnitLayout
-from shardwright.backends.torch.tensor_parallel.lower import Lowered, Lowering, summed_parameters
+from shardwright.backends.torch.tensor_parallel.lower import Lowered, lower_unit, summed_parameters
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, Traced
 from shardwright.core.layout import Placement, Replicate
 
@@ -70,7 +71,7 @@ def lower_all(
                 raise NotReplayableError(f"{name_of[tensor]} is placed in two ways: {places[name_of[tensor]]}, {place}")
             places[name_of[tensor]] = place
     units = tuple(
-        Lowering(traced, layout, axis, batch, f"{prefix}unit {layout.unit.index}", device, seed, summed).run()
+        lower_unit(Lowering(traced, layout, axis, batch, f"{prefix}unit {layout.unit.index}", device, seed, summed))
         for layout in layouts
     )
     leaving = {t: place for layout in layouts for t, (place, _) in layout.leaves.items()}

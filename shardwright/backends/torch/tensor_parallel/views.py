@@ -1,18 +1,14 @@
 """Views, copies, slices and values made of nothing, on pieces: what changes is the sizes among the arguments."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from shardwright.backends.torch.tensor_parallel import random
+from shardwright.backends.torch.tensor_parallel.call import Call
 from shardwright.backends.torch.tensor_parallel.local import as_recorded, rule
-
-if TYPE_CHECKING:
-    from shardwright.backends.torch.tensor_parallel.lower import Call
 
 
 @rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "_reshape_alias")
-def reshape(call: "Call") -> bool:
+def reshape(call: Call) -> bool:
     op, layout = call.pieces[0]
     if call.lowering.dtype(op.inputs[0]) != call.lowering.dtype(op.outputs[0]):
         if not call.is_replicated:
@@ -26,7 +22,7 @@ def reshape(call: "Call") -> bool:
 
 
 @rule("expand", "broadcast_to")
-def expand(call: "Call") -> bool:
+def expand(call: Call) -> bool:
     op, layout = call.pieces[0]
     shape = call.lowering.local(op.outputs[0], layout.signature.outputs[0])
     call.give(0, 0, call.lowering.source.call(torch.broadcast_to, call.inputs(0)[0], list(shape)))
@@ -34,7 +30,7 @@ def expand(call: "Call") -> bool:
 
 
 @rule("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk", "tensor_split")
-def split(call: "Call") -> bool:
+def split(call: Call) -> bool:
     op, layout = call.pieces[0]
     dim = call.argument("dim", 0) % len(op.labels[0])
     sizes = [call.lowering.local(t, place)[dim] for t, place in zip(op.outputs, layout.signature.outputs, strict=True)]
@@ -44,7 +40,7 @@ def split(call: "Call") -> bool:
 
 
 @rule("slice", "narrow")
-def cut(call: "Call") -> bool:
+def cut(call: Call) -> bool:
     op, layout = call.pieces[0]
     dim = call.argument("dim", 0) % len(op.labels[0])
     place = call.split_of(0, 0)
@@ -63,14 +59,14 @@ def cut(call: "Call") -> bool:
 
 
 @rule("select", "unbind")
-def part(call: "Call") -> bool:
+def part(call: Call) -> bool:
     """The dim that goes is never split."""
     as_recorded(call)
     return True
 
 
 @rule("cat", "concat", "concatenate")
-def concatenate(call: "Call") -> bool:
+def concatenate(call: Call) -> bool:
     """Empty vectors, which torch lets join anything, are left out of the graph."""
     dim = call.argument("dim", 0) % len(call.pieces[0][0].labels[-1])
     call.give(0, 0, call.lowering.source.call(torch.cat, call.inputs(0), dim))
@@ -78,7 +74,7 @@ def concatenate(call: "Call") -> bool:
 
 
 @rule("copy")
-def copy(call: "Call") -> bool:
+def copy(call: Call) -> bool:
     """What ``copy_`` leaves: its second operand, in the shape and dtype of the first."""
     op, layout = call.pieces[0]
     shape = call.lowering.local(op.outputs[0], layout.signature.outputs[0])
@@ -89,7 +85,7 @@ def copy(call: "Call") -> bool:
 
 
 @rule("repeat_interleave")
-def repeat_interleave(call: "Call") -> bool:
+def repeat_interleave(call: Call) -> bool:
     if call.is_replicated:
         as_recorded(call)
         return True
@@ -106,7 +102,7 @@ FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "zero": 0, "_efficientzero
 
 
 @rule(*FILLS, "full", "full_like", "new_full", "fill", "scalar_tensor")
-def filled(call: "Call") -> bool:
+def filled(call: Call) -> bool:
     op, layout = call.pieces[0]
     name = call.site.name
     value = FILLS.get(name, call.argument("fill_value", call.argument("value", call.argument("s"))))
@@ -125,7 +121,7 @@ def filled(call: "Call") -> bool:
 
 @rule("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli", "uniform", "normal",
       "exponential", "random", "cauchy", "geometric", "log_normal")  # fmt: skip
-def drawn(call: "Call") -> bool:
+def drawn(call: Call) -> bool:
     if call.is_replicated:
         as_recorded(call)
         return True
