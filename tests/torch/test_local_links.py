@@ -50,18 +50,34 @@ def test_what_the_socket_does_not_take_is_copied_and_follows(pair: tuple[LocalLi
     wanted = big.clone()
     left.send([big])
     left.send([small])
-    assert left.has_unsent
     big.zero_()  # a sender may use its memory again
     got = [torch.empty_like(big), torch.empty_like(small)]
-    filled = right.await_into(got)
-    drained = threading.Thread(target=Alone(left, 30).links.drain)
-    drained.start()
-    Alone(right, 30).links.wait(right, filled)
-    drained.join(timeout=30)
-    assert not drained.is_alive()
+    # Nothing is asked of the sender meanwhile: it may sit in a collective, or in a wait for somebody else.
+    Alone(right, 30).links.wait(right, right.await_into(got))
+    Alone(left, 30).links.drain()
     assert torch.equal(got[0], wanted)
     assert got[1] == 3.0
-    assert not left.has_unsent
+
+
+def test_a_peer_that_takes_nothing_ends_the_drain_and_close_ends_the_writer(pair: tuple[LocalLink, LocalLink]) -> None:
+    left, _ = pair
+    left.send([torch.zeros(8 * BUFFER_BYTES // 4)])
+    with pytest.raises(RuntimeError, match=r"a peer took nothing for 0\.1 s"):
+        Alone(left, 0.1).links.drain()
+    Alone(left, 30).links.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "shardwright-link"]
+
+
+def test_a_peer_that_goes_before_it_took_everything_is_told_by_the_next_send(
+    pair: tuple[LocalLink, LocalLink],
+) -> None:
+    left, right = pair
+    left.send([torch.zeros(8 * BUFFER_BYTES // 4)])
+    right.connection.close()
+    with pytest.raises(RuntimeError, match="the connection broke"):
+        left.drain(30)
+    with pytest.raises(RuntimeError, match="the connection broke"):
+        left.send([torch.zeros(4)])
 
 
 def test_a_peer_that_is_gone_ends_the_wait(pair: tuple[LocalLink, LocalLink]) -> None:

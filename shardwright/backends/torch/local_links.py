@@ -3,7 +3,8 @@
 Gloo hands every message to a thread of its own and wakes the one that waits: in a pipeline whose actions take a
 millisecond, both show. Here the thread that computes writes to a Unix stream socket and reads from it, and while it
 waits it looks again and again, where every rank has a core for itself, before it sleeps. What the socket does not take
-at once is kept and written on the next occasion, so a sender never waits, as with Gloo.
+at once is kept, and a thread that lives as long as there is such a rest writes it: so a sender never waits, and what it
+sent arrives whatever it does next, as with Gloo.
 """
 
 import os
@@ -11,9 +12,11 @@ import select
 import socket
 import struct
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,29 +40,70 @@ class LocalLink:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         self.connection = connection
         self._unsent: deque[memoryview] = deque()
+        self._writing = threading.Lock()
+        self._writer: threading.Thread | None = None
+        self._failure: RuntimeError | None = None
         self._awaited: deque[memoryview] = deque()
         self._ever_awaited = 0
 
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
-
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Write contiguous CPU tensors, or keep what the socket does not take: a copy of it, since they may change."""
-        for tensor in tensors:
-            data = _bytes_of(tensor.contiguous())
-            written = 0 if self._unsent else self._write(data)
-            if written < len(data):
-                self._unsent.append(memoryview(bytearray(data[written:])))
+        """Write contiguous CPU tensors, or keep what the socket does not take: a copy of it, since they may change.
+        Raises RuntimeError when the peer is gone."""
+        with self._writing:
+            self._require_peer()
+            for tensor in tensors:
+                data = _bytes_of(tensor.contiguous())
+                written = 0 if self._unsent else self._write(data)
+                if written < len(data):
+                    self._unsent.append(memoryview(bytearray(data[written:])))
+            if self._unsent and self._writer is None:
+                self._writer = threading.Thread(target=self._write_rest, name="shardwright-link", daemon=True)
+                self._writer.start()
 
-    def flush(self) -> None:
-        """Write what was kept, as far as the socket takes it."""
+    def drain(self, timeout_s: float) -> None:
+        """Until everything is written. Raises RuntimeError when the peer does not take it, or is gone."""
+        writer = self._writer
+        if writer is not None:
+            writer.join(timeout_s)
+            if writer.is_alive():
+                raise RuntimeError(f"a peer took nothing for {timeout_s:g} s")
+        self._require_peer()
+
+    def close(self) -> None:
+        """What was not written is lost."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        writer = self._writer
+        if writer is not None:
+            writer.join()
+        self.connection.close()
+
+    def _write_rest(self) -> None:
+        """Write what was kept, until nothing is left or the peer is gone, which the next send or drain tells."""
+        room = select.poll()
+        room.register(self.connection, select.POLLOUT)
+        while True:
+            room.poll()
+            with self._writing:
+                try:
+                    self._write_kept()
+                except RuntimeError as error:
+                    self._failure = error
+                if not self._unsent or self._failure is not None:
+                    self._writer = None
+                    return
+
+    def _write_kept(self) -> None:
         while self._unsent:
             written = self._write(self._unsent[0])
             if written < len(self._unsent[0]):
                 self._unsent[0] = self._unsent[0][written:]
                 return
             self._unsent.popleft()
+
+    def _require_peer(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def await_into(self, tensors: Sequence[torch.Tensor]) -> int:
         """The bytes that come next, after those awaited before, belong into these contiguous CPU tensors.
@@ -166,7 +210,6 @@ class LocalLinks:
         while link.filled < filled:
             if link.read():
                 continue
-            self.flush()
             looks += 1
             if looks % _LOOKS_BETWEEN_CLOCKS and self._look_s:
                 continue
@@ -174,38 +217,20 @@ class LocalLinks:
             if now - begun > self.timeout_s:
                 raise RuntimeError(f"nothing came for {self.timeout_s:g} s")
             if now - begun >= self._look_s:
-                self._sleep(link, begun + self.timeout_s - now)
-
-    def flush(self) -> None:
-        for link in self._links.values():
-            if link.has_unsent:
-                link.flush()
+                sleeper = select.poll()
+                sleeper.register(link.connection, select.POLLIN)
+                sleeper.poll(1e3 * (begun + self.timeout_s - now))
 
     def drain(self) -> None:
         """Until everything is written."""
-        begun = time.monotonic()
-        self.flush()
-        while any(link.has_unsent for link in self._links.values()):
-            left = begun + self.timeout_s - time.monotonic()
-            if left <= 0:
-                raise RuntimeError(f"a peer took nothing for {self.timeout_s:g} s")
-            self._sleep(None, left)
-            self.flush()
+        for link in self._links.values():
+            link.drain(self.timeout_s)
 
     def close(self) -> None:
         for link in self._links.values():
-            link.connection.close()
+            link.close()
         self._links.clear()
         self.group = None
-
-    def _sleep(self, reading: LocalLink | None, limit_s: float) -> None:
-        """Until what is awaited has begun to come, or something that was kept can be written."""
-        sleeper = select.poll()
-        for link in self._links.values():
-            events = (select.POLLIN if link is reading else 0) | (select.POLLOUT if link.has_unsent else 0)
-            if events:
-                sleeper.register(link.connection, events)
-        sleeper.poll(1e3 * limit_s)
 
 
 def _listen(door: socket.socket, path: str, peers: int) -> str:
