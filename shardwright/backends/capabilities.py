@@ -23,6 +23,7 @@ TORCH = Capabilities(
     shard_levels=(0,),
     shard_groups=False,
     gradients_when_made=True,
+    bucket_bytes=25 * 2**20,  # as torch's DistributedDataParallel has it
 )
 JAX = Capabilities(
     framework="jax",

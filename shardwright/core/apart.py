@@ -1,11 +1,14 @@
 """Gradients and activations are not all there at once: the first backward makes gradients as it gives activations up.
 
-A prediction that adds up the most of each is too high for steps of few microbatches. Here one rank's actions are gone
-through in order, the first backward of every stage unit by unit, the gradients of one unit beside its activations.
+A prediction that adds up the most of each is too high for steps of few microbatches, and too low where gradients travel
+to other replicas in copies. Here one rank's actions are gone through in order, the first and the last backward of every
+stage unit by unit, the gradients of one unit, and the copies of those behind it, beside its activations.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from shardwright.core.schedule.actions import Action, B, F, W
 from shardwright.core.stages import UnitTable
@@ -13,7 +16,8 @@ from shardwright.core.stages import UnitTable
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """One stage of a rank, in bytes."""
+    """One stage of a rank, in bytes. Of its first, its last and its only backward the most that it holds of
+    activations, of what is under way and of what it makes, gradients or their copies."""
 
     kept: int
     """Activations of one microbatch."""
@@ -21,45 +25,67 @@ class StageBytes:
     """What the passes of one microbatch hold beside them."""
     gradients: int
     first_backward: int
-    """The most of activations, of what is under way and of gradients together while the first backward makes them."""
+    last_backward: int = 0
+    """Where copies leave as gradients are whole."""
+    only_backward: int = 0
+    """The same of a backward that is the first one too."""
 
 
 def stage_bytes(table: UnitTable, first: int, end: int, gradient_width: int) -> StageBytes:
     """What a stage of units ``first`` … ``end`` - 1 holds, its gradients ``gradient_width`` bytes an entry."""
     kept = table.range_kept[first, first + 1 : end + 1]
     made = table.range_elements[first:end, end] * gradient_width
+    passes = kept + table.beside_bytes[first:end]
+    copied = np.append(made[1:], 0)
     return StageBytes(
         int(kept[-1]),
         int(table.range_working[first, end]),
         int(made[0]),
-        int((kept + table.beside_bytes[first:end] + made).max()),
+        int((passes + made).max()),
+        int((passes + copied).max()),
+        int((passes + made + copied).max()),
     )
 
 
-def apart_bytes(order: Sequence[Action], stages: Mapping[int, StageBytes]) -> int:
+def apart_bytes(order: Sequence[Action], stages: Mapping[int, StageBytes], bucket_bytes: int = 0) -> int:
     """By how much the peak of one rank is lower than all gradients, the most activations and the most under way
-    together. ``stages`` are those that the rank holds."""
+    together; negative where copies of gradients make it higher.
+
+    ``stages`` are those that the rank holds; ``bucket_bytes`` as in `Capabilities`, 0 where no gradients travel.
+    """
     working = max(held.working for held in stages.values())
-    live = most = peak = gradients = 0
+    copied = sum(held.gradients for held in stages.values()) if bucket_bytes else 0
+    at_once = copied > bucket_bytes
+    """Copies leave as gradients are whole; else all at the end."""
+    last = {part.stage: n for n, action in enumerate(order) for part in action.flat if part.kind in (B, W)}
+    live = most = peak = gradients = sent = 0
     made: set[int] = set()
-    for action in order:
+    for number, action in enumerate(order):
         freed = 0
-        for part in action.parts or (action,):
+        for part in action.flat:
             held = stages[part.stage]
             if part.kind is F:
                 live += held.kept
             elif part.kind is B or part.kind is W:
                 freed += held.kept
         most = max(most, live)
-        now = live + gradients + working
-        if action.kind is B and action.stage not in made:
+        now = live + gradients + working + sent
+        if action.kind is B:
             held = stages[action.stage]
-            now = live - held.kept + gradients + held.first_backward
+            leaves = at_once and last[action.stage] == number
+            others = live - held.kept + gradients + sent
+            if action.stage not in made:
+                now = others + (held.only_backward if leaves else held.first_backward)
+            elif leaves:
+                now = max(now, others + held.last_backward)
         peak = max(peak, now)
         live -= freed
-        for part in action.parts or (action,):
+        for part in action.flat:
             if part.kind in (B, W) and part.stage not in made:
                 made.add(part.stage)
                 gradients += stages[part.stage].gradients
-        peak = max(peak, live + gradients)
-    return max(0, gradients + most + working - peak)
+            if at_once and part.kind in (B, W) and last[part.stage] == number:
+                sent += stages[part.stage].gradients
+        peak = max(peak, live + gradients + sent)
+    peak = max(peak, gradients + copied)
+    return gradients + most + working - peak

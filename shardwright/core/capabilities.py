@@ -35,7 +35,9 @@ class Capabilities:
     """Activations of units can go to the host's memory and come back."""
     gradients_when_made: bool = False
     """Gradients take memory from the first backward on, and not all through the step."""
-
+    bucket_bytes: int = 0
+    """Gradients travel over the data axis in copies, which stay until all are summed; one is made when about so many
+    bytes are whole, and at the end of the step. 0: without copies."""
     stages_are_programs: bool = False
     """A stage's backward is one compiled program, which adds the gradients to their sums when all are there."""
 

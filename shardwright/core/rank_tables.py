@@ -10,6 +10,7 @@ from itertools import zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.core.apart import stage_bytes
 from shardwright.core.errors import PlanError
 from shardwright.core.memory import MemoryUse, state_bytes
 from shardwright.core.partition.exact import Matrix, min_max_cut, spread_cut
@@ -77,12 +78,12 @@ class RankTables:
             counts.setdefault(id(unit), []).append(index)
         return tuple((members[-1], len(members)) for members in counts.values() if len(members) > 1)
 
-    def has_room(self, live: Sequence[int], held: int, request: MemoryRequest) -> bool:
+    def has_room(self, live: Sequence[int], held: int, state_bytes_per_element: float) -> bool:
         """Whether the ranks have room for the units that are alike, leaving the others out: False means that no cut
         fits. ``held`` is how many stages each rank holds."""
         table = self.tables[0]
         for unit, count in self.alike:
-            state = request.state_bytes_per_element * float(table.range_elements[unit, unit + 1])
+            state = state_bytes_per_element * float(table.range_elements[unit, unit + 1])
             # What it adds to all before it: what it shares with them they keep already.
             kept = float(table.range_kept[0, unit + 1] - table.range_kept[0, unit])
             working = float(table.range_working[unit, unit + 1])
@@ -107,7 +108,7 @@ class RankTables:
         `PRICE_OF_EVENNESS`. None when no cut fits.
         """
         held = len(placement) // self.ranks
-        if len(placement) > self.units or not self.has_room(live, held, request):
+        if len(placement) > self.units or not self.has_room(live, held, request.state_bytes_per_element):
             return None
         free = self.free_cut(tuple(placement))
         if self.over_bytes(self.memory(free, placement, live, request)) == 0:
@@ -144,12 +145,13 @@ class RankTables:
         held = len(placement) // self.ranks
         # A rank's stages share its memory for parameters; its activations are counted by the largest of them.
         state = request.state_bytes_per_element * held
+        copied = request.gradient_width * held if request.bucket_bytes else 0
         known: dict[tuple[int, int, int], NDArray[np.bool_]] = {}
         fits = []
         for rank in placement:
             key = (id(self.tables[rank]), live[rank], room[rank])
             if key not in known:
-                known[key] = self.tables[rank].range_memory(live[rank], state) <= room[rank]
+                known[key] = self.tables[rank].range_memory(live[rank], state, copied) <= room[rank]
             fits.append(known[key])
         return self._fastest(placement, np.stack(fits))
 
@@ -187,13 +189,32 @@ class RankTables:
         """What every pipeline rank holds, its stages together."""
         found = []
         held = self._held(tuple(starts), tuple(placement))
-        for count, (elements, kept, working, sent, away) in zip(live, held, strict=True):
+        activations = [kept * count for count, (_, kept, _, _, _) in zip(live, held, strict=True)]
+        buffers = self.buffers(starts, placement, activations, request)
+        rows = zip(live, held, activations, buffers, strict=True)
+        for count, (elements, _, _, _, away), kept, beside in rows:
             parameters, gradients, states = state_bytes(
                 elements, request.precision, request.optimizer, request.shard, request.ways, request.gradient_precision
             )
-            beside = working + sent + UNCOUNTED_BYTES
-            found.append(MemoryUse(parameters, gradients, states, kept * count, beside, host_bytes=away * count))
+            found.append(MemoryUse(parameters, gradients, states, kept, beside, host_bytes=away * count))
         return tuple(found)
+
+    def buffers(
+        self,
+        starts: Sequence[int],
+        placement: Sequence[int],
+        activations: Sequence[int] = (),
+        request: MemoryRequest | None = None,
+    ) -> list[int]:
+        """What every rank holds for a while; with a ``request``, beside so many bytes of ``activations``, also where
+        that is copies of gradients on their way to other replicas, when the activations are gone."""
+        key = tuple(starts), tuple(placement)
+        held = self._held(*key)
+        if request is None or not request.bucket_bytes:
+            return [working + sent + UNCOUNTED_BYTES for _, _, working, sent, _ in held]
+        closing = self._closing(*key, request.gradient_width, request.bucket_bytes)
+        rows = zip(held, closing, activations, strict=True)
+        return [max(working, last - kept) + sent + UNCOUNTED_BYTES for (_, _, working, sent, _), last, kept in rows]
 
     def _held(self, starts: tuple[int, ...], placement: tuple[int, ...]) -> list[tuple[int, int, int, int, int]]:
         """For every rank its parameter entries, and bytes kept for one microbatch, working, sent and offloaded; of its
@@ -215,6 +236,24 @@ class RankTables:
                 found.append((elements, kept, working, sent, away))
             self._holdings[key] = found
         return self._holdings[key]
+
+    def _closing(self, starts: tuple[int, ...], placement: tuple[int, ...], width: int, bucket_bytes: int) -> list[int]:
+        """For every rank the most bytes beside its parameters, gradients and states while the last gradients become
+        whole and copies of all travel to other replicas."""
+        key = starts, placement, width, bucket_bytes
+        if key not in self._closings:
+            found = []
+            for rank, table in enumerate(self.tables):
+                held = [ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank]
+                copied = sum(int(table.range_elements[a, b]) for a, b in held) * width
+                stages = [stage_bytes(table, a, b, width) for a, b in held] if copied > bucket_bytes else []
+                found.append(max([copied, *(copied - stage.gradients + stage.last_backward for stage in stages)]))
+            self._closings[key] = found
+        return self._closings[key]
+
+    @cached_property
+    def _closings(self) -> dict[tuple[tuple[int, ...], tuple[int, ...], int, int], list[int]]:
+        return {}
 
     @cached_property
     def _holdings(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int, int, int, int]]]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.cost.unit import UnitCost
-from shardwright.core.cost.work import SharedValue
+from shardwright.core.cost.work import PRECISION_BYTES, SharedValue
 from shardwright.core.memory import (
     Mode,
     Recompute,
@@ -169,9 +169,14 @@ class UnitTable:
             return int(self.range_working[first, end])
         return int(self._range_passing[first, end] + self.found_bytes * self.range_elements[first, end])
 
-    def range_memory(self, live: float, state_bytes_per_element: float) -> Matrix:
-        """Peak bytes of a stage with ``live`` microbatches under way."""
-        return state_bytes_per_element * self.range_elements + live * self.range_kept + self.range_working
+    def range_memory(self, live: float, state_bytes_per_element: float, copied_bytes_per_element: float = 0) -> Matrix:
+        """Peak bytes of a stage with ``live`` microbatches under way, or when its gradients are there twice, as copies
+        on their way to other replicas."""
+        passes = live * self.range_kept + self.range_working
+        if copied_bytes_per_element:
+            passes = np.maximum(passes, copied_bytes_per_element * self.range_elements)
+        memory: Matrix = state_bytes_per_element * self.range_elements + passes
+        return memory
 
     def tied_twice(self, held: Sequence[tuple[int, int]]) -> int:
         """Entries of parameters that two stages of one rank share."""
@@ -193,6 +198,13 @@ class MemoryRequest:
     ways: int
     """Ranks that share the sharded part."""
     gradient_precision: str | None = None
+    bucket_bytes: int = 0
+    """Of the copies in which gradients are summed over the data axis (`Capabilities.bucket_bytes`); 0: none."""
+
+    @property
+    def gradient_width(self) -> int:
+        """Bytes of one entry of a gradient."""
+        return PRECISION_BYTES[self.gradient_precision or self.precision]
 
     @property
     def state_bytes_per_element(self) -> float:

@@ -10,9 +10,6 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import found_plans
 
-UNDER = {"8 ranks of 12 MiB, batch 32": 1.04}
-"""Measured over predicted, where a thousandth is too little."""
-
 
 def test_what_is_found_is_what_both_runtimes_carry_out() -> None:
     for case in found_plans.CASES.values():
@@ -31,7 +28,10 @@ def test_a_found_plan_trains_in_both(name: str) -> None:
     assert of_jax["losses"] == pytest.approx(of_torch["losses"], rel=1e-5)
     assert of_torch["losses"][0] - of_torch["losses"][-1] > 0.2, "nothing was learnt, so nothing was compared"
     for measured, predicted in zip(of_torch["peaks"], plan.predicted.peak_memory_bytes, strict=True):
-        # Below: the samples themselves; of one case 3%, for a reason not yet found.
         # Above: what a split backward keeps for its second half is less than the unit.
-        assert measured <= UNDER.get(name, 1.003) * predicted
-        assert predicted <= 1.06 * measured
+        assert measured <= 1.001 * predicted
+        assert predicted <= (1.06 if plan.build_schedule().splits_backward else 1.03) * measured
+    rows = (of_jax["peaks"], of_jax["predicted"], of_jax["compiled"])
+    for measured, predicted, compiled in zip(*rows, strict=True):
+        assert predicted == pytest.approx(measured, rel=0.15)
+        assert compiled == pytest.approx(measured, rel=0.03)

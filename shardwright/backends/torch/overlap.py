@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup, Work
 
+from shardwright.backends.capabilities import TORCH
 from shardwright.backends.torch.watch import Watch
 from shardwright.core.errors import ShardwrightError
 
-BUCKET_BYTES = 25 * 2**20
-"""Gradients are reduced in pieces of about this size, as torch's DistributedDataParallel does by default."""
+BUCKET_BYTES = TORCH.bucket_bytes
+"""Gradients are reduced in pieces of about this size."""
 
 
 class Bucket:

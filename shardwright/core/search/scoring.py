@@ -6,21 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from shardwright.core.apart import apart_bytes, stage_bytes
 from shardwright.core.cluster import Cluster
-from shardwright.core.cost.work import PRECISION_BYTES
 from shardwright.core.cost_tables import CostTables, Place
 from shardwright.core.cutting import partition_input
 from shardwright.core.errors import PlanError, ScheduleError
 from shardwright.core.links import Links
-from shardwright.core.memory import MemoryUse, Recompute, live_bytes, live_microbatches
+from shardwright.core.memory import MemoryUse, Recompute, live_microbatches
 from shardwright.core.partition.partitioners import DEFAULT, cut_units
 from shardwright.core.plan import Decision, Predicted, placement_of
 from shardwright.core.predict import StepModel, least_makespan_s, simulated_makespan_s
 from shardwright.core.rank_tables import RankTables
-from shardwright.core.request import Request
+from shardwright.core.request import VIRTUAL_STAGES, Request
 from shardwright.core.schedule import AUTO, Schedule
 from shardwright.core.schedule.live import peak_live
+from shardwright.core.search.peaks import by_stage, less_apart, with_activations
 from shardwright.core.search.space import RECOMPUTES, Pipelining, Policy, Shape, splits_backward
 from shardwright.core.stages import MemoryRequest, UnitTable
 
@@ -86,9 +85,29 @@ class Scorer:
         """What decides the bytes of a parameter under a policy."""
         ways = policy.shard_group or dp
         request = self.request
+        travels = dp > 1 and policy.shard < 2
         return MemoryRequest(
-            0, self.tables.precision, request.optimizer, policy.shard, ways, request.gradient_precision
+            0,
+            self.tables.precision,
+            request.optimizer,
+            policy.shard,
+            ways,
+            request.gradient_precision,
+            self.tables.graph.capabilities.bucket_bytes if travels else 0,
         )
+
+    def _request_of(self, decision: Decision) -> MemoryRequest:
+        return self.memory_request(_policy(decision), decision.dp)
+
+    @property
+    def _when_made(self) -> bool:
+        return self.tables.graph.capabilities.gradients_when_made
+
+    def _exactly(self, decision: Decision, ranked: RankTables, memory: tuple[MemoryUse, ...]) -> tuple[MemoryUse, ...]:
+        """Memory that was too much as counted for cuts, counted as a plan says it."""
+        request = self._request_of(decision)
+        memory = by_stage(decision, ranked, memory, request)
+        return less_apart(decision, ranked, memory, request, self._when_made)
 
     # Bounds ------------------------------------------------------------------------------------------------------
 
@@ -122,13 +141,21 @@ class Scorer:
 
     def _may_fit(self, shape: Shape, policy: Policy) -> bool:
         """Whether all ranks together have room for the parameters and one microbatch's activations."""
-        pp, dp, _ = shape.degrees
+        pp = shape.mesh.axis_size("pp")
         table = self._first(shape, policy.recompute)
-        request = self.memory_request(policy, dp)
-        held = request.state_bytes_per_element * float(table.range_elements[0, -1]) + float(table.range_kept[0, -1])
+        state = self._least_state(shape, policy, max(VIRTUAL_STAGES))
+        held = state * float(table.range_elements[0, -1]) + float(table.range_kept[0, -1])
         if self.cluster.is_uniform:
             return held <= pp * self.cluster.memory_bytes(0)
         return held <= sum(self.ranked(shape, policy.recompute).limits_bytes)
+
+    def _least_state(self, shape: Shape, policy: Policy, virtual_stages: int) -> float:
+        """Bytes below which no parameter with its gradient and states gets beside activations: without the gradient
+        where a step is so short that these may be gone when it is made."""
+        pp, dp, _ = shape.degrees
+        request = self.memory_request(policy, dp)
+        may_be_apart = self._when_made and policy.shard < 2 and shape.microbatches <= 2 * pp * virtual_stages
+        return request.state_bytes_per_element - (request.gradient_width if may_be_apart else 0)
 
     def _filled_s(self, shape: Shape, recompute: Recompute, *, split: bool) -> float:
         """Seconds below which no pipeline of one stage per rank gets, filling and draining included."""
@@ -195,7 +222,7 @@ class Scorer:
             and self._fits_whole(shape, policies[0], placement, live)
         ):
             return None, []
-        roomy = [p for p in policies if ranked.has_room(live, virtual, self.memory_request(p, dp))]
+        roomy = [p for p in policies if ranked.has_room(live, virtual, self._least_state(shape, p, virtual))]
         starts = self._starts(shape, policies[0], placement, live, ranked, fit=False) if roomy else None
         if starts is None:
             return None, []
@@ -203,6 +230,9 @@ class Scorer:
         for policy in roomy:
             request = self.memory_request(policy, dp)
             memory = ranked.memory(starts, placement, live, request)
+            if ranked.over_bytes(memory):
+                decision = self.decision(shape, policy, pipelining, starts)
+                memory = self._exactly(decision, ranked, memory)
             if not ranked.over_bytes(memory):
                 fitting.append((policy, memory))
             elif self.request.stage_starts is None:
@@ -311,7 +341,7 @@ class Scorer:
             kept_units=draft.kept_units,
             offloaded_units=tuple(sorted(ranked.tables[0].offloaded)),
         )
-        memory = self._exact_memory(decision, ranked, memory)
+        memory = by_stage(decision, ranked, memory, self._request_of(decision))
         predicted = self.step.predicted(decision, ranked, memory, pipeline, placement)
         return Scored(decision, ranked, predicted, 0, exact=True)
 
@@ -327,6 +357,8 @@ class Scorer:
         if starts is None:
             return None
         memory = ranked.memory(starts, placement, live, self.memory_request(policy, dp))
+        if ranked.over_bytes(memory):
+            memory = self._exactly(self.decision(shape, policy, pipelining, starts), ranked, memory)
         over = ranked.over_bytes(memory)
         if over and fit:
             return None
@@ -383,42 +415,15 @@ class Scorer:
         decision, ranked = scored.decision, scored.tables
         placement = decision.stage_ranks
         pipeline = simulated_makespan_s(decision, ranked.stage_costs(decision.stage_starts, placement))
-        memory = self._exact_memory(decision, ranked, scored.predicted.memory_by_stage_rank)
+        memory = by_stage(decision, ranked, scored.predicted.memory_by_stage_rank, self._request_of(decision))
         predicted = self.step.predicted(decision, ranked, memory, pipeline, placement)
         return replace(scored, predicted=predicted, exact=True)
 
-    def _exact_memory(
-        self, decision: Decision, ranked: RankTables, memory: tuple[MemoryUse, ...]
-    ) -> tuple[MemoryUse, ...]:
-        """Where ranks hold several stages, activations by the stage that each belongs to: a cut is made as if all were
-        those of the largest."""
-        if decision.virtual_stages == 1:
-            return memory
-        kept = ranked.stage_costs(decision.stage_starts, decision.stage_ranks).activation_bytes
-        live = live_bytes(decision.schedule, decision.pp, decision.microbatches, decision.virtual_stages, kept)
-        return tuple(replace(use, activations_bytes=size) for use, size in zip(memory, live, strict=True))
-
     def with_peaks(self, scored: Scored) -> Scored:
-        """The same with its memory less what is never there at once, where gradients take memory when they are made.
-
-        Choices are made without that: where a step has many microbatches, as large ones have, it comes to nothing.
-        """
-        decision, ranked = scored.decision, scored.tables
-        when_made = self.tables.graph.capabilities.gradients_when_made
-        if not when_made or decision.shard >= 2 or decision.microbatches > 2 * decision.stages:
-            return scored
-        width = PRECISION_BYTES[decision.gradient_precision or decision.precision]
-        ends, placement = ranked.ends(decision.stage_starts), decision.stage_ranks
-        schedule = decision.build_schedule(ranked.stage_costs(decision.stage_starts, placement))
-        memory = []
-        for rank, use in enumerate(scored.predicted.memory_by_stage_rank):
-            held = {
-                stage: stage_bytes(ranked.tables[rank], *ends[stage], width)
-                for stage, on in enumerate(placement)
-                if on == rank
-            }
-            memory.append(replace(use, apart_bytes=apart_bytes(schedule.table[rank], held)))
-        return replace(scored, predicted=replace(scored.predicted, memory_by_stage_rank=tuple(memory)))
+        """The same with its memory less what is never there at once."""
+        decision, memory = scored.decision, scored.predicted.memory_by_stage_rank
+        memory = less_apart(decision, scored.tables, memory, self._request_of(decision), self._when_made)
+        return replace(scored, predicted=replace(scored.predicted, memory_by_stage_rank=memory))
 
     def generated(self, scored: Scored) -> Scored | None:
         """The same with a schedule generated for its stages, within the memory that the rest leaves; None where there
@@ -426,7 +431,7 @@ class Scorer:
         decision, ranked = scored.decision, scored.tables
         costs = ranked.stage_costs(decision.stage_starts, decision.stage_ranks)
         room = [
-            max(0, limit - (replace(use, apart_bytes=0).total_bytes - use.activations_bytes))
+            max(0, limit - (use.total_bytes + use.apart_bytes - use.activations_bytes))
             for limit, use in zip(ranked.limits_bytes, scored.predicted.memory_by_stage_rank, strict=True)
         ]
         try:
@@ -443,10 +448,9 @@ class Scorer:
         rows = tuple(",".join(action.text for action in order) for order in schedule.table)
         made = replace(decision, schedule=AUTO, generated=rows)
         costs = ranked.stage_costs(made.stage_starts, schedule.placement)
-        memory = tuple(
-            replace(use, activations_bytes=peak_live(schedule.table[rank], costs.activation_bytes), apart_bytes=0)
-            for rank, use in enumerate(scored.predicted.memory_by_stage_rank)
-        )
+        live = [peak_live(order, costs.activation_bytes) for order in schedule.table]
+        memory = scored.predicted.memory_by_stage_rank
+        memory = with_activations(made, ranked, memory, live, self._request_of(made))
         pipeline = simulated_makespan_s(made, costs)
         predicted = self.step.predicted(made, ranked, memory, pipeline, schedule.placement)
         over = ranked.over_bytes(memory)
@@ -483,6 +487,10 @@ class Scorer:
             gradient_precision=request.gradient_precision,
             placement_order=shape.order,
         )
+
+
+def _policy(decision: Decision) -> Policy:
+    return Policy(decision.recompute, decision.shard, decision.shard_group)
 
 
 def _require_starts(starts: Sequence[int], stages: int, units: int) -> None:

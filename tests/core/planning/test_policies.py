@@ -11,6 +11,7 @@ from shardwright import Cluster
 from shardwright.core.apart import StageBytes, apart_bytes
 from shardwright.core.cost_tables import CostTables, Place
 from shardwright.core.errors import PlanError
+from shardwright.core.hardware import load_profile
 from shardwright.core.memory import MemoryUse
 from shardwright.core.schedule import Action
 from tests.core.toy import decoder
@@ -140,5 +141,48 @@ def test_schedules_say_when_gradients_are_made() -> None:
     assert apart("0F0", "0F1", "0B0", "0B1") == 27 - 22
     # After the first backward the gradients are there, and another forward fills up again.
     assert apart("0F0", "0F1", "0B0", "0F2", "0B1", "0B2") == 0
+    # Copies of gradients for other replicas: all at the end, where the bucket holds them, else as they are made.
+    few = {0: StageBytes(kept=10, working=1, gradients=30, first_backward=32, last_backward=35, only_backward=62)}
+    actions = [Action.parse(text) for text in ("0F0", "0B0", "0F1", "0B1")]
+    assert apart_bytes(actions, few) == 41 - 41
+    assert apart_bytes(actions, few, bucket_bytes=30) == 41 - 60
+    assert apart_bytes(actions, few, bucket_bytes=8) == 41 - (30 + 35)
+    assert apart_bytes(actions[:2], few, bucket_bytes=8) == 41 - 62
     # Input gradients make none, and free nothing before the second half.
     assert apart("0F0", "0I0", "0W0") == 17 - 11
+
+
+def test_gradients_on_their_way_to_replicas_are_there_twice() -> None:
+    """By hand: at the end of a step the activations are gone, and every gradient is there with its copy."""
+    able = replace(GRAPH, capabilities=replace(GRAPH.capabilities, gradients_when_made=True, bucket_bytes=25 * 2**20))
+    pins = {"microbatch": 1, "pp": 1, "tp": 1, "precision": "fp32", "recompute": "full", "shard": 0}
+
+    def memory(dp: int, microbatches: int) -> MemoryUse:
+        cluster = Cluster("a100-80gb", devices_per_node=dp)
+        return sw.plan(able, cluster, batch=dp * microbatches, **pins).predicted.memory[0]
+
+    alone, one, many = memory(1, 4), memory(2, 1), memory(2, 64)
+    held = alone.parameters_bytes + alone.gradients_bytes + alone.optimizer_bytes
+    assert alone.total_bytes < held + alone.gradients_bytes, "activations bind: the case tests nothing"
+    for use in (one, many):
+        assert use.total_bytes >= held + use.gradients_bytes
+        # Beside them at most what one unit holds whose gradients are not yet on their way.
+        assert use.total_bytes <= held + use.gradients_bytes + alone.activations_bytes + alone.buffers_bytes
+
+
+def test_what_fits_by_the_order_of_a_step_alone_is_planned() -> None:
+    """With one microbatch the gradients are not there before the activations go: a device with room for what is there
+    at once, and for no more, has a plan."""
+    able = replace(GRAPH, capabilities=replace(GRAPH.capabilities, gradients_when_made=True))
+    pins = {"microbatch": MICROBATCH, "pp": 1, "dp": 1, "tp": 1, "precision": "fp16", "recompute": "none"}
+    device = replace(load_profile("a100-80gb").device, reserved_memory_bytes=0)
+
+    def planned(memory_bytes: int) -> MemoryUse:
+        cluster = Cluster(replace(device, memory_bytes=memory_bytes))
+        return sw.plan(able, cluster, batch=MICROBATCH, **pins).predicted.memory[0]
+
+    use = planned(device.memory_bytes)
+    assert use.apart_bytes > 0
+    assert planned(use.total_bytes) == use
+    with pytest.raises(PlanError, match="does not fit"):
+        planned(use.total_bytes - 1)

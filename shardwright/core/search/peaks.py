@@ -1,0 +1,62 @@
+"""What ranks hold at their peak, nearer than cuts are made by: by stage, and gradients only while they are there."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardwright.core.apart import apart_bytes, stage_bytes
+from shardwright.core.memory import MemoryUse, live_bytes
+from shardwright.core.plan import Decision
+from shardwright.core.rank_tables import RankTables
+from shardwright.core.stages import MemoryRequest
+
+
+def by_stage(
+    decision: Decision, ranked: RankTables, memory: tuple[MemoryUse, ...], request: MemoryRequest
+) -> tuple[MemoryUse, ...]:
+    """Where ranks hold several stages, activations by the stage that each belongs to: a cut is made as if all were
+    those of the largest."""
+    if decision.virtual_stages == 1:
+        return memory
+    kept = ranked.stage_costs(decision.stage_starts, decision.stage_ranks).activation_bytes
+    live = live_bytes(decision.schedule, decision.pp, decision.microbatches, decision.virtual_stages, kept)
+    return with_activations(decision, ranked, memory, live, request)
+
+
+def with_activations(
+    decision: Decision,
+    ranked: RankTables,
+    memory: Sequence[MemoryUse],
+    activations: Sequence[int],
+    request: MemoryRequest,
+) -> tuple[MemoryUse, ...]:
+    """The same with other activations, and so with other buffers."""
+    buffers = ranked.buffers(decision.stage_starts, decision.stage_ranks, activations, request)
+    return tuple(
+        replace(use, activations_bytes=size, buffers_bytes=beside, apart_bytes=0)
+        for use, size, beside in zip(memory, activations, buffers, strict=True)
+    )
+
+
+def less_apart(
+    decision: Decision,
+    ranked: RankTables,
+    memory: tuple[MemoryUse, ...],
+    request: MemoryRequest,
+    when_made: bool,
+) -> tuple[MemoryUse, ...]:
+    """Memory less what is never there at once, where gradients take memory ``when_made``. Where a step has many
+    microbatches it comes to nothing."""
+    if not when_made or decision.shard >= 2 or decision.microbatches > 2 * decision.stages:
+        return memory
+    ends, placement = ranked.ends(decision.stage_starts), decision.stage_ranks
+    schedule = decision.build_schedule(ranked.stage_costs(decision.stage_starts, placement))
+    found = []
+    for rank, (use, beside) in enumerate(zip(memory, ranked.buffers(decision.stage_starts, placement), strict=True)):
+        held = {
+            stage: stage_bytes(ranked.tables[rank], *ends[stage], request.gradient_width)
+            for stage, on in enumerate(placement)
+            if on == rank
+        }
+        less = apart_bytes(schedule.table[rank], held, request.bucket_bytes)
+        found.append(replace(use, buffers_bytes=beside + max(0, -less), apart_bytes=max(0, less)))
+    return tuple(found)
