@@ -9,10 +9,11 @@ from shardwright.backends import protocol
 from shardwright.backends.capabilities import runtimes_of
 from shardwright.core.cluster import Cluster
 from shardwright.core.cost_tables import unpriced_of
+from shardwright.core.decision import LossScope
 from shardwright.core.errors import CaptureError, PlanError
 from shardwright.core.graph import Graph
 from shardwright.core.pins import Asked, pins_of
-from shardwright.core.plan import LossScope, Plan
+from shardwright.core.plan import Plan
 from shardwright.core.request import Request
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.search import Progress, make_plan

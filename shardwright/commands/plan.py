@@ -13,9 +13,9 @@ from shardwright.commands.model_file import load_model
 from shardwright.commands.output import JsonOption, print_json, print_view, require_folder, write_text
 from shardwright.commands.progress import DelayedProgress
 from shardwright.core.cluster import Cluster
+from shardwright.core.decision import LossScope
 from shardwright.core.errors import ClusterError, ShardwrightError, nearest
 from shardwright.core.graph import Graph
-from shardwright.core.plan import LossScope
 from shardwright.core.request import Request
 from shardwright.core.search import make_plan
 from shardwright.core.search.study import study as make_study

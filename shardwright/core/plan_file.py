@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shardwright.core import plan as p
+from shardwright.core.decision import Decision
 from shardwright.core.errors import PlanFileError, ShardwrightError, nearest
 from shardwright.core.fold import CallRef
 from shardwright.core.layout import Layout, Partial, Placement, Split
@@ -237,9 +238,9 @@ def _plan(file: PlanFile) -> p.Plan:
     )
 
 
-def _decision_in(d: DecisionFile) -> p.Decision:
+def _decision_in(d: DecisionFile) -> Decision:
     try:
-        return p.Decision(
+        return Decision(
             pp=d.pp,
             dp=d.dp,
             tp=d.tp,

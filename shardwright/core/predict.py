@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwright.core.cost.work import PRECISION_BYTES
+from shardwright.core.decision import Decision
 from shardwright.core.links import Links
 from shardwright.core.memory import OPTIMIZER_STATES, MemoryUse
 from shardwright.core.mesh import Mesh
-from shardwright.core.plan import Decision, Predicted
+from shardwright.core.plan import Predicted
 from shardwright.core.rank_tables import RankTables, RankWork
 from shardwright.core.schedule import AUTO, StageCosts
 from shardwright.core.simulate import simulate_schedule

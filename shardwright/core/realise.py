@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
+from shardwright.core.decision import Decision
 from shardwright.core.errors import PlanError
 from shardwright.core.fold import Folded, fold
 from shardwright.core.graph import Graph
 from shardwright.core.memory import state_bytes_per_element
-from shardwright.core.plan import Decision, Plan
+from shardwright.core.plan import Plan
 from shardwright.core.realised import RealisedUnit
 from shardwright.core.solver import Frame
 from shardwright.core.structure import structure_of

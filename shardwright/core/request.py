@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.cost.work import PRECISION_BYTES
+from shardwright.core.decision import LossScope
 from shardwright.core.errors import PlanError, nearest
 from shardwright.core.memory import OPTIMIZER_STATES
 from shardwright.core.partition.partitioners import DEFAULT, require_partitioner
 from shardwright.core.pin import Pin
-from shardwright.core.plan import LossScope
 from shardwright.core.schedule import AUTO, schedule_names
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.family import Family, Sizes

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import torch
 
+from shardwright.core.decision import LossScope
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError, nearest
 from shardwright.core.mesh import Mesh
-from shardwright.core.plan import LossScope
 from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
 
 _ALIASES = {"partitions": "pipeline_parallel_degree"}

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from shardwright.backends.torch import CAPABILITIES
+from shardwright.core.decision import LossScope
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 from shardwright.core.memory import Recompute
-from shardwright.core.plan import LossScope, Plan
+from shardwright.core.plan import Plan
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action
 

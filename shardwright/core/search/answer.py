@@ -6,19 +6,9 @@ from importlib.metadata import PackageNotFoundError, version
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.cluster import Cluster
 from shardwright.core.cost_tables import HOST_LINK_EFFICIENCY, Place
+from shardwright.core.decision import Decision, pinned_summary, summarize
 from shardwright.core.memory import kept_bytes, recomputed_s, unit_recompute
-from shardwright.core.plan import (
-    Alternative,
-    ClassCost,
-    Costs,
-    Decision,
-    Plan,
-    Predicted,
-    Provenance,
-    RankCosts,
-    pinned_summary,
-    summarize,
-)
+from shardwright.core.plan import Alternative, ClassCost, Costs, Plan, Predicted, Provenance, RankCosts
 from shardwright.core.search.defaults import Default
 from shardwright.core.search.scoring import Scored, Scorer
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from shardwright.core.cluster import Cluster, NodeGroup
 from shardwright.core.cost_tables import CostTables
+from shardwright.core.decision import Decision, summarize
 from shardwright.core.errors import PlanError, ScheduleError
 from shardwright.core.memory import MemoryUse
-from shardwright.core.plan import Decision, summarize
 from shardwright.core.request import Request
 from shardwright.core.search.scoring import Scored, Scorer
 from shardwright.core.search.space import Space

@@ -9,11 +9,12 @@ from itertools import pairwise
 from shardwright.core.cluster import Cluster
 from shardwright.core.cost_tables import CostTables, Place
 from shardwright.core.cutting import partition_input
+from shardwright.core.decision import Decision, placement_of
 from shardwright.core.errors import PlanError, ScheduleError
 from shardwright.core.links import Links
 from shardwright.core.memory import MemoryUse, Recompute, live_microbatches
 from shardwright.core.partition.partitioners import DEFAULT, cut_units
-from shardwright.core.plan import Decision, Predicted, placement_of
+from shardwright.core.plan import Predicted
 from shardwright.core.predict import StepModel, least_makespan_s, simulated_makespan_s
 from shardwright.core.rank_tables import RankTables
 from shardwright.core.request import VIRTUAL_STAGES, Request

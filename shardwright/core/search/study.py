@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shardwright.core.cluster import Cluster, NodeGroup
+from shardwright.core.decision import summarize
 from shardwright.core.errors import PlanError
 from shardwright.core.graph import Graph
 from shardwright.core.hardware import Link
-from shardwright.core.plan import Plan, summarize
+from shardwright.core.plan import Plan
 from shardwright.core.request import Request
 from shardwright.core.search.answer import terms_s
 from shardwright.core.search.devices import parts
