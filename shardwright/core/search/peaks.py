@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwright.core.apart import apart_bytes, stage_bytes
+from shardwright.core.decision import Decision
 from shardwright.core.memory import MemoryUse, live_bytes
-from shardwright.core.plan import Decision
 from shardwright.core.rank_tables import RankTables
 from shardwright.core.stages import MemoryRequest
 
