@@ -116,6 +116,31 @@ def plan_command(
         ),
     ] = None,
     optimizer: Annotated[str, typer.Option(help="Whose states are counted.", rich_help_panel="Decision")] = "adamw",
+    gradient_precision: Annotated[
+        str | None,
+        typer.Option(
+            help="In which gradients add up over microbatches; default: as the parameters.",
+            show_default=False,
+            rich_help_panel="Decision",
+        ),
+    ] = None,
+    sequence_parallel: Annotated[
+        bool | None,
+        typer.Option(
+            "--sequence-parallel/--no-sequence-parallel",
+            help="Whether what the tensor axis leaves whole is divided along the sequence; default: searched.",
+            show_default=False,
+            rich_help_panel="Decision",
+        ),
+    ] = None,
+    stage_starts: Annotated[
+        str | None,
+        typer.Option(
+            help=f"The first unit of every stage, as 0,5,9; with --pp. {_SEARCHED.capitalize()}.",
+            show_default=False,
+            rich_help_panel="Decision",
+        ),
+    ] = None,
     loss_scope: Annotated[
         str,
         typer.Option(help="replica or global: what depends on the batch as a whole.", rich_help_panel="Decision"),
@@ -188,6 +213,9 @@ def plan_command(
         placement_order=placement_order,
         partitioner=partitioner,
         offload=offload,
+        gradient_precision=gradient_precision,
+        sequence_parallel=sequence_parallel,
+        stage_starts=None if stage_starts is None else _numbers("--stage-starts", stage_starts),
         devices=int(devices) if devices is not None and devices.isdigit() else devices,
     )
     whole = load_cluster(cluster, nodes, devices_per_node, intra_node, inter_node)
@@ -213,6 +241,13 @@ def plan_command(
 
     saved = f"saved to {output}" if output is not None else "not saved: give -o plan.json to keep it"
     print_view(plan_view(plan), *([] if studied is None else [study_view(studied)]), saved)
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise ShardwrightError(f"{option} {text!r}: expected whole numbers with commas between them, as 0,5,9")
+    return tuple(map(int, parts))
 
 
 def _captured(model: str, bar: DelayedProgress) -> Graph:

@@ -123,6 +123,11 @@ class Request:
                     f"stage_starts={list(self.stage_starts)} has {len(self.stage_starts)} entries: expected "
                     f"{self.pp * held} (pp · virtual_stages = {self.pp} · {held})"
                 )
+        if self.stage_starts is not None and self.partitioner != DEFAULT:
+            raise PlanError(
+                f"stage_starts={list(self.stage_starts)} and partitioner={self.partitioner!r}: the cut is given, and "
+                f"there is none to find; leave out one of them"
+            )
         if self.shard == 0 and self.shard_group is not None and self.shard_group > 1:
             raise PlanError(
                 f"shard=0 and shard_group={self.shard_group}: nothing is sharded that a group could share; leave out "
@@ -130,6 +135,10 @@ class Request:
             )
         if self.shard_group is not None and self.dp is not None and self.dp % self.shard_group:
             raise PlanError(f"shard_group={self.shard_group} does not divide dp={self.dp}: use a divisor of {self.dp}")
+        if self.microbatch is not None and self.microbatch > self.batch:
+            raise PlanError(
+                f"microbatch={self.microbatch} is more than batch={self.batch}: use microbatch={self.batch} or less"
+            )
         if self.sequence_parallel and self.tp == 1:
             raise PlanError(
                 "sequence_parallel=True and tp=1: the sequence is divided over the tensor axis; leave out one of them, "
@@ -142,9 +151,20 @@ class Request:
                 f"batch={self.batch} is not a multiple of {by}: use batch={max(1, round(self.batch / each)) * each}, "
                 f"or other degrees"
             )
+        if self.pp == 1 and (self.stages_per_rank or 1) > 1 and self.schedule in (None, AUTO):
+            raise PlanError(
+                f"pp=1 and virtual_stages={self.stages_per_rank}: one rank alone has nobody to take turns with; leave "
+                f"out one of them"
+            )
         family = FAMILIES.get(self.schedule or "")
         if family is not None and not family.trains:
             raise PlanError(f"schedule {self.schedule!r} has no backward passes, and a plan trains: take another")
+        if family is not None and self.virtual_stages is not None and self.pp is None:
+            samples = [Sizes(pp, pp * self.virtual_stages, self.virtual_stages) for pp in (2, 4)]
+            if all(family.refusal(sizes) for sizes in samples):
+                raise PlanError(
+                    f"schedule={self.schedule!r} and virtual_stages={self.virtual_stages}: {family.refusal(samples[0])}"
+                )
         if family is not None and None not in (self.pp, self.dp, self.microbatch) and self.pp and self.pp > 1:
             microbatches = self.batch // ((self.dp or 1) * (self.microbatch or 1))
             self._require_admitted(family, self.pp, microbatches)

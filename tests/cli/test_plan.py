@@ -30,13 +30,14 @@ def test_every_option_reaches_the_plan(models: Path) -> None:
         "plan", f"{models}/torch_models.py:with_scalar_output", "--cluster", "h100", "--nodes", 2,
         "--devices-per-node", 4, "--batch", 32, "--pp", 2, "--tp", 1, "--dp", 4, "--microbatch", 2, "--schedule",
         "gpipe", "--recompute", "full", "--shard", 1, "--precision", "fp32", "--optimizer", "sgd", "--loss-scope",
-        "global", "--json",
+        "global", "--gradient-precision", "fp32", "--stage-starts", "0, 1", "--no-sequence-parallel", "--json",
     )  # fmt: skip
     assert ran.code == 0, ran.out
     decision = ran.document["decision"]
     given = {
         "pp": 2, "tp": 1, "dp": 4, "batch": 32, "microbatch": 2, "schedule": "gpipe", "recompute": "full", "shard": 1,
         "precision": "fp32", "optimizer": "sgd", "loss_scope": "global", "virtual_stages": 1,
+        "gradient_precision": "fp32", "stage_starts": [0, 1], "sequence_parallel": False,
     }  # fmt: skip
     assert {name: decision[name] for name in given} == given
     assert ran.document["provenance"]["world_size"] == 8
@@ -90,6 +91,9 @@ BAD = [
     ([*FOUR, "--precision", "fp8x"], "precision='fp8x'"),
     ([*FOUR, "--optimizer", "adanw"], "did you mean 'adamw'?"),
     ([*FOUR, "--loss-scope", "globl"], "did you mean 'global'?"),
+    ([*FOUR, "--pp", 2, "--stage-starts", "0;1"], "--stage-starts '0;1': expected whole numbers with commas"),
+    ([*FOUR, "--stage-starts", "0,1"], "stage_starts are given without pp"),
+    ([*FOUR, "--sequence-parallel", "--tp", 1], "sequence_parallel=True and tp=1"),
     ([*FOUR, "--pp", 3], "the degrees must divide 4; nearest for pp: 4"),
     ([*FOUR, "--pp", 2, "--dp", 2, "--tp", 2], "the degrees must multiply to 4"),
     (["--cluster", "cpu", "--devices-per-node", 4, "--batch", 10, "--dp", 4], "batch=10 is not a multiple of dp = 4"),

@@ -95,7 +95,7 @@ def _pins(scorer: Scorer) -> tuple[str, ...]:
     request = scorer.request
     names = (
         "pp", "tp", "dp", "microbatch", "virtual_stages", "schedule", "shard", "shard_group", "precision",
-        "placement_order", "devices", "offload",
+        "placement_order", "devices", "offload", "stage_starts", "sequence_parallel", "gradient_precision",
     )  # fmt: skip
     pins: dict[str, object] = {name: getattr(request, name) for name in names}
     if request.recompute != "auto":

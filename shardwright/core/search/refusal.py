@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
-from shardwright.core.cluster import Cluster, NodeGroup
+from shardwright.core.cluster import Cluster
 from shardwright.core.cost_tables import CostTables
 from shardwright.core.decision import Decision, summarize
 from shardwright.core.errors import PlanError, ScheduleError
@@ -42,15 +43,14 @@ def refusal(tables: CostTables, cluster: Cluster, request: Request, scorer: Scor
 
 def _no_schedule(request: Request, space: Space) -> str:
     reasons = []
-    for shape in space.shapes():
+    for shape in sorted(space.shapes(), key=lambda shape: shape.degrees[0] == 1):
         pp = shape.mesh.axis_size("pp")
         for virtual in (request.stages_per_rank,) if request.stages_per_rank else (1, 2):
             for name in space.names:
                 reason = space.refusal(name, pp, shape.microbatches, virtual)
                 if reason:
                     reasons.append(f"schedule {name!r} at pp={pp}: {reason}")
-    shard = f"shard_group={request.shard_group} divides no data degree tried" if request.shard_group else ""
-    return (reasons[0] if reasons else shard) or "no schedule admits any of the pipeline degrees tried"
+    return reasons[0] if reasons else "no schedule admits any of the pipeline degrees tried"
 
 
 def _closest(scorer: Scorer, space: Space) -> Iterator[Scored]:
@@ -107,35 +107,45 @@ def _relaxed(tables: CostTables, cluster: Cluster, request: Request, wanted: Dec
 
 
 def smallest_cluster(tables: CostTables, cluster: Cluster, request: Request, most: int = 4096) -> Cluster | None:
-    """The fewest nodes like this cluster's (in doublings, the batch pinned or not) on which some plan fits."""
+    """The fewest nodes like this cluster's first ones on which some plan fits, the batch pinned and the rest free:
+    found by doubling, then by halving what lies between. None where not even ``most`` devices would do."""
+    group, between = cluster.groups[0], cluster.inter_node
+    if between is None:
+        return None
+
+    def of(nodes: int) -> Cluster:
+        return Cluster.of_groups([replace(group, nodes=nodes, region="")], between)
+
+    few, many = (group.nodes, 2 * group.nodes) if len(cluster.groups) == 1 else (0, group.nodes)
+    while many * group.devices_per_node <= most and not _fits(tables, of(many), request):
+        few, many = many, 2 * many
+    if many * group.devices_per_node > most:
+        return None
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (few, middle) if _fits(tables, of(middle), request) else (middle, many)
+    return of(many)
+
+
+def _fits(tables: CostTables, cluster: Cluster, request: Request) -> bool:
+    """Whether some plan for the batch fits a cluster."""
     from shardwright.core.search.find import Search
 
-    group = cluster.groups[0]
-    nodes = cluster.nodes
-    while nodes * 2 * group.devices_per_node <= most and cluster.inter_node is not None:
-        nodes *= 2
-        larger = Cluster.of_groups(
-            [NodeGroup(group.device, nodes, group.devices_per_node, group.intra_node)], cluster.inter_node
-        )
-        # Only the batch stays: with more devices other degrees come in.
-        free = Request(
-            batch=request.batch,
-            precision=request.precision,
-            optimizer=request.optimizer,
-            gradient_precision=request.gradient_precision,
-            layouts=request.layouts,
-            runtimes=request.runtimes,
-            schedule="1f1b",
-            virtual_stages=1,
-            placement_order="PDT",
-        )
-        bigger = tables.on(larger)
-        try:
-            if Search(bigger, larger, free, limited=False).run(runners_up=0).best is not None:
-                return larger
-        except PlanError:
-            continue
-    return None
+    free = Request(
+        batch=request.batch,
+        precision=request.precision,
+        optimizer=request.optimizer,
+        gradient_precision=request.gradient_precision,
+        layouts=request.layouts,
+        runtimes=request.runtimes,
+        schedule="1f1b",
+        virtual_stages=1,
+        placement_order="PDT",
+    )
+    try:
+        return Search(tables.on(cluster), cluster, free, limited=False).run(runners_up=0).best is not None
+    except PlanError:
+        return False
 
 
 def _parts(use: MemoryUse) -> dict[str, int]:

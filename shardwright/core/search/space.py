@@ -87,7 +87,7 @@ class Space:
         reasons: dict[str, None] = {}
         found = [
             Shape(mesh, order, microbatch, self.request.batch // (mesh.axis_size("dp") * microbatch))
-            for mesh, order in self._meshes()
+            for mesh, order in self._meshes(reasons)
             for microbatch in self._microbatches(mesh.axis_size("dp"), reasons)
         ]
         if not found:
@@ -97,7 +97,7 @@ class Space:
             )
         return found
 
-    def _meshes(self) -> Iterator[tuple[Mesh, str]]:
+    def _meshes(self, reasons: dict[str, None]) -> Iterator[tuple[Mesh, str]]:
         request, world = self.request, self.cluster.world_size
         given = {name: getattr(request, name) for name in ("pp", "dp", "tp")}
         product = math.prod(v for v in given.values() if v)
@@ -123,6 +123,9 @@ class Space:
                     continue
                 if not given["tp"] and node % tp and tp > MAX_TENSOR_DEGREE:
                     continue
+                if (reason := self._pointless(pp, world // (pp * tp), tp)) is not None:
+                    reasons[reason] = None
+                    continue
                 seen: set[tuple[str, ...]] = set()
                 for order in self._orders():
                     mesh = Mesh.placed(order, pp=pp, dp=world // (pp * tp), tp=tp)
@@ -130,6 +133,19 @@ class Space:
                     if lies not in seen:
                         seen.add(lies)
                         yield mesh, order
+
+    def _pointless(self, pp: int, dp: int, tp: int) -> str | None:
+        """Why degrees leave a pin without anything to be about, or None."""
+        request, world = self.request, self.cluster.world_size
+        degrees = f"pp={pp}, dp={dp} and tp={tp} on {world} devices"
+        if request.sequence_parallel and tp == 1:
+            return f"sequence_parallel=True has no tensor axis to divide over at {degrees}: take tp above 1"
+        if request.shard_group is not None and dp % request.shard_group:
+            return f"shard_group={request.shard_group} does not divide dp at {degrees}: use a divisor of {dp}"
+        held = request.stages_per_rank or 1
+        if pp == 1 and held > 1 and request.schedule in (None, AUTO):
+            return f"virtual_stages={held} needs several pipeline ranks, which {degrees} has not: take pp above 1"
+        return None
 
     def _orders(self) -> tuple[str, ...]:
         if self.request.placement_order is not None:
@@ -162,10 +178,12 @@ class Space:
         """The memory policies for a data degree, the least saving first."""
         request = self.request
         modes = RECOMPUTES if request.recompute == "auto" else tuple(m for m in RECOMPUTES if m == request.recompute)
-        levels = (request.shard,) if request.shard is not None else (0, 1, 2, 3) if dp > 1 else (0,)
+        levels: tuple[int, ...] = (0, 1, 2, 3) if dp > 1 else (0,)
+        if request.shard is not None:
+            levels = (request.shard,)
         group = request.shard_group
-        if group is not None and dp % group:
-            return
+        if group is not None and group > 1:
+            levels = tuple(level for level in levels if level)  # with nothing sharded there is nothing to share
         for recompute in modes:
             for level in levels:
                 policies = [Policy(recompute, level, group)]

@@ -169,7 +169,7 @@ def _changes(graph: Graph, cluster: Cluster, request: Request, plan: Plan) -> It
     if request.microbatch is None:
         chosen = plan.decision.microbatch
         for size in dict.fromkeys((max(1, chosen // 2), chosen * 2)):
-            if size != chosen:
+            if size != chosen and size <= request.batch:
                 yield tried(f"microbatch {size} instead of {chosen}", cluster, replace(request, microbatch=size))
 
 

@@ -356,6 +356,15 @@ def test_a_pinned_partitioner_cuts_the_plan(partitioner: str) -> None:
         ({"partitioner": "trees"}, "did you mean 'tree'"),
         ({"dp": 4, "batch": 6}, r"batch=6 is not a multiple of dp = 4: use batch=8"),
         ({"batch": 1, "tp": 1, "pp": 1}, r"batch=1 is not a multiple of dp = 4: use batch=4"),
+        ({"pp": 1, "virtual_stages": 2}, "pp=1 and virtual_stages=2: "),
+        ({"pp": 1, "tp": 4, "virtual_stages": 2, "schedule": "auto"}, "pp=1 and virtual_stages=2: "),
+        ({"schedule": "1f1b", "virtual_stages": 2}, "schedule='1f1b' and virtual_stages=2: .*must be 1"),
+        ({"schedule": "zbv", "virtual_stages": 3}, "schedule='zbv' and virtual_stages=3: .*must be 2"),
+        ({"microbatch": 32}, "microbatch=32 is more than batch=16"),
+        ({"shard_group": 3}, "shard_group=3 does not divide dp at pp=1, dp=4 and tp=1 on 4 devices"),
+        ({"sequence_parallel": True, "pp": 2, "dp": 2}, "sequence_parallel=True .* at pp=2, dp=2 and tp=1"),
+        ({"sequence_parallel": True, "pp": 4}, "sequence_parallel=True .* at pp=4, dp=1 and tp=1"),
+        ({"pp": 2, "stage_starts": [0, 9], "partitioner": "tree"}, r"stage_starts=\[0, 9\] and partitioner='tree'"),
     ],
 )
 def test_pins_that_contradict_each_other_are_both_named(pins: dict, said: str) -> None:
@@ -368,6 +377,31 @@ def test_one_device_is_planned_and_none_is_refused() -> None:
     assert (plan.decision.pp, plan.decision.dp, plan.decision.tp) == (1, 1, 1)
     with pytest.raises(ClusterError, match="at least 1"):
         Cluster("a100-80gb", nodes=0)
+
+
+def test_pins_that_ask_for_an_axis_get_it() -> None:
+    cluster = Cluster("a100-80gb", devices_per_node=4)
+    assert sw.plan(DEEP, cluster, batch=16).decision.tp == 1, "nothing is free to go wrong: the case tests nothing"
+    divided = sw.plan(DEEP, cluster, batch=16, sequence_parallel=True).decision
+    assert divided.tp > 1
+    assert divided.sequence_parallel
+    shared = sw.plan(DEEP, cluster, batch=16, shard_group=2).decision
+    assert shared.shard > 0
+    assert (shared.shard_group, shared.dp % 2) == (2, 0)
+    assert sw.plan(DEEP, cluster, batch=16, virtual_stages=2).decision.pp > 1
+
+
+def test_the_smallest_cluster_is_no_larger_than_it_must_be() -> None:
+    """One node less than what the message names does not do, and what it names does."""
+    graph = without_split_backward(decoder(layers=24, hidden=4096, heads=32, vocabulary=32000, sequence=512))
+    with pytest.raises(PlanError, match="the smallest of this kind that could: ") as caught:
+        sw.plan(graph, Cluster("t4", devices_per_node=2), batch=24)
+    nodes = int(str(caught.value).split("could: ")[1].split(" × ")[0])
+    assert nodes & (nodes - 1), "a power of two: doubling alone would have found it"
+    free = {"schedule": "1f1b", "virtual_stages": 1}
+    assert sw.plan(graph, Cluster("t4", nodes=nodes, devices_per_node=2), batch=24, **free).mesh.size == 2 * nodes
+    with pytest.raises(PlanError, match="does not fit"):
+        sw.plan(graph, Cluster("t4", nodes=nodes - 1, devices_per_node=2), batch=24, **free)
 
 
 def test_a_model_that_fits_nowhere_names_what_binds_and_what_would_do() -> None:
