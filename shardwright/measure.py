@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -20,12 +21,17 @@ from shardwright.core.graph import Graph
 from shardwright.core.hardware.device import MeasuredUnit
 from shardwright.core.measured import measured_costs
 from shardwright.core.plan import Plan
+from shardwright.core.simulate import simulate_schedule
 from shardwright.core.structure import measured_name
 from shardwright.core.tensor_layouts import digest
 
 MICROBATCHES = (2, 6)
 """Run in one step of the whole model: the difference is what one takes. Of units the median over the larger number."""
 
+SECONDS, MOST_STEPS = 3.0, 30
+"""How long steps of the whole model are timed, where ``steps`` are over sooner, and how many there are at most."""
+
+Given = TypeVar("Given")
 Found = TypeVar("Found")
 
 
@@ -42,7 +48,8 @@ def measure_units(
     **options: Any,
 ) -> tuple[MeasuredUnit, ...]:
     """Train copies of the model for a few steps in fp32: with every unit as a pipeline stage, all on one device, for
-    the shares of the units; and as one stage, for what a microbatch takes of all of them, run as they are in a plan.
+    the shares of the units; and as one stage, for what a microbatch takes of all of them, run as they are in a plan,
+    and what a step takes beside its microbatches; and as a pipeline of two, where there are so many devices.
 
     Args:
         model, sample, loss: as `shardwright.capture` takes them; the sample has real values.
@@ -68,6 +75,16 @@ def measure_units(
 
 
 @dataclass(frozen=True, slots=True)
+class _Steps:
+    """What steps of the whole model took."""
+
+    factor: float
+    """One microbatch more, over what the units say of it."""
+    beside_s: float
+    """Beside all microbatches, above what is counted for gradients and optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Setup:
     """What `measure_units` was given."""
 
@@ -80,37 +97,53 @@ class _Setup:
     options: Mapping[str, Any]
 
     def units(self, microbatch: int, degree: int) -> list[MeasuredUnit]:
-        """Every class of units at one size, shared by ``degree`` devices."""
-        each_a_stage = self._plan(microbatch, degree, MICROBATCHES[1], len(fold(self.graph).units))
+        """Every class of units at one size, shared by ``degree`` devices: as they run in one stage, and where there are
+        devices enough, as they run in two, which wait for each other and leave the machine to each other."""
+        starts = range(len(fold(self.graph).units))
+        each_a_stage = self._plan(microbatch, degree, MICROBATCHES[1], starts=starts)
         seconds = self._actions_s(each_a_stage)
-        whole, said = self._microbatch_s(microbatch, degree), sum(map(sum, seconds))
-        factor = whole / said if whole > 0 and said > 0 else 1.0
-        return _classes(self.graph, each_a_stage, [(factor * a, factor * b) for a, b in seconds])
+        one_stage = [self._plan(microbatch, degree, count, starts=(0,)) for count in MICROBATCHES]
+        found = _classes(self.graph, each_a_stage, seconds, self._steps(one_stage, seconds))
+        if self.cluster.world_size >= 2 * degree and len(starts) > 1:
+            many = self._plan(microbatch, degree, MICROBATCHES[1], pp=2)
+            few = self._plan(microbatch, degree, MICROBATCHES[0], pp=2, starts=many.decision.stage_starts)
+            seconds = _as_stages(seconds, many, self._actions_s(many))
+            steps = self._steps([few, many], seconds)
+            found += _classes(self.graph, each_a_stage, seconds, steps, in_stages=True)
+        return found
 
-    def _actions_s(self, each_a_stage: Plan) -> list[tuple[float, float]]:
-        """(forward, backward) seconds of every unit."""
-        running, batch = self._compiled(each_a_stage)
+    def _actions_s(self, planned: Plan) -> list[tuple[float, float]]:
+        """(forward, backward) seconds of every stage."""
+        running, batch = self._compiled(planned)
         found = _at_once(running, lambda one: one.timelines(batch, self.steps))
         costs = measured_costs(itertools.chain.from_iterable(found))
-        backward = (a + b for a, b in zip(costs.input_grad_s, costs.weight_grad_s, strict=True))
-        return list(zip(costs.forward_s, backward, strict=True))
+        return list(zip(costs.forward_s, costs.backward_s, strict=True))
 
-    def _microbatch_s(self, microbatch: int, degree: int) -> float:
-        """Seconds that one microbatch more adds to a step of the whole model as one stage."""
-        taken = []
-        for count in MICROBATCHES:
-            running, batch = self._compiled(self._plan(microbatch, degree, count, 1))
+    def _steps(self, plans: Sequence[Plan], seconds: Sequence[tuple[float, float]]) -> "_Steps":
+        """What steps of few and of many microbatches take, against the pipeline simulated with units of ``seconds``.
 
-            def step_s(one: protocol.Executable, batch: Any = batch) -> float:
-                seconds = []
-                for _ in range(self.steps):
+        Steps of either take turns, so that what the machine does meanwhile slows both alike.
+        """
+        # As predicted, so that all processes run as many.
+        rounds = math.ceil(SECONDS / max(1e-9, sum(planned.predicted.step_time_s for planned in plans)))
+        rounds = min(max(rounds, self.steps), MOST_STEPS)
+        compiled = [self._compiled(planned) for planned in plans]
+
+        def steps_s(ways: Sequence[tuple[protocol.Executable, Any]]) -> list[float]:
+            taken: list[list[float]] = [[] for _ in ways]
+            for _ in range(rounds):
+                for times, (one, batch) in zip(taken, ways, strict=True):
                     began = time.perf_counter()
                     one.step(batch)
-                    seconds.append(time.perf_counter() - began)
-                return statistics.median(seconds)
+                    times.append(time.perf_counter() - began)
+            return list(map(statistics.median, taken))
 
-            taken.append(statistics.mean(_at_once(running, step_s)))
-        return (taken[1] - taken[0]) / (MICROBATCHES[1] - MICROBATCHES[0])
+        groups = list(zip(*([(one, batch) for one in running] for running, batch in compiled), strict=True))
+        few, many = map(statistics.mean, zip(*_at_once(groups, steps_s), strict=True))
+        of_few, of_many = (_makespan_s(planned, seconds) for planned in plans)
+        factor = (many - few) / (of_many - of_few) if many > few else 1.0
+        counted = plans[0].predicted.data_parallel_s + plans[0].predicted.optimizer_s
+        return _Steps(factor, max(0.0, few - factor * of_few - counted))
 
     def _compiled(self, planned: Plan) -> tuple[list[protocol.Executable], Any]:
         """The plan on all devices, after a step to warm up, and a batch for it: on each of their groups one of its own
@@ -127,21 +160,25 @@ class _Setup:
             one.step(batch)
         return running, batch
 
-    def _plan(self, microbatch: int, degree: int, microbatches: int, stages: int) -> Plan:
-        """All stages on each group of ``degree`` devices: of all groups where each process is one device; of one group
-        where one process drives them all, as what replicas add up would be part of every action."""
-        cluster, replicas = self.cluster, self.cluster.world_size // degree
+    def _plan(
+        self, microbatch: int, degree: int, microbatches: int, *, pp: int = 1, starts: Sequence[int] | None = None
+    ) -> Plan:
+        """All stages on each group of ``pp`` times ``degree`` devices: of all groups where each process is one device;
+        of one group where one process drives them all, as what replicas add up would be part of every action."""
+        used = pp * degree
+        cluster, replicas = self.cluster, self.cluster.world_size // used
         if self.graph.capabilities.single_controller and replicas > 1:
             group = cluster.groups[0]
-            cluster, replicas = Cluster.of_groups([replace(group, nodes=1, devices_per_node=degree)]), 1
+            cluster, replicas = Cluster.of_groups([replace(group, nodes=1, devices_per_node=used)]), 1
+        virtual = len(starts) if starts and pp == 1 else 1
         return plan(
-            self.graph, cluster, batch=microbatches * microbatch * replicas, pp=1, tp=degree, dp=replicas,
-            microbatch=microbatch, virtual_stages=stages, stage_starts=range(stages), recompute="none", shard=0,
-            schedule="interleaved-1f1b" if stages > 1 else "1f1b", precision="fp32",
+            self.graph, cluster, batch=microbatches * microbatch * replicas, pp=pp, tp=degree, dp=replicas,
+            microbatch=microbatch, virtual_stages=virtual, stage_starts=starts, recompute="none", shard=0,
+            schedule="interleaved-1f1b" if virtual > 1 else "1f1b", precision="fp32",
         )  # fmt: skip
 
 
-def _at_once(running: Sequence[protocol.Executable], run: Callable[[protocol.Executable], Found]) -> list[Found]:
+def _at_once(running: Sequence[Given], run: Callable[[Given], Found]) -> list[Found]:
     """What ``run`` gives for each, all at the same time: devices may share cores and memory."""
     if len(running) == 1:
         return [run(running[0])]
@@ -149,19 +186,49 @@ def _at_once(running: Sequence[protocol.Executable], run: Callable[[protocol.Exe
         return list(threads.map(run, running))
 
 
-def _classes(graph: Graph, each_a_stage: Plan, seconds: Sequence[tuple[float, float]]) -> list[MeasuredUnit]:
-    """The median of the units of every class."""
-    decision = each_a_stage.decision
+def _as_stages(
+    seconds: Sequence[tuple[float, float]], planned: Plan, stages: Sequence[tuple[float, float]]
+) -> list[tuple[float, float]]:
+    """The seconds of units scaled so that those of every stage add up to what the stage takes."""
+    found: list[tuple[float, float]] = []
+    for units, (forward, backward) in zip(planned.stage_units, stages, strict=True):
+        own = [seconds[unit] for unit in units]
+        ahead, back = (sum(part) or 1.0 for part in zip(*own, strict=True))
+        found += [(f * forward / ahead, b * backward / back) for f, b in own]
+    return found
+
+
+def _makespan_s(planned: Plan, seconds: Sequence[tuple[float, float]]) -> float:
+    """Of the plan's pipeline, its units' forward and backward taking so long."""
+    stages = [[sum(part) for part in zip(*(seconds[unit] for unit in units), strict=True)]
+              for units in planned.stage_units]  # fmt: skip
+    forward, half = tuple(ahead for ahead, _ in stages), tuple(back / 2 for _, back in stages)
+    costs = replace(planned.stage_costs(), forward_s=forward, input_grad_s=half, weight_grad_s=half)
+    return simulate_schedule(planned.build_schedule(), costs).makespan_s
+
+
+def _classes(
+    graph: Graph, each_a_stage: Plan, seconds: Sequence[tuple[float, float]], steps: _Steps, *, in_stages: bool = False
+) -> list[MeasuredUnit]:
+    """The median of the units of every class, all of them together scaled to what the steps took."""
+    decision, costs = each_a_stage.decision, each_a_stage.costs
     layouts = digest(decision.layouts, decision.sequence_parallel) if decision.tp > 1 else ""
     name = measured_name(graph.framework, each_a_stage.model.digest)
+    entries = sum(costs.classes[own].parameter_elements for own in costs.unit_classes)
     taken: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
-    for unit_class, both in zip(each_a_stage.costs.unit_classes, seconds, strict=True):
+    for unit_class, both in zip(costs.unit_classes, seconds, strict=True):
         taken[unit_class].append(both)
+    medians = {own: [statistics.median(part) for part in zip(*runs, strict=True)] for own, runs in taken.items()}
+    # A median leaves something out.
+    whole = sum(map(sum, seconds)) / (sum(sum(medians[own]) for own in costs.unit_classes) or 1.0)
     found = []
-    for unit_class, runs in sorted(taken.items()):
-        forward, backward = (statistics.median(part) for part in zip(*runs, strict=True))
+    for unit_class in sorted(medians):
+        forward, backward = (steps.factor * whole * part for part in medians[unit_class])
+        once = steps.beside_s * costs.classes[unit_class].parameter_elements / max(1, entries)
         found.append(
-            MeasuredUnit(name, unit_class, "fp32", decision.microbatch, forward, backward, decision.tp, layouts)
+            MeasuredUnit(
+                name, unit_class, "fp32", decision.microbatch, forward, backward, decision.tp, layouts, once, in_stages
+            )
         )
     return found
 

@@ -17,6 +17,7 @@ from shardwright.commands.output import (
     write_text,
 )
 from shardwright.core.breakdown import break_down
+from shardwright.core.memory_over_time import Moment, memory_over_time
 from shardwright.core.plan import Plan
 
 
@@ -26,6 +27,7 @@ def simulate_command(
     trace: Annotated[
         Path | None, typer.Option(help="Save a trace there that ui.perfetto.dev opens.", show_default=False)
     ] = None,
+    memory: Annotated[bool, typer.Option("--memory", help="Also what every rank holds over time, by class.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Simulate a plan's step with its own costs: where the time of every rank goes, and its live activations."""
@@ -34,6 +36,7 @@ def simulate_command(
     loaded = Plan.load(plan)
     timeline = simulate(loaded)
     parts = break_down(loaded)
+    held = memory_over_time(loaded) if memory else ()
     saved: dict[str, str] = {}
     if svg is not None:
         from shardwright.report.svg import timeline_svg
@@ -63,6 +66,7 @@ def simulate_command(
                         "peak_live_activations": timeline.peak_live_activations[rank],
                         "peak_activation_bytes": timeline.peak_activation_bytes[rank],
                         "step": asdict(parts[rank]),
+                        **({"memory": [_moment(moment) for moment in held[rank]]} if memory else {}),
                     }
                     for rank in range(timeline.ranks)
                 ],
@@ -70,7 +74,7 @@ def simulate_command(
             }
         )
         return
-    from shardwright.report.tables import step_view, timeline_view
+    from shardwright.report.tables import memory_view, step_view, timeline_view
     from shardwright.report.terminal import timeline_text
 
     drawing = timeline_text(timeline, view_width() - len("rank 000  "))
@@ -79,6 +83,12 @@ def simulate_command(
         "",
         step_view(parts),
         "",
+        *((memory_view(held, loaded.predicted.step_time_s), "") if memory else ()),
         drawing,
         *(f"{kind} saved to {path}" for kind, path in saved.items()),
     )
+
+
+def _moment(moment: Moment) -> dict[str, float]:
+    use = asdict(moment.memory)
+    return {"start_s": moment.start_s, "end_s": moment.end_s, **use, "total_bytes": moment.memory.total_bytes}

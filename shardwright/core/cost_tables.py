@@ -1,7 +1,7 @@
 """What units cost at every tensor degree and microbatch size: counted once, shared by all candidates of a search."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -86,12 +86,13 @@ class _Reading:
         whole = counted if layouts is None else self.counter.count(unit, batch, precision)
         width = 1 - footprint.wide_share * (1 - PRECISION_BYTES[precision] / PRECISION_BYTES["fp32"])
 
-        def held(line: tuple[int, int], ours: int, all_of_it: int) -> int:
-            return round(max(0, line[0] + line[1] * batch) * width * (ours / all_of_it if all_of_it else 1.0))
+        def held(lines: Sequence[tuple[int, int]], ours: int, all_of_it: int) -> int:
+            most = max((fixed + each * batch for fixed, each in lines), default=0)
+            return round(max(0, most) * width * (ours / all_of_it if all_of_it else 1.0))
 
         return replace(
             counted,
-            saved_bytes=(saved := held(footprint.kept, counted.saved_bytes, whole.saved_bytes)),
+            saved_bytes=(saved := held([footprint.kept], counted.saved_bytes, whole.saved_bytes)),
             saved_selective_bytes=min(saved, counted.saved_selective_bytes),
             passing_bytes=held(footprint.passing, counted.passing_bytes, whole.passing_bytes),
             unfused_dropout_bytes=0,
@@ -178,7 +179,7 @@ class CostTables:
         self._refused: dict[int, tuple[tuple[str, str], ...]] = {}
         self._layouts: dict[int, tuple[tuple[str, Layout], ...]] = {}
         self._tables: dict[tuple[int, int, Recompute, Place], UnitTable] = {}
-        self._costs: dict[tuple[int, int, Device, Group], tuple[UnitCost, ...]] = {}
+        self._costs: dict[tuple[int, int, Device, Group, bool], tuple[UnitCost, ...]] = {}
         self._held: dict[int, tuple[tuple[tuple[tuple[int, ...], int], ...], int]] = {}
         self._boundary: tuple[tuple[int, int], ...] | None = None
 
@@ -391,20 +392,24 @@ class CostTables:
                 users.setdefault(parameter, []).append(unit.index)
         return {parameter: tuple(units) for parameter, units in users.items()}
 
-    def _runs_of(self, unit: Unit, device: Device, tp: int) -> list[MeasuredUnit]:
-        """The measured runs of a unit's class at a tensor degree, laid out as here."""
+    def _runs_of(self, unit: Unit, place: Place, tp: int) -> list[MeasuredUnit]:
+        """The measured runs of a unit's class at a tensor degree, laid out as here: in stages where there are several,
+        if it ran so too."""
+        device = place.device
         if not device.measured_units:
             return []
         layouts = digest(self.layouts(tp), self.sequence_parallel(tp)) if tp > 1 else ""
         model = measured_name(self.graph.framework, self.structure.digest)
         mine = (model, self.variants(tp)[unit.index], self.precision, tp, layouts)
-        return [
+        runs = [
             m for m in device.measured_units if (m.model, m.unit_class, m.precision, m.tensor_degree, m.layouts) == mine
         ]
+        return [m for m in runs if m.in_stages == (place.entering is not None)] or runs
 
     def class_costs(self, tp: int, microbatch: int, place: Place) -> tuple[UnitCost, ...]:
         """What a unit of every variant costs on a rank at that place."""
-        key = (tp, microbatch, place.device, place.tensor_group)
+        in_stages = bool(place.device.measured_units) and place.entering is not None
+        key = (tp, microbatch, place.device, place.tensor_group, in_stages)
         if key not in self._costs:
             units = (self.folded.units[first] for first in self.chosen(tp).firsts)
             self._costs[key] = tuple(self._cost(unit, tp, microbatch, place) for unit in units)
@@ -414,11 +419,11 @@ class CostTables:
         """What a unit costs: as its ops say, or as far as runs of it were measured, as those say."""
         cost = self._counted(unit, tp, microbatch, place)
         inside_a_node = place.tensor_group.outside is None
-        if tp > 1 and inside_a_node and (runs := self._runs_of(unit, place.device, tp)):
+        if tp > 1 and inside_a_node and (runs := self._runs_of(unit, place, tp)):
             counted = partial(self._counted, unit, tp, place=place)
             return calibrated(cost, runs, microbatch, counted, with_collectives=True)
         whole = partial(self._counted, unit, 1, place=place)
-        return calibrated(cost, self._runs_of(unit, place.device, 1), microbatch, whole)
+        return calibrated(cost, self._runs_of(unit, place, 1), microbatch, whole)
 
     def _counted(self, unit: Unit, tp: int, microbatch: int, place: Place) -> UnitCost:
         """What a unit costs as its ops say, on one of ``tp`` ranks that share it."""

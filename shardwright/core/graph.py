@@ -174,12 +174,13 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of one microbatch of a unit as its framework's runtime holds them: (fixed, for each sample)."""
+    """Bytes of one microbatch of a unit as its framework's runtime holds them, in pairs (fixed, for each sample)."""
 
     kept: tuple[int, int]
     """From forward to backward, what enters the unit and is read again included."""
-    passing: tuple[int, int]
-    """The most that the backward holds beside that."""
+    passing: tuple[tuple[int, int], ...]
+    """What the backward holds beside that at each of its moments that may be the fullest: which one is, depends on the
+    batch."""
     wide_share: float
     """Of what is kept, the share that is in fp32: what another precision makes smaller."""
 

@@ -12,8 +12,12 @@ from shardwright.core.amounts import bytes_text, count_text, seconds_text
 from shardwright.core.breakdown import RankStep
 from shardwright.core.compare import Comparison
 from shardwright.core.layout import Layout, Split
+from shardwright.core.memory_over_time import Moment
 from shardwright.core.plan import Plan
 from shardwright.core.timeline import Timeline
+
+BARS = 24
+"""Columns of a picture of memory over time."""
 
 
 def plan_view(plan: Plan) -> RenderableType:
@@ -74,6 +78,32 @@ def step_view(parts: Sequence[RankStep]) -> RenderableType:
         waits = (part.tensor_s, part.transfer_s, part.bubble_s, part.gradients_s, part.optimizer_s)
         columns = (part.compute_s, *waits, part.total_s)
         table.add_row(str(rank), *map(seconds_text, columns))
+    return table
+
+
+def memory_view(held: Sequence[Sequence[Moment]], step_s: float) -> RenderableType:
+    """What every pipeline rank holds: by class where it is fullest, and all of it over the step."""
+    table = new_table(
+        "Memory over the step", "rank", ">parameters", ">gradients", ">optimizer", ">activations", ">buffers",
+        ">fullest", "from start to end",
+    )  # fmt: skip
+    for rank, moments in enumerate(held):
+        full = max(moments, key=lambda moment: moment.memory.total_bytes)
+        use, most = full.memory, max(1, full.memory.total_bytes)
+        parts = (
+            use.parameters_bytes,
+            use.gradients_bytes,
+            use.optimizer_bytes,
+            use.activations_bytes,
+            use.buffers_bytes,
+        )
+        shares = [0.0] * BARS
+        for moment in moments:
+            first, last = (int(BARS * at / step_s) if step_s else 0 for at in (moment.start_s, moment.end_s))
+            for bar in range(min(first, BARS - 1), min(last, BARS - 1) + 1):
+                shares[bar] = max(shares[bar], moment.memory.total_bytes / most)
+        drawn = "".join(" ▁▂▃▄▅▆▇█"[round(8 * share)] for share in shares)
+        table.add_row(str(rank), *map(bytes_text, (*parts, use.total_bytes)), drawn)
     return table
 
 

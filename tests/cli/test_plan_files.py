@@ -70,6 +70,17 @@ def test_simulate(plans: dict[str, Path], tmp_path: Path) -> None:
     assert f"{timeline.bubble_fraction[0]:.1%}" in shown.out
 
 
+def test_simulate_shows_memory_over_the_step(plans: dict[str, Path]) -> None:
+    predicted = sw.Plan.load(plans["deeper"]).predicted
+    found = run("simulate", plans["deeper"], "--memory", "--json").document
+    for rank, most in zip(found["ranks"], predicted.memory_by_stage_rank, strict=True):
+        assert max(moment["total_bytes"] for moment in rank["memory"]) == most.total_bytes
+        assert rank["memory"][-1]["end_s"] == pytest.approx(predicted.step_time_s)
+    shown = run("simulate", plans["deeper"], "--memory")
+    assert "Memory over the step" in shown.out
+    assert "memory" not in run("simulate", plans["deeper"], "--json").document["ranks"][0]
+
+
 def test_explain(plans: dict[str, Path]) -> None:
     assert "gradient reduction" in run("explain", plans["tensor"]).out
     lines = run("explain", plans["tensor"], "h.0.fc", "--json").document["lines"]

@@ -81,6 +81,8 @@ def test_under_torchrun_the_group_and_a_models_units_are_measured_and_rank_0_wri
     units = load_profile(path).device.measured_units
     assert {unit.microbatch for unit in units} == {2}
     assert all(unit.forward_s > 0 for unit in units)
+    assert {(unit.tensor_degree, unit.in_stages) for unit in units} == {(1, False), (1, True), (2, False)}
+    assert "2 ranks of 1 thread at work" in load_profile(path).device.summary
     link = load_profile(path).intra_node
     assert link.name == "measured-link"
     assert link.effective_bandwidth_bytes_per_s > 1e6

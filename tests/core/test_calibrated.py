@@ -57,6 +57,35 @@ def test_plans_take_measured_units() -> None:
     assert plan.predicted.pipeline_s == pytest.approx(4 * 1.5 * len(plain.model.unit_classes))
 
 
+def test_what_a_step_takes_once_goes_by_the_entries_that_a_rank_holds() -> None:
+    runs = [replace(run(4, 12.0, 20.0), step_s=6.0)]
+    third = calibrated(
+        replace(cost(4), parameter_elements=1, step_s=0.5), runs, 4, lambda _: replace(cost(4), parameter_elements=3)
+    )
+    assert third.step_s == pytest.approx(0.5 + 2.0)
+
+
+def test_pipelines_take_what_ran_in_stages_and_other_plans_what_ran_whole() -> None:
+    graph = decoder(2, 32, 4, 64, 16)
+    pins = {"batch": 8, "microbatch": 1, "precision": "fp32", "recompute": "none", "shard": 0, "tp": 1}
+    device = load_device("cpu")
+    plain = sw.plan(graph, sw.Cluster(device), **pins)
+    name, classes = measured_name(graph.framework, plain.model.digest), sorted(set(plain.costs.unit_classes))
+    whole = tuple(MeasuredUnit(name, c, "fp32", 1, 0.5, 1.0) for c in classes)
+    in_stages = tuple(replace(unit, forward_s=0.25, step_s=2.0, in_stages=True) for unit in whole)
+
+    def planned(units: tuple[MeasuredUnit, ...], **degrees: int) -> sw.Plan:
+        cluster = sw.Cluster(replace(device, measured_units=units), devices_per_node=2)
+        return sw.plan(graph, cluster, **pins, **degrees)
+
+    units = len(plain.costs.unit_classes)
+    for given, forward_s in ((whole, 0.5), (whole + in_stages, 0.25), (in_stages, 0.25)):
+        plan = planned(given, pp=2, dp=1)
+        assert sum(plan.stage_costs().forward_s) == pytest.approx(units * forward_s)
+    assert plan.predicted.step_time_s - plan.predicted.pipeline_s > 2.0
+    assert planned(whole + in_stages, pp=1, dp=2).predicted.pipeline_s == pytest.approx(4 * 1.5 * units)
+
+
 def test_a_run_that_cannot_be_is_refused() -> None:
     with pytest.raises(ClusterError, match="microbatch"):
         run(0, 1.0, 1.0)

@@ -8,7 +8,7 @@ from shardwright import Cluster
 from shardwright.core.cost.products import product_s
 from shardwright.core.errors import ClusterError
 from shardwright.core.hardware import load_profile
-from shardwright.core.hardware.device import MeasuredProduct
+from shardwright.core.hardware.device import MeasuredProduct, MeasuredUnit
 from shardwright.core.hardware.measurements import LinkSample, Measurements, rate_of, ring_constants
 
 PRODUCTS = (MeasuredProduct("fp32", 64, 64, 64, 10e9), MeasuredProduct("fp32", 512, 512, 512, 50e9))
@@ -44,6 +44,15 @@ def test_the_file_gives_back_what_was_measured(tmp_path: Path) -> None:
     assert device.vector_bandwidth_bytes_per_s == pytest.approx(12e9 * 0.3)
     assert all(origin.startswith("measured: ") for origin in device.origins.values())
     assert Cluster(tmp_path / "here.toml", devices_per_node=2).device(1) == device
+
+
+def test_units_come_back_with_all_that_is_said_of_them(tmp_path: Path) -> None:
+    units = (
+        MeasuredUnit("torch:digest", 0, "fp32", 4, 0.5, 1.0, step_s=0.25),
+        MeasuredUnit("jax:digest", 1, "fp32", 4, 0.5, 1.0, 2, "split", in_stages=True),
+    )
+    measurements(units=units).save(tmp_path / "here.toml")
+    assert load_profile(tmp_path / "here.toml").device.measured_units == units
 
 
 def test_links_are_those_of_the_group(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def footprints(graph: Graph, traces: Sequence[tuple[Any, Program]], names: Seque
     return tuple(
         Footprint(
             kept=(3 * kept - 2 * kept_3, kept_3 - kept),
-            passing=(3 * passing - 2 * passing_3, passing_3 - passing),
+            passing=_fullest(passing, passing_3),
             wide_share=wide / kept_3 if kept_3 else 1.0,
         )
         for (kept, passing, _), (kept_3, passing_3, wide) in zip(*found, strict=True)
@@ -113,9 +113,22 @@ def _homes(units: Sequence[UnitBinding], calls: list[TracedCall]) -> Home:
     return home
 
 
-def _bytes(functions: StageFunctions) -> tuple[int, int, int]:
-    """(kept from forward to backward, what enters it and is read again included; held by the backward beside that; of
-    what is kept, bytes in fp32)."""
+def _fullest(at_2: Sequence[int], at_3: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Bytes at every moment of one program, at batch 2 and at batch 3, as (fixed, for each sample): the moments that no
+    other exceeds at every batch."""
+    if len(at_2) != len(at_3):
+        at_2, at_3 = [max(at_2)], [max(at_3)]
+    lines = {(3 * two - 2 * three, three - two) for two, three in zip(at_2, at_3, strict=True)}
+    found: list[tuple[int, int]] = []
+    for fixed, each in sorted(lines, key=lambda line: (-line[1], -line[0])):
+        if all(fixed + each > other + more for other, more in found):
+            found.append((fixed, each))
+    return tuple(found)
+
+
+def _bytes(functions: StageFunctions) -> tuple[int, list[int], int]:
+    """(kept from forward to backward, what enters it and is read again included; held by the backward beside that, at
+    every moment; of what is kept, bytes in fp32)."""
     backward = functions.backward
     kept = [aval for key, aval in zip(backward.reads, backward.avals, strict=True) if key[0] in ("kept", "arrival")]
     wide = [aval for aval in kept if aval.dtype == jax.numpy.float32]
@@ -126,14 +139,14 @@ def _size(aval: Any) -> int:
     return int(aval.size) * int(getattr(aval.dtype, "itemsize", 8))
 
 
-def held_bytes(function: StageFunction) -> int:
-    """The most bytes alive at once while a compiled function runs; left out are its operands, what takes their memory,
-    and gradients of parameters that wait to be added to their sums."""
+def held_bytes(function: StageFunction) -> list[int]:
+    """The bytes alive at every moment while a compiled function runs; left out are its operands, what takes their
+    memory, and gradients of parameters that wait to be added to their sums."""
     program = flatten(jax.make_jaxpr(function.function)(*function.avals))
     added = (atom for key, atom in zip(function.makes, program.outputs, strict=True) if key[0] in ("gradient", "sum"))
     sums = {atom for atom in added if isinstance(atom, int)}
     found = {value for e in program.equations if not sums.isdisjoint(e.outputs) for value in e.values}
-    return _Liveness(program, sums | found).peak_bytes()
+    return _Liveness(program, sums | found).moments()
 
 
 class _Liveness:
@@ -148,7 +161,8 @@ class _Liveness:
                 self.readers.setdefault(value, []).append(equation)
         self.results = {atom for atom in program.outputs if isinstance(atom, int)}
 
-    def peak_bytes(self) -> int:
+    def moments(self) -> list[int]:
+        """Bytes alive at every equation; 0 before the first."""
         made = {value: index for index, e in enumerate(self.program.equations) for value in e.outputs}
         stored = {value for value in made if self._is_stored(value)}
         last: dict[int, int] = {}
@@ -163,15 +177,15 @@ class _Liveness:
                 last.update(dict.fromkeys(read, index))
         end = len(self.program.equations)
         last.update(dict.fromkeys(self.results & stored, end))
-        alive = peak = 0
+        alive, found = 0, [0]
         dying: dict[int, list[int]] = {}
         for value in stored:
             dying.setdefault(last.get(value, made[value]), []).append(value)
         for index, equation in enumerate(self.program.equations):
             alive += sum(self.program.size_bytes(value) for value in equation.outputs if value in stored)
-            peak = max(peak, alive + self._copied_bytes(equation))
+            found.append(alive + self._copied_bytes(equation))
             alive -= sum(map(self.program.size_bytes, dying.get(index, ())))
-        return peak
+        return found
 
     def _copied_bytes(self, equation: Equation) -> int:
         """Operands that are laid out anew for one product: of a convolution, and of products of many small matrices."""

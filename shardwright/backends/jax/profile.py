@@ -3,8 +3,10 @@
 import os
 import platform
 import re
+import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -31,11 +33,13 @@ _DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | None = None) -> Measurements:
     """Measure the first local device, and all-reduces over all of them, in about ``budget_s`` seconds.
 
-    Every figure is the median of its runs after one that compiles.
+    Every figure is the median of its runs after one that compiles. The devices of a CPU share its cores and memory, so
+    there all of them run the same at the same time.
     """
     _let_devices_wait()
     devices = jax.local_devices()
     kind: Kind = _KINDS.get(devices[0].platform, "gpu")
+    busy = devices if kind == "cpu" else devices[:1]
     precisions = ("fp32",) if kind == "cpu" else ("fp32", "bf16")
     total = len(SIDES) * len(precisions) + 4 + (len(MESSAGES) if len(devices) > 1 else 0)
     each, done = budget_s / total, 0
@@ -52,22 +56,22 @@ def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | No
         for m, n, k in SIDES:
             step(f"{precision} product {m} × {k} × {n}")
             left, right = jnp.ones((m, k), _DTYPES[precision]), jnp.ones((k, n), _DTYPES[precision])
-            seconds = _median_s(multiply, (left, right), each)
+            seconds = _median_s(multiply, (left, right), busy, each)
             products.append(MeasuredProduct(precision, m, n, k, 2.0 * m * n * k / seconds))
     step("memory")
     large = jnp.ones(1 << 24, jnp.float32)
-    bandwidth = 2 * large.nbytes / _median_s(jax.jit(lambda x: x + 1), (large,), each)
+    bandwidth = 2 * large.nbytes / _median_s(jax.jit(lambda x: x + 1), (large,), busy, each)
     step("elementwise chains")
     values = jnp.ones((4096, 1024), jnp.float32)
-    vector = 3 * values.nbytes / _median_s(jax.jit(_chain), (values,), each) / bandwidth
+    vector = 3 * values.nbytes / _median_s(jax.jit(_chain), (values,), busy, each) / bandwidth
     step("optimizer")
     adamw = optax.adamw(1e-3)
     states = adamw.init(large)
     update = jax.jit(lambda p, s, g: _updated(adamw, p, s, g))
-    updated = 7 * large.nbytes / _median_s(update, (large, states, large), each) / bandwidth
+    updated = 7 * large.nbytes / _median_s(update, (large, states, large), busy, each) / bandwidth
     step("launches")
     small = jnp.ones((8, 8), jnp.float32)
-    launch = _median_s(jax.jit(_many), (small,), each) / CHAIN
+    launch = _median_s(jax.jit(_many), (small,), busy, each) / CHAIN
     samples = []
     for size in MESSAGES if len(devices) > 1 else ():
         step(f"all-reduce of {size >> 10} KiB")
@@ -75,7 +79,7 @@ def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | No
     return Measurements(
         name=name,
         kind=kind,
-        measured_on=f"{devices[0].device_kind} ({platform.machine()}), jax {jax.__version__}",
+        measured_on=_machine(devices),
         memory_bytes=_memory_bytes(devices),
         products=tuple(products),
         memory_bandwidth_bytes_per_s=bandwidth,
@@ -128,10 +132,20 @@ def _all_reduce_s(size: int, devices: list[Any], budget_s: float) -> float:
         return total
 
     mapped = jax.jit(jax.shard_map(add, mesh=mesh, in_specs=PartitionSpec("all"), out_specs=PartitionSpec("all")))
-    return _median_s(mapped, (data,), budget_s)
+    return _timed_s(mapped, (data,), budget_s)
 
 
-def _median_s(run: Callable[..., Any], arguments: tuple[Any, ...], budget_s: float) -> float:
+def _median_s(run: Callable[..., Any], arguments: tuple[Any, ...], devices: list[Any], budget_s: float) -> float:
+    """Median seconds of a call that every one of the devices makes over and over; their mean."""
+
+    def on(device: Any) -> float:
+        return _timed_s(run, jax.device_put(arguments, device), budget_s)
+
+    with ThreadPoolExecutor(len(devices)) as threads:
+        return statistics.mean(threads.map(on, devices))
+
+
+def _timed_s(run: Callable[..., Any], arguments: tuple[Any, ...], budget_s: float) -> float:
     """Median seconds of a call, of as many as the budget allows, at least 3."""
     jax.block_until_ready(run(*arguments))
     times: list[float] = []
@@ -153,6 +167,17 @@ def _host_copy_s(large: jax.Array, budget_s: float) -> float:
         jax.device_get(value)
         times.append(time.perf_counter() - started)
     return sorted(times)[1]
+
+
+def _machine(devices: list[Any]) -> str:
+    """What was measured, and under which conditions."""
+    said = f"{devices[0].device_kind} ({platform.machine()}), jax {jax.__version__}"
+    if devices[0].platform != "cpu":
+        return said
+    threads = (
+        "a thread each" if "multi_thread_eigen=false" in os.environ.get("XLA_FLAGS", "") else "one pool of threads"
+    )
+    return f"{said}, {len(devices)} devices at work on {os.cpu_count()} cores, {threads}"
 
 
 def _memory_bytes(devices: list[Any]) -> int:

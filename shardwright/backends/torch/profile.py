@@ -104,7 +104,7 @@ def profile_device(
     return Measurements(
         name=name,
         kind="gpu" if is_cuda else "cpu",
-        measured_on=_machine(device),
+        measured_on=_machine(device, ranks),
         memory_bytes=_memory_bytes(device, ranks),
         products=tuple(products),
         memory_bandwidth_bytes_per_s=bandwidth,
@@ -157,7 +157,10 @@ def _memory_bytes(device: torch.device, ranks: int) -> int:
     return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // ranks
 
 
-def _machine(device: torch.device) -> str:
+def _machine(device: torch.device, ranks: int) -> str:
+    """What was measured, and under which conditions."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-    return f"{platform.machine()} with {torch.get_num_threads()} threads, torch {torch.__version__}"
+    threads = f"{torch.get_num_threads()} {'thread' if torch.get_num_threads() == 1 else 'threads'}"
+    at_work = f"{ranks} ranks of {threads} at work" if ranks > 1 else threads
+    return f"{platform.machine()} with {os.cpu_count()} cores, {at_work}, torch {torch.__version__}"

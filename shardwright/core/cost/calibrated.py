@@ -17,7 +17,7 @@ def calibrated(
     *,
     with_collectives: bool = False,
 ) -> UnitCost:
-    """``cost`` with its seconds multiplied by measured over predicted.
+    """``cost`` with its seconds multiplied by measured over predicted, and what a step takes once added.
 
     Args:
         cost: of one microbatch of ``microbatch`` samples, on the whole unit or on one rank's part of it.
@@ -41,6 +41,8 @@ def calibrated(
 
     forward = factor([run.forward_s for run in runs], [c.forward_s for c in said])
     backward = factor([run.backward_s for run in runs], [c.input_grad_s + c.weight_grad_s for c in said])
+    entries = max(1, said[0].parameter_elements)
+    once = float(np.interp(np.log(microbatch), at, [run.step_s for run in runs])) * cost.parameter_elements / entries
     passes = 0.0 if with_collectives else cost.collective_s / 2
     return replace(
         cost,
@@ -49,6 +51,7 @@ def calibrated(
         input_grad_s=_scaled(cost.input_grad_s, min(passes, cost.input_grad_s), backward),
         weight_grad_s=cost.weight_grad_s * backward,
         selective_s=cost.selective_s * forward,
+        step_s=cost.step_s + once,
     )
 
 

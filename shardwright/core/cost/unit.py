@@ -43,7 +43,7 @@ class UnitCost:
     parameter_elements: int
     """Entries of the parameters that the rank holds for this unit, tied ones included."""
     step_s: float = 0.0
-    """Tensor-axis communication for the gradients of its parameters, once a step."""
+    """Once a step: tensor-axis communication for the gradients of its parameters, and what was measured beside it."""
 
     @property
     def total_s(self) -> float:

@@ -44,6 +44,9 @@ class MeasuredUnit:
     unit_class: as a plan at that tensor degree tells units apart (`Costs.unit_classes`).
     tensor_degree: the ranks that shared the unit, collectives among them included; 1: it ran whole.
     layouts: how they shared it (`tensor_layouts.digest`); "" where it ran whole.
+    step_s: its part, by entries of parameters, of what a step took beside its microbatches and above what is counted
+        for gradients and optimizer: handing out the batch, starting and ending.
+    in_stages: it ran in a pipeline of several stages, not in one stage.
 
     Raises ClusterError for a count or a time that cannot be.
     """
@@ -56,6 +59,8 @@ class MeasuredUnit:
     backward_s: float
     tensor_degree: int = 1
     layouts: str = ""
+    step_s: float = 0.0
+    in_stages: bool = False
 
     def __post_init__(self) -> None:
         owner = f"unit class {self.unit_class} of model {self.model}"
@@ -66,7 +71,7 @@ class MeasuredUnit:
         check.whole(owner, "unit_class", self.unit_class, at_least=0)
         check.whole(owner, "microbatch", self.microbatch, at_least=1)
         check.whole(owner, "tensor_degree", self.tensor_degree, at_least=1)
-        for name in ("forward_s", "backward_s"):
+        for name in ("forward_s", "backward_s", "step_s"):
             check.positive(owner, name, getattr(self, name), zero_allowed=True)
 
 

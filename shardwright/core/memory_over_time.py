@@ -1,0 +1,90 @@
+"""What every pipeline rank holds in a planned step, by class, from action to action."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from shardwright.core.memory import MemoryUse
+from shardwright.core.plan import Plan
+from shardwright.core.schedule.actions import Action, B, F, W
+from shardwright.core.simulate import simulate_schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What one rank holds from ``start_s`` to ``end_s``, in seconds from the start of the step."""
+
+    start_s: float
+    end_s: float
+    memory: MemoryUse
+
+
+def memory_over_time(plan: Plan) -> tuple[tuple[Moment, ...], ...]:
+    """For every pipeline rank its moments, one after the other from the start of the step to its end.
+
+    Parameters and optimizer states stay. Activations of a microbatch come with its forward and go with its backward, of
+    a split one with its second half. Buffers are there while an action runs. Gradients stay too, unless the runtime
+    makes them in every step anew (the plan's peaks then have ``apart_bytes``): those of a stage come with its first
+    backward. The fullest moment is the predicted peak.
+    Raises ScheduleError when the schedule does not admit the plan's sizes.
+    """
+    timeline = simulate_schedule(plan.build_schedule(), costs := plan.stage_costs())
+    return tuple(
+        _of_rank(plan, rank, timeline.actions[rank], costs.activation_bytes,
+                 [(float(a), float(b)) for a, b in zip(timeline.start_s[rank], timeline.end_s[rank], strict=True)])
+        for rank in range(timeline.ranks)
+    )  # fmt: skip
+
+
+def _of_rank(
+    plan: Plan, rank: int, actions: Sequence[Action], kept: Sequence[int], times: Sequence[tuple[float, float]]
+) -> tuple[Moment, ...]:
+    most = plan.predicted.memory_by_stage_rank[rank]
+    share = _gradient_bytes(plan, rank, most.gradients_bytes)
+    live, gradients = 0, 0 if most.apart_bytes else most.gradients_bytes
+    made: set[int] = set()
+    found: list[Moment] = []
+    clock = 0.0
+
+    def until(end_s: float, buffers_bytes: int) -> None:
+        nonlocal clock
+        if end_s > clock:
+            use = replace(
+                most, activations_bytes=live, gradients_bytes=gradients, buffers_bytes=buffers_bytes, apart_bytes=0
+            )
+            found.append(Moment(clock, end_s, replace(use, apart_bytes=max(0, use.total_bytes - most.total_bytes))))
+            clock = end_s
+
+    for action, (start_s, end_s) in zip(actions, times, strict=True):
+        until(start_s, 0)
+        freed = 0
+        for part in action.parts or (action,):
+            if part.kind is F:
+                live += kept[part.stage]
+            elif part.kind is B or part.kind is W:
+                freed += kept[part.stage]
+                if most.apart_bytes and part.stage not in made:
+                    made.add(part.stage)
+                    gradients += share[part.stage]
+        until(end_s, most.buffers_bytes)
+        live -= freed
+    until(plan.predicted.step_time_s, 0)
+    return tuple(found)
+
+
+def _gradient_bytes(plan: Plan, rank: int, total_bytes: int) -> dict[int, int]:
+    """Stage of the rank → its part of the rank's gradients, by the parameters of its units."""
+    costs = plan.costs.on_rank(rank) if plan.costs.ranks else plan.costs
+    held = {
+        stage: sum(costs.classes[costs.unit_classes[unit]].parameter_elements for unit in units)
+        for stage, (units, at) in enumerate(zip(plan.stage_units, plan.decision.stage_ranks, strict=True))
+        if at == rank
+    }
+    everything = max(1, sum(held.values()))
+    bounds = [0]
+    for elements in held.values():
+        bounds.append(bounds[-1] + elements)
+    return {
+        stage: total_bytes * b // everything - total_bytes * a // everything
+        for stage, (a, b) in zip(held, pairwise(bounds), strict=True)
+    }
