@@ -37,6 +37,8 @@ from shardwright.core.simulate import simulate_schedule
 
 LOCAL = frozenset({"arrival", "kept", "between", "cotangent"})
 """Kinds of operand that belong to one microbatch; the others are a stage's for the whole step."""
+COMPILED = ((Kind.FORWARD,), (Kind.BACKWARD, Kind.INPUT_GRAD), (Kind.WEIGHT_GRAD,))
+"""Functions that take what those before them keep, which on several devices lies as the compiler put it."""
 Observer = Callable[[Action, int, jax.Array], None]
 """Called with every action once it is dispatched, its rank, and an array that is there when it is done."""
 
@@ -108,11 +110,13 @@ class Pipeline:
     def _holding_number(self, key: Key) -> int:
         return list(self.weights).index(key[1])
 
-    def _state_homes(self) -> list[int]:
-        return [
-            next(s for s, part in enumerate(self.micro.cut.parts) if self.micro.operands.state[value] in part.results)
-            for value in self.micro.state
-        ]
+    def _state_homes(self) -> dict[int, int]:
+        """The stage that changes each of the model's other values, of those that are changed."""
+        parts = self.micro.cut.parts
+        changed = self.micro.operands.state.items()
+        return {
+            value: next(s for s, part in enumerate(parts) if position in part.results) for value, position in changed
+        }
 
     # --- compiling
 
@@ -133,8 +137,10 @@ class Pipeline:
         return devices[0] if len(devices) == 1 else self._sharding(stage, key)
 
     def _compile(self, compiler: Compiler, recompute: str) -> None:
-        """Trace and compile everything. Forwards come first, so that they are compiled while the rest is traced."""
-        functions, forwards = [], []
+        """Trace and compile everything: what takes longest first, so that it is compiled while the rest is traced, and
+        what is short last, so that all cores end together."""
+        alone = all(len(self.meshes.devices(stage)) == 1 for stage in range(len(self.meshes)))
+        functions, waiting = [], []
         for stage in range(len(self.meshes)):
             functions.append(
                 stage_functions(
@@ -146,7 +152,8 @@ class Pipeline:
                     checkpoint_units=recompute == "full",
                 )
             )
-            forwards.append(self._start(compiler, stage, functions[-1], Kind.FORWARD))
+            for kinds in COMPILED if alone else COMPILED[:1]:
+                waiting += [self._start(compiler, stage, functions[-1], kind) for kind in kinds]
         parts = self.micro.cut.parts
         self.sums = {which: next(s for s, p in enumerate(parts) if which in p.results) for which in (TOTAL, WEIGHT)}
         shapes = [_zero_shapes(own) for own in functions]
@@ -158,15 +165,10 @@ class Pipeline:
         uses = [(self.weights[key[1]].holding.leaf, stage) for stage, key in self.gradient_keys]
         self.update: PlacedProgram = self.optimizer.compile_update(uses, self.sums[WEIGHT], self.sums[TOTAL], compiler)
         zeros = [self._start_zeros(compiler, stage, of_stage) for stage, of_stage in enumerate(shapes)]
-        waiting = forwards
-        for kinds in ((Kind.BACKWARD, Kind.INPUT_GRAD), (Kind.WEIGHT_GRAD,)):
-            if any(len(self.meshes.devices(stage)) > 1 for stage in range(len(functions))):
-                for wait in waiting:  # what is kept lies as the compiler put it
-                    wait()
-                waiting = []
-            waiting += [
-                self._start(compiler, stage, own, kind) for stage, own in enumerate(functions) for kind in kinds
-            ]
+        for kinds in () if alone else COMPILED[1:]:
+            for wait in waiting:
+                wait()
+            waiting = [self._start(compiler, stage, own, kind) for stage, own in enumerate(functions) for kind in kinds]
         for wait in waiting:
             wait()
         self.zeros = [wait() for wait in zeros]
@@ -245,9 +247,10 @@ class Pipeline:
                 self._act(runs, part, observe)
         sums = [runs[self.sums[which]].shared[("sum", which, 0)] for which in (WEIGHT, TOTAL)]
         gradients = [runs[stage].shared[key] for stage, key in self.gradient_keys]
+        homes = self.state_homes
         other = [
-            runs[home].shared[("state", value, 0)]
-            for value, home in zip(self.micro.state, self.state_homes, strict=True)
+            runs[homes[value]].shared[("state", value, 0)] if value in homes else given
+            for value, given in zip(self.micro.state, other, strict=True)
         ]
         for run in runs:
             run.shared.clear()

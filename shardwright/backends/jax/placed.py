@@ -6,8 +6,8 @@ scalars are made on each. Between pieces only small values are handed on; others
 twice.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -16,28 +16,12 @@ from jax.sharding import NamedSharding
 
 from shardwright.backends.jax.compiled import Compiler, lower
 from shardwright.backends.jax.equations import Equation, FlatProgram, aval_of, evaluate
+from shardwright.backends.jax.pieces import Piece, divided, prepared
+from shardwright.backends.jax.regroup import regrouped
 
-SMALL_BYTES = 4096
-"""Values up to this size are exchanged and made on every mesh rather than moved to one."""
 SCALAR_BYTES = 16
-"""Values up to this size are handed on from one piece of a mesh to its next; larger ones are made again."""
-
-
-@dataclass(slots=True, eq=False)
-class _Piece:
-    """What one mesh runs between two exchanges."""
-
-    level: int
-    stage: int
-    equations: list[Equation] = field(default_factory=list)
-    arguments: tuple[int, ...] = ()
-    bundles: tuple[tuple[int, int, str], ...] = ()
-    """Small values of earlier pieces come packed: (level, stage, dtype)."""
-    results: tuple[int, ...] = ()
-    """Positions of the program's outputs made here."""
-    packed: dict[str, list[int]] = field(default_factory=dict)
-    """Per dtype, the small values that others take."""
-    run: Any = None
+"""Values up to this size are handed on from one piece of a mesh to its next, where larger ones are made again; and what
+follows from several meshes' is made on every mesh rather than on one."""
 
 
 class PlacedProgram:
@@ -57,50 +41,63 @@ class PlacedProgram:
     ) -> None:
         """``shared`` arguments (scalars) are sent to whoever needs them beforehand; ``whole`` are the replicated
         shardings of all meshes."""
-        self.flat, self.whole, self.donate = flat, list(whole), list(donate)
+        self.whole, self.donate = list(whole), list(donate)
         self.position = {value: index for index, value in enumerate(flat.arguments)}
         self.argument_homes, self.argument_shardings = list(argument_homes), list(argument_shardings)
         self.output_homes, self.output_shardings = list(output_homes), list(output_shardings)
-        self.home: dict[int, int | None] = dict.fromkeys(flat.constants)
-        self.level: dict[int, int] = dict.fromkeys(flat.constants, -1)
-        for value, home, common in zip(flat.arguments, argument_homes, shared, strict=True):
-            self.home[value] = None if common else home
-            self.level[value] = -1
-        self.maker: dict[int, Equation] = {v: e for e in flat.equations for v in e.outputs}
-        for equation in flat.equations:
-            at, level = self._place(equation)
-            for value in equation.outputs:
-                self.home[value], self.level[value] = at, level
-        self.pieces = self._pieces()
+        self._place_all(flat, shared)
+        self._place_all(regrouped(flat, self.home), shared)
+        self.maker: dict[int, Equation] = {v: e for e in self.flat.equations for v in e.outputs}
+        pieces = prepared(self.flat, self._pieces(), self.home, SCALAR_BYTES)
+        self.pieces = divided(self.flat, pieces, self.home, self._spot)
         self._compile(compiler)
         self.first_moves = sorted({
             (value, piece.stage) for piece in self.pieces for value in piece.arguments
             if self.argument_homes[self.position[value]] != piece.stage
         })  # fmt: skip
 
+    def _place_all(self, flat: FlatProgram, shared: Sequence[bool]) -> None:
+        self.flat = flat
+        self.home: dict[int, int | None] = dict.fromkeys(flat.constants)
+        self.level: dict[int, int] = dict.fromkeys(flat.constants, -1)
+        for value, home, common in zip(flat.arguments, self.argument_homes, shared, strict=True):
+            self.home[value] = None if common else home
+            self.level[value] = -1
+        for equation in flat.equations:
+            at, level = self._place(equation)
+            for value in equation.outputs:
+                self.home[value], self.level[value] = at, level
+
     def _place(self, equation: Equation) -> tuple[int | None, int]:
         """The mesh (None: any) and the level (exchanges before it)."""
         values = list(equation.values)
-        homes = {home for value in values if (home := self.home[value]) is not None}
-        level = max((self.level[value] for value in values), default=-1)
-        if not homes:
-            return None, level
-        if len(homes) == 1:
-            return next(iter(homes)), max(0, level)
         homed = [value for value in values if self.home[value] is not None]
-        if all(self.flat.size_bytes(value) <= SMALL_BYTES for value in (*homed, *equation.outputs)):
-            return None, 1 + max(self.level[value] for value in homed)
+        homes = {self.home[value] for value in homed}
+        level = max((self.level[value] for value in values), default=-1)
+        if not homed:
+            return None, level
+        exchanged = max(level, 1 + max(self.level[value] for value in homed))
+        is_scalar = all(self.flat.size_bytes(value) <= SCALAR_BYTES for value in (*values, *equation.outputs))
+        if is_scalar and any(self.home[value] is None and self.level[value] > 0 for value in values):
+            return None, exchanged  # a sum over all meshes goes on: one exchange serves the whole of it
+        if len(homes) == 1:
+            return self.home[homed[0]], max(0, level)
+        if is_scalar:
+            return None, exchanged
         largest = max(homed, key=self.flat.size_bytes)
         home = self.home[largest]
         return home, max(0, *(self.level[v] + (self.home[v] not in (None, home)) for v in values))
 
-    def _pieces(self) -> list[_Piece]:
-        pieces: dict[tuple[int, int], _Piece] = {}
+    def _spot(self, value: int) -> Any:
+        return self.argument_shardings[self.position[value]].spec if value in self.position else None
+
+    def _pieces(self) -> list[Piece]:
+        pieces: dict[tuple[int, int], Piece] = {}
         wanted: dict[tuple[int, int], list[int]] = {}
 
         def piece(level: int, stage: int) -> tuple[int, int]:
             key = (max(0, level), stage)
-            pieces.setdefault(key, _Piece(*key))
+            pieces.setdefault(key, Piece(*key))
             wanted.setdefault(key, [])
             return key
 
@@ -120,12 +117,12 @@ class PlacedProgram:
                 self._fill(pieces[key], wanted[key], piece, pieces, wanted)
         return sorted(pieces.values(), key=lambda p: (p.level, p.stage))
 
-    def _fill(self, piece: _Piece, wanted: list[int], make: Any, pieces: Any, all_wanted: Any) -> None:
+    def _fill(self, piece: Piece, wanted: list[int], make: Any, pieces: Any, all_wanted: Any) -> None:
         """Take what can be made here; ask others for the rest."""
         missing = list(dict.fromkeys(wanted))
         chosen: dict[int, Equation] = {}
         arguments: dict[int, None] = {}
-        bundles: dict[tuple[int, int, str], None] = {}
+        reads: dict[int, None] = {}
         seen = set(missing)
         while missing:
             value = missing.pop()
@@ -139,12 +136,10 @@ class PlacedProgram:
             earlier = home is not None and level < piece.level and self.flat.size_bytes(value) <= SCALAR_BYTES
             if elsewhere or earlier:
                 key = make(level, home)
-                name = str(self.flat.avals[value].dtype)
-                packed = pieces[key].packed.setdefault(name, [])
-                if value not in packed:
-                    packed.append(value)
+                if value not in pieces[key].gives:
+                    pieces[key].gives.append(value)
                     all_wanted[key].append(value)
-                bundles[(key[0], key[1], name)] = None
+                reads[value] = None
                 continue
             equation = self.maker[value]
             chosen[id(equation)] = equation
@@ -154,19 +149,31 @@ class PlacedProgram:
                     missing.append(read)
         piece.equations = [e for e in self.flat.equations if id(e) in chosen]
         piece.arguments = tuple(sorted(arguments))
-        piece.bundles = tuple(bundles)
+        piece.reads = tuple(reads)
 
     # --- compiling and running
 
     def _compile(self, compiler: Compiler) -> None:
-        by_key = {(p.level, p.stage): p for p in self.pieces}
-        last_reader = {value: (p.level, p.stage) for p in self.pieces for value in p.arguments}
+        """Small values go from piece to piece packed, those of one dtype together."""
+        self.packs = [self._packed(piece) for piece in self.pieces]
+        givers: dict[int, dict[int, int]] = {}
+        """Small values → the pieces that give them, by mesh."""
+        for number, piece in enumerate(self.pieces):
+            for value in piece.gives:
+                givers.setdefault(value, {})[piece.stage] = number
+
+        def giver(value: int, stage: int) -> tuple[int, str]:
+            of_mesh = givers[value]
+            return of_mesh.get(stage, next(iter(of_mesh.values()))), str(self.flat.avals[value].dtype)
+
+        self.bundles = [sorted({giver(v, piece.stage) for v in piece.reads}) for piece in self.pieces]
+        last_reader = {value: number for number, piece in enumerate(self.pieces) for value in piece.arguments}
         self._waiting: list[Callable[[], Any]] = []
-        for piece in self.pieces:
+        for number, piece in enumerate(self.pieces):
             avals = [self.flat.avals[v] for v in piece.arguments]
             shardings = [self._at(v, piece.stage) for v in piece.arguments]
-            for level, stage, name in piece.bundles:
-                count = sum(int(self.flat.avals[v].size) for v in by_key[(level, stage)].packed[name])
+            for source, name in self.bundles[number]:
+                count = sum(int(self.flat.avals[v].size) for v in self.packs[source][name])
                 avals.append(jax.ShapeDtypeStruct((count,), name))
                 shardings.append(self.whole[piece.stage])
             donate = tuple(
@@ -174,12 +181,19 @@ class PlacedProgram:
                 for index, v in enumerate(piece.arguments)
                 if self.donate[self.position[v]]
                 and self.argument_homes[self.position[v]] == piece.stage
-                and last_reader[v] == (piece.level, piece.stage)
+                and last_reader[v] == number
             )
-            outs = [self.output_shardings[r] for r in piece.results] + [self.whole[piece.stage]] * len(piece.packed)
+            packed = [self.whole[piece.stage]] * len(self.packs[number])
+            outs = [self.output_shardings[r] for r in piece.results] + packed
             shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-            lowered = lower(self._function(piece, by_key), shapes, tuple(shardings), tuple(outs), donate)
+            lowered = lower(self._function(number, piece), shapes, tuple(shardings), tuple(outs), donate)
             self._waiting.append(compiler.start(lowered, tuple(self.whole[piece.stage].mesh.devices.flat)))
+
+    def _packed(self, piece: Piece) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for value in piece.gives:
+            found.setdefault(str(self.flat.avals[value].dtype), []).append(value)
+        return found
 
     def finish(self) -> None:
         """Wait until all pieces are compiled, which happens in the background. Before the first call."""
@@ -191,19 +205,19 @@ class PlacedProgram:
         own = self.argument_shardings[self.position[value]]
         return NamedSharding(self.whole[stage].mesh, own.spec)
 
-    def _function(self, piece: _Piece, by_key: Mapping[tuple[int, int], _Piece]) -> Any:
+    def _function(self, number: int, piece: Piece) -> Any:
         def run(*given: Any) -> tuple[Any, ...]:
             known = dict(zip(piece.arguments, given, strict=False)) | self.flat.constants
-            for (level, stage, name), packed in zip(piece.bundles, given[len(piece.arguments) :], strict=True):
+            for (source, name), packed in zip(self.bundles[number], given[len(piece.arguments) :], strict=True):
                 start = 0
-                for value in by_key[(level, stage)].packed[name]:
+                for value in self.packs[source][name]:
                     aval = self.flat.avals[value]
                     known[value] = packed[start : start + aval.size].reshape(aval.shape)
                     start += aval.size
             evaluate(piece.equations, known)
             atoms = [self.flat.outputs[r] for r in piece.results]
             found = [known[a] if isinstance(a, int) else jnp.asarray(a.val, aval_of(self.flat, a).dtype) for a in atoms]
-            packs = [jnp.concatenate([known[v].ravel() for v in values]) for values in piece.packed.values()]
+            packs = [jnp.concatenate([known[v].ravel() for v in values]) for values in self.packs[number].values()]
             return (*found, *packs)
 
         return run
@@ -213,20 +227,23 @@ class PlacedProgram:
         moved = self._move([(arguments[self.position[v]], self._at(v, stage)) for v, stage in self.first_moves])
         away = dict(zip(self.first_moves, moved, strict=True))
         results: list[Any] = [None] * len(self.flat.outputs)
-        bundles: dict[tuple[int, int, str, int], Any] = {}
-        for level in range(self.pieces[-1].level + 1 if self.pieces else 0):
-            current = [p for p in self.pieces if p.level == level]
-            wanted = [(*b, p.stage) for p in current for b in p.bundles if (*b, p.stage) not in bundles]
-            sent = self._move([(bundles[(*w[:3], w[1])], self.whole[w[3]]) for w in wanted])
-            bundles.update(zip(wanted, sent, strict=True))
-            for piece in current:
-                given = [away.get((v, piece.stage), arguments[self.position[v]]) for v in piece.arguments]
-                given += [bundles[(*b, piece.stage)] for b in piece.bundles]
-                made = piece.run(*given)
+        given: dict[tuple[int, str, int], Any] = {}
+        """Packed values, by the piece that gives them and the mesh that they are on."""
+        for _, level in groupby(enumerate(self.pieces), key=lambda numbered: numbered[1].level):
+            current = list(level)
+            wanted = dict.fromkeys((*b, piece.stage) for number, piece in current for b in self.bundles[number])
+            wanted = {key: None for key in wanted if key not in given}
+            sent = self._move([(given[source, name, self.pieces[source].stage], self.whole[stage])
+                               for source, name, stage in wanted])  # fmt: skip
+            given.update(zip(wanted, sent, strict=True))
+            for number, piece in current:
+                operands = [away.get((v, piece.stage), arguments[self.position[v]]) for v in piece.arguments]
+                operands += [given[(*b, piece.stage)] for b in self.bundles[number]]
+                made = piece.run(*operands)
                 for position, value in zip(piece.results, made, strict=False):
                     results[position] = value
-                for name, packed in zip(piece.packed, made[len(piece.results) :], strict=True):
-                    bundles[(piece.level, piece.stage, name, piece.stage)] = packed
+                for name, packed in zip(self.packs[number], made[len(piece.results) :], strict=True):
+                    given[number, name, piece.stage] = packed
         return results
 
     @staticmethod
