@@ -118,6 +118,8 @@ class _Placer:
         self.producer: dict[int, int] = {}
         self.anywhere: set[int] = set(flat.constants) | set(flat.arguments) - set(state) - set(weight_stages)
         """Values without activations or weights in them, which any stage can make."""
+        self.of_state: set[int] = set(state)
+        """Values made of state alone. They are made where they are used, so that state is read where it is written."""
         self.of_weights: dict[int, frozenset[int]] = {w: frozenset(s) for w, s in weight_stages.items()}
         """Values made of weights alone → the stages of those weights."""
 
@@ -129,13 +131,14 @@ class _Placer:
         placed: list[int | None] = []
         stage_of: dict[int, int] = {}
         for index, equation in enumerate(equations):
-            if fixed[index] == "anywhere":
+            if fixed[index] == "anywhere" or self._is_of_state(equation, fixed[index]):
                 placed.append(None)
                 continue
             least = max((stage_of.get(value, 0) for value in equation.values), default=0)
             stage = least if index in tail and equation.stage is None else max(least, wished[index])
             placed.append(stage)
             stage_of.update((value, stage) for value in equation.outputs)
+        self._place_state(fixed, placed)
         for stage in range(self.stages):
             if stage not in placed:
                 raise PlanError(
@@ -143,6 +146,37 @@ class _Placer:
                     "puts there; give the function that was captured, or capture this one and plan again"
                 )
         return placed
+
+    def _is_of_state(self, equation: Equation, fixed: int | str | frozenset[int]) -> bool:
+        """Whether an equation of no stage's reads state, and beside it only what any stage can make."""
+        values = set(equation.values)
+        if (
+            fixed != frozenset()
+            or equation.effects
+            or not self.of_state & values <= values <= self.of_state | self.anywhere
+        ):
+            return False
+        self.of_state.update(equation.outputs)
+        return True
+
+    def _place_state(self, fixed: Sequence[int | str | frozenset[int]], placed: list[int | None]) -> None:
+        """Equations that read state alone go to the first stage that uses what they make, or reads the same state."""
+        users: dict[int, set[int]] = {}
+        waiting = []
+        for index in reversed(range(len(placed))):
+            equation = self.flat.equations[index]
+            if placed[index] is None and fixed[index] != "anywhere":
+                stages = {stage for value in equation.outputs for stage in users.get(value, ())}
+                if not stages:
+                    waiting.append(index)
+                    continue
+                placed[index] = min(stages)
+            _note(users, equation, placed[index])
+        for index in waiting:
+            equation = self.flat.equations[index]
+            stages = {stage for value in (*equation.outputs, *equation.values) for stage in users.get(value, ())}
+            placed[index] = min(stages, default=0)
+            _note(users, equation, placed[index])
 
     def _fixed(self, equation: Equation) -> int | str | frozenset[int]:
         """A stage, "anywhere", or, where it is open, the stages of the weights that it reads."""
@@ -223,6 +257,12 @@ class _Placer:
                     )
             found.append(self.stages - 1 if stage is None else stage)
         return found
+
+
+def _note(users: dict[int, set[int]], equation: Equation, stage: int | None) -> None:
+    if stage is not None:
+        for value in equation.values:
+            users.setdefault(value, set()).add(stage)
 
 
 def _is_light(equation: Equation, flat: FlatProgram) -> bool:

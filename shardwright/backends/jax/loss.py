@@ -144,13 +144,21 @@ class Microbatches:
             restored = [_restore(piece, dim) for piece, dim in zip(pieces, self.dims, strict=True)]
             folded = fold_random(random, step, replica * self.microbatches + m)
             batch = jax.tree.unflatten(self.structure, restored)
-            return self.loss(params, folded, other, self.graphdef, batch)
+            loss, weight, after = self.loss(params, folded, other, self.graphdef, batch)
+            leaves = zip(jax.tree.leaves(after), given, strict=False)
+            kept.append({number for number, (new, old) in enumerate(leaves) if new is old})
+            return loss, weight, after
 
+        given = jax.tree.leaves(other)
+        kept: list[set[int]] = []
+        """Which of the other values come out as they went in."""
         if self.per_replica and self.replicas > 1:
             over = [None if dim is None else 0 for dim in self.dims]
             run = jax.vmap(one, in_axes=(0, over), spmd_axis_name="dp")
             losses, weights, after = run(jnp.arange(self.replicas), list(part))
-            after = jax.tree.map(_over_replicas, after)
+            leaves, structure = jax.tree.flatten(after)
+            merged = [given[i] if i in kept[-1] else _over_replicas(leaf) for i, leaf in enumerate(leaves)]
+            after = jax.tree.unflatten(structure, merged)
         else:
             joined = [p if dim is None else p.reshape(-1, *p.shape[2:]) for p, dim in zip(part, self.dims, strict=True)]
             losses, weights, after = one(0, joined)

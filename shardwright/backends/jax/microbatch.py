@@ -52,7 +52,14 @@ def cut_microbatch(
         groups.append(flat.arguments[first : first + count])
         first += count
     weights, random, (step,), state, (m,), batch = groups
-    carried = {value: 2 + position for position, value in enumerate(state)}
+    # State that comes out as it went in is read wherever it is wanted, like an array of the batch.
+    changed = [
+        (value, atom)
+        for value, atom in zip(state, flat.outputs[2:], strict=True)
+        if not isinstance(atom, int) or atom != value
+    ]
+    flat.outputs = (*flat.outputs[:2], *(atom for _, atom in changed))
+    carried = {value: 2 + position for position, (value, _) in enumerate(changed)}
     _refuse_closed_over(flat, parts, weights)
     found = cut(flat, plan.stages, weights, names, planned, holdings, carried)
     specs = {}

@@ -17,6 +17,7 @@ from shardwright.backends.jax.optimizer_cut import OptimizerCut, from_pieces, is
 from shardwright.backends.jax.pipeline import Observer, Pipeline, dispatch_order
 from shardwright.backends.jax.state import Parts, TrainState, own_copy
 from shardwright.backends.jax.tensor_parallel import FusedParameters, TensorParallel
+from shardwright.core.errors import PlanError
 from shardwright.core.plan import Plan
 
 
@@ -165,6 +166,7 @@ class PipelinedStep:
     ) -> tuple[TrainState, jax.Array]:
         """One step on a state, which is used up."""
         params, optimizer = pieces(state.params), pieces(state.optimizer)
+        _require_on_devices((*params, *optimizer))
         given = [state.step, params, optimizer, jax.tree.leaves(state.random), jax.tree.leaves(state.other)]
         dims = self.microbatches.dims
         batch = [self.microbatches.split(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
@@ -180,3 +182,11 @@ class PipelinedStep:
             state.graphdef,
         )
         return rebuilt, loss
+
+
+def _require_on_devices(leaves: Sequence[Any]) -> None:
+    if any(not isinstance(leaf, jax.Array) for leaf in leaves):
+        raise PlanError(
+            "a state of arrays in the host's memory was given, and a pipeline's lie on the devices of their stages: "
+            "put them there with jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, train.init(...)))"
+        )

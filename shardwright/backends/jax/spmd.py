@@ -83,7 +83,7 @@ class SpmdLoss:
     @classmethod
     def of(cls, micro: CutMicrobatch, plan: Plan, mesh: Mesh) -> "SpmdLoss":
         """Raises MissingCapabilityError when stages are not alike, or the model keeps state between microbatches."""
-        if micro.state:
+        if micro.operands.state:
             raise MissingCapabilityError(
                 "the model keeps state from microbatch to microbatch (batch statistics), which one program for all "
                 "stages does not carry: run the stages as programs of their own in one process"

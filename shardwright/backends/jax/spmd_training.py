@@ -87,7 +87,7 @@ class SpmdTraining:
         if init is None:
             packed, optimizer = jax.jit(start, out_shardings=places)(given.params)
             random = jax.tree.map(lambda leaf: own_copy(leaf, whole), given.random)
-            other = given.other
+            other = jax.tree.map(lambda leaf: own_copy(leaf, whole), given.other)
         else:
 
             def make() -> tuple[Any, Any, Any]:
@@ -188,7 +188,9 @@ class SpmdTraining:
                 jax.device_put(batch.split(leaf, dim), whole if dim is None else along)
                 for leaf, dim in zip(leaves, dims, strict=True)
             ]
-            number, params, optimizer, value = run(state.step, state.params, state.optimizer, state.random, given)
+            number, params, optimizer, value = run(
+                state.step, state.params, state.optimizer, (state.random, state.other), given
+            )
             return TrainState(number, params, optimizer, state.random, state.other, state.graphdef), value
 
         return step
@@ -197,8 +199,9 @@ class SpmdTraining:
         values = [weight.value for weight in micro.cut.weights]
         stacks = {tuple(values[leaf] for leaf in group): number for number, (group, _) in enumerate(stacking.rows)}
 
-        def step(number: Any, params: Any, optimizer: Any, random: Any, batch: Any) -> Any:
-            sources = {micro.step: number} | dict(zip(micro.random, jax.tree.leaves(random), strict=True))
+        def step(number: Any, params: Any, optimizer: Any, fixed: Any, batch: Any) -> Any:
+            others = (*micro.random, *micro.state)
+            sources = {micro.step: number} | dict(zip(others, jax.tree.leaves(fixed), strict=True))
 
             def total(params: Any) -> Any:
                 rest = {values[leaf]: a for (leaf, _), a in zip(stacking.rest, params["rest"], strict=True)}

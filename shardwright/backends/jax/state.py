@@ -79,7 +79,7 @@ def put_together(parts: Parts) -> Any:
     return nnx.merge(parts.graphdef, *here)
 
 
-def own_copy(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+def own_copy(leaf: Any, sharding: jax.sharding.Sharding | jax.Device) -> jax.Array:
     """The array in its place, in memory of its own: the state is donated, the user's arrays are not.
 
     `jax.device_put` alone, even with ``may_alias=False``, hands an array's memory on where its device is one of several

@@ -212,16 +212,23 @@ class TrainStep:
             held = program_bytes(step.lower(state, leaves).compile())
         return (held,) * self.plan.mesh.size
 
-    def params(self, state: TrainState) -> Any:
+    def params(self, state: TrainState, at: jax.Device | jax.sharding.Sharding | None = None) -> Any:
         """The parameters as they were given to `init`: a pytree, or an NNX module. The arrays are the state's own, so
-        use or copy them before the state goes into the next step."""
+        use or copy them before the state goes into the next step.
+
+        at: where all of them are copied to. Those of pipeline stages lie on several devices otherwise, and a model runs
+        on those of one: ``train.params(state, at=jax.devices()[0])(x)``.
+        """
         state.require_alive()
         with self._mesh_set_aside():
             if self._pipelined is not None:
                 params = self._pipelined.whole(state)
             else:
                 params = self._fused(state).restore(state.params)
-        return put_together(Parts(params, state.random, state.other, state.graphdef))
+        parts = (params, state.random, state.other)
+        if at is not None:
+            parts = jax.tree.map(lambda leaf: own_copy(leaf, at), parts)
+        return put_together(Parts(*parts, state.graphdef))
 
     def original(self, state: TrainState) -> TrainState:
         """The state with parameters and the optimizer's values in the order of the model's own, to be saved or compared
