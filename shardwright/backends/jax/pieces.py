@@ -156,7 +156,8 @@ class _Alike:
         for members in {id(values): values for values in group.values()}.values():
             inside = set(members)
             equations = [i for i, e in enumerate(piece.equations) if e.outputs[0] in inside]
-            results = [r for r in piece.results if self.flat.outputs[r] in inside]
+            atoms = {r: self.flat.outputs[r] for r in piece.results}
+            results = [r for r, atom in atoms.items() if isinstance(atom, int) and atom in inside]
             gives = [value for value in piece.gives if value in inside]
             found.append((equations, results, gives, members))
         return [self._component(piece, *parts, spot) for parts in found]
