@@ -63,7 +63,7 @@ def bert(layers: int = 24, width: int = 1024, heads: int = 16, length: int = 512
 def t5(layers: int = 12, width: int = 768, heads: int = 12, length: int = 512) -> Graphs:
     config = T5Config(
         vocab_size=32128, d_model=width, d_kv=64, d_ff=4 * width, num_layers=layers, num_heads=heads, dropout_rate=0.0,
-        decoder_start_token_id=0,
+        decoder_start_token_id=0, use_cache=False,
     )  # fmt: skip
     return captured(
         lambda: T5ForConditionalGeneration(config), {"input_ids": tokens(2, length), "labels": tokens(2, length)},

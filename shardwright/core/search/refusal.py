@@ -68,6 +68,8 @@ def _closest(scorer: Scorer, space: Space) -> Iterator[Scored]:
     looked = 0
     for _, _, shape, policy in ranked:
         for pipelining in space.pipelinings(shape.mesh.axis_size("pp"), shape.microbatches):
+            if not space.go_together(policy.recompute, pipelining):
+                continue
             if looked >= LOOKED_AT:
                 return
             try:

@@ -168,9 +168,12 @@ def _changes(graph: Graph, cluster: Cluster, request: Request, plan: Plan) -> It
         yield tried(f"{FASTER} times the bandwidth between nodes", faster, request)
     if request.microbatch is None:
         chosen = plan.decision.microbatch
-        for size in dict.fromkeys((max(1, chosen // 2), chosen * 2)):
-            if size != chosen and size <= request.batch:
-                yield tried(f"microbatch {size} instead of {chosen}", cluster, replace(request, microbatch=size))
+        each = request.batch // (request.dp or 1)
+        divisors = [size for size in range(1, each + 1) if each % size == 0]
+        smaller = [size for size in divisors if 2 * size <= chosen]
+        larger = [size for size in divisors if size >= 2 * chosen]
+        for size in (*smaller[-1:], *larger[:1]):
+            yield tried(f"microbatch {size} instead of {chosen}", cluster, replace(request, microbatch=size))
 
 
 def _again(cluster: Cluster, groups: list[NodeGroup], between: Link | None) -> Cluster:
