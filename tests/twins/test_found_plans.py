@@ -30,8 +30,9 @@ def test_a_found_plan_trains_in_both(name: str) -> None:
     for measured, predicted in zip(of_torch["peaks"], plan.predicted.peak_memory_bytes, strict=True):
         # Above: what a split backward keeps for its second half is less than the unit.
         assert measured <= 1.001 * predicted
-        assert predicted <= (1.06 if plan.build_schedule().splits_backward else 1.03) * measured
+        assert predicted <= (1.04 if plan.build_schedule().splits_backward else 1.03) * measured
     rows = (of_jax["peaks"], of_jax["predicted"], of_jax["compiled"])
     for measured, predicted, compiled in zip(*rows, strict=True):
-        assert predicted == pytest.approx(measured, rel=0.15)
+        # Most above where everything is recomputed.
+        assert 0.85 * measured <= predicted <= 1.2 * measured
         assert compiled == pytest.approx(measured, rel=0.03)
