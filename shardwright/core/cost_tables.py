@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from shardwright.core.cluster import Cluster
@@ -307,8 +308,10 @@ class CostTables:
         def size_bytes(tensor: int) -> int:
             return self.counter.size_bytes(tensor, microbatch, self.precision)
 
+        units = tuple(classes[variant] for variant in chosen.variants)
+        known_twice = bool(self.graph.footprints)
         return UnitTable(
-            tuple(classes[variant] for variant in chosen.variants),
+            units,
             boundary,
             seconds,
             ties,
@@ -316,10 +319,24 @@ class CostTables:
             recompute,
             self.repeated,
             host_bytes_per_s=place.device.host_link_bandwidth_bytes_per_s * HOST_LINK_EFFICIENCY,
-            shared=tuple((v, size_bytes(v.tensor) // tp) for v in self._read.shared),
+            shared=tuple(
+                (replace(v, keepers=()) if known_twice else v, size_bytes(v.tensor) // tp) for v in self._read.shared
+            ),
+            twice_bytes=self._twice(units, microbatch) if known_twice else (),
             waiting_bytes=tuple(sum(map(size_bytes, values)) for values in self._read.passing_by),
             found_bytes=PRECISION_BYTES[self.precision] if self.graph.capabilities.stages_are_programs else 0,
         )
+
+    def _twice(self, units: Sequence[UnitCost], microbatch: int) -> tuple[int, ...]:
+        """For every unit what it and the next one keep twice: of units that ranks share, the share that they keep."""
+        sizes = {(pair.first, pair.second): pair.size for pair in self.graph.kept_twice}
+        found = []
+        for unit, both in enumerate(pairwise(own.fold_class for own in self.folded.units)):
+            fixed, each = sizes.get(both, (0, 0))
+            whole = sum(f + e * microbatch for f, e in (self.graph.footprints[own].kept for own in both))
+            held = units[unit].saved_bytes + units[unit + 1].saved_bytes
+            found.append(round(max(0, fixed + each * microbatch) * held / max(1, whole)))
+        return (*found, 0)
 
     def _held_parameters(self, tp: int) -> tuple[tuple[tuple[tuple[int, ...], int], ...], int]:
         """What one rank holds of parameters at a tensor degree: of each tied one its users and entries, and the entries

@@ -185,6 +185,17 @@ class Footprint:
     """Of what is kept, the share that is in fp32: what another precision makes smaller."""
 
 
+@dataclass(frozen=True, slots=True)
+class KeptTwice:
+    """What two neighbouring units keep together less than each for itself: what the first makes, the second reads."""
+
+    first: int
+    second: int
+    """Classes of units."""
+    size: tuple[int, int]
+    """Bytes of one microbatch: (fixed, for each sample)."""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Graph:
     """A captured model. Ops stand in the order in which they ran; tensors are named by their index."""
@@ -207,6 +218,8 @@ class Graph:
     footprints: tuple[Footprint, ...] = ()
     """For every class of units, in the order of `core.fold`; empty where the framework does not say: they are then
     counted by kinds of op."""
+    kept_twice: tuple[KeptTwice, ...] = ()
+    """For the neighbours among units that keep less together, where there are footprints."""
     producer: dict[int, int] = field(init=False, repr=False, compare=False, hash=False)
     """Tensor → the op that makes it; parameters and inputs have none."""
 

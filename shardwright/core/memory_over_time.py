@@ -7,6 +7,7 @@ from itertools import pairwise
 from shardwright.core.memory import MemoryUse
 from shardwright.core.plan import Plan
 from shardwright.core.schedule.actions import Action, B, F, W
+from shardwright.core.schedule.live import peak_live
 from shardwright.core.simulate import simulate_schedule
 
 
@@ -41,6 +42,8 @@ def _of_rank(
 ) -> tuple[Moment, ...]:
     most = plan.predicted.memory_by_stage_rank[rank]
     share = _gradient_bytes(plan, rank, most.gradients_bytes)
+    # What several units of a stage share is counted once in the peak, which costs of single units do not show.
+    peak = max(1, peak_live(actions, kept))
     live, gradients = 0, 0 if most.apart_bytes else most.gradients_bytes
     made: set[int] = set()
     found: list[Moment] = []
@@ -50,7 +53,11 @@ def _of_rank(
         nonlocal clock
         if end_s > clock:
             use = replace(
-                most, activations_bytes=live, gradients_bytes=gradients, buffers_bytes=buffers_bytes, apart_bytes=0
+                most,
+                activations_bytes=live * most.activations_bytes // peak,
+                gradients_bytes=gradients,
+                buffers_bytes=buffers_bytes,
+                apart_bytes=0,
             )
             found.append(Moment(clock, end_s, replace(use, apart_bytes=max(0, use.total_bytes - most.total_bytes))))
             clock = end_s

@@ -46,6 +46,9 @@ class UnitTable:
     """Over the link to the host, in one direction."""
     shared: tuple[tuple[SharedValue, int], ...] = ()
     """Values that several units hold, and their bytes on one rank."""
+    twice_bytes: tuple[int, ...] = ()
+    """For every unit what it and the next one keep less together than each for itself, beside what is shared. Empty:
+    nothing."""
     waiting_bytes: tuple[int, ...] = ()
     """For every unit, of the gradients that pass it by: of values made before it and read after it. Empty: none."""
     found_bytes: int = 0
@@ -127,6 +130,9 @@ class UnitTable:
             }
             for one, next_one in itertools.pairwise(sorted(holders)):
                 kept[: one + 1, next_one + 1 :] -= size
+        for unit, size in enumerate(self.twice_bytes[:-1]):
+            if modes[unit] == modes[unit + 1] == "none":
+                kept[: unit + 1, unit + 2 :] -= size
         return kept
 
     @cached_property

@@ -115,6 +115,35 @@ def test_units_keep_what_the_runtime_hands_from_forward_to_backward() -> None:
         assert kept == pytest.approx(fixed + each * MICROBATCH, rel=1e-3)  # single numbers: counts, weights of the loss
 
 
+class Tower(nnx.Module):
+    def __init__(self) -> None:
+        self.layers = nnx.List([nnx.Linear(32, 32, rngs=nnx.Rngs(layer)) for layer in range(6)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = jax.nn.relu(layer(x))
+        return x
+
+
+def test_neighbours_in_one_stage_keep_what_passes_between_them_once() -> None:
+    """A layer for itself keeps what enters it and what its relu makes of that; together, the latter alone."""
+
+    def loss(model: Tower, batch: dict[str, jax.Array]) -> jax.Array:
+        return (model(batch["x"]) ** 2).mean()
+
+    captured = sw.capture(Tower(), {"x": jnp.ones((64, 32))}, loss)
+    assert captured.kept_twice
+    pins = {"precision": "fp32", "recompute": "none", "shard": 0, "dp": 1, "tp": 1, "microbatch": 64, "pp": 2}
+    plan = sw.plan(captured, sw.Cluster("cpu", devices_per_node=2), batch=128, schedule="gpipe", **pins)
+    train = sw.train_step(loss, optax.sgd(1e-3), plan, devices=jax.devices()[:2])
+    train(train.init(Tower()), {"x": jnp.ones((128, 32))})
+    for use, launches in zip(plan.predicted.memory_by_stage_rank, train.pipeline.launches, strict=True):
+        backward = launches[Kind.BACKWARD].function
+        read = zip(backward.reads, backward.avals, strict=True)
+        kept = sum(aval.size * aval.dtype.itemsize for key, aval in read if key[0] in ("kept", "arrival"))
+        assert use.activations_bytes == pytest.approx(2 * kept, rel=0.1)
+
+
 def test_what_a_model_computes_in_16_bits_is_counted_as_it_is() -> None:
     """Parameters in fp32, activations in bf16: a plan in bf16 makes nothing of them smaller."""
 

@@ -67,7 +67,10 @@ def capture(
     dims = resolve_batch_dims(batch, batch_dims)
     pick = _loss_of if require_loss else _outputs_of
     graph, traces = _read(source, batch, dims, lambda output: pick(output, source.name))
-    return replace(graph, footprints=footprints(graph, traces, source.names)) if require_loss else graph
+    if not require_loss:
+        return graph
+    each, twice = footprints(graph, traces, source.names)
+    return replace(graph, footprints=each, kept_twice=twice)
 
 
 def read(source: Source, batch: Any, dims: tuple[int | None, ...], pick: Callable[[Any], Any]) -> tuple[Graph, Program]:

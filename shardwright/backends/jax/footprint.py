@@ -1,11 +1,13 @@
 """What every unit of a model keeps and holds in this runtime: counted from the program of its derivative.
 
 Each unit is cut out as a stage of its own, as `pipeline` would run it. What its forward hands to its backward is then
-known to the byte (`residuals`), and what the backward holds beside that follows from its equations, with chains of
-elementwise arithmetic fused as XLA fuses them.
+known to the byte (`residuals`), also for two neighbours as one stage, which keep less than each for itself. What the
+backward holds beside that follows from its equations, with chains of elementwise arithmetic fused as XLA fuses them.
 """
 
 from collections.abc import Collection, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ from shardwright.backends.jax.stage_functions import Operands, StageFunction, St
 from shardwright.backends.jax.trace import TracedCall
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.fold import fold
-from shardwright.core.graph import Footprint, Graph
+from shardwright.core.graph import Footprint, Graph, KeptTwice
 from shardwright.core.structure import UnitBinding, structure_of
 
 FUSED = frozenset(
@@ -35,8 +37,11 @@ REPEATED = frozenset({"broadcast_in_dim", "iota"})
 SAME_MEMORY = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "copy"})
 
 
-def footprints(graph: Graph, traces: Sequence[tuple[Any, Program]], names: Sequence[str]) -> tuple[Footprint, ...]:
-    """For every class of units what one keeps and holds; empty where the program cannot be cut into units.
+def footprints(
+    graph: Graph, traces: Sequence[tuple[Any, Program]], names: Sequence[str]
+) -> tuple[tuple[Footprint, ...], tuple[KeptTwice, ...]]:
+    """For every class of units what one keeps and holds, and what neighbours keep twice; empty where the program cannot
+    be cut into units.
 
     traces: the closed jaxpr and the program at batch 2 and at batch 3; ``names`` of the model's arrays, the first
     arguments.
@@ -44,15 +49,25 @@ def footprints(graph: Graph, traces: Sequence[tuple[Any, Program]], names: Seque
     folded = fold(graph)
     firsts = [members[0] for members in folded.classes]
     _, binding = structure_of(folded)
-    found = []
+    classes = [unit.fold_class for unit in folded.units]
+    pairs = {both: first for first, both in reversed(list(enumerate(pairwise(classes))))}
+    found, together = [], []
     try:
         for closed, program in traces:
-            stages = _Stages(graph, closed, program.traced, names, binding.units)
+            whole = partial(_Stages, graph, closed, program.traced, names, binding.units)
+            stages = whole(range(len(classes)))
             found.append([_bytes(stages.functions(unit)) for unit in firsts])
+            halves = [whole([(unit + odd) // 2 for unit in range(len(classes))]) for odd in (0, 1)]
+            together.append([_bytes(halves[first % 2].functions((first + 1) // 2))[0] for first in pairs.values()])
     except (ShardwrightError, ValueError, TypeError, NotImplementedError):
         # What cannot be cut, or has no derivative (JAX says so in any of these ways), no pipeline trains either: the
         # core counts by kinds of op.
-        return ()
+        return (), ()
+    twice = []
+    for (first, second), kept, kept_3 in zip(pairs, *together, strict=True):
+        at_2, at_3 = (of[first][0] + of[second][0] - both for of, both in zip(found, (kept, kept_3), strict=True))
+        if at_2 > 0:
+            twice.append(KeptTwice(first, second, (3 * at_2 - 2 * at_3, at_3 - at_2)))
     return tuple(
         Footprint(
             kept=(3 * kept - 2 * kept_3, kept_3 - kept),
@@ -60,11 +75,11 @@ def footprints(graph: Graph, traces: Sequence[tuple[Any, Program]], names: Seque
             wide_share=wide / kept_3 if kept_3 else 1.0,
         )
         for (kept, passing, _), (kept_3, passing_3, wide) in zip(*found, strict=True)
-    )
+    ), tuple(twice)
 
 
 class _Stages:
-    """A traced model with every unit as a stage."""
+    """A traced model in stages; ``stage_of_unit`` counts them without a gap."""
 
     def __init__(
         self,
@@ -73,35 +88,39 @@ class _Stages:
         calls: Sequence[TracedCall],
         names: Sequence[str],
         units: Sequence[UnitBinding],
+        stage_of_unit: Sequence[int],
     ) -> None:
         users: dict[str, list[int]] = {}
-        for unit, bound in enumerate(units):
+        for stage, bound in zip(stage_of_unit, units, strict=True):
             for _, name, _ in bound.parameters:
-                users.setdefault(name, []).append(unit)
+                if stage not in users.setdefault(name, []):
+                    users[name].append(stage)
         trained = {p.name for p in graph.parameters if p.trainable} & users.keys()
         stage_of = [users[name][0] if name in trained and len(users[name]) == 1 else None for name in names]
         own = list(calls)
-        flat = flatten(closed, own, _homes(units, own), stage_of)
+        flat = flatten(closed, own, _homes(units, own, stage_of_unit), stage_of)
         weights = [(name, value) for name, value in zip(names, flat.arguments, strict=False) if name in trained]
         shapes = [flat.avals[value].shape for _, value in weights]
-        holdings = held_by(units, dict(enumerate(range(len(units)))), [name for name, _ in weights], shapes)
+        holdings = held_by(units, dict(enumerate(stage_of_unit)), [name for name, _ in weights], shapes)
         self.cut = cut(
             flat,
-            len(units),
+            stage_of_unit[-1] + 1,
             [value for _, value in weights],
             [name for name, _ in weights],
-            {name: tuple(dict.fromkeys(using)) for name, using in users.items()},
+            {name: tuple(using) for name, using in users.items()},
             holdings,
             {},
         )
 
-    def functions(self, unit: int) -> StageFunctions:
-        return stage_functions(self.cut, unit, Operands({}, {}, -1, {}))
+    def functions(self, stage: int) -> StageFunctions:
+        return stage_functions(self.cut, stage, Operands({}, {}, -1, {}))
 
 
-def _homes(units: Sequence[UnitBinding], calls: list[TracedCall]) -> Home:
-    """The unit of a module call, or of the nearest call around it."""
-    unit_of = {(c.path, c.occurrence): unit for unit, bound in enumerate(units) for c in bound.calls}
+def _homes(units: Sequence[UnitBinding], calls: list[TracedCall], stage_of_unit: Sequence[int]) -> Home:
+    """The stage of a module call, or of the nearest call around it."""
+    unit_of = {
+        (c.path, c.occurrence): stage for stage, bound in zip(stage_of_unit, units, strict=True) for c in bound.calls
+    }
 
     def home(number: int) -> tuple[int, int | None] | None:
         while (calls[number].path, calls[number].occurrence) not in unit_of:
