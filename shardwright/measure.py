@@ -28,8 +28,8 @@ from shardwright.core.tensor_layouts import digest
 MICROBATCHES = (2, 6)
 """Run in one step of the whole model: the difference is what one takes. Of units the median over the larger number."""
 
-SECONDS, MOST_STEPS = 3.0, 30
-"""How long steps of the whole model are timed, where ``steps`` are over sooner, and how many there are at most."""
+SECONDS, LEAST_STEPS, MOST_STEPS = 3.0, 3, 30
+"""How long steps of the whole model are timed, and how many there are at least and at most."""
 
 Given = TypeVar("Given")
 Found = TypeVar("Found")
@@ -56,7 +56,7 @@ def measure_units(
         microbatches: the sizes to run.
         cluster: the devices that measure together, as they measured themselves; default: one.
         tensor_degrees: among how many of them the units are shared.
-        steps: for each size, after one to warm up.
+        steps: for each size with every unit as a stage, after one to warm up.
         progress: called with (what is measured, how much is done, how much there is).
         options: for the backend's `compile`.
 
@@ -126,7 +126,7 @@ class _Setup:
         """
         # As predicted, so that all processes run as many.
         rounds = math.ceil(SECONDS / max(1e-9, sum(planned.predicted.step_time_s for planned in plans)))
-        rounds = min(max(rounds, self.steps), MOST_STEPS)
+        rounds = min(max(rounds, LEAST_STEPS), MOST_STEPS)
         compiled = [self._compiled(planned) for planned in plans]
 
         def steps_s(ways: Sequence[tuple[protocol.Executable, Any]]) -> list[float]:
