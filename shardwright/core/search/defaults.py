@@ -7,6 +7,7 @@ from shardwright.core.cluster import Cluster
 from shardwright.core.cost_tables import CostTables
 from shardwright.core.errors import PlanError
 from shardwright.core.request import Request
+from shardwright.core.search.best_first import Search
 from shardwright.core.search.scoring import Scored
 
 NAMES = ("data parallel", "fully sharded", "Megatron-style")
@@ -48,8 +49,6 @@ def requests(cluster: Cluster, request: Request) -> Iterator[tuple[str, Request]
 
 def defaults(tables: CostTables, cluster: Cluster, request: Request) -> list[Default]:
     """The three defaults at their best microbatch and recompute."""
-    from shardwright.core.search.find import Search
-
     found = []
     for name, asked in requests(cluster, request):
         try:
@@ -64,8 +63,6 @@ def defaults(tables: CostTables, cluster: Cluster, request: Request) -> list[Def
 
 
 def _fewest_stages(tables: CostTables, cluster: Cluster, asked: Request) -> Scored | None:
-    from shardwright.core.search.find import Search
-
     left = cluster.world_size // (asked.tp or 1)
     refused: PlanError | None = None
     for pp in (degree for degree in range(1, len(tables.folded.units) + 1) if left % degree == 0):

@@ -1,16 +1,7 @@
-"""Best first: bounds that take microseconds decide what is cut, bounds of cuts what is simulated.
+"""The best plan for a request: over the parts of a cluster that it may use, with a schedule generated on request."""
 
-A queue holds choices in the order of the time that they cannot get below: degrees first, then with recompute, with a
-number of stages per rank, with a schedule; then cut; then simulated, under all memory policies that the cut fits in.
-What comes out of the queue simulated is as fast as anything in the space, as all that is left is bounded by more.
-Nothing is cut off by a guess, so the answer is that of an exhaustive enumeration in the same simulator.
-"""
-
-import heapq
-import itertools
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from shardwright.core.cluster import Cluster
@@ -21,36 +12,18 @@ from shardwright.core.plan import Plan
 from shardwright.core.request import Request
 from shardwright.core.schedule import AUTO
 from shardwright.core.search.answer import as_plan, not_carried_out
+from shardwright.core.search.best_first import REPORTED, Found, Progress, Search, preference
 from shardwright.core.search.defaults import defaults
 from shardwright.core.search.devices import Part, parts
 from shardwright.core.search.refusal import refusal
-from shardwright.core.search.scoring import Draft, Scored, Scorer
-from shardwright.core.search.space import GENERATED_ACTIONS, Pipelining, Policy, Shape, Space, splits_backward
+from shardwright.core.search.scoring import Scored, Scorer
+from shardwright.core.search.space import GENERATED_ACTIONS
 
 GENERATED = 3
 """Choices for which a schedule is generated, where one is asked for."""
-REPORTED = 4
-"""Runners-up, each with degrees of its own."""
-MORE_DEGREES = 2
-"""Degrees that are looked at beside those that are reported."""
-OPENED = 200
-"""Choices of one runner-up's degrees that are opened before they are given up."""
-SAME = 1e-6
-"""Times that differ by less are equal: the simpler plan is taken."""
 REMEMBERED_TABLES = 8
-Progress = Callable[[int, int], None]
-"""Called with (candidates settled, candidates in all)."""
 
 _REMEMBERED: dict[object, CostTables] = {}
-
-
-@dataclass(slots=True)
-class Found:
-    """What a search came to."""
-
-    best: Scored | None
-    others: list[Scored]
-    """The next fastest, each with other degrees, fastest first."""
 
 
 @dataclass(slots=True)
@@ -58,7 +31,7 @@ class Tried:
     """A part of the cluster, searched. Where another part was known to be faster, its best is None."""
 
     part: Part
-    search: "Search"
+    search: Search
     found: Found
 
 
@@ -182,175 +155,6 @@ def _sequence_form(request: Request) -> bool | None:
     """Whether sequences are divided on the tensor axis: as pinned; None, to search, where all runtimes can do it."""
     able = all(runtime.sequence_parallel for runtime in request.runtimes)
     return request.sequence_parallel if request.sequence_parallel is not None or able else False
-
-
-@dataclass(order=True, slots=True)
-class _Entry:
-    """A choice as far as it is made, and the seconds that it cannot get below."""
-
-    bound_s: float
-    settled: int
-    """More settled choices come first among equals."""
-    number: int
-    choice: tuple[Any, ...] = field(compare=False)
-
-
-class Search:
-    """One search. Holds the queue."""
-
-    def __init__(self, tables: CostTables, cluster: Cluster, request: Request, *, limited: bool = True) -> None:
-        """``limited``: to the memory policies that the runtimes carry out."""
-        self.request = request
-        runtimes = request.runtimes or (tables.graph.capabilities,)
-        self.space = Space(request, cluster, len(tables.folded.units), runtimes, limited=limited)
-        self.scorer = Scorer(tables, cluster, request)
-        self._queue: list[_Entry] = []
-        self._numbers = itertools.count()
-
-    def run(
-        self, progress: Progress | None = None, *, runners_up: int = REPORTED, below_s: float = float("inf")
-    ) -> Found:
-        """The best choice and the next ones; none where nothing takes less than ``below_s``, or as little.
-
-        Raises PlanError when the request leaves nothing to choose from.
-        """
-        shapes = self.space.shapes()
-        for shape in shapes:
-            self._push(self.scorer.shape_bound_s(shape), shape)
-        best: list[Scored] = []
-        opened = 0
-        while self._queue:
-            entry = heapq.heappop(self._queue)
-            if entry.bound_s > (best[0].predicted.step_time_s if best else below_s) * (1 + SAME):
-                heapq.heappush(self._queue, entry)
-                break
-            scored = self._settled(entry)
-            if scored is not None:
-                best.append(scored)
-            if len(entry.choice) == 1 and isinstance(entry.choice[0], Shape):
-                opened += 1
-                if progress is not None:
-                    progress(opened, len(shapes))
-        if progress is not None:
-            progress(len(shapes), len(shapes))
-        if not best:
-            return Found(None, [])
-        best.sort(key=preference)
-        others = {_degrees(equal): equal for equal in reversed(best)}
-        if runners_up:
-            self._add_runners_up(others, runners_up)
-        others.pop(_degrees(best[0]))
-        next_best = sorted(others.values(), key=preference)[:runners_up]
-        return Found(self.scorer.with_peaks(best[0]), [self.scorer.with_peaks(other) for other in next_best])
-
-    def _settled(self, entry: _Entry) -> Scored | None:
-        """The choice if it is settled and its time is exact; else it goes back, one step further, in every way."""
-        first = entry.choice[0]
-        if isinstance(first, Draft):
-            done = self.scorer.finished(first)
-            self._push(done.predicted.step_time_s, done)
-        elif isinstance(first, Scored):
-            if first.exact:
-                return first
-            exact = self.scorer.simulated(first)
-            self._push(exact.predicted.step_time_s, exact)
-        else:
-            for bound, further in self._opened(*entry.choice):
-                self._push(max(bound, entry.bound_s), *further)
-        return None
-
-    def _add_runners_up(self, found: dict[tuple[int, int, int], Scored], wanted: int) -> None:
-        """The best of other degrees: of those that promise most, each by itself, best first."""
-        of_degrees: dict[tuple[int, int, int], list[_Entry]] = {}
-        for entry in self._queue:
-            of_degrees.setdefault(_degrees(entry.choice[0]), []).append(entry)
-        promising = sorted(of_degrees.keys() - found.keys(), key=lambda d: min(map(_expected_s, of_degrees[d])))
-        for degrees in promising[: wanted + MORE_DEGREES]:
-            self._queue = of_degrees[degrees]
-            heapq.heapify(self._queue)
-            for _ in range(OPENED):
-                if not self._queue:
-                    break
-                scored = self._settled(heapq.heappop(self._queue))
-                if scored is not None:
-                    found[degrees] = scored
-                    break
-
-    def _push(self, bound_s: float, *choice: Any) -> None:
-        if bound_s != float("inf"):
-            heapq.heappush(self._queue, _Entry(bound_s, -len(choice), next(self._numbers), choice))
-
-    def _opened(self, *choice: Any) -> Iterator[tuple[float, tuple[Any, ...]]]:
-        """A choice with one thing more chosen, in every way, each with its bound."""
-        shape: Shape = choice[0]
-        scorer = self.scorer
-        if len(choice) == 1:
-            modes: dict[object, list[Policy]] = {}
-            for policy in self.space.policies(shape.mesh.axis_size("dp")):
-                # How many units are recomputed depends on the memory left: such policies share no pipeline.
-                modes.setdefault(policy if policy.recompute == "full" else policy.recompute, []).append(policy)
-            for alike in modes.values():
-                yield scorer.bound_s(shape, alike), (shape, tuple(alike))
-            return
-        policies: tuple[Policy, ...] = choice[1]
-        if len(choice) == 2:
-            ways: dict[tuple[int, bool], list[Pipelining]] = {}
-            for pipelining in self.space.pipelinings(shape.mesh.axis_size("pp"), shape.microbatches):
-                if not self.space.go_together(policies[0].recompute, pipelining):
-                    continue
-                split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
-                ways.setdefault((pipelining.virtual_stages, split), []).append(pipelining)
-            for (virtual_stages, split), members in ways.items():
-                bound = scorer.bound_s(shape, policies, virtual_stages, split=split)
-                yield bound, (shape, policies, tuple(members))
-            return
-        if len(choice) == 3:
-            for pipelining in choice[2]:
-                draft, tight = scorer.draft(shape, policies, pipelining)
-                if draft is not None:
-                    yield draft.bound_s, (draft,)
-                split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
-                for policy in tight:
-                    bound = scorer.bound_s(shape, (policy,), pipelining.virtual_stages, split=split)
-                    yield bound, (shape, (policy,), (pipelining,), True)
-            return
-        scored = scorer.cut(shape, policies[0], choice[2][0])
-        if scored is not None:
-            yield scored.predicted.step_time_s, (scored,)
-
-
-def preference(scored: Scored) -> tuple[float, int, int, int, int, int, int, int, bool, int, str]:
-    """Fastest first; among equals the simpler: fewer stages, less tensor splitting, less saving of memory, the usual
-    order of ranks, fewer virtual stages, 1f1b, larger microbatches."""
-    d = scored.decision
-    return (
-        float(f"{scored.predicted.step_time_s:.6g}"),
-        d.pp,
-        d.tp,
-        d.shard,
-        d.shard_group or 0,
-        ("none", "selective", "full").index(d.recompute),
-        -len(d.kept_units),
-        d.virtual_stages,
-        d.schedule != "1f1b",
-        -d.microbatch,
-        f"{d.placement_order != 'PDT'}{d.placement_order}{d.schedule}",
-    )
-
-
-def _expected_s(entry: _Entry) -> float:
-    """Its bound, with the bubble of a plain pipeline where none is counted yet."""
-    shape = entry.choice[0]
-    if not isinstance(shape, Shape):
-        return entry.bound_s
-    return entry.bound_s * (1 + (shape.degrees[0] - 1) / shape.microbatches)
-
-
-def _degrees(choice: Shape | Draft | Scored) -> tuple[int, int, int]:
-    """(pp, dp, tp)."""
-    if isinstance(choice, Scored):
-        return choice.decision.pp, choice.decision.dp, choice.decision.tp
-    return choice.degrees if isinstance(choice, Shape) else choice.shape.degrees
 
 
 def _pins_degrees(request: Request) -> bool:

@@ -10,6 +10,7 @@ from shardwright.core.decision import Decision, summarize
 from shardwright.core.errors import PlanError, ScheduleError
 from shardwright.core.memory import MemoryUse
 from shardwright.core.request import Request
+from shardwright.core.search.best_first import Search
 from shardwright.core.search.scoring import Scored, Scorer
 from shardwright.core.search.space import Space
 
@@ -83,8 +84,6 @@ def _closest(scorer: Scorer, space: Space) -> Iterator[Scored]:
 
 def _relaxed(tables: CostTables, cluster: Cluster, request: Request, wanted: Decision) -> Decision | None:
     """The choice nearest in degrees to the one wanted, when nothing but the batch and the numbers' kind is pinned."""
-    from shardwright.core.search.find import Search
-
     free = Request(
         batch=request.batch,
         precision=request.precision,
@@ -131,8 +130,6 @@ def smallest_cluster(tables: CostTables, cluster: Cluster, request: Request, mos
 
 def _fits(tables: CostTables, cluster: Cluster, request: Request) -> bool:
     """Whether some plan for the batch fits a cluster."""
-    from shardwright.core.search.find import Search
-
     free = Request(
         batch=request.batch,
         precision=request.precision,

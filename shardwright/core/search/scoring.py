@@ -4,13 +4,12 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from shardwright.core.cluster import Cluster
 from shardwright.core.cost_tables import CostTables, Place
 from shardwright.core.cutting import partition_input
 from shardwright.core.decision import Decision, placement_of
-from shardwright.core.errors import PlanError, ScheduleError
+from shardwright.core.errors import ScheduleError
 from shardwright.core.links import Links
 from shardwright.core.memory import MemoryUse, Recompute, live_microbatches
 from shardwright.core.partition.partitioners import DEFAULT, cut_units
@@ -21,7 +20,7 @@ from shardwright.core.request import VIRTUAL_STAGES, Request
 from shardwright.core.schedule import AUTO, Schedule
 from shardwright.core.schedule.live import peak_live
 from shardwright.core.search.peaks import by_stage, less_apart, with_activations
-from shardwright.core.search.space import RECOMPUTES, Pipelining, Policy, Shape, splits_backward
+from shardwright.core.search.space import RECOMPUTES, Pipelining, Policy, Shape, require_starts, splits_backward
 from shardwright.core.stages import MemoryRequest, UnitTable
 
 MOST_GIVEN_UP = 3
@@ -386,7 +385,7 @@ class Scorer:
     ) -> tuple[int, ...] | None:
         given = self.request.stage_starts
         if given is not None:
-            _require_starts(given, len(placement), ranked.units)
+            require_starts(given, len(placement), ranked.units)
             return given
         tables = ranked if fit else ranked.with_limit(1 << 62)
         request = self.memory_request(policy, shape.mesh.axis_size("dp"))
@@ -492,13 +491,3 @@ class Scorer:
 
 def _policy(decision: Decision) -> Policy:
     return Policy(decision.recompute, decision.shard, decision.shard_group)
-
-
-def _require_starts(starts: Sequence[int], stages: int, units: int) -> None:
-    """Raise PlanError unless ``starts`` cuts the model's units into that many stages."""
-    rising = starts[0] == 0 and all(a < b for a, b in pairwise(starts)) and starts[-1] < units
-    if len(starts) != stages or not rising:
-        raise PlanError(
-            f"stage_starts={list(starts)}: expected {stages} (pp · virtual_stages) unit numbers that rise from 0 "
-            f"and stay below the model's {units} units"
-        )

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.cluster import Cluster
@@ -270,3 +271,13 @@ def _nearest_degrees(given: dict[str, int | None], world: int) -> str:
             near = min(_options(None, world), key=lambda d: (abs(math.log(d / value)), d))
             said.append(f"nearest for {name}: {near}")
     return ", ".join(said) or f"leave one of them out, and it becomes what is left of {world}"
+
+
+def require_starts(starts: Sequence[int], stages: int, units: int) -> None:
+    """Raise PlanError unless ``starts`` cuts the model's units into that many stages."""
+    rising = starts[0] == 0 and all(a < b for a, b in pairwise(starts)) and starts[-1] < units
+    if len(starts) != stages or not rising:
+        raise PlanError(
+            f"stage_starts={list(starts)}: expected {stages} (pp · virtual_stages) unit numbers that rise from 0 "
+            f"and stay below the model's {units} units"
+        )
