@@ -188,7 +188,7 @@ class RankTables:
     ) -> tuple[MemoryUse, ...]:
         """What every pipeline rank holds, its stages together."""
         found = []
-        held = self._held(tuple(starts), tuple(placement), replicated=request.replicated)
+        held = self._held(tuple(starts), tuple(placement))
         activations = [kept * count for count, (_, kept, _, _, _) in zip(live, held, strict=True)]
         buffers = self.buffers(starts, placement, activations, request)
         rows = zip(live, held, activations, buffers, strict=True)
@@ -209,19 +209,17 @@ class RankTables:
         """What every rank holds for a while; with a ``request``, beside so many bytes of ``activations``, also where
         that is copies of gradients on their way to other replicas, when the activations are gone."""
         key = tuple(starts), tuple(placement)
-        held = self._held(*key, replicated=request is not None and request.replicated)
+        held = self._held(*key)
         if request is None or not request.bucket_bytes:
             return [working + sent + UNCOUNTED_BYTES for _, _, working, sent, _ in held]
         closing = self._closing(*key, request.gradient_width, request.bucket_bytes)
         rows = zip(held, closing, activations, strict=True)
         return [max(working, last - kept) + sent + UNCOUNTED_BYTES for (_, _, working, sent, _), last, kept in rows]
 
-    def _held(
-        self, starts: tuple[int, ...], placement: tuple[int, ...], *, replicated: bool
-    ) -> list[tuple[int, int, int, int, int]]:
+    def _held(self, starts: tuple[int, ...], placement: tuple[int, ...]) -> list[tuple[int, int, int, int, int]]:
         """For every rank its parameter entries, and bytes kept for one microbatch, working, sent and offloaded; of its
         fullest stage where it has several."""
-        key = starts, placement, replicated
+        key = starts, placement
         if key not in self._holdings:
             found = []
             for rank, table in enumerate(self.tables):
@@ -229,10 +227,7 @@ class RankTables:
                 elements = int(sum(table.range_elements[a, b] for a, b in held) - table.tied_twice(held))
                 kept = int(max(table.range_kept[a, b] for a, b in held))
                 several = len(placement) > 1
-                working = max(
-                    table.stage_working(a, b, replicated) if several else int(table.range_working[a, b])
-                    for a, b in held
-                )
+                working = max(table.stage_working(a, b) if several else int(table.range_working[a, b]) for a, b in held)
                 sent = 0
                 if self.ranks > 1:  # a value and a gradient at either end, on their way or there before they are used
                     borders = [unit for ends in held for unit in ends if 0 < unit < self.units]
@@ -261,7 +256,7 @@ class RankTables:
         return {}
 
     @cached_property
-    def _holdings(self) -> dict[tuple[tuple[int, ...], tuple[int, ...], bool], list[tuple[int, int, int, int, int]]]:
+    def _holdings(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int, int, int, int]]]:
         return {}
 
     def keeping(self, units: Collection[int], offloaded: Collection[int] = ()) -> "RankTables":

@@ -169,12 +169,11 @@ class UnitTable:
         working[:-1, 1:] = np.maximum(0.0, np.maximum.accumulate(through, axis=1) - self.range_kept[:-1, 1:])
         return working
 
-    def stage_working(self, first: int, end: int, replicated: bool = False) -> int:
-        """The same of one of several stages, with the gradients that wait, and with their sums over replicas."""
+    def stage_working(self, first: int, end: int) -> int:
+        """The same of one of several stages, with the gradients that wait."""
         if not self.found_bytes:
             return int(self.range_working[first, end])
-        times = 2 if replicated else 1
-        return int(self._range_passing[first, end] + times * self.found_bytes * self.range_elements[first, end])
+        return int(self._range_passing[first, end] + self.found_bytes * self.range_elements[first, end])
 
     def range_memory(self, live: float, state_bytes_per_element: float, copied_bytes_per_element: float = 0) -> Matrix:
         """Peak bytes of a stage with ``live`` microbatches under way, or when its gradients are there twice, as copies
@@ -205,8 +204,6 @@ class MemoryRequest:
     ways: int
     """Ranks that share the sharded part."""
     gradient_precision: str | None = None
-    replicated: bool = False
-    """Whether whole gradients are summed over a data axis."""
     bucket_bytes: int = 0
     """Of the copies in which gradients are summed over the data axis (`Capabilities.bucket_bytes`); 0: none."""
 

@@ -93,7 +93,6 @@ class Scorer:
             policy.shard,
             ways,
             request.gradient_precision,
-            travels,
             self.tables.graph.capabilities.bucket_bytes if travels else 0,
         )
 
