@@ -15,6 +15,10 @@ divide. In one run, one repetition of each after the other:
   activations handed round. `praxis`: a vmap over stages and a shifted buffer, stages split by the compiler, as praxis'
   circular pipeline does. Both keep everything and differentiate the whole loop.
 
+With ``--waiting`` also what these cores give the actions of a schedule without any pipeline: a thread for each device
+runs its stage's forward and backward and waits for the other's where the schedule has it wait; nothing is dispatched
+ahead and nothing handed over. Its bound is made of the same actions without waiting.
+
 All others are GPipe. The bound of 1F1B and of GPipe is single · (m + p - 1) / (m · p). Beside it stands the schedule
 simulated with the stage functions' own times, medians of measured steps with their transfers. Both take
 every action to last as long as its like. In 1F1B's steady state each stage waits for
@@ -289,6 +293,66 @@ def praxis(repeats: int) -> Written:
     return Written(stacked(), pipeline, stages, NamedSharding(mesh, PartitionSpec()))
 
 
+class Waiting:
+    """The actions of a schedule, or of none: then each thread goes on as it can. ``step`` gives the seconds."""
+
+    def __init__(self, repeats: int, schedule: str) -> None:
+        built = sw.Schedule.build(schedule or "1f1b", ranks=STAGES, microbatches=MICROBATCHES)
+        self.orders, self.waits = built.table, bool(schedule)
+
+        def backward(weights: Any, x: jax.Array, cotangent: jax.Array, summed: Any) -> Any:
+            found, before = jax.vjp(lambda w, x: layers(w, x, repeats), weights, x)[1](cotangent)
+            return before, jax.tree.map(jnp.add, summed, found)
+
+        self.forward = jax.jit(lambda w, x: layers(w, x, repeats))
+        self.backward = jax.jit(backward, donate_argnums=3)
+        x = batch()["x"][:ROWS]
+        self.given = [jax.device_put((list(own), x), at) for own, at in zip(stacked(), jax.devices(), strict=True)]
+        self.sums = [jax.tree.map(jnp.zeros_like, weights) for weights, _ in self.given]
+
+    def act(self, rank: int, is_forward: bool) -> None:
+        weights, x = self.given[rank]
+        if is_forward:
+            self.forward(weights, x).block_until_ready()
+        else:
+            made, self.sums[rank] = self.backward(weights, x, x, self.sums[rank])
+            made.block_until_ready()
+
+    def step(self) -> float:
+        done = {
+            (rank, str(a.kind), a.microbatch): threading.Event() for rank in range(STAGES) for a in self.orders[rank]
+        }
+
+        def run(rank: int) -> None:
+            for action in self.orders[rank]:
+                kind = str(action.kind)
+                before = rank - 1 if kind == "F" else rank + 1
+                if self.waits and 0 <= before < STAGES:
+                    done[before, kind, action.microbatch].wait()
+                self.act(rank, kind == "F")
+                done[rank, kind, action.microbatch].set()
+
+        return max(side_by_side([lambda rank=rank: run(rank) for rank in range(STAGES)]))  # type: ignore[misc]
+
+
+def measure_waiting(stage_ms: float, schedules: Sequence[str], repetitions: int) -> None:
+    """Print how near a schedule's actions alone come to their bound."""
+    repeats = repeats_for(stage_ms)
+    ways = {schedule: Waiting(repeats, schedule) for schedule in ("", *schedules)}
+    samples: dict[str, list[float]] = {schedule: [] for schedule in ways}
+    for _ in range(repetitions + 2):
+        for schedule, way in ways.items():
+            samples[schedule].append(way.step())
+    print(f"\nactions of {stage_ms:g} ms alone, without a pipeline\n| schedule | step | bound / step | middle half |")
+    print("|---|---|---|---|")
+    for schedule in schedules:
+        share = (MICROBATCHES + STAGES - 1) / MICROBATCHES
+        shares = [share * free / own for free, own in zip(samples[""][2:], samples[schedule][2:], strict=True)]
+        low, middle, high = statistics.quantiles(shares, n=4)
+        step = _ms([statistics.median(samples[schedule][2:])])
+        print(f"| {schedule} | {step} | {middle:.3f} | {low:.3f} to {high:.3f} |", flush=True)
+
+
 def check(way: str, loss: Any, found: Any, wanted: Any) -> None:
     """Stop unless a way gives the single jit's loss and parameters."""
     np.testing.assert_allclose(float(loss), float(wanted[0]), rtol=1e-5, err_msg=way)
@@ -352,11 +416,14 @@ def main() -> None:
     parser.add_argument("--stage-ms", type=float, nargs="*", default=[5.0, 20.0], help="forward + backward of a stage")
     parser.add_argument("--schedules", nargs="*", default=["1f1b", "eager-1f1b", "gpipe"])
     parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--waiting", action="store_true", help="also the schedules' actions without a pipeline")
     given = parser.parse_args()
     start_devices()
     print(f"{STAGES} stages, {MICROBATCHES} microbatches; milliseconds, medians of {given.repetitions}")
     for stage_ms in given.stage_ms:
         measure(stage_ms, given.schedules, given.repetitions)
+        if given.waiting:
+            measure_waiting(stage_ms, given.schedules, given.repetitions)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,16 @@ def _block_of_parameters(graph: Graph) -> dict[int, str]:
     """For every parameter inside a block, by name alone, its tensor and the block's path."""
     nodes = parameter_tree(graph)
     blocks = sorted((nodes[b].path for b in find_blocks(nodes)), key=len)
-    return {p.tensor: b for p in graph.parameters for b in blocks if p.name.startswith(f"{b}.")}
+    inside = {p.tensor: b for p in graph.parameters for b in blocks if p.name.startswith(f"{b}.")}
+    if inside or not graph.capabilities.stages_are_programs:
+        return inside
+    return {p.tensor: _innermost(p.name) for p in graph.parameters}  # no indexed container at all
+
+
+def _innermost(name: str) -> str:
+    """The smallest group that a parameter's name puts it in; a member of a list is one by itself."""
+    group, _, last = name.rpartition(".")
+    return group if group and not last.isdigit() else name
 
 
 def _owners(graph: Graph) -> list[str | None]:
