@@ -14,7 +14,7 @@ import shardwright.jax as sw
 from tests.jax import zoo_linen, zoo_nnx
 from tests.jax.chains import Run, module_reference, named, plan_of, recording, reference, require_same_run
 
-BATCH, LENGTH, VOCABULARY, STEPS = 8, zoo_nnx.LENGTH, zoo_nnx.VOCABULARY, 20
+BATCH, STEPS = zoo_nnx.BATCH, 20
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -22,32 +22,6 @@ def quick_compilation() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
-
-
-def batches(model: str) -> list[dict[str, np.ndarray]]:
-    rng = np.random.default_rng(1)
-
-    def tokens() -> np.ndarray:
-        return rng.integers(0, VOCABULARY, (BATCH, LENGTH), np.int32)
-
-    def one() -> dict[str, np.ndarray]:
-        if model == "gpt":
-            return {"ids": tokens()}
-        if model == "bert":
-            masked = (rng.random((BATCH, LENGTH)) < 0.4).astype(np.int32)
-            masked[:, 0] = 1
-            attended = np.ones((BATCH, LENGTH), np.int32)
-            attended[: BATCH // 2, -2:] = 0
-            return {"ids": tokens(), "labels": tokens(), "masked": masked, "attended": attended}
-        if model == "t5":
-            return {"source": tokens(), "target": tokens(), "labels": tokens()}
-        if model == "ncf":
-            ids = rng.integers(0, VOCABULARY, (2, BATCH), np.int32)
-            return {"user": ids[0], "item": ids[1], "liked": rng.integers(0, 2, BATCH).astype(np.float32)}
-        image = rng.standard_normal((BATCH, 8, 8, 3)).astype(np.float32)
-        return {"image": image, "label": rng.integers(0, 10, BATCH).astype(np.int32)}
-
-    return [one() for _ in range(STEPS)]
 
 
 def shapes(batch: dict[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -64,7 +38,7 @@ class Nnx:
     def __init__(self, name: str) -> None:
         self.create, self.loss = zoo_nnx.MODELS[name]
         self.optimizer = optimizer(name)
-        self.steps = batches(name)
+        self.steps = zoo_nnx.batches(name, STEPS)
         self.graph = sw.capture(nnx.eval_shape(self.create), shapes(self.steps[0]), self.loss)
         self.expected = module_reference(self.loss, self.create, self.optimizer, self.steps)
 
@@ -78,7 +52,7 @@ class Linen:
     def __init__(self, name: str) -> None:
         self.module, loss = zoo_linen.MODELS[name]
         self.optimizer = optimizer(name)
-        self.steps = batches(name)
+        self.steps = zoo_nnx.batches(name, STEPS)
         first = [jnp.asarray(v) for k, v in self.steps[0].items() if k in INPUTS]
         variables = jax.jit(self.module.init)(jax.random.key(0), *first)
         self.params, self.statistics = variables["params"], variables.get("batch_stats")

@@ -12,59 +12,11 @@ from flax import nnx
 
 from examples import gpt2_flax
 from tests.jax import zoo_nnx
+from tests.jax.zoo_nnx import EncoderLayer, FeedForward, Size
 
-WIDTH, HEADS, VOCABULARY, LENGTH, RATE, BATCH = 32, 4, 48, 8, 0.1, 8
+WIDTH, HEADS, VOCABULARY, LENGTH, RATE, BATCH = 32, 4, 48, 8, 0.1, zoo_nnx.BATCH
 LAYERS = 2
-
-
-class FeedForward(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.wi = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
-        self.wo = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
-        self.dropout = nnx.Dropout(RATE, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.dropout(self.wo(self.dropout(jax.nn.gelu(self.wi(x)))))
-
-
-# --- BERT: normalised after every residual, the head tied to the embedding
-
-
-class BertLayer(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, dropout_rate=RATE, rngs=rngs)
-        self.dropout = nnx.Dropout(RATE, rngs=rngs)
-        self.norm_1 = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.mlp = FeedForward(rngs)
-        self.norm_2 = nnx.LayerNorm(WIDTH, rngs=rngs)
-
-    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        x = self.norm_1(x + self.dropout(self.attention(x, mask=mask, deterministic=False)))
-        return self.norm_2(x + self.mlp(x))
-
-
-class Bert(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.word = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
-        self.position = nnx.Embed(LENGTH, WIDTH, rngs=rngs)
-        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.layers = nnx.List([BertLayer(rngs) for _ in range(LAYERS)])
-        self.transform = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.bias = nnx.Param(jnp.zeros(VOCABULARY))
-
-    def __call__(self, ids: jax.Array, attended: jax.Array) -> jax.Array:
-        mask = attended[:, None, None, :] > 0
-        x = self.norm(self.word(ids) + self.position(jnp.arange(ids.shape[1])))
-        for layer in self.layers:
-            x = layer(x, mask)
-        return self.word.attend(jax.nn.gelu(self.transform(x))) + self.bias.get_value()
-
-
-def bert_loss(model: Bert, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Of masked tokens alone: microbatches weigh differently."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["ids"], batch["attended"]), batch["labels"])
-    masked = batch["masked"].astype(jnp.float32)
-    return (losses * masked).sum() / masked.sum(), masked.sum()
+SIZE = Size(WIDTH, HEADS, VOCABULARY, LENGTH, RATE, widening=4)
 
 
 # --- an encoder-decoder, T5-like
@@ -75,7 +27,7 @@ class T5Layer(nnx.Module):
         self.norm_1 = nnx.RMSNorm(WIDTH, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, use_bias=False, decode=False, rngs=rngs)
         self.norm_2 = nnx.RMSNorm(WIDTH, rngs=rngs)
-        self.mlp = FeedForward(rngs)
+        self.mlp = FeedForward(rngs, SIZE)
         self.crosses = crosses
         if crosses:
             self.norm_cross = nnx.RMSNorm(WIDTH, rngs=rngs)
@@ -179,7 +131,7 @@ class ViT(nnx.Module):
         self.patches = nnx.Conv(3, WIDTH, (4, 4), 4, padding="VALID", rngs=rngs)
         self.token = nnx.Param(jnp.full((1, 1, WIDTH), 0.1))
         self.position = nnx.Param(jax.random.normal(rngs.params(), (1, 5, WIDTH)) * 0.1)
-        self.layers = nnx.List([BertLayer(rngs) for _ in range(LAYERS)])
+        self.layers = nnx.List([EncoderLayer(rngs, SIZE) for _ in range(LAYERS)])
         self.head = nnx.Linear(WIDTH, 10, rngs=rngs)
 
     def __call__(self, image: jax.Array) -> jax.Array:
@@ -228,7 +180,7 @@ GPT = gpt2_flax.Config(
 
 MODELS: dict[str, tuple[Callable[[], nnx.Module], Callable[..., Any]]] = {
     "gpt2": (lambda: gpt2_flax.create(GPT), gpt2_flax.next_token_loss),
-    "bert": (lambda: Bert(nnx.Rngs(0)), bert_loss),
+    "bert": (lambda: zoo_nnx.Bert(LAYERS, nnx.Rngs(0), SIZE), zoo_nnx.bert_loss),
     "t5": (lambda: T5(nnx.Rngs(0)), t5_loss),
     "llama": (lambda: Llama(nnx.Rngs(0)), causal_loss),
     "vit": (lambda: ViT(nnx.Rngs(0)), image_loss),
@@ -238,26 +190,7 @@ MODELS: dict[str, tuple[Callable[[], nnx.Module], Callable[..., Any]]] = {
 
 
 def batches(model: str, steps: int) -> list[dict[str, np.ndarray]]:
-    rng = np.random.default_rng(1)
-
-    def tokens() -> np.ndarray:
-        return rng.integers(0, VOCABULARY, (BATCH, LENGTH), np.int32)
-
-    def one() -> dict[str, np.ndarray]:
-        if model in ("gpt2", "llama"):
-            return {"input_ids": tokens()}
-        if model == "bert":
-            masked = (rng.random((BATCH, LENGTH)) < 0.4).astype(np.int32)
-            masked[:, 0] = 1
-            attended = np.ones((BATCH, LENGTH), np.int32)
-            attended[: BATCH // 2, -2:] = 0
-            return {"ids": tokens(), "labels": tokens(), "masked": masked, "attended": attended}
-        if model == "t5":
-            return {"source": tokens(), "target": tokens(), "labels": tokens()}
-        if model == "ncf":
-            ids = rng.integers(0, VOCABULARY, (2, BATCH), np.int32)
-            return {"user": ids[0], "item": ids[1], "liked": rng.integers(0, 2, BATCH).astype(np.float32)}
-        image = rng.standard_normal((BATCH, 8, 8, 3)).astype(np.float32)
-        return {"image": image, "label": rng.integers(0, 10, BATCH).astype(np.int32)}
-
-    return [one() for _ in range(steps)]
+    if model in ("gpt2", "llama"):
+        found = zoo_nnx.batches("gpt", steps, VOCABULARY, LENGTH)
+        return [{"input_ids": batch["ids"]} for batch in found]
+    return zoo_nnx.batches(model, steps, VOCABULARY, LENGTH)

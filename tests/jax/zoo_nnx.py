@@ -1,22 +1,48 @@
 """Small models in Flax NNX, written as users write them, for the tests of pipelines."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
-WIDTH, HEADS, VOCABULARY, LENGTH = 16, 2, 24, 8
+WIDTH, HEADS, VOCABULARY, LENGTH, BATCH = 16, 2, 24, 8, 8
+
+
+@dataclass(frozen=True)
+class Size:
+    width: int
+    heads: int
+    vocabulary: int
+    length: int
+    dropout: float = 0.0
+    widening: int = 2
+
+    def drop(self, rngs: nnx.Rngs) -> Any:
+        """A dropout, or nothing."""
+        return nnx.Dropout(self.dropout, rngs=rngs) if self.dropout else _same
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
+
+
+def small() -> Size:
+    return Size(WIDTH, HEADS, VOCABULARY, LENGTH)
 
 
 class FeedForward(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.wi = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
-        self.wo = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+    def __init__(self, rngs: nnx.Rngs, size: Size | None = None):
+        size = size or small()
+        self.wi = nnx.Linear(size.width, size.widening * size.width, rngs=rngs)
+        self.wo = nnx.Linear(size.widening * size.width, size.width, rngs=rngs)
+        self.dropout = size.drop(rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.wo(jax.nn.gelu(self.wi(x)))
+        return self.dropout(self.wo(self.dropout(jax.nn.gelu(self.wi(x)))))
 
 
 # --- GPT
@@ -64,27 +90,31 @@ def gpt_loss(model: Gpt, batch: dict[str, jax.Array]) -> jax.Array:
 class EncoderLayer(nnx.Module):
     """Normalised after every residual, as BERT's."""
 
-    def __init__(self, rngs: nnx.Rngs):
-        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs)
-        self.norm_1 = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.mlp = FeedForward(rngs)
-        self.norm_2 = nnx.LayerNorm(WIDTH, rngs=rngs)
+    def __init__(self, rngs: nnx.Rngs, size: Size):
+        self.attention = nnx.MultiHeadAttention(
+            size.heads, size.width, decode=False, dropout_rate=size.dropout, rngs=rngs
+        )
+        self.dropout = size.drop(rngs)
+        self.norm_1 = nnx.LayerNorm(size.width, rngs=rngs)
+        self.mlp = FeedForward(rngs, size)
+        self.norm_2 = nnx.LayerNorm(size.width, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        x = self.norm_1(x + self.attention(x, mask=mask))
+        x = self.norm_1(x + self.dropout(self.attention(x, mask=mask, deterministic=False)))
         return self.norm_2(x + self.mlp(x))
 
 
 class Bert(nnx.Module):
     """Token ids → logits; the head is tied to the embedding, with a bias of its own."""
 
-    def __init__(self, layers: int, rngs: nnx.Rngs):
-        self.word = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
-        self.position = nnx.Embed(LENGTH, WIDTH, rngs=rngs)
-        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.layers = nnx.List([EncoderLayer(rngs) for _ in range(layers)])
-        self.transform = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.bias = nnx.Param(jnp.zeros(VOCABULARY))
+    def __init__(self, layers: int, rngs: nnx.Rngs, size: Size | None = None):
+        size = size or small()
+        self.word = nnx.Embed(size.vocabulary, size.width, rngs=rngs)
+        self.position = nnx.Embed(size.length, size.width, rngs=rngs)
+        self.norm = nnx.LayerNorm(size.width, rngs=rngs)
+        self.layers = nnx.List([EncoderLayer(rngs, size) for _ in range(layers)])
+        self.transform = nnx.Linear(size.width, size.width, rngs=rngs)
+        self.bias = nnx.Param(jnp.zeros(size.vocabulary))
 
     def __call__(self, ids: jax.Array, attended: jax.Array) -> jax.Array:
         mask = attended[:, None, None, :] > 0
@@ -227,3 +257,30 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "ncf": (lambda: NCF(3, nnx.Rngs(0)), ncf_loss),
     "resnet": (lambda: ResNet(4, nnx.Rngs(0)), resnet_loss),
 }
+
+
+def batches(model: str, steps: int, vocabulary: int = VOCABULARY, length: int = LENGTH) -> list[dict[str, np.ndarray]]:
+    """What each model's loss reads, drawn alike every time."""
+    rng = np.random.default_rng(1)
+
+    def tokens() -> np.ndarray:
+        return rng.integers(0, vocabulary, (BATCH, length), np.int32)
+
+    def one() -> dict[str, np.ndarray]:
+        if model == "gpt":
+            return {"ids": tokens()}
+        if model == "bert":
+            masked = (rng.random((BATCH, length)) < 0.4).astype(np.int32)
+            masked[:, 0] = 1
+            attended = np.ones((BATCH, length), np.int32)
+            attended[: BATCH // 2, -2:] = 0
+            return {"ids": tokens(), "labels": tokens(), "masked": masked, "attended": attended}
+        if model == "t5":
+            return {"source": tokens(), "target": tokens(), "labels": tokens()}
+        if model == "ncf":
+            ids = rng.integers(0, vocabulary, (2, BATCH), np.int32)
+            return {"user": ids[0], "item": ids[1], "liked": rng.integers(0, 2, BATCH).astype(np.float32)}
+        image = rng.standard_normal((BATCH, 8, 8, 3)).astype(np.float32)
+        return {"image": image, "label": rng.integers(0, 10, BATCH).astype(np.int32)}
+
+    return [one() for _ in range(steps)]
