@@ -152,15 +152,19 @@ class _Alike:
                         group.update(dict.fromkeys(other, merged))
                 merged += equation.outputs
                 group.update(dict.fromkeys(equation.outputs, merged))
-        found = []
-        for members in {id(values): values for values in group.values()}.values():
-            inside = set(members)
-            equations = [i for i, e in enumerate(piece.equations) if e.outputs[0] in inside]
-            atoms = {r: self.flat.outputs[r] for r in piece.results}
-            results = [r for r, atom in atoms.items() if isinstance(atom, int) and atom in inside]
-            gives = [value for value in piece.gives if value in inside]
-            found.append((equations, results, gives, members))
-        return [self._component(piece, *parts, spot) for parts in found]
+        members = {id(values): values for values in group.values()}
+        parts: dict[int, tuple[list[int], list[int], list[int]]] = {key: ([], [], []) for key in members}
+        for index, equation in enumerate(piece.equations):
+            if equation.outputs[0] in group:
+                parts[id(group[equation.outputs[0]])][0].append(index)
+        for result in piece.results:
+            atom = self.flat.outputs[result]
+            if isinstance(atom, int) and atom in group:
+                parts[id(group[atom])][1].append(result)
+        for value in piece.gives:
+            if value in group:
+                parts[id(group[value])][2].append(value)
+        return [self._component(piece, *parts[key], values, spot) for key, values in members.items()]
 
     def _component(
         self,
