@@ -216,7 +216,7 @@ def plan_command(
         gradient_precision=gradient_precision,
         sequence_parallel=sequence_parallel,
         stage_starts=None if stage_starts is None else _numbers("--stage-starts", stage_starts),
-        devices=int(devices) if devices is not None and devices.isdigit() else devices,
+        devices=int(devices) if devices is not None and devices.isdecimal() else devices,
     )
     whole = load_cluster(cluster, nodes, devices_per_node, intra_node, inter_node)
     if tokens is not None and not study:
@@ -245,7 +245,7 @@ def plan_command(
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() for part in parts):
+    if not all(part.isdecimal() for part in parts):
         raise ShardwrightError(f"{option} {text!r}: expected whole numbers with commas between them, as 0,5,9")
     return tuple(map(int, parts))
 

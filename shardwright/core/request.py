@@ -173,4 +173,5 @@ class Request:
         held = [self.virtual_stages] if self.virtual_stages is not None else list(VIRTUAL_STAGES)
         reasons = [family.refusal(Sizes(pp, microbatches, virtual)) for virtual in held]
         if all(reasons):
-            raise PlanError(f"schedule {self.schedule!r} at pp={pp}: {reasons[0]}")
+            said = [reason for reason in reasons if reason and "virtual_stages=" not in reason]
+            raise PlanError(f"schedule {self.schedule!r} at pp={pp}: {(said or reasons)[0]}")

@@ -62,7 +62,7 @@ def test_what_the_socket_does_not_take_is_copied_and_follows(pair: tuple[LocalLi
 def test_a_peer_that_takes_nothing_ends_the_drain_and_close_ends_the_writer(pair: tuple[LocalLink, LocalLink]) -> None:
     left, _ = pair
     left.send([torch.zeros(8 * BUFFER_BYTES // 4)])
-    with pytest.raises(RuntimeError, match=r"a peer took nothing for 0\.1 s"):
+    with pytest.raises(RuntimeError, match="a peer did not take all that it was sent in time"):
         Alone(left, 0.1).links.drain()
     Alone(left, 30).links.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "shardwright-link"]

@@ -57,8 +57,9 @@ class LocalLink:
                 if written < len(data):
                     self._unsent.append(memoryview(bytearray(data[written:])))
             if self._unsent and self._writer is None:
-                self._writer = threading.Thread(target=self._write_rest, name="shardwright-link", daemon=True)
-                self._writer.start()
+                writer = threading.Thread(target=self._write_rest, name="shardwright-link", daemon=True)
+                writer.start()  # it waits for the lock
+                self._writer = writer
 
     def drain(self, timeout_s: float) -> None:
         """Until everything is written. Raises RuntimeError when the peer does not take it, or is gone."""
@@ -66,7 +67,7 @@ class LocalLink:
         if writer is not None:
             writer.join(timeout_s)
             if writer.is_alive():
-                raise RuntimeError(f"a peer took nothing for {timeout_s:g} s")
+                raise RuntimeError("a peer did not take all that it was sent in time")
         self._require_peer()
 
     def close(self) -> None:
@@ -223,8 +224,9 @@ class LocalLinks:
 
     def drain(self) -> None:
         """Until everything is written."""
+        begun = time.monotonic()
         for link in self._links.values():
-            link.drain(self.timeout_s)
+            link.drain(max(0.0, begun + self.timeout_s - time.monotonic()))
 
     def close(self) -> None:
         for link in self._links.values():

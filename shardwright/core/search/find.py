@@ -118,16 +118,18 @@ def search_parts(
 def generated(scorer: Scorer, choices: list[Scored]) -> list[Scored]:
     """The best choices with schedules generated for their stages, fastest first; never none.
 
-    Raises PlanError when they have too many microbatches for that.
+    Raises PlanError when they have too many microbatches for that, or nothing generated fits.
     """
     sizes = [2 * s.decision.stages * s.decision.microbatches for s in choices]
     small = [s for s, size in zip(choices, sizes, strict=True) if size <= GENERATED_ACTIONS][:GENERATED]
-    made = [new for scored in small if (new := scorer.generated(scored)) is not None]
-    if not made:
+    if not small:
         raise PlanError(
             f"schedule 'auto': the best plan has {min(sizes)} forwards and backwards, and a schedule is generated for "
             f"at most {GENERATED_ACTIONS}: pin a larger microbatch, or name a schedule"
         )
+    made = [new for scored in small if (new := scorer.generated(scored)) is not None]
+    if not made:
+        raise PlanError("schedule 'auto': no schedule generated for the best plans keeps their memory: name a schedule")
     return sorted(made, key=preference)
 
 

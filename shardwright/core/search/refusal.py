@@ -108,8 +108,9 @@ def _relaxed(tables: CostTables, cluster: Cluster, request: Request, wanted: Dec
 
 
 def smallest_cluster(tables: CostTables, cluster: Cluster, request: Request, most: int = 4096) -> Cluster | None:
-    """The fewest nodes like this cluster's first ones on which some plan fits, the batch pinned and the rest free:
-    found by doubling, then by halving what lies between. None where not even ``most`` devices would do."""
+    """So few nodes like this cluster's first ones that some plan fits, and none on one node less, the batch pinned and
+    the rest free: found by doubling, then by halving what lies between. None where up to ``most`` devices nothing that
+    is tried fits."""
     group, between = cluster.groups[0], cluster.inter_node
     if between is None:
         return None
@@ -118,10 +119,11 @@ def smallest_cluster(tables: CostTables, cluster: Cluster, request: Request, mos
         return Cluster.of_groups([replace(group, nodes=nodes, region="")], between)
 
     few, many = (group.nodes, 2 * group.nodes) if len(cluster.groups) == 1 else (0, group.nodes)
-    while many * group.devices_per_node <= most and not _fits(tables, of(many), request):
-        few, many = many, 2 * many
-    if many * group.devices_per_node > most:
-        return None
+    most_nodes = most // group.devices_per_node
+    while not _fits(tables, of(many), request):
+        if many >= most_nodes:
+            return None
+        few, many = many, min(2 * many, most_nodes)
     while many - few > 1:
         middle = (few + many) // 2
         few, many = (few, middle) if _fits(tables, of(middle), request) else (middle, many)

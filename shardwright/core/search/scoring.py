@@ -143,7 +143,7 @@ class Scorer:
         """Whether all ranks together have room for the parameters and one microbatch's activations."""
         pp = shape.mesh.axis_size("pp")
         table = self._first(shape, policy.recompute)
-        state = self._least_state(shape, policy, max(VIRTUAL_STAGES))
+        state = self._least_state(shape, policy, self.request.stages_per_rank or max(VIRTUAL_STAGES))
         held = state * float(table.range_elements[0, -1]) + float(table.range_kept[0, -1])
         if self.cluster.is_uniform:
             return held <= pp * self.cluster.memory_bytes(0)

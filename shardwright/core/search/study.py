@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shardwright.core.cluster import Cluster, NodeGroup
 from shardwright.core.decision import summarize
@@ -152,20 +153,20 @@ def _link_name(plan: Plan, cluster: Cluster, axis: str) -> str:
 
 
 def _changes(graph: Graph, cluster: Cluster, request: Request, plan: Plan) -> Iterator[Change]:
-    def tried(name: str, other: Cluster, asked: Request) -> Change:
-        best, note = _best(graph, other, asked)
+    def tried(name: str, other: Cluster, **pins: Any) -> Change:
+        best, note = _best(graph, other, request, **pins)
         if best is None:
             return Change(name, "", None, 0.0, note or "does not fit")
         step_s = best.predicted.step_time_s
         return Change(name, summarize(best.decision), step_s, 1 - step_s / plan.predicted.step_time_s)
 
-    yield tried(f"{FASTER} times the memory", _with_memory(cluster, FASTER), request)
+    yield tried(f"{FASTER} times the memory", _with_memory(cluster, FASTER))
     inside = [replace(group, intra_node=_faster(group.intra_node)) for group in cluster.groups]
     if max(group.devices_per_node for group in cluster.groups) > 1:
-        yield tried(f"{FASTER} times the bandwidth within nodes", _again(cluster, inside, cluster.inter_node), request)
+        yield tried(f"{FASTER} times the bandwidth within nodes", _again(cluster, inside, cluster.inter_node))
     if cluster.nodes > 1 and cluster.inter_node is not None:
         faster = _again(cluster, list(cluster.groups), _faster(cluster.inter_node))
-        yield tried(f"{FASTER} times the bandwidth between nodes", faster, request)
+        yield tried(f"{FASTER} times the bandwidth between nodes", faster)
     if request.microbatch is None:
         chosen = plan.decision.microbatch
         each = request.batch // (request.dp or 1)
@@ -173,7 +174,7 @@ def _changes(graph: Graph, cluster: Cluster, request: Request, plan: Plan) -> It
         smaller = [size for size in divisors if 2 * size <= chosen]
         larger = [size for size in divisors if size >= 2 * chosen]
         for size in (*smaller[-1:], *larger[:1]):
-            yield tried(f"microbatch {size} instead of {chosen}", cluster, replace(request, microbatch=size))
+            yield tried(f"microbatch {size} instead of {chosen}", cluster, microbatch=size)
 
 
 def _again(cluster: Cluster, groups: list[NodeGroup], between: Link | None) -> Cluster:
@@ -192,9 +193,10 @@ def _with_memory(cluster: Cluster, times: int) -> Cluster:
     return Cluster.of_groups(groups, cluster.inter_node, cluster.inter_region)
 
 
-def _best(graph: Graph, cluster: Cluster, request: Request) -> tuple[Scored | None, str]:
+def _best(graph: Graph, cluster: Cluster, request: Request, **pins: Any) -> tuple[Scored | None, str]:
+    """The best plan with more pinned; None, and why, where they contradict what is pinned or nothing fits."""
     try:
-        return search_parts(graph, cluster, request, runners_up=0)[0].found.best, ""
+        return search_parts(graph, cluster, replace(request, **pins), runners_up=0)[0].found.best, ""
     except PlanError as error:
         return None, str(error).split(";")[0]
 
@@ -207,10 +209,11 @@ def _points(graph: Graph, cluster: Cluster, request: Request) -> list[Point]:
         used = part.cluster
         asked = replace(request if used.world_size == cluster.world_size else _unpinned(request), devices="all")
         most = min(max(runtime.shard_levels) for runtime in request.runtimes or (graph.capabilities,))
-        for more in (asked, replace(asked, recompute="full", shard=most, shard_group=None)):
-            if more != asked and (request.recompute != "auto" or request.shard is not None):
+        saving: dict[str, Any] = {"recompute": "full", "shard": most, "shard_group": None, "offload": None}
+        for more in ({}, saving):
+            if more and (request.recompute != "auto" or request.shard is not None):
                 continue
-            best, _ = _best(graph, used, more)
+            best, _ = _best(graph, used, asked, **more)
             if best is not None:
                 found.append((best, used))
     points = [_point(scored, where, request.batch) for scored, where in found]

@@ -87,3 +87,12 @@ def test_partitioners_side_by_side() -> None:
         assert judged.objective_s >= best.objective_s * (1 - 1e-9)
     with pytest.raises(PlanError, match="do not divide"):
         contest(GRAPH, Cluster("a100-80gb", devices_per_node=4), 3)
+
+
+def test_what_contradicts_the_pins_is_said_beside_the_plan() -> None:
+    """A schedule that admits the plan's microbatches, and neither half nor twice as many samples in each."""
+    pins = {"pp": 2, "dp": 1, "tp": 1, "schedule": "dualpipev", "virtual_stages": None}
+    answers = study(GRAPH, Cluster("v100", devices_per_node=2), Request(batch=4, **pins))
+    refused = [change for change in answers.changes if change.step_time_s is None]
+    assert refused
+    assert all("at least 2 * ranks = 4 would do" in change.note for change in refused)
