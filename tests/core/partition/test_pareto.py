@@ -7,7 +7,6 @@ import pytest
 
 from shardwright.core.errors import PlanError
 from shardwright.core.partition.exact import range_sums
-from shardwright.core.partition.looped import busiest, busiest_rank_cut
 from shardwright.core.partition.pareto import StageTimes, WideCut, masked, pareto_cut
 
 INSTANCES = 500
@@ -95,29 +94,6 @@ def test_a_bound_leaves_out_what_is_not_better() -> None:
     again = pareto_cut(lambda device, width: times, 8, 3, 3, bound_s=best.objective_s * 1.01)
     assert again is not None
     assert again.objective_s == best.objective_s
-
-
-@pytest.mark.parametrize("placement", [(0, 1, 0, 1), (0, 1, 2, 0, 1, 2), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0)])
-def test_ranks_with_several_stages_equal_brute_force(placement: tuple[int, ...]) -> None:
-    for seed in range(60):
-        random = np.random.default_rng(seed)
-        units = int(random.integers(len(placement), 11))
-        times = range_sums(random.integers(1, 20, units))
-        fits = np.stack([times <= limit for limit in random.integers(12, 90, len(placement))])
-
-        def holds(starts: tuple[int, ...], units: int = units, fits: np.ndarray = fits) -> bool:
-            return all(fits[s, a, b] for s, (a, b) in enumerate(zip(starts, (*starts[1:], units), strict=True)))
-
-        cuts = [busiest(times, starts, placement) for starts in all_starts(units, len(placement)) if holds(starts)]
-        found = busiest_rank_cut(times, placement, fits)
-        if not cuts:
-            assert found is None
-            continue
-        assert found is not None
-        starts, proved = found
-        assert proved
-        assert holds(tuple(starts))
-        assert busiest(times, starts, placement) == min(cuts), f"seed {seed}"
 
 
 def test_more_stages_than_units_is_refused() -> None:
