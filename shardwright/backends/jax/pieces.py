@@ -84,7 +84,7 @@ def prepared(flat: FlatProgram, pieces: Sequence[Piece], home: Mapping[int, int 
         known = {*piece.reads, *flat.constants, *(value for value in piece.arguments if home[value] is None)}
         first = []
         for equation in piece.equations:
-            small = all(flat.size_bytes(value) <= limit for value in equation.outputs)
+            small = all(flat.size_bytes(v) <= limit and v not in piece.gives for v in equation.outputs)
             if piece.reads and small and known.issuperset(equation.values):
                 first.append(equation)
                 known.update(equation.outputs)
