@@ -157,10 +157,10 @@ class PlacedProgram:
         """Small values go from piece to piece packed, those of one dtype together."""
         self.packs = [self._packed(piece) for piece in self.pieces]
         givers: dict[int, dict[int, int]] = {}
-        """Small values → the pieces that give them, by mesh."""
+        """Small values → the first piece on each mesh that gives them."""
         for number, piece in enumerate(self.pieces):
             for value in piece.gives:
-                givers.setdefault(value, {})[piece.stage] = number
+                givers.setdefault(value, {}).setdefault(piece.stage, number)
 
         def giver(value: int, stage: int) -> tuple[int, str]:
             of_mesh = givers[value]
