@@ -140,6 +140,8 @@ class Place:
     """Its peers on the tensor axis, itself among them."""
     entering: Link | None
     """By which the stage before sends, all of its ranks at once; None where there is none."""
+    in_stages: bool
+    """Whether its mesh has several pipeline ranks."""
 
 
 def _best_precision(cluster: Cluster) -> str:
@@ -273,7 +275,7 @@ class CostTables:
         fewer = max(n for n in range(1, per_node + 1) if tp % n == 0)
 
         def microbatch_s(degree: int) -> float:
-            costs = self.class_costs(degree, microbatch, Place(self.device, self.cluster.group(range(degree)), None))
+            costs = self.class_costs(degree, microbatch, Place(self.device, self.cluster.group(range(degree)), None, False))
             return sum(costs[variant].total_s for variant in self.variants(degree))
 
         ours, theirs = microbatch_s(tp), microbatch_s(fewer)
@@ -421,11 +423,11 @@ class CostTables:
         runs = [
             m for m in device.measured_units if (m.model, m.unit_class, m.precision, m.tensor_degree, m.layouts) == mine
         ]
-        return [m for m in runs if m.in_stages == (place.entering is not None)] or runs
+        return [m for m in runs if m.in_stages == place.in_stages] or runs
 
     def class_costs(self, tp: int, microbatch: int, place: Place) -> tuple[UnitCost, ...]:
         """What a unit of every variant costs on a rank at that place."""
-        in_stages = bool(place.device.measured_units) and place.entering is not None
+        in_stages = bool(place.device.measured_units) and place.in_stages
         key = (tp, microbatch, place.device, place.tensor_group, in_stages)
         if key not in self._costs:
             units = (self.folded.units[first] for first in self.chosen(tp).firsts)

@@ -84,7 +84,7 @@ class Links:
             mine = source // stride % size
             beside = sum(1 for other in node if other < mesh.size and other // stride % size == mine)
             entering = self.cluster.link_between(source, rank, concurrent=max(1, beside))
-        return Place(self.cluster.device(rank), self._group(first, tp, mesh.stride("tp")), entering)
+        return Place(self.cluster.device(rank), self._group(first, tp, mesh.stride("tp")), entering, pp > 1)
 
     def _group(self, first: int, size: int, stride: int) -> Group:
         key = (first % self._period if self._period else first, size, stride)

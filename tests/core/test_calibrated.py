@@ -1,5 +1,6 @@
 """Measured units stand in for the sum of their ops."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -82,8 +83,26 @@ def test_pipelines_take_what_ran_in_stages_and_other_plans_what_ran_whole() -> N
     for given, forward_s in ((whole, 0.5), (whole + in_stages, 0.25), (in_stages, 0.25)):
         plan = planned(given, pp=2, dp=1)
         assert sum(plan.stage_costs().forward_s) == pytest.approx(units * forward_s)
-    assert plan.predicted.step_time_s - plan.predicted.pipeline_s > 2.0
+    at_once = planned(tuple(replace(unit, step_s=0.0) for unit in in_stages), pp=2, dp=1)
+    once_s = plan.predicted.step_time_s - at_once.predicted.step_time_s
+    held = Counter(rank for rank, own in zip(plan.decision.stage_ranks, plan.stage_units, strict=True) for _ in own)
+    assert once_s == pytest.approx(2.0 * max(held.values())), "that of the fullest rank"
     assert planned(whole + in_stages, pp=1, dp=2).predicted.pipeline_s == pytest.approx(4 * 1.5 * units)
+
+
+def test_the_search_finds_the_pipeline_that_ran_faster_in_stages() -> None:
+    graph = decoder(2, 32, 4, 64, 16)
+    pins = {"batch": 16, "microbatch": 1, "precision": "fp32", "recompute": "none", "shard": 0, "tp": 1}
+    pins |= {"virtual_stages": 1}
+    device = load_device("cpu")
+    plain = sw.plan(graph, sw.Cluster(device), **pins)
+    name, classes = measured_name(graph.framework, plain.model.digest), sorted(set(plain.costs.unit_classes))
+    whole = tuple(MeasuredUnit(name, c, "fp32", 1, 0.5, 1.0) for c in classes)
+    in_stages = tuple(replace(unit, forward_s=0.2, backward_s=0.4, in_stages=True) for unit in whole)
+    cluster = sw.Cluster(replace(device, measured_units=whole + in_stages), devices_per_node=2)
+    each = [sw.plan(graph, cluster, pp=pp, **pins).predicted.step_time_s for pp in (1, 2)]
+    assert each[1] < each[0]
+    assert sw.plan(graph, cluster, **pins).predicted.step_time_s == pytest.approx(min(each))
 
 
 def test_a_run_that_cannot_be_is_refused() -> None:

@@ -179,8 +179,8 @@ class Scorer:
         """What units cost on the first rank, messages left out."""
         key = (shape.mesh, shape.microbatch, recompute)
         if key not in self._firsts:
-            tp = shape.mesh.axis_size("tp")
-            place = Place(self.cluster.device(0), self.links.axis(shape.mesh, 0, "tp"), None)
+            pp, _, tp = shape.degrees
+            place = Place(self.cluster.device(0), self.links.axis(shape.mesh, 0, "tp"), None, pp > 1)
             self._firsts[key] = self.tables.table(tp, shape.microbatch, recompute, place)
         return self._firsts[key]
 

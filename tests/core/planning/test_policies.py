@@ -119,7 +119,7 @@ def test_gradients_are_not_there_before_the_first_backward() -> None:
     assert several.apart_bytes == before.apart_bytes == 0
     assert one.total_bytes == before.total_bytes - one.apart_bytes
     scorer_tables = CostTables(able, Cluster("a100-80gb"), "fp16", "adamw")
-    place = Place(scorer_tables.device, Cluster("a100-80gb").group([0]), None)
+    place = Place(scorer_tables.device, Cluster("a100-80gb").group([0]), None, False)
     table = scorer_tables.table(1, MICROBATCH, "none", place)
     units = len(table.units)
     at_unit = []
