@@ -1,4 +1,4 @@
-"""What the units of a model take on this machine, each run as a stage of its own."""
+"""What the units of a model take on this machine: run as a stage each, all in one stage, and in a pipeline."""
 
 import copy
 import itertools
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
+from scipy.optimize import brentq
 
 from shardwright.api import capture, plan
 from shardwright.backends import protocol
@@ -49,7 +50,8 @@ def measure_units(
 ) -> tuple[MeasuredUnit, ...]:
     """Train copies of the model for a few steps in fp32: with every unit as a pipeline stage, all on one device, for
     the shares of the units; and as one stage, for what a microbatch takes of all of them, run as they are in a plan,
-    and what a step takes beside its microbatches; and as a pipeline of two, where there are so many devices.
+    and what a step takes beside its microbatches; and as the shortest pipeline that all devices divide into, if there
+    are units enough for its stages.
 
     Args:
         model, sample, loss: as `shardwright.capture` takes them; the sample has real values.
@@ -79,7 +81,7 @@ class _Steps:
     """What steps of the whole model took."""
 
     factor: float
-    """One microbatch more, over what the units say of it."""
+    """By which units take longer than they say."""
     beside_s: float
     """Beside all microbatches, above what is counted for gradients and optimizer."""
 
@@ -98,18 +100,18 @@ class _Setup:
 
     def units(self, microbatch: int, degree: int) -> list[MeasuredUnit]:
         """Every class of units at one size, shared by ``degree`` devices: as they run in one stage, and where there are
-        devices enough, as they run in two, which wait for each other and leave the machine to each other."""
+        devices enough, as they run in several, which wait for each other and leave the machine to each other."""
         starts = range(len(fold(self.graph).units))
         each_a_stage = self._plan(microbatch, degree, MICROBATCHES[1], starts=starts)
         seconds = self._actions_s(each_a_stage)
         one_stage = [self._plan(microbatch, degree, count, starts=(0,)) for count in MICROBATCHES]
-        found = _classes(self.graph, each_a_stage, seconds, self._steps(one_stage, seconds))
-        if self.cluster.world_size >= 2 * degree and len(starts) > 1:
-            many = self._plan(microbatch, degree, MICROBATCHES[1], pp=2)
-            few = self._plan(microbatch, degree, MICROBATCHES[0], pp=2, starts=many.decision.stage_starts)
-            seconds = _as_stages(seconds, many, self._actions_s(many))
-            steps = self._steps([few, many], seconds)
-            found += _classes(self.graph, each_a_stage, seconds, steps, in_stages=True)
+        found = self._classes(each_a_stage, seconds, one_stage)
+        sharing = self.cluster.world_size // degree
+        pp = next((stages for stages in range(2, sharing + 1) if sharing % stages == 0), 1)
+        if 1 < pp <= len(starts):
+            many = self._plan(microbatch, degree, MICROBATCHES[1], pp=pp)
+            few = self._plan(microbatch, degree, MICROBATCHES[0], pp=pp, starts=many.decision.stage_starts)
+            found += self._classes(each_a_stage, _as_stages(seconds, many, self._actions_s(many)), [few, many])
         return found
 
     def _actions_s(self, planned: Plan) -> list[tuple[float, float]]:
@@ -118,6 +120,38 @@ class _Setup:
         found = _at_once(running, lambda one: one.timelines(batch, self.steps))
         costs = measured_costs(itertools.chain.from_iterable(found))
         return list(zip(costs.forward_s, costs.backward_s, strict=True))
+
+    def _classes(
+        self, each_a_stage: Plan, seconds: Sequence[tuple[float, float]], plans: Sequence[Plan]
+    ) -> list[MeasuredUnit]:
+        """The median of the units of every class, scaled to what steps of ``plans`` took: the same pipeline with few
+        and with many microbatches."""
+        decision, costs = each_a_stage.decision, each_a_stage.costs
+        taken: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+        for unit_class, both in zip(costs.unit_classes, seconds, strict=True):
+            taken[unit_class].append(both)
+        middle = {own: tuple(map(statistics.median, zip(*runs, strict=True))) for own, runs in taken.items()}
+        steps = self._steps(plans, [middle[own] for own in costs.unit_classes])
+        entries = [costs.classes[own].parameter_elements for own in costs.unit_classes]
+        # A step takes what its fullest rank does: that one's units make up all of it.
+        fullest = max(sum(entries[unit] for unit in units) for units in plans[0].stage_units)
+        layouts = digest(decision.layouts, decision.sequence_parallel) if decision.tp > 1 else ""
+        name = measured_name(self.graph.framework, each_a_stage.model.digest)
+        return [
+            MeasuredUnit(
+                name,
+                unit_class,
+                "fp32",
+                decision.microbatch,
+                steps.factor * forward,
+                steps.factor * backward,
+                decision.tp,
+                layouts,
+                steps.beside_s * costs.classes[unit_class].parameter_elements / max(1, fullest),
+                in_stages=plans[0].decision.pp > 1,
+            )
+            for unit_class, (forward, backward) in sorted(middle.items())
+        ]
 
     def _steps(self, plans: Sequence[Plan], seconds: Sequence[tuple[float, float]]) -> "_Steps":
         """What steps of few and of many microbatches take, against the pipeline simulated with units of ``seconds``.
@@ -140,10 +174,9 @@ class _Setup:
 
         groups = list(zip(*([(one, batch) for one in running] for running, batch in compiled), strict=True))
         few, many = map(statistics.mean, zip(*_at_once(groups, steps_s), strict=True))
-        of_few, of_many = (_makespan_s(planned, seconds) for planned in plans)
-        factor = (many - few) / (of_many - of_few) if many > few else 1.0
+        factor = _factor(plans, seconds, many - few)
         counted = plans[0].predicted.data_parallel_s + plans[0].predicted.optimizer_s
-        return _Steps(factor, max(0.0, few - factor * of_few - counted))
+        return _Steps(factor, max(0.0, few - _makespan_s(plans[0], seconds, factor) - counted))
 
     def _compiled(self, planned: Plan) -> tuple[list[protocol.Executable], Any]:
         """The plan on all devices, after a step to warm up, and a batch for it: on each of their groups one of its own
@@ -198,39 +231,30 @@ def _as_stages(
     return found
 
 
-def _makespan_s(planned: Plan, seconds: Sequence[tuple[float, float]]) -> float:
-    """Of the plan's pipeline, its units' forward and backward taking so long."""
-    stages = [[sum(part) for part in zip(*(seconds[unit] for unit in units), strict=True)]
+def _makespan_s(planned: Plan, seconds: Sequence[tuple[float, float]], factor: float) -> float:
+    """Of the plan's pipeline, its units' forward and backward taking ``factor`` times so long, its messages what they
+    are predicted to take."""
+    stages = [[factor * sum(part) for part in zip(*(seconds[unit] for unit in units), strict=True)]
               for units in planned.stage_units]  # fmt: skip
     forward, half = tuple(ahead for ahead, _ in stages), tuple(back / 2 for _, back in stages)
     costs = replace(planned.stage_costs(), forward_s=forward, input_grad_s=half, weight_grad_s=half)
     return simulate_schedule(planned.build_schedule(), costs).makespan_s
 
 
-def _classes(
-    graph: Graph, each_a_stage: Plan, seconds: Sequence[tuple[float, float]], steps: _Steps, *, in_stages: bool = False
-) -> list[MeasuredUnit]:
-    """The median of the units of every class, all of them together scaled to what the steps took."""
-    decision, costs = each_a_stage.decision, each_a_stage.costs
-    layouts = digest(decision.layouts, decision.sequence_parallel) if decision.tp > 1 else ""
-    name = measured_name(graph.framework, each_a_stage.model.digest)
-    entries = sum(costs.classes[own].parameter_elements for own in costs.unit_classes)
-    taken: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
-    for unit_class, both in zip(costs.unit_classes, seconds, strict=True):
-        taken[unit_class].append(both)
-    medians = {own: [statistics.median(part) for part in zip(*runs, strict=True)] for own, runs in taken.items()}
-    # A median leaves something out.
-    whole = sum(map(sum, seconds)) / (sum(sum(medians[own]) for own in costs.unit_classes) or 1.0)
-    found = []
-    for unit_class in sorted(medians):
-        forward, backward = (steps.factor * whole * part for part in medians[unit_class])
-        once = steps.beside_s * costs.classes[unit_class].parameter_elements / max(1, entries)
-        found.append(
-            MeasuredUnit(
-                name, unit_class, "fp32", decision.microbatch, forward, backward, decision.tp, layouts, once, in_stages
-            )
-        )
-    return found
+def _factor(plans: Sequence[Plan], seconds: Sequence[tuple[float, float]], more_s: float) -> float:
+    """By which units take longer than ``seconds`` where the second plan's pipeline takes ``more_s`` above the first's;
+    1 where no factor would do: messages alone take as long, or no unit took any time."""
+
+    def above_s(factor: float) -> float:
+        few, many = (_makespan_s(planned, seconds, factor) for planned in plans)
+        return many - few - more_s
+
+    if above_s(0.0) >= 0 or not sum(map(sum, seconds)):
+        return 1.0
+    most = 1.0
+    while above_s(most) < 0:
+        most *= 2
+    return float(brentq(above_s, 0.0, most))
 
 
 def _resized(sample: Any, given: int, wanted: int) -> Any:

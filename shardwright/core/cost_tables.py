@@ -275,7 +275,9 @@ class CostTables:
         fewer = max(n for n in range(1, per_node + 1) if tp % n == 0)
 
         def microbatch_s(degree: int) -> float:
-            costs = self.class_costs(degree, microbatch, Place(self.device, self.cluster.group(range(degree)), None, False))
+            costs = self.class_costs(
+                degree, microbatch, Place(self.device, self.cluster.group(range(degree)), None, False)
+            )
             return sum(costs[variant].total_s for variant in self.variants(degree))
 
         ours, theirs = microbatch_s(tp), microbatch_s(fewer)

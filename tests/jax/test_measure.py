@@ -35,3 +35,10 @@ def test_every_class_of_units_is_measured_at_every_size() -> None:
     assert sum(u.backward_s for u in units) > 0
     same = jax.tree.map(lambda a, b: bool((a == b).all()), before, nnx.state(net))
     assert all(jax.tree.leaves(same)), "the model that was given is trained"
+
+
+def test_an_odd_number_of_devices_is_one_pipeline() -> None:
+    cluster = sw.Cluster("cpu", devices_per_node=3)
+    units = measure_units(Net(nnx.Rngs(0)), jnp.ones((4, 16)), loss, microbatches=(2,), cluster=cluster, steps=2)
+    assert {u.in_stages for u in units} == {False, True}
+    assert all(u.backward_s > 0 for u in units)

@@ -44,8 +44,8 @@ class MeasuredUnit:
     unit_class: as a plan at that tensor degree tells units apart (`Costs.unit_classes`).
     tensor_degree: the ranks that shared the unit, collectives among them included; 1: it ran whole.
     layouts: how they shared it (`tensor_layouts.digest`); "" where it ran whole.
-    step_s: its part, by entries of parameters, of what a step took beside its microbatches and above what is counted
-        for gradients and optimizer: handing out the batch, starting and ending.
+    step_s: its part, by entries of the parameters of the fullest stage, of what a step took beside its microbatches and
+        above what is counted for gradients and optimizer: handing out the batch, starting and ending.
     in_stages: it ran in a pipeline of several stages, not in one stage.
 
     Raises ClusterError for a count or a time that cannot be.

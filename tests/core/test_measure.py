@@ -1,0 +1,111 @@
+"""Units measured on a machine whose times are known."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright import measure
+from shardwright.core.hardware import load_device
+from shardwright.core.simulate import simulate_schedule
+from shardwright.core.timeline import Timeline
+from tests.core.toy import decoder
+
+IN_STAGES, IN_STEPS = 0.6, 1.3
+"""What units take in a pipeline of what they take in one stage; in a step of what their timed actions say."""
+
+
+@dataclass
+class Machine:
+    """Runs plans in simulated time. A unit of the first class takes ``unit_s`` forward, a few messages long; a step
+    ``beside_s`` more than its pipeline and what is counted."""
+
+    unit_s: float = 2e-4
+    beside_s: float = 0.01
+    ran: list[sw.Plan] = field(default_factory=list)
+    devices: set[int] = field(default_factory=set)
+    clock: threading.local = field(default_factory=threading.local)
+
+    def compile(self, plan: sw.Plan, model: object, *, loss: object, devices: Sequence[int] = ()) -> "Running":
+        self.ran.append(plan)
+        self.devices |= set(devices)
+        return Running(self, plan)
+
+    def perf_counter(self) -> float:
+        return getattr(self.clock, "now_s", 0.0)
+
+    def pipeline(self, plan: sw.Plan, longer: float) -> Timeline:
+        whole_s = self.unit_s * longer * (IN_STAGES if plan.decision.pp > 1 else 1.0)
+        # Units of one class alike, the others not; of several ranks each does its part.
+        each = [whole_s * (1 + own) / plan.decision.tp for own in plan.costs.unit_classes]
+        forward = tuple(sum(each[unit] for unit in units) for units in plan.stage_units)
+        costs = replace(plan.stage_costs(), forward_s=forward, input_grad_s=forward, weight_grad_s=forward)
+        return simulate_schedule(plan.build_schedule(), costs)
+
+    def step_s(self, plan: sw.Plan) -> float:
+        counted_s = plan.predicted.data_parallel_s + plan.predicted.optimizer_s
+        return self.pipeline(plan, IN_STEPS).makespan_s + counted_s + self.beside_s
+
+
+@dataclass
+class Running:
+    machine: Machine
+    plan: sw.Plan
+
+    def timelines(self, batch: object, steps: int) -> list[Timeline]:
+        return [self.machine.pipeline(self.plan, 1.0)]
+
+    def step(self, batch: object) -> None:
+        self.machine.clock.now_s = self.machine.perf_counter() + self.machine.step_s(self.plan)
+
+
+def measured(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine, world: int, degrees: Sequence[int], *, single: bool
+) -> tuple[sw.Graph, tuple[Any, ...]]:
+    graph = decoder(2, 32, 4, 64, 16)
+    graph = replace(graph, capabilities=replace(graph.capabilities, single_controller=single))
+    monkeypatch.setattr(measure, "capture", lambda *_: graph)
+    monkeypatch.setattr(measure.protocol, "load", lambda _: machine)
+    monkeypatch.setattr(measure.time, "perf_counter", machine.perf_counter)
+    cluster = sw.Cluster("cpu", devices_per_node=world)
+    sample = np.zeros((graph.sample_batch, 1))
+    return graph, measure.measure_units(
+        object(), sample, microbatches=(2,), cluster=cluster, tensor_degrees=degrees, steps=1
+    )
+
+
+@pytest.mark.parametrize("single", [True, False], ids=["one process", "a process for each"])
+@pytest.mark.parametrize(("world", "degrees"), [(1, (1,)), (2, (1, 2)), (3, (1,)), (4, (1, 2)), (6, (1, 2))])
+def test_plans_that_were_measured_get_their_own_steps_back(
+    monkeypatch: pytest.MonkeyPatch, world: int, degrees: Sequence[int], *, single: bool
+) -> None:
+    machine = Machine()
+    graph, units = measured(monkeypatch, machine, world, degrees, single=single)
+    assert machine.devices == (set(range(world)) if single else set())
+    assert any(unit.in_stages for unit in units) == (world > 1)
+    device = replace(load_device("cpu"), measured_units=units)
+    for ran in machine.ran:
+        made = ran.decision
+        if made.virtual_stages > 1:
+            continue  # for the shares of the units alone
+        planned = sw.plan(
+            graph, sw.Cluster(device, devices_per_node=made.pp * made.dp * made.tp), batch=made.batch, pp=made.pp,
+            dp=made.dp, tp=made.tp, microbatch=made.microbatch, stage_starts=made.stage_starts, virtual_stages=1,
+            schedule=made.schedule, recompute="none", shard=0, precision="fp32",
+        )  # fmt: skip
+        assert planned.predicted.step_time_s == pytest.approx(machine.step_s(ran), rel=1e-5), made
+
+
+def test_units_are_as_they_were_timed_where_their_part_of_a_step_cannot_be_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine()
+    monkeypatch.setattr(machine, "step_s", lambda _: 1.0)  # however many microbatches
+    _, units = measured(monkeypatch, machine, 2, (1,), single=True)
+    for unit in units:
+        forward_s = machine.unit_s * (1 + unit.unit_class) * (IN_STAGES if unit.in_stages else 1.0)
+        assert (unit.forward_s, unit.backward_s) == pytest.approx((forward_s, 2 * forward_s))
