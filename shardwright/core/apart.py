@@ -24,6 +24,9 @@ class StageBytes:
     working: int
     """What the passes of one microbatch hold beside them."""
     gradients: int
+    """Those that no other stage of the rank has made before."""
+    copies: int
+    """Of the gradients that are whole when this stage's are, for no other stage of the rank adds to them later."""
     first_backward: int
     last_backward: int = 0
     """Where copies leave as gradients are whole."""
@@ -31,16 +34,50 @@ class StageBytes:
     """The same of a backward that is the first one too."""
 
 
-def stage_bytes(table: UnitTable, first: int, end: int, gradient_width: int) -> StageBytes:
-    """What a stage of units ``first`` … ``end`` - 1 holds, its gradients ``gradient_width`` bytes an entry."""
+def stages_bytes(
+    table: UnitTable,
+    ends: Mapping[int, tuple[int, int]],
+    first: Sequence[int],
+    last: Sequence[int],
+    gradient_width: int,
+) -> dict[int, StageBytes]:
+    """What each of a rank's stages holds, its gradients ``gradient_width`` bytes an entry.
+
+    ``ends`` are the (first unit, end) of every stage, ``first`` the stages in the order of their first backward,
+    ``last`` from the one that is done last to the one that is done first. A parameter that several of them use has one
+    gradient, which the first of them makes and the last makes whole.
+    """
+    return {
+        stage: _stage_bytes(
+            table,
+            ends[stage],
+            [ends[other] for other in first[: first.index(stage)]],
+            [ends[other] for other in last[: last.index(stage)]],
+            gradient_width,
+        )
+        for stage in ends
+    }
+
+
+def _stage_bytes(
+    table: UnitTable,
+    units: tuple[int, int],
+    before: Sequence[tuple[int, int]],
+    after: Sequence[tuple[int, int]],
+    gradient_width: int,
+) -> StageBytes:
+    """One of them; of the others those whose first backward comes ``before`` its own, and the last one ``after``."""
+    first, end = units
     kept = table.range_kept[first, first + 1 : end + 1]
-    made = table.range_elements[first:end, end] * gradient_width
+    made = table.trained_from(first, end, before) * gradient_width
+    whole = table.trained_from(first, end, after) * gradient_width
     passes = kept + table.beside_bytes[first:end]
-    copied = np.append(made[1:], 0)
+    copied = np.append(whole[1:], 0)
     return StageBytes(
         int(kept[-1]),
         int(table.range_working[first, end]),
         int(made[0]),
+        int(whole[0]),
         int((passes + made).max()),
         int((passes + copied).max()),
         int((passes + made + copied).max()),
@@ -54,7 +91,7 @@ def apart_bytes(order: Sequence[Action], stages: Mapping[int, StageBytes], bucke
     ``stages`` are those that the rank holds; ``bucket_bytes`` as in `Capabilities`, 0 where no gradients travel.
     """
     working = max(held.working for held in stages.values())
-    copied = sum(held.gradients for held in stages.values()) if bucket_bytes else 0
+    copied = sum(held.copies for held in stages.values()) if bucket_bytes else 0
     at_once = copied > bucket_bytes
     """Copies leave as gradients are whole; else all at the end."""
     last = {part.stage: n for n, action in enumerate(order) for part in action.flat if part.kind in (B, W)}
@@ -85,7 +122,7 @@ def apart_bytes(order: Sequence[Action], stages: Mapping[int, StageBytes], bucke
                 made.add(part.stage)
                 gradients += stages[part.stage].gradients
             if at_once and part.kind in (B, W) and last[part.stage] == number:
-                sent += stages[part.stage].gradients
+                sent += stages[part.stage].copies
         peak = max(peak, live + gradients + sent)
     peak = max(peak, gradients + copied)
     return gradients + most + working - peak

@@ -24,7 +24,7 @@ from shardwright.core.pin import Pin
 from shardwright.core.pins import resolve
 from shardwright.core.realised import RealisedUnit
 from shardwright.core.solver import Frame
-from shardwright.core.stages import UnitTable
+from shardwright.core.stages import Tie, UnitTable
 from shardwright.core.structure import Binding, Structure, measured_name, structure_of
 from shardwright.core.tensor_layouts import (
     AXIS,
@@ -183,7 +183,7 @@ class CostTables:
         self._layouts: dict[int, tuple[tuple[str, Layout], ...]] = {}
         self._tables: dict[tuple[int, int, Recompute, Place], UnitTable] = {}
         self._costs: dict[tuple[int, int, Device, Group, bool], tuple[UnitCost, ...]] = {}
-        self._held: dict[int, tuple[tuple[tuple[tuple[int, ...], int], ...], int]] = {}
+        self._held: dict[int, tuple[tuple[Tie, ...], int]] = {}
         self._boundary: tuple[tuple[int, int], ...] | None = None
 
     def on(self, cluster: Cluster) -> "CostTables":
@@ -342,17 +342,17 @@ class CostTables:
             found.append(round(max(0, fixed + each * microbatch) * held / max(1, whole)))
         return (*found, 0)
 
-    def _held_parameters(self, tp: int) -> tuple[tuple[tuple[tuple[int, ...], int], ...], int]:
-        """What one rank holds of parameters at a tensor degree: of each tied one its users and entries, and the entries
-        of the largest of all. Counted once for each degree."""
+    def _held_parameters(self, tp: int) -> tuple[tuple[Tie, ...], int]:
+        """What one rank holds of parameters at a tensor degree: those that are tied, and the entries of the largest of
+        all. Counted once for each degree."""
         if tp not in self._held:
-            ties: list[tuple[tuple[int, ...], int]] = []
+            ties: list[Tie] = []
             largest = 0
             for parameter, users in self._users().items():
                 elements = self._entries(parameter, users[0], tp)
                 largest = max(largest, elements)
                 if len(users) > 1:
-                    ties.append((users, elements))
+                    ties.append(Tie(users, elements, self.graph.parameters[parameter].trainable))
             self._held[tp] = (tuple(ties), largest)
         return self._held[tp]
 
@@ -458,5 +458,6 @@ class CostTables:
             self.precision,
             collective_s=seconds_of(place.tensor_group, tp) if tp > 1 else None,
             parameters=sum(held.values()),
+            trained=trained,
             gradient_bytes=trained * self._added_bytes,
         )

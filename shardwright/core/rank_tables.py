@@ -10,7 +10,7 @@ from itertools import zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.core.apart import stage_bytes
+from shardwright.core.apart import stages_bytes
 from shardwright.core.errors import PlanError
 from shardwright.core.memory import MemoryUse, state_bytes
 from shardwright.core.partition.exact import Matrix, min_max_cut, spread_cut
@@ -244,10 +244,12 @@ class RankTables:
         if key not in self._closings:
             found = []
             for rank, table in enumerate(self.tables):
-                held = [ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank]
-                copied = sum(int(table.range_elements[a, b]) for a, b in held) * width
-                stages = [stage_bytes(table, a, b, width) for a, b in held] if copied > bucket_bytes else []
-                found.append(max([copied, *(copied - stage.gradients + stage.last_backward for stage in stages)]))
+                held = {stage: ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank}
+                # Backward passes come to later stages first.
+                stages = stages_bytes(table, held, sorted(held, reverse=True), sorted(held), width).values()
+                copied = sum(stage.copies for stage in stages)
+                closing = [copied - stage.copies + stage.last_backward for stage in stages]
+                found.append(max([copied, *(closing if copied > bucket_bytes else ())]))
             self._closings[key] = found
         return self._closings[key]
 
@@ -336,12 +338,12 @@ class RankTables:
         return found
 
     def tied(self, starts: Sequence[int], placement: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
-        """(pipeline ranks, entries) of every parameter that several ranks hold."""
+        """(pipeline ranks, entries) of every trained parameter that several ranks hold."""
         found = []
-        for users, elements in self.tables[0].ties:
-            ranks = sorted({placement[bisect_right(starts, unit) - 1] for unit in users})
-            if len(ranks) > 1:
-                found.append((tuple(ranks), elements))
+        for tie in self.tables[0].ties:
+            ranks = sorted({placement[bisect_right(starts, unit) - 1] for unit in tie.users})
+            if len(ranks) > 1 and tie.is_trained:
+                found.append((tuple(ranks), tie.elements))
         return found
 
     def with_limit(self, limit_bytes: int) -> "RankTables":

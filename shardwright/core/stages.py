@@ -22,6 +22,17 @@ from shardwright.core.memory import (
 from shardwright.core.partition.exact import Matrix, range_sums
 
 
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A parameter that several units use."""
+
+    users: tuple[int, ...]
+    """The units, in order."""
+    elements: int
+    """Its entries on one rank."""
+    is_trained: bool
+
+
 @dataclass(frozen=True)
 class UnitTable:
     """The units of a model at one tensor degree and one microbatch size, in order."""
@@ -30,8 +41,7 @@ class UnitTable:
     boundary_bytes: tuple[int, ...]
     """For every unit, the bytes that enter it from before."""
     boundary_s: tuple[float, ...]
-    ties: tuple[tuple[tuple[int, ...], int], ...]
-    """(units that share a parameter, in order; its entries on one rank) of every tied parameter."""
+    ties: tuple[Tie, ...]
     largest_parameter: int
     """Entries of the largest parameter, on one rank."""
     recompute: Recompute
@@ -112,11 +122,29 @@ class UnitTable:
     @cached_property
     def range_elements(self) -> Matrix:
         """Parameters on a rank that holds units a … b-1; a parameter that several of them use counts once."""
-        elements = range_sums([u.parameter_elements for u in self.units])
-        for users, size in self.ties:
-            for one, next_one in itertools.pairwise(users):
-                elements[: one + 1, next_one + 1 :] -= size
-        return elements
+        return self._once([u.parameter_elements for u in self.units], self.ties)
+
+    @cached_property
+    def range_trained(self) -> Matrix:
+        """The same of the parameters that are trained, which alone have gradients."""
+        return self._once([u.trained_elements for u in self.units], [tie for tie in self.ties if tie.is_trained])
+
+    def _once(self, elements: Sequence[int], ties: Sequence[Tie]) -> Matrix:
+        found = range_sums(elements)
+        for tie in ties:
+            for one, next_one in itertools.pairwise(tie.users):
+                found[: one + 1, next_one + 1 :] -= tie.elements
+        return found
+
+    def trained_from(self, first: int, end: int, others: Sequence[tuple[int, int]]) -> NDArray[np.float64]:
+        """For every unit of a stage the trained entries of it and of those after it, without those that the stages
+        ``others``, of the same rank, use too."""
+        entries: NDArray[np.float64] = self.range_trained[first:end, end].copy()
+        for tie in self.ties:
+            mine = [unit - first for unit in tie.users if first <= unit < end]
+            if tie.is_trained and mine and any(a <= unit < b for unit in tie.users for a, b in others):
+                entries[: mine[-1] + 1] -= tie.elements
+        return entries
 
     @cached_property
     def range_kept(self) -> Matrix:
@@ -187,9 +215,9 @@ class UnitTable:
     def tied_twice(self, held: Sequence[tuple[int, int]]) -> int:
         """Entries of parameters that two stages of one rank share."""
         extra = 0
-        for users, size in self.ties:
-            stages = sum(any(a <= u < b for u in users) for a, b in held)
-            extra += size * max(0, stages - 1)
+        for tie in self.ties:
+            stages = sum(any(a <= u < b for u in tie.users) for a, b in held)
+            extra += tie.elements * max(0, stages - 1)
         return extra
 
 

@@ -44,6 +44,8 @@ class UnitCost:
     """Entries of the parameters that the rank holds for this unit, tied ones included."""
     step_s: float = 0.0
     """Once a step: tensor-axis communication for the gradients of its parameters, and what was measured beside it."""
+    trained_elements: int = 0
+    """Of the parameter entries, those that have gradients."""
 
     @property
     def total_s(self) -> float:
@@ -57,6 +59,7 @@ def unit_cost(
     *,
     collective_s: Callable[[Collective], float] | None = None,
     parameters: int = 0,
+    trained: int = 0,
     gradient_bytes: int = 0,
 ) -> UnitCost:
     """Time of a unit's work on a device.
@@ -66,9 +69,9 @@ def unit_cost(
     (``collective_s`` gives the seconds of one; None: there is no tensor axis). The host meanwhile issues the
     kernels, one after the other; where that takes longer, the device waits for it.
 
-    ``parameters`` is how many entries the rank holds, ``gradient_bytes`` what it moves in all to add the gradients of
-    one microbatch to those of the others. With sequence parallelism operands are gathered once more in the backward,
-    beside the products, which that slows.
+    ``parameters`` is how many entries the rank holds, ``trained`` those of them that have gradients, ``gradient_bytes``
+    what it moves in all to add the gradients of one microbatch to those of the others. With sequence parallelism
+    operands are gathered once more in the backward, beside the products, which that slows.
     """
     forward = input_grad = weight_grad = 0.0
     for product in work.products:
@@ -108,6 +111,7 @@ def unit_cost(
         work.passing_bytes,
         parameters,
         sum(map(collective_s, work.step_moved)) if collective_s is not None else 0.0,
+        trained,
     )
 
 

@@ -1,12 +1,13 @@
 """What ranks hold at their peak, nearer than cuts are made by: by stage, and gradients only while they are there."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from shardwright.core.apart import apart_bytes, stage_bytes
+from shardwright.core.apart import apart_bytes, stages_bytes
 from shardwright.core.decision import Decision
 from shardwright.core.memory import MemoryUse, live_bytes
 from shardwright.core.rank_tables import RankTables
+from shardwright.core.schedule.actions import Action, B, W
 from shardwright.core.stages import MemoryRequest
 
 
@@ -44,19 +45,33 @@ def less_apart(
     request: MemoryRequest,
     when_made: bool,
 ) -> tuple[MemoryUse, ...]:
-    """Memory less what is never there at once, where gradients take memory ``when_made``. Where a step has many
-    microbatches it comes to nothing."""
-    if not when_made or decision.shard >= 2 or decision.microbatches > 2 * decision.stages:
+    """Memory less what is never there at once, where gradients take memory ``when_made``; with what copies of gradients
+    take beside activations of other stages.
+
+    Where a step has many microbatches nothing is less, and copies are as in a step that has as many as settle it.
+    """
+    few = decision.microbatches <= 2 * decision.stages
+    closes_in_turn = decision.virtual_stages > 1 and request.bucket_bytes > 0
+    if not when_made or decision.shard >= 2 or not (few or closes_in_turn):
         return memory
     ends, placement = ranked.ends(decision.stage_starts), decision.stage_ranks
-    schedule = decision.build_schedule(ranked.stage_costs(decision.stage_starts, placement))
+    short = decision if few else replace(decision, batch=decision.dp * decision.microbatch * 2 * decision.stages)
+    schedule = short.build_schedule(ranked.stage_costs(decision.stage_starts, placement))
     found = []
     for rank, (use, beside) in enumerate(zip(memory, ranked.buffers(decision.stage_starts, placement), strict=True)):
-        held = {
-            stage: stage_bytes(ranked.tables[rank], *ends[stage], request.gradient_width)
-            for stage, on in enumerate(placement)
-            if on == rank
-        }
-        less = apart_bytes(schedule.table[rank], held, request.bucket_bytes)
-        found.append(replace(use, buffers_bytes=beside + max(0, -less), apart_bytes=max(0, less)))
+        order = schedule.table[rank]
+        held = stages_bytes(
+            ranked.tables[rank],
+            {stage: ends[stage] for stage, on in enumerate(placement) if on == rank},
+            _backward_order(order),
+            _backward_order(reversed(order)),
+            request.gradient_width,
+        )
+        less = apart_bytes(order, held, request.bucket_bytes)
+        found.append(replace(use, buffers_bytes=beside + max(0, -less), apart_bytes=max(0, less) if few else 0))
     return tuple(found)
+
+
+def _backward_order(actions: Iterable[Action]) -> list[int]:
+    """The stages in the order in which they first make gradients of parameters."""
+    return list(dict.fromkeys(part.stage for action in actions for part in action.flat if part.kind in (B, W)))

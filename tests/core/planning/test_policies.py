@@ -132,7 +132,7 @@ def test_gradients_are_not_there_before_the_first_backward() -> None:
 
 
 def test_schedules_say_when_gradients_are_made() -> None:
-    held = {0: StageBytes(kept=10, working=1, gradients=6, first_backward=12)}
+    held = {0: StageBytes(kept=10, working=1, gradients=6, copies=6, first_backward=12)}
 
     def apart(*texts: str) -> int:
         return apart_bytes([Action.parse(text) for text in texts], held)
@@ -142,7 +142,11 @@ def test_schedules_say_when_gradients_are_made() -> None:
     # After the first backward the gradients are there, and another forward fills up again.
     assert apart("0F0", "0F1", "0B0", "0F2", "0B1", "0B2") == 0
     # Copies of gradients for other replicas: all at the end, where the bucket holds them, else as they are made.
-    few = {0: StageBytes(kept=10, working=1, gradients=30, first_backward=32, last_backward=35, only_backward=62)}
+    few = {
+        0: StageBytes(
+            kept=10, working=1, gradients=30, copies=30, first_backward=32, last_backward=35, only_backward=62
+        )
+    }
     actions = [Action.parse(text) for text in ("0F0", "0B0", "0F1", "0B1")]
     assert apart_bytes(actions, few) == 41 - 41
     assert apart_bytes(actions, few, bucket_bytes=30) == 41 - 60
