@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.cost.work import PRECISION_BYTES
@@ -49,6 +50,20 @@ class Request:
     runtimes: tuple[Capabilities, ...] = ()
     """All of them must be able to carry the plan out; empty: that of the captured graph. What is pinned is planned all
     the same."""
+
+    def unpinned(self, **pins: Any) -> "Request":
+        """The same batch, optimizer, layouts and kinds of numbers, for the same runtimes, and nothing pinned beside
+        them but ``pins``."""
+        return Request(
+            batch=self.batch,
+            precision=self.precision,
+            optimizer=self.optimizer,
+            loss_scope=self.loss_scope,
+            gradient_precision=self.gradient_precision,
+            layouts=self.layouts,
+            runtimes=self.runtimes,
+            **pins,
+        )
 
     def __post_init__(self) -> None:
         for name in ("batch", "pp", "tp", "dp", "microbatch", "virtual_stages", "shard_group"):

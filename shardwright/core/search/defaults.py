@@ -24,18 +24,7 @@ class Default:
 
 def requests(cluster: Cluster, request: Request) -> Iterator[tuple[str, Request]]:
     """What each default pins, beside the precision, the optimizer and the like that the user asked for."""
-    free = Request(
-        batch=request.batch,
-        precision=request.precision,
-        optimizer=request.optimizer,
-        loss_scope=request.loss_scope,
-        gradient_precision=request.gradient_precision,
-        layouts=request.layouts,
-        runtimes=request.runtimes,
-        virtual_stages=1,
-        schedule="1f1b",
-        placement_order="PDT",
-    )
+    free = request.unpinned(virtual_stages=1, schedule="1f1b", placement_order="PDT")
     world = cluster.world_size
     node = min(group.devices_per_node for group in cluster.groups)
     yield "data parallel", replace(free, pp=1, tp=1, shard=0)

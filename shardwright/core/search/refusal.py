@@ -84,15 +84,7 @@ def _closest(scorer: Scorer, space: Space) -> Iterator[Scored]:
 
 def _relaxed(tables: CostTables, cluster: Cluster, request: Request, wanted: Decision) -> Decision | None:
     """The choice nearest in degrees to the one wanted, when nothing but the batch and the numbers' kind is pinned."""
-    free = Request(
-        batch=request.batch,
-        precision=request.precision,
-        optimizer=request.optimizer,
-        loss_scope=request.loss_scope,
-        gradient_precision=request.gradient_precision,
-        layouts=request.layouts,
-        runtimes=request.runtimes,
-    )
+    free = request.unpinned()
     if free == request:
         return None
     found = Search(tables, cluster, free, limited=False).run(runners_up=8)
@@ -132,17 +124,7 @@ def smallest_cluster(tables: CostTables, cluster: Cluster, request: Request, mos
 
 def _fits(tables: CostTables, cluster: Cluster, request: Request) -> bool:
     """Whether some plan for the batch fits a cluster."""
-    free = Request(
-        batch=request.batch,
-        precision=request.precision,
-        optimizer=request.optimizer,
-        gradient_precision=request.gradient_precision,
-        layouts=request.layouts,
-        runtimes=request.runtimes,
-        schedule="1f1b",
-        virtual_stages=1,
-        placement_order="PDT",
-    )
+    free = request.unpinned(schedule="1f1b", virtual_stages=1, placement_order="PDT")
     try:
         return Search(tables.on(cluster), cluster, free, limited=False).run(runners_up=0).best is not None
     except PlanError:
