@@ -1,14 +1,27 @@
 """The optimizer over stages: what is alike is one program, and a norm of all gradients takes one exchange."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import shardwright.jax as sw
 from shardwright.backends.jax.equations import evaluate, flatten
 from shardwright.backends.jax.regroup import regrouped
-from tests.jax.chains import batches, graph_of, maker, plain_loss, plan_of
+from shardwright.core.errors import PlanError
+from tests.jax.chains import (
+    batches,
+    graph_of,
+    maker,
+    module_reference,
+    plain_loss,
+    plan_of,
+    recording,
+    require_same_run,
+)
 
 
 def test_stages_share_the_program_of_what_they_have_in_common() -> None:
@@ -61,3 +74,57 @@ def test_sums_are_grouped_by_mesh() -> None:
         home.setdefault(equation.outputs[0], next(iter(homes)) if len(homes) == 1 else None)
         crossing += len(homes) > 1
     assert crossing == 2 + 3 + 2  # three meshes each; the second sum begins with the first
+
+
+def run(optimizer: optax.GradientTransformation, steps: int) -> sw.TrainState:
+    """On two stages, compared with the unsplit run."""
+    create = maker(2)
+    optimizer = recording(optimizer)
+    train = sw.train_step(plain_loss, optimizer, plan_of(graph_of(create), 2), devices=jax.devices()[:2])
+    expected = module_reference(plain_loss, create, optimizer, batches(steps))
+    return require_same_run(train, train.init(create), expected, batches(steps))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.chain(optax.clip_by_global_norm(1.0), optax.scale(-0.1), optax.clip_by_global_norm(0.01)),
+        optax.chain(optax.clip_by_global_norm(0.5), optax.add_noise(1e-2, 0.55, 0), optax.sgd(1e-2)),
+    ],
+    ids=["two norms", "a norm and random keys"],
+)
+def test_what_follows_from_norms(optimizer: optax.GradientTransformation) -> None:
+    """Whether to clip can be told on any mesh, in several pieces; keys are not packed with numbers."""
+    run(optimizer, 3)
+
+
+def watching(seen: list[tuple[str, float]], *, ordered: bool = False) -> optax.GradientTransformation:
+    """Hands the norm of the gradients, one gradient's sum and a constant to the host."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        values = {"norm": optax.global_norm(updates), "last": jax.tree.leaves(updates)[-1].sum(), "one": 1.0}
+        for name, value in values.items():
+            jax.debug.callback(lambda x, name=name: seen.append((name, float(x))), value, ordered=ordered)
+        return updates, state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def test_an_optimizers_side_effects_happen_once_in_a_step() -> None:
+    seen: list[tuple[str, float]] = []
+    norms = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1))
+    state = run(optax.chain(watching(seen), norms), 2)
+    jax.block_until_ready(state)
+    jax.effects_barrier()
+    assert len(seen) == 2 * 2 * 3  # the unsplit run and this one
+    unsplit, split = sorted(seen[:6]), sorted(seen[6:])
+    assert [name for name, _ in split] == ["last"] * 2 + ["norm"] * 2 + ["one"] * 2
+    np.testing.assert_allclose([x for _, x in split], [x for _, x in unsplit], rtol=1e-4, atol=1e-6)
+
+
+def test_an_optimizers_side_effects_in_a_fixed_order_are_refused() -> None:
+    create = maker(2)
+    optimizer = optax.chain(watching([], ordered=True), optax.sgd(0.1))
+    train = sw.train_step(plain_loss, optimizer, plan_of(graph_of(create), 2), devices=jax.devices()[:2])
+    with pytest.raises(PlanError, match=r"optimizer has a side effect in a fixed order.*use ordered=False"):
+        train(train.init(create), batches(1)[0])

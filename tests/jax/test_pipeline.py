@@ -188,6 +188,8 @@ def test_a_mesh_of_the_users_is_theirs_alone(graph: Graph, axis_type: jax.shardi
         state = train.init(nnx.merge(graphdef, params, rest))
         state, loss = train(state, batches(1)[0])
         train.params(state)
+        together = train.params(state, at=jax.devices()[0])
+    assert all(leaf.devices() == {jax.devices()[0]} for leaf in jax.tree.leaves(nnx.state(together, nnx.Param)))
     np.testing.assert_allclose(float(loss), expected().losses[0], rtol=1e-5)
 
 

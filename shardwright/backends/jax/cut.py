@@ -295,11 +295,7 @@ def _crossing_bytes(flat: FlatProgram, free: set[int]) -> Any:
 
 def _refuse_ordered_effects(equations: Sequence[Equation], placed: Sequence[int | None]) -> None:
     """Side effects that JAX keeps in order cannot stay so on devices that do not wait for each other."""
-    stages = {
-        stage
-        for equation, stage in zip(equations, placed, strict=True)
-        if any("Ordered" in type(effect).__name__ for effect in equation.effects) or equation.params.get("ordered")
-    }
+    stages = {stage for equation, stage in zip(equations, placed, strict=True) if equation.is_ordered}
     if len(stages) > 1:
         raise PlanError(
             f"the loss function has side effects in a fixed order (io_callback with ordered=True) on stages "

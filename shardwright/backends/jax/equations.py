@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from shardwright.backends.jax.program import ITERATION, UNROLL_LIMIT, calls_of_iteration, layer_loop, marks
@@ -55,6 +56,11 @@ class Equation:
         """The numbers of its inputs, literals left out."""
         return (atom for atom in self.inputs if isinstance(atom, int))
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether it has a side effect that JAX keeps in the order of the program."""
+        return bool(self.params.get("ordered")) or any("Ordered" in type(effect).__name__ for effect in self.effects)
+
 
 @dataclass(slots=True)
 class FlatProgram:
@@ -73,6 +79,10 @@ class FlatProgram:
     def size_bytes(self, value: int) -> int:
         aval = self.avals[value]
         return int(aval.size) * int(getattr(aval.dtype, "itemsize", 8))
+
+    def is_small(self, value: int, limit: int) -> bool:
+        """Whether a value is of numbers (random keys are none) and takes up to ``limit`` bytes."""
+        return self.size_bytes(value) <= limit and not jnp.issubdtype(self.avals[value].dtype, jax.dtypes.extended)
 
 
 Home = Callable[[int], tuple[int, int | None] | None]

@@ -156,7 +156,7 @@ class OptimizerCut:
         arguments = [*(p for _, p in merged), *scalars, *self.states, *self.parameters]
         outputs = [scalars[2], *self.states, *self.parameters, scalars[1]]
         state_shapes = jax.tree.leaves(self.state)
-        shared = [False] * len(merged) + [True] * 3 + [not leaf.shape for leaf in state_shapes]
+        shared = [False] * len(merged) + [True] * 3 + [not leaf.shape or _is_random(leaf) for leaf in state_shapes]
         shared += [False] * len(self.parameters)
         program = unstack(flatten(closed), [_rows(p) for p in arguments], [_rows(p) for p in outputs])
         kept = {len(merged), len(merged) + 1, len(merged) + 2}
@@ -187,6 +187,10 @@ class OptimizerCut:
             [donate and index not in keep for index, held in enumerate(arguments) for _ in held],
             compiler,
         )
+
+
+def _is_random(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def _rows(places: Places) -> tuple[tuple[int, int], ...] | None:

@@ -48,7 +48,7 @@ def divided(
     flat: FlatProgram, pieces: Sequence[Piece], home: Mapping[int, int | None], spot: Callable[[int], Hashable]
 ) -> list[Piece]:
     """The pieces of every level divided into what all of the level's have in common, and the rest of each. Where that
-    is less than half of some piece, they stay whole.
+    is less than half of some piece, they stay whole, and so do those with side effects.
 
     home: the mesh of every value, None for those that any may make; spot: how an argument is split.
     """
@@ -56,6 +56,9 @@ def divided(
     found: list[Piece] = []
     for _, members in groupby(pieces, key=lambda piece: piece.level):
         level = list(members)
+        if any(equation.effects for piece in level for equation in piece.equations):
+            found += level
+            continue
         components = [alike.components(piece, spot) for piece in level]
         kinds = [Counter(component.kind for component in own) for own in components]
         common = reduce(lambda one, other: one & other, kinds)
@@ -84,8 +87,8 @@ def prepared(flat: FlatProgram, pieces: Sequence[Piece], home: Mapping[int, int 
         known = {*piece.reads, *flat.constants, *(value for value in piece.arguments if home[value] is None)}
         first = []
         for equation in piece.equations:
-            small = all(flat.size_bytes(v) <= limit and v not in piece.gives for v in equation.outputs)
-            if piece.reads and small and known.issuperset(equation.values):
+            small = all(flat.is_small(v, limit) and v not in piece.gives for v in equation.outputs)
+            if piece.reads and small and not equation.effects and known.issuperset(equation.values):
                 first.append(equation)
                 known.update(equation.outputs)
         before = {id(equation) for equation in first}
@@ -128,7 +131,7 @@ class _Alike:
         self.number: dict[int, int] = {}
         """Values that any mesh may make → the same number for those made in the same way."""
         for equation in flat.equations:
-            if home[equation.outputs[0]] is None:
+            if equation.outputs and home[equation.outputs[0]] is None:
                 kind = _kind(flat, equation, [self._of(atom) for atom in equation.inputs])
                 for position, value in enumerate(equation.outputs):
                     self.number[value] = self.seen.setdefault((kind, position), len(self.seen))

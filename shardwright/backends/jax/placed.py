@@ -18,6 +18,7 @@ from shardwright.backends.jax.compiled import Compiler, lower
 from shardwright.backends.jax.equations import Equation, FlatProgram, aval_of, evaluate
 from shardwright.backends.jax.pieces import Piece, divided, prepared
 from shardwright.backends.jax.regroup import regrouped
+from shardwright.core.errors import PlanError
 
 SCALAR_BYTES = 16
 """Values up to this size are handed on from one piece of a mesh to its next, where larger ones are made again; and what
@@ -58,6 +59,8 @@ class PlacedProgram:
 
     def _place_all(self, flat: FlatProgram, shared: Sequence[bool]) -> None:
         self.flat = flat
+        self.effects: list[tuple[Equation, int, int]] = []
+        """Equations with side effects: each runs once, on one mesh at one level."""
         self.home: dict[int, int | None] = dict.fromkeys(flat.constants)
         self.level: dict[int, int] = dict.fromkeys(flat.constants, -1)
         for value, home, common in zip(flat.arguments, self.argument_homes, shared, strict=True):
@@ -65,6 +68,10 @@ class PlacedProgram:
             self.level[value] = -1
         for equation in flat.equations:
             at, level = self._place(equation)
+            if equation.effects:
+                _refuse_ordered(equation)
+                at, level = at or 0, max(0, level)
+                self.effects.append((equation, level, at))
             for value in equation.outputs:
                 self.home[value], self.level[value] = at, level
 
@@ -76,6 +83,8 @@ class PlacedProgram:
         level = max((self.level[value] for value in values), default=-1)
         if not homed:
             return None, level
+        if equation.effects:
+            return self._at_largest(values, homed)
         exchanged = max(level, 1 + max(self.level[value] for value in homed))
         is_scalar = all(self.flat.size_bytes(value) <= SCALAR_BYTES for value in (*values, *equation.outputs))
         if is_scalar and any(self.home[value] is None and self.level[value] > 0 for value in values):
@@ -84,8 +93,11 @@ class PlacedProgram:
             return self.home[homed[0]], max(0, level)
         if is_scalar:
             return None, exchanged
-        largest = max(homed, key=self.flat.size_bytes)
-        home = self.home[largest]
+        return self._at_largest(values, homed)
+
+    def _at_largest(self, values: Sequence[int], homed: Sequence[int]) -> tuple[int | None, int]:
+        """The mesh of the largest operand, where the others are sent."""
+        home = self.home[max(homed, key=self.flat.size_bytes)]
         return home, max(0, *(self.level[v] + (self.home[v] not in (None, home)) for v in values))
 
     def _spot(self, value: int) -> Any:
@@ -110,6 +122,10 @@ class PlacedProgram:
                 key = piece(level + (own is not None and own != at), at)
                 wanted[key].append(atom)
             pieces[key].results = (*pieces[key].results, position)
+        for equation, level, at in self.effects:
+            key = piece(level, at)
+            pieces[key].equations.append(equation)
+            wanted[key] += equation.values
         # From the last level back: what a piece lacks is made by an earlier one, or again in itself.
         last = max((level for level, _ in pieces), default=0)
         for level in range(last, -1, -1):
@@ -120,7 +136,7 @@ class PlacedProgram:
     def _fill(self, piece: Piece, wanted: list[int], make: Any, pieces: Any, all_wanted: Any) -> None:
         """Take what can be made here; ask others for the rest."""
         missing = list(dict.fromkeys(wanted))
-        chosen: dict[int, Equation] = {}
+        chosen = {id(equation) for equation in piece.equations}
         arguments: dict[int, None] = {}
         reads: dict[int, None] = {}
         seen = set(missing)
@@ -133,8 +149,8 @@ class PlacedProgram:
                 continue
             home, level = self.home[value], self.level[value]
             elsewhere = home is not None and home != piece.stage
-            earlier = home is not None and level < piece.level and self.flat.size_bytes(value) <= SCALAR_BYTES
-            if elsewhere or earlier:
+            earlier = home is not None and level < piece.level
+            if elsewhere or (earlier and (self.flat.is_small(value, SCALAR_BYTES) or self.maker[value].effects)):
                 key = make(level, home)
                 if value not in pieces[key].gives:
                     pieces[key].gives.append(value)
@@ -142,7 +158,7 @@ class PlacedProgram:
                 reads[value] = None
                 continue
             equation = self.maker[value]
-            chosen[id(equation)] = equation
+            chosen.add(id(equation))
             for read in equation.values:
                 if read not in seen:
                     seen.add(read)
@@ -257,3 +273,11 @@ class PlacedProgram:
     def dispatches(self) -> int:
         """Compiled pieces that a call starts."""
         return len(self.pieces)
+
+
+def _refuse_ordered(equation: Equation) -> None:
+    if equation.is_ordered:
+        raise PlanError(
+            f"the optimizer has a side effect in a fixed order ({equation.primitive.name} with ordered=True): pipeline "
+            "stages update their parameters without waiting for each other; use ordered=False"
+        )

@@ -32,7 +32,7 @@ def regrouped(flat: FlatProgram, home: Mapping[int, int | None]) -> FlatProgram:
         return so_far
 
     for equation in flat.equations:
-        terms = sums.get(equation.outputs[0])
+        terms = sums.get(equation.outputs[0]) if equation.outputs else None
         if terms is None:
             new.equations.append(equation)
             continue
@@ -52,10 +52,11 @@ def _sums(flat: FlatProgram) -> dict[int, tuple[int, ...]]:
     maker: dict[int, Equation] = {}
     found: dict[int, tuple[int, ...]] = {}
     for equation in flat.equations:
-        (total, *others) = equation.outputs
         values = tuple(equation.values)
-        alike = all(flat.avals[v].shape == () and flat.avals[v].dtype == flat.avals[total].dtype for v in values)
-        if others or equation.primitive.name not in ASSOCIATIVE or len(values) < 2 or not alike:
+        if equation.primitive.name not in ASSOCIATIVE or len(values) < 2:
+            continue
+        (total,) = equation.outputs
+        if not all(flat.avals[v].shape == () and flat.avals[v].dtype == flat.avals[total].dtype for v in values):
             continue
         terms: tuple[int, ...] = ()
         for value in values:

@@ -225,9 +225,9 @@ class TrainStep:
                 params = self._pipelined.whole(state)
             else:
                 params = self._fused(state).restore(state.params)
-        parts = (params, state.random, state.other)
-        if at is not None:
-            parts = jax.tree.map(lambda leaf: own_copy(leaf, at), parts)
+            parts = (params, state.random, state.other)
+            if at is not None:
+                parts = jax.tree.map(lambda leaf: own_copy(leaf, at), parts)
         return put_together(Parts(*parts, state.graphdef))
 
     def original(self, state: TrainState) -> TrainState:
