@@ -119,14 +119,21 @@ def live_bytes(
     return tuple(int(b + (b - a) * growth + 0.5) for a, b in zip(early, late, strict=True))
 
 
+@lru_cache(maxsize=64)
+def named_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
+    """`Schedule.build`, done once for the schedules used last: many choices of memory have the same."""
+    return Schedule.build(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
+
+
+@lru_cache(maxsize=4096)
 def _peak_bytes(
     name: str, ranks: int, microbatches: int, virtual_stages: int, sizes: tuple[int, ...]
 ) -> tuple[int, ...]:
-    schedule = Schedule.build(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
+    schedule = named_schedule(name, ranks, microbatches, virtual_stages)
     return tuple(peak_live(order, sizes) for order in schedule.table)
 
 
 @lru_cache(maxsize=4096)
 def _peaks(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
-    schedule = Schedule.build(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
+    schedule = named_schedule(name, ranks, microbatches, virtual_stages)
     return tuple(peak_live(order) for order in schedule.table)

@@ -271,8 +271,9 @@ class RankTables:
         self, starts: Sequence[int], placement: Sequence[int], live: Sequence[int], request: MemoryRequest
     ) -> tuple[int, ...]:
         """Of a cut that fits with every unit recomputed, those that need not be: on every rank the last of its stages'
-        repeated units, as many as there is room for. (The last ones, as a backward finds those after it done with.)"""
-        memory, found = self.memory(starts, placement, live, request), []
+        repeated units, as many as there is room for. (The last ones, as a backward finds those after it done with.)
+        Copies of gradients are left out: they come when activations are gone."""
+        memory, found = self.memory(starts, placement, live, replace(request, bucket_bytes=0)), []
         for rank, (use, limit, count) in enumerate(zip(memory, self.limits_bytes, live, strict=True)):
             table = self.tables[rank]
             modes, room = table.modes, limit - use.total_bytes
@@ -287,6 +288,17 @@ class RankTables:
                     break
                 found += chosen
         return tuple(sorted(found))
+
+    def kept_but_one(
+        self, kept: tuple[int, ...], starts: Sequence[int], placement: Sequence[int], memory: Sequence[MemoryUse]
+    ) -> tuple[int, ...]:
+        """The same without the first that is kept on every rank that has too little memory."""
+        rank_of = {unit: placement[bisect_right(starts, unit) - 1] for unit in kept}
+        first: dict[int, int] = {}
+        for unit, rank in rank_of.items():
+            if memory[rank].total_bytes > self.limits_bytes[rank]:
+                first.setdefault(rank, unit)
+        return tuple(unit for unit in kept if first.get(rank_of[unit]) != unit)
 
     def offloaded_units(self, starts: Sequence[int], placement: Sequence[int]) -> tuple[int, ...]:
         """Of the units that a cut recomputes, those that are better offloaded: of every stage the first ones, whose

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from shardwright.core.apart import apart_bytes, stages_bytes
 from shardwright.core.decision import Decision
-from shardwright.core.memory import MemoryUse, live_bytes
+from shardwright.core.memory import MemoryUse, live_bytes, named_schedule
 from shardwright.core.rank_tables import RankTables
 from shardwright.core.schedule.actions import Action, B, W
 from shardwright.core.stages import MemoryRequest
@@ -55,8 +55,11 @@ def less_apart(
     if not when_made or decision.shard >= 2 or not (few or closes_in_turn):
         return memory
     ends, placement = ranked.ends(decision.stage_starts), decision.stage_ranks
-    short = decision if few else replace(decision, batch=decision.dp * decision.microbatch * 2 * decision.stages)
-    schedule = short.build_schedule(ranked.stage_costs(decision.stage_starts, placement))
+    if decision.generated:
+        schedule = decision.build_schedule(None)
+    else:
+        settled = min(decision.microbatches, 2 * decision.stages)
+        schedule = named_schedule(decision.schedule, decision.pp, settled, decision.virtual_stages)
     found = []
     for rank, (use, beside) in enumerate(zip(memory, ranked.buffers(decision.stage_starts, placement), strict=True)):
         order = schedule.table[rank]

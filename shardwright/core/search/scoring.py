@@ -103,9 +103,15 @@ class Scorer:
     def _when_made(self) -> bool:
         return self.tables.graph.capabilities.gradients_when_made
 
-    def _exactly(self, decision: Decision, ranked: RankTables, memory: tuple[MemoryUse, ...]) -> tuple[MemoryUse, ...]:
-        """Memory that was too much as counted for cuts, counted as a plan says it."""
+    def _memory(self, decision: Decision, ranked: RankTables, live: Sequence[int]) -> tuple[MemoryUse, ...]:
+        """What the ranks hold, as counted for cuts; as a plan says it where that does not settle whether it fits."""
         request = self._request_of(decision)
+        memory = most = ranked.memory(decision.stage_starts, decision.stage_ranks, live, request)
+        if request.bucket_bytes and decision.virtual_stages > 1:
+            # Gradients of one stage leave in copies while others are under way: all of them beside the rest at most.
+            most = tuple(replace(use, buffers_bytes=use.buffers_bytes + use.gradients_bytes) for use in memory)
+        if not ranked.over_bytes(most):
+            return memory
         memory = by_stage(decision, ranked, memory, request)
         return less_apart(decision, ranked, memory, request, self._when_made)
 
@@ -212,14 +218,14 @@ class Scorer:
         another cut alone."""
         recompute = policies[0].recompute
         ranked = self.ranked(shape, recompute)
-        pp, dp, _ = shape.degrees
+        pp, _, _ = shape.degrees
         name, virtual = pipelining.schedule, pipelining.virtual_stages
         placement = placement_of(name, pp, virtual)
         live = live_microbatches(name, pp, shape.microbatches, virtual)
         if (
             recompute == "full"
             and self.request.recompute == "auto"
-            and self._fits_whole(shape, policies[0], placement, live)
+            and self._fits_whole(shape, policies[0], pipelining, live)
         ):
             return None, []
         roomy = [p for p in policies if ranked.has_room(live, virtual, self._least_state(shape, p, virtual))]
@@ -228,11 +234,7 @@ class Scorer:
             return None, []
         fitting, tight = [], []
         for policy in roomy:
-            request = self.memory_request(policy, dp)
-            memory = ranked.memory(starts, placement, live, request)
-            if ranked.over_bytes(memory):
-                decision = self.decision(shape, policy, pipelining, starts)
-                memory = self._exactly(decision, ranked, memory)
+            memory = self._memory(self.decision(shape, policy, pipelining, starts), ranked, live)
             if not ranked.over_bytes(memory):
                 fitting.append((policy, memory))
             elif self.request.stage_starts is None:
@@ -241,8 +243,9 @@ class Scorer:
             return None, tight
         kept: tuple[int, ...] = ()
         if recompute == "full" and self.request.recompute == "auto":
-            ranked, kept, fitted = self._keeping(ranked, starts, placement, live, policies[0], dp)
-            fitting = [(policies[0], fitted)]
+            policy = fitting[0][0]
+            ranked, kept, memory = self._keeping(self.decision(shape, policy, pipelining, starts), ranked, live)
+            fitting = [(policy, memory)]
         costs = ranked.stage_costs(starts, placement)
         split = splits_backward(name, virtual)
         pipeline = least_makespan_s(costs, placement, shape.microbatches, splits_backward=split) if pp > 1 else None
@@ -251,39 +254,30 @@ class Scorer:
         least = min(self.step.steps_s(decisions, ranks, tied, pipeline)) * SAFE
         return Draft(shape, pipelining, starts, tuple(fitting), least, ranked, kept), tight
 
-    def _fits_whole(self, shape: Shape, policy: Policy, placement: Sequence[int], live: Sequence[int]) -> bool:
+    def _fits_whole(self, shape: Shape, policy: Policy, pipelining: Pipelining, live: Sequence[int]) -> bool:
         """Whether nothing need be recomputed at all: then the choice without recompute is there already."""
         whole = self.ranked(shape, "none")
+        placement = placement_of(pipelining.schedule, shape.mesh.axis_size("pp"), pipelining.virtual_stages)
         if self.request.stage_starts is not None or len(placement) > whole.units:
             return False
-        memory = whole.memory(
-            whole.free_cut(tuple(placement)), placement, live, self.memory_request(policy, shape.mesh.axis_size("dp"))
-        )
-        return not whole.over_bytes(memory)
+        decision = self.decision(shape, policy, pipelining, whole.free_cut(placement))
+        return not whole.over_bytes(self._memory(decision, whole, live))
 
     def _keeping(
-        self,
-        ranked: RankTables,
-        starts: Sequence[int],
-        placement: Sequence[int],
-        live: Sequence[int],
-        policy: Policy,
-        dp: int,
+        self, decision: Decision, ranked: RankTables, live: Sequence[int]
     ) -> tuple[RankTables, tuple[int, ...], tuple[MemoryUse, ...]]:
         """What fits with every unit recomputed, with as many kept as fit, and its memory."""
-        request = self.memory_request(policy, dp)
-        kept = ranked.kept_units(starts, placement, live, request)
-        keeping, memory = ranked, ranked.memory(starts, placement, live, request)
-        while kept:
-            keeping = ranked.keeping(kept)
-            memory = keeping.memory(starts, placement, live, request)
-            if not keeping.over_bytes(memory):
+        starts, placement = decision.stage_starts, decision.stage_ranks
+        kept = ranked.kept_units(starts, placement, live, self._request_of(decision))
+        while True:
+            keeping = ranked.keeping(kept) if kept else ranked
+            memory = self._memory(decision, keeping, live)
+            left = keeping.kept_but_one(kept, starts, placement, memory)
+            if left == kept:
                 break
-            kept = kept[1:]
-        if not kept:
-            keeping, memory = ranked, ranked.memory(starts, placement, live, request)
+            kept = left
         if self._may_offload:
-            return self._offloading(keeping, starts, placement, live, request, kept, memory)
+            return self._offloading(decision, keeping, live, kept, memory)
         return keeping, kept, memory
 
     @property
@@ -293,16 +287,15 @@ class Scorer:
 
     def _offloading(
         self,
+        decision: Decision,
         keeping: RankTables,
-        starts: Sequence[int],
-        placement: Sequence[int],
         live: Sequence[int],
-        request: MemoryRequest,
         kept: tuple[int, ...],
         memory: tuple[MemoryUse, ...],
     ) -> tuple[RankTables, tuple[int, ...], tuple[MemoryUse, ...]]:
         """The same with some units offloaded, where that is faster and fits: what is on its way takes memory, for which
         units that would be kept may have to go."""
+        starts, placement = decision.stage_starts, decision.stage_ranks
         best = keeping, kept, memory
         least = max(work.seconds for work in keeping.work(starts, placement))
         ends = keeping.ends(starts)
@@ -311,7 +304,7 @@ class Scorer:
             away = keeping.keeping(left).offloaded_units(starts, placement)
             while away:
                 tried = keeping.keeping(left, away)
-                use = tried.memory(starts, placement, live, request)
+                use = self._memory(decision, tried, live)
                 if not tried.over_bytes(use):
                     seconds = max(work.seconds for work in tried.work(starts, placement))
                     if seconds < least * (1 - 1e-9):
@@ -349,22 +342,20 @@ class Scorer:
         """The choice with its cut, its memory and a bound of its time (exact where there is one stage); None where no
         cut fits, or, without ``fit``, where there are fewer units than stages."""
         ranked = self.ranked(shape, policy.recompute)
-        pp, dp, _ = shape.degrees
+        pp, _, _ = shape.degrees
         name, virtual = pipelining.schedule, pipelining.virtual_stages
         placement = placement_of(name, pp, virtual)
         live = live_microbatches(name, pp, shape.microbatches, virtual)
         starts = self._starts(shape, policy, placement, live, ranked, fit=fit)
         if starts is None:
             return None
-        memory = ranked.memory(starts, placement, live, self.memory_request(policy, dp))
-        if ranked.over_bytes(memory):
-            memory = self._exactly(self.decision(shape, policy, pipelining, starts), ranked, memory)
+        decision = self.decision(shape, policy, pipelining, starts)
+        memory = self._memory(decision, ranked, live)
         over = ranked.over_bytes(memory)
         if over and fit:
             return None
-        decision = self.decision(shape, policy, pipelining, starts)
         if fit and policy.recompute == "full" and self.request.recompute == "auto":
-            ranked, kept, memory = self._keeping(ranked, starts, placement, live, policy, dp)
+            ranked, kept, memory = self._keeping(decision, ranked, live)
             away = tuple(sorted(ranked.tables[0].offloaded))
             decision = replace(decision, kept_units=kept, offloaded_units=away)
         costs = ranked.stage_costs(starts, placement)
@@ -430,9 +421,11 @@ class Scorer:
         is none."""
         decision, ranked = scored.decision, scored.tables
         costs = ranked.stage_costs(decision.stage_starts, decision.stage_ranks)
+        # Copies of gradients that travel are there when activations are gone: they are counted of what is made.
+        beside = ranked.buffers(decision.stage_starts, decision.stage_ranks)
         room = [
-            max(0, limit - (use.total_bytes + use.apart_bytes - use.activations_bytes))
-            for limit, use in zip(ranked.limits_bytes, scored.predicted.memory_by_stage_rank, strict=True)
+            max(0, limit - (use.parameters_bytes + use.gradients_bytes + use.optimizer_bytes + size))
+            for limit, use, size in zip(ranked.limits_bytes, scored.predicted.memory_by_stage_rank, beside, strict=True)
         ]
         try:
             schedule = Schedule.build(
@@ -453,8 +446,8 @@ class Scorer:
         memory = with_activations(made, ranked, memory, live, self._request_of(made))
         pipeline = simulated_makespan_s(made, costs)
         predicted = self.step.predicted(made, ranked, memory, pipeline, schedule.placement)
-        over = ranked.over_bytes(memory)
-        return None if over else self.with_peaks(Scored(made, ranked, predicted, 0, exact=True))
+        found = self.with_peaks(Scored(made, ranked, predicted, 0, exact=True))
+        return None if ranked.over_bytes(found.predicted.memory_by_stage_rank) else found
 
     def _undivided(self, shape: Shape, policy: Policy) -> Decision:
         """Degrees and policy as a decision, before there is a cut: what the end of a step depends on."""

@@ -7,9 +7,13 @@ import pytest
 
 import shardwright as sw
 from shardwright.core.cost_tables import CostTables, Place
+from shardwright.core.errors import PlanError
 from shardwright.core.fold import fold
 from shardwright.core.graph import Graph
+from shardwright.core.hardware import load_profile
+from shardwright.core.rank_tables import RankTables
 from shardwright.core.schedule.actions import B, F, I, W
+from shardwright.core.stages import MemoryRequest
 from tests.core.toy import decoder
 
 WIDTH, MIB = 4, 2**20
@@ -109,3 +113,42 @@ def test_copies_are_of_what_is_trained() -> None:
         alone, two = (planned(frozen, pp, dp, 16, **pins).predicted.memory_by_stage_rank for dp in (1, 2))
         for before, after in zip(alone, two, strict=True):
             assert after.total_bytes <= before.total_bytes + WIDTH * entries
+
+
+def test_as_many_units_keep_their_activations_as_fit_beside_copies() -> None:
+    """Copies of gradients come when activations are gone: units are kept until the sum of neither fits."""
+    graph, microbatch = able(decoder(layers=16, hidden=512, heads=8, vocabulary=4096, sequence=64)), 16
+    device = replace(load_profile("a100-80gb").device, reserved_memory_bytes=0)
+    pins = {"pp": 1, "dp": 2, "tp": 1, "precision": "fp32", "shard": 0, "microbatch": microbatch, "batch": 256}
+    cluster = sw.Cluster(device, devices_per_node=2)
+    least = sw.plan(graph, cluster, recompute="full", **pins)
+    place = Place(device, cluster.group([0]), None, in_stages=False)
+    table = CostTables(graph, cluster, "fp32", "adamw").table(1, microbatch, "full", place)
+    ranked = RankTables((table,), (device.memory_bytes,))
+    request = MemoryRequest(0, "fp32", "adamw", 0, 2, None, graph.capabilities.bucket_bytes)
+    layers = [unit for unit, mode in enumerate(table.modes) if mode == "full"]
+    for wanted in (7, 9):
+        (use,) = ranked.keeping(layers[-wanted:]).memory([0], [0], [1], request)
+        (more,) = ranked.keeping(layers[-wanted - 1 :]).memory([0], [0], [1], request)
+        assert least.predicted.memory[0].total_bytes <= use.total_bytes < more.total_bytes
+        full = replace(device, memory_bytes=more.total_bytes - 1)
+        found = sw.plan(graph, sw.Cluster(full, devices_per_node=2), **pins)
+        assert found.decision.kept_units == tuple(layers[-wanted:])
+        assert found.predicted.memory[0] == use
+
+
+def test_copies_beside_what_is_under_way_are_counted_before_a_plan_is_given() -> None:
+    """On a rank of two stages the copies of the one travel while the other's microbatches are under way."""
+    pins = {"schedule": "interleaved-1f1b", "virtual_stages": 2}
+    cut = planned(TIED, 2, 2, 40, **pins)
+    device = replace(load_profile("a100-80gb").device, reserved_memory_bytes=0)
+
+    def within(memory_bytes: int) -> sw.Plan:
+        cluster = sw.Cluster(replace(device, memory_bytes=memory_bytes), devices_per_node=4)
+        starts = list(cut.decision.stage_starts)
+        return sw.plan(TIED, cluster, batch=80, pp=2, dp=2, stage_starts=starts, **PINS, **pins)
+
+    needed = max(use.total_bytes for use in cut.predicted.memory_by_stage_rank)
+    assert within(needed).predicted.memory_by_stage_rank == cut.predicted.memory_by_stage_rank
+    with pytest.raises(PlanError, match="does not fit"):
+        within(needed - 1)
