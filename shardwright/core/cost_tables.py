@@ -313,7 +313,6 @@ class CostTables:
             return self.counter.size_bytes(tensor, microbatch, self.precision)
 
         units = tuple(classes[variant] for variant in chosen.variants)
-        known_twice = bool(self.graph.footprints)
         return UnitTable(
             units,
             boundary,
@@ -323,10 +322,8 @@ class CostTables:
             recompute,
             self.repeated,
             host_bytes_per_s=place.device.host_link_bandwidth_bytes_per_s * HOST_LINK_EFFICIENCY,
-            shared=tuple(
-                (replace(v, keepers=()) if known_twice else v, size_bytes(v.tensor) // tp) for v in self._read.shared
-            ),
-            twice_bytes=self._twice(units, microbatch) if known_twice else (),
+            shared=tuple((value, size_bytes(value.tensor) // tp) for value in self._read.shared),
+            twice_bytes=self._twice(units, microbatch) if self.graph.footprints else (),
             waiting_bytes=tuple(sum(map(size_bytes, values)) for values in self._read.passing_by),
             found_bytes=PRECISION_BYTES[self.precision] if self.graph.capabilities.stages_are_programs else 0,
         )

@@ -57,8 +57,8 @@ class UnitTable:
     shared: tuple[tuple[SharedValue, int], ...] = ()
     """Values that several units hold, and their bytes on one rank."""
     twice_bytes: tuple[int, ...] = ()
-    """For every unit what it and the next one keep less together than each for itself, beside what is shared. Empty:
-    nothing."""
+    """For every unit what it and the next one keep less together than each for itself where both keep all: counted in
+    place of what they share. Empty: not known."""
     waiting_bytes: tuple[int, ...] = ()
     """For every unit, of the gradients that pass it by: of values made before it and read after it. Empty: none."""
     found_bytes: int = 0
@@ -152,15 +152,17 @@ class UnitTable:
         units hold counts once."""
         modes = self.modes
         kept = range_sums([kept_bytes(u, mode) for u, mode in zip(self.units, modes, strict=True)])
+        neighbours = enumerate(itertools.pairwise(modes)) if self.twice_bytes else ()
+        whole = {(unit, unit + 1) for unit, both in neighbours if both == ("none", "none")}
         for value, size in self.shared:
             holders = {u for u in value.keepers if modes[u] not in ("full", "offload")} | {
                 u for u in value.enterers if modes[u] == "full"
             }
             for one, next_one in itertools.pairwise(sorted(holders)):
-                kept[: one + 1, next_one + 1 :] -= size
-        for unit, size in enumerate(self.twice_bytes[:-1]):
-            if modes[unit] == modes[unit + 1] == "none":
-                kept[: unit + 1, unit + 2 :] -= size
+                if (one, next_one) not in whole:
+                    kept[: one + 1, next_one + 1 :] -= size
+        for unit, after in whole:
+            kept[: unit + 1, after + 1 :] -= self.twice_bytes[unit]
         return kept
 
     @cached_property

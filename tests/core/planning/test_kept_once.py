@@ -1,0 +1,39 @@
+"""What neighbouring units hold together, where a framework says what they keep twice: by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardwright.core.cost.unit import UnitCost
+from shardwright.core.cost.work import SharedValue
+from shardwright.core.memory import Recompute
+from shardwright.core.stages import UnitTable
+
+UNIT = UnitCost(
+    forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0, selective_s=0.5, collective_s=0.0,
+    saved_bytes=100, saved_selective_bytes=60, entering_bytes=20, passing_bytes=0, parameter_elements=1,
+)  # fmt: skip
+# What the first unit makes is kept by it and by the next, which it enters: 10 bytes by its ops, 15 by the framework.
+ENTERING = SharedValue(0, keepers=(0, 1), enterers=(1,))
+# What the first and the last one read.
+MASK = SharedValue(1, keepers=(0, 2), enterers=())
+TABLE = UnitTable(
+    (UNIT,) * 3, (0, 20, 20), (0.0,) * 3, (), 1, "none", (True,) * 3,
+    shared=((ENTERING, 10), (MASK, 4)), twice_bytes=(15, 7, 0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("recompute", "two", "three"),
+    [("none", 200 - 15, 300 - 15 - 7 - 4), ("selective", 120 - 10, 180 - 10 - 4), ("full", 40, 60)],
+)
+def test_what_neighbours_keep_twice_takes_the_place_of_what_they_share_where_both_keep_all(
+    recompute: Recompute, two: int, three: int
+) -> None:
+    table = replace(TABLE, recompute=recompute)
+    assert (table.range_kept[0, 2], table.range_kept[0, 3]) == (two, three)
+
+
+def test_a_unit_that_is_kept_shares_what_enters_the_next_that_is_not() -> None:
+    table = replace(TABLE, recompute="full", kept=frozenset({0}))
+    assert table.range_kept[0, 2] == 100 + 20 - 10
