@@ -50,3 +50,23 @@ def test_a_program_with_a_callback_stays_where_it_is() -> None:
     shape = jax.ShapeDtypeStruct((), jnp.float32)
     run = lower(lambda x: (jax.pure_callback(np.sin, shape, x),), (shape,), (at,), (at,), ()).compile()
     assert load_on(run, (device,), (other,)) is None
+
+
+def test_programs_with_callbacks_each_have_their_own() -> None:
+    """Two stages of one device may differ in nothing else, and what a callback does is not in the program's text."""
+    device, seen = jax.devices()[0], []
+    at = SingleDeviceSharding(device)
+
+    def program(number: int) -> jax.stages.Lowered:
+        def run(x: jax.Array) -> tuple[jax.Array]:
+            jax.debug.callback(lambda _: seen.append(number), x)
+            return (x + 1,)
+
+        return lower(run, (jax.ShapeDtypeStruct((), jnp.float32),), (at,), (at,), ())
+
+    with Compiler() as compiler:
+        waiting = [compiler.start(program(number), (device,)) for number in range(2)]
+        for wait in waiting:
+            jax.block_until_ready(wait()(jnp.float32(0)))
+    jax.effects_barrier()
+    assert seen == [0, 1]

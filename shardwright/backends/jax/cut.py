@@ -1,7 +1,8 @@
 """Cut one microbatch's program into stages by the plan's units.
 
 Equations inside a unit's module calls belong to its stage. Of the others, those that depend on no activation and cost
-little (masks, positions, random keys, casts of weights) are made again on every stage that needs them; the rest goes
+little (masks, positions, random keys, casts of weights) are made again on every stage that needs them; those that
+depend on the state or cost more go to the first stage that needs them, or where the state is (`carried`); the rest goes
 where the fewest bytes cross, never before what it reads. Values go straight from the stage that makes them to each that
 uses them, however far.
 """
@@ -14,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from shardwright.backends.jax.carried import Carried, follow
 from shardwright.backends.jax.equations import Equation, FlatProgram, needed
 from shardwright.backends.jax.holding import Holding
 from shardwright.backends.jax.stacks import take_rows
@@ -78,16 +80,16 @@ def cut(
     names: Sequence[str],
     planned: Mapping[str, tuple[int, ...]],
     holdings: Sequence[Holding],
-    state: Mapping[int, int],
+    state: Mapping[int, Carried],
 ) -> Cut:
     """Cut a flat program.
 
     weights: the arguments that are parameters, and their ``names``.
     planned: for every parameter the stages where the plan uses it; ``holdings`` where it is kept.
-    state: arguments that carry what the model changes → the outputs that carry it on.
+    state: the arguments that carry what the model changes.
 
     Raises PlanError when a stage is left without work, for side effects in a fixed order on several stages, and for
-    state that one stage reads and another writes.
+    state that cannot be read and written on one stage.
     """
     weight_stages = {value: planned.get(name, ()) for value, name in zip(weights, names, strict=True)}
     placer = _Placer(flat, stages, weight_stages, state)
@@ -112,14 +114,16 @@ class _Placer:
     """Decides the stage of every equation: a number, or None for one that is made wherever it is needed."""
 
     def __init__(
-        self, flat: FlatProgram, stages: int, weight_stages: Mapping[int, tuple[int, ...]], state: Mapping[int, int]
+        self, flat: FlatProgram, stages: int, weight_stages: Mapping[int, tuple[int, ...]], state: Mapping[int, Carried]
     ) -> None:
         self.flat, self.stages, self.weight_stages, self.state = flat, stages, weight_stages, state
-        self.producer: dict[int, int] = {}
         self.anywhere: set[int] = set(flat.constants) | set(flat.arguments) - set(state) - set(weight_stages)
         """Values without activations or weights in them, which any stage can make."""
-        self.of_state: set[int] = set(state)
-        """Values made of state alone. They are made where they are used, so that state is read where it is written."""
+        self.following: set[int] = set(state)
+        """Values made of the batch and the state alone, once. They are made where they are used or where the state is.
+        """
+        self.homes: dict[int, int] = {}
+        """The stages of the state's entries."""
         self.of_weights: dict[int, frozenset[int]] = {w: frozenset(s) for w, s in weight_stages.items()}
         """Values made of weights alone → the stages of those weights."""
 
@@ -130,15 +134,23 @@ class _Placer:
         wished = self._fill(fixed, [e for e, f in zip(equations, fixed, strict=True) if f == "anywhere"])
         placed: list[int | None] = []
         stage_of: dict[int, int] = {}
+        following: list[int] = []
         for index, equation in enumerate(equations):
-            if fixed[index] == "anywhere" or self._is_of_state(equation, fixed[index]):
+            if fixed[index] == "anywhere":
+                placed.append(None)
+                continue
+            if fixed[index] == frozenset() and self.following | self.anywhere >= set(equation.values):
+                self.following.update(equation.outputs)
+                following.append(index)
                 placed.append(None)
                 continue
             least = max((stage_of.get(value, 0) for value in equation.values), default=0)
             stage = least if index in tail and equation.stage is None else max(least, wished[index])
             placed.append(stage)
             stage_of.update((value, stage) for value in equation.outputs)
-        self._place_state(fixed, placed)
+        once = {index: stage for index, stage in enumerate(placed) if stage is not None}
+        self.homes = follow(self.flat, once, following, self.state, self.stages)
+        placed = [once.get(index) for index in range(len(placed))]
         for stage in range(self.stages):
             if stage not in placed:
                 raise PlanError(
@@ -146,37 +158,6 @@ class _Placer:
                     "puts there; give the function that was captured, or capture this one and plan again"
                 )
         return placed
-
-    def _is_of_state(self, equation: Equation, fixed: int | str | frozenset[int]) -> bool:
-        """Whether an equation of no stage's reads state, and beside it only what any stage can make."""
-        values = set(equation.values)
-        if (
-            fixed != frozenset()
-            or equation.effects
-            or not self.of_state & values <= values <= self.of_state | self.anywhere
-        ):
-            return False
-        self.of_state.update(equation.outputs)
-        return True
-
-    def _place_state(self, fixed: Sequence[int | str | frozenset[int]], placed: list[int | None]) -> None:
-        """Equations that read state alone go to the first stage that uses what they make, or reads the same state."""
-        users: dict[int, set[int]] = {}
-        waiting = []
-        for index in reversed(range(len(placed))):
-            equation = self.flat.equations[index]
-            if placed[index] is None and fixed[index] != "anywhere":
-                stages = {stage for value in equation.outputs for stage in users.get(value, ())}
-                if not stages:
-                    waiting.append(index)
-                    continue
-                placed[index] = min(stages)
-            _note(users, equation, placed[index])
-        for index in waiting:
-            equation = self.flat.equations[index]
-            stages = {stage for value in (*equation.outputs, *equation.values) for stage in users.get(value, ())}
-            placed[index] = min(stages, default=0)
-            _note(users, equation, placed[index])
 
     def _fixed(self, equation: Equation) -> int | str | frozenset[int]:
         """A stage, "anywhere", or, where it is open, the stages of the weights that it reads."""
@@ -227,42 +208,18 @@ class _Placer:
 
     def _only_for_state(self) -> set[int]:
         """Equations that nothing but the model's next state needs: they stay where what they read is."""
-        state_outputs = set(self.state.values())
+        state_outputs = {carried.output for carried in self.state.values()}
         results = [a for i, a in enumerate(self.flat.outputs) if i not in state_outputs and isinstance(a, int)]
         used = {id(e) for e in needed(self.flat.equations, results)}
         return {index for index, e in enumerate(self.flat.equations) if id(e) not in used}
 
     def results(self, where: Mapping[int, int | None]) -> list[int]:
-        """The stage of every output. State stays where it is read; what needs no stage's work goes to the last."""
+        """The stage of every output. State is where it is kept; what needs no stage's work goes to the last."""
         made = {value: where[id(e)] for e in self.flat.equations for value in e.outputs}
-        readers: dict[int, set[int]] = {}
-        for equation in self.flat.equations:
-            stage = where[id(equation)]
-            for value in equation.values:
-                if stage is not None:
-                    readers.setdefault(value, set()).add(stage)
-        carried = {output: argument for argument, output in self.state.items()}
-        found = []
-        for position, atom in enumerate(self.flat.outputs):
-            stage = made.get(atom) if isinstance(atom, int) else None
-            argument = carried.get(position)
-            if argument is not None:
-                reading = readers.get(argument, set())
-                stage = stage if stage is not None else min(reading, default=0)
-                if reading - {stage}:
-                    raise PlanError(
-                        f"the model's state of shape {self.flat.avals[argument].shape} is read on stages "
-                        f"{sorted(reading)} and written on stage {stage}: a later microbatch would read it too early; "
-                        "read and write it inside one block, or plan a cut that keeps both together"
-                    )
-            found.append(self.stages - 1 if stage is None else stage)
-        return found
-
-
-def _note(users: dict[int, set[int]], equation: Equation, stage: int | None) -> None:
-    if stage is not None:
-        for value in equation.values:
-            users.setdefault(value, set()).add(stage)
+        found = [made.get(atom) if isinstance(atom, int) else None for atom in self.flat.outputs]
+        for value, carried in self.state.items():
+            found[carried.output] = self.homes[value]
+        return [self.stages - 1 if stage is None else stage for stage in found]
 
 
 def _is_light(equation: Equation, flat: FlatProgram) -> bool:
@@ -348,7 +305,7 @@ def _parts(
     home: Sequence[int],
     weights: Sequence[Weight],
     live: frozenset[int],
-    state: Mapping[int, int],
+    state: Mapping[int, Carried],
 ) -> tuple[StagePart, ...]:
     arguments = set(flat.arguments) - {weight.value for weight in weights}
     reads: list[dict[int, None]] = []
@@ -370,7 +327,7 @@ def _parts(
     parts = []
     for stage, run in enumerate(per_stage):
         leaving = dict.fromkeys(a.value for other in arrivals for a in other if a.source == stage)
-        own_state = [value for value, position in state.items() if home[position] == stage]
+        own_state = [value for value, carried in state.items() if home[carried.output] == stage]
         sources = [v for v in reads[stage] if v in arguments]
         parts.append(
             StagePart(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from shardwright.backends.jax.carried import Carried
 from shardwright.backends.jax.cut import Cut, cut
 from shardwright.backends.jax.equations import FlatProgram, Home, flatten
 from shardwright.backends.jax.holding import Holding
@@ -53,13 +54,14 @@ def cut_microbatch(
         first += count
     weights, random, (step,), state, (m,), batch = groups
     # State that comes out as it went in is read wherever it is wanted, like an array of the batch.
+    other = Parts(parts.other, None, None, parts.graphdef).names
     changed = [
-        (value, atom)
-        for value, atom in zip(state, flat.outputs[2:], strict=True)
+        (value, name, atom)
+        for value, name, atom in zip(state, other, flat.outputs[2:], strict=True)
         if not isinstance(atom, int) or atom != value
     ]
-    flat.outputs = (*flat.outputs[:2], *(atom for _, atom in changed))
-    carried = {value: 2 + position for position, (value, _) in enumerate(changed)}
+    flat.outputs = (*flat.outputs[:2], *(atom for *_, atom in changed))
+    carried = {value: Carried(name, 2 + position) for position, (value, name, _) in enumerate(changed)}
     _refuse_closed_over(flat, parts, weights)
     found = cut(flat, plan.stages, weights, names, planned, holdings, carried)
     specs = {}
@@ -75,7 +77,7 @@ def cut_microbatch(
         {value: dim is not None for value, dim in zip(batch, microbatches.dims, strict=True)},
         dict(zip(batch, split, strict=True)),
         m,
-        carried,
+        {value: entry.output for value, entry in carried.items()},
     )
     return CutMicrobatch(found, operands, random, step, state, batch, specs)
 

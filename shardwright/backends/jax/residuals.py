@@ -33,16 +33,19 @@ class Residuals:
     remade: tuple[Equation, ...]
 
 
-def residuals(program: FlatProgram, wanted: Collection[int]) -> Residuals:
-    """wanted: values of the program that its derivative reads. Its arguments and constants are at hand anyway."""
-    return _Chooser(program).run(wanted)
+def residuals(program: FlatProgram, wanted: Collection[int], passing: Collection[int] = ()) -> Residuals:
+    """wanted: values of the program that its derivative reads. Its arguments and constants are at hand anyway, but for
+    the ``passing`` arguments, which will have changed by then (the model's state)."""
+    return _Chooser(program, passing).run(wanted)
 
 
 class _Chooser:
-    def __init__(self, program: FlatProgram) -> None:
+    def __init__(self, program: FlatProgram, passing: Collection[int]) -> None:
         self.program = program
-        self.maker = {value: index for index, e in enumerate(program.equations) for value in e.outputs}
-        self.at_hand = set(program.arguments) | set(program.constants)
+        self.maker = dict.fromkeys(passing, -1)
+        """Values → the positions of the equations that make them; arguments come first."""
+        self.maker |= {value: index for index, e in enumerate(program.equations) for value in e.outputs}
+        self.at_hand = set(program.arguments) - set(passing) | set(program.constants)
         self.in_products = {v for e in program.equations if e.primitive.name in PRODUCTS for v in e.values}
 
     def run(self, wanted: Collection[int]) -> Residuals:
@@ -80,15 +83,14 @@ class _Chooser:
                     leaves.add(current)
                 continue
             index = self.maker[current]
-            equation = self.program.equations[index]
-            if not self._is_cheap(equation) or len(chain) == CHAIN:
+            if index < 0 or not self._is_cheap(self.program.equations[index]) or len(chain) == CHAIN:
                 if current == value:
                     return None, set()
                 leaves.add(current)
                 continue
             if index not in chain:
                 chain.add(index)
-                missing += equation.values
+                missing += self.program.equations[index].values
         return chain, leaves
 
     @staticmethod

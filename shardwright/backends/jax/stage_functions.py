@@ -1,9 +1,9 @@
 """The functions of one stage: forward, backward, and the backward in two halves (input gradient, weight gradient).
 
 The forward's program is differentiated once. What its backward reads is an argument of the stage, which is at hand
-anyway, or made again by cheap arithmetic (`residuals`), or *kept* from forward to backward. The halves divide the
-backward's equations: those that the gradients of arrivals need, and the rest, with what passes between them kept once
-more (zero bubble, arXiv 2401.10241, section 2).
+anyway unless it is state that later microbatches change, or made again by cheap arithmetic (`residuals`), or *kept*
+from forward to backward. The halves divide the backward's equations: those that the gradients of arrivals need, and the
+rest, with what passes between them kept once more (zero bubble, arXiv 2401.10241, section 2).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -121,7 +121,9 @@ class _Builder:
     def build(self) -> StageFunctions:
         forward, structure, returned = self._trace_forward()
         saved = forward.outputs[len(returned) :]
-        residual = residuals(forward, [atom for atom in saved if isinstance(atom, int)])
+        given = zip(self.inputs, forward.arguments, strict=True)
+        passing = [argument for value, argument in given if value in self.operands.state]
+        residual = residuals(forward, [atom for atom in saved if isinstance(atom, int)], passing)
         run = self._forward(forward, returned, residual.kept)
         return StageFunctions(run, *self._backwards(*self._trace_backward(structure, forward, saved, residual)))
 
