@@ -38,6 +38,11 @@ def with_activations(
     )
 
 
+def is_long(decision: Decision) -> bool:
+    """Whether a step has so many microbatches that gradients are there at its peak."""
+    return decision.microbatches > 2 * decision.stages
+
+
 def less_apart(
     decision: Decision,
     ranked: RankTables,
@@ -50,9 +55,8 @@ def less_apart(
 
     Where a step has many microbatches nothing is less, and copies are as in a step that has as many as settle it.
     """
-    few = decision.microbatches <= 2 * decision.stages
     closes_in_turn = decision.virtual_stages > 1 and request.bucket_bytes > 0
-    if not when_made or decision.shard >= 2 or not (few or closes_in_turn):
+    if not when_made or decision.shard >= 2 or (is_long(decision) and not closes_in_turn):
         return memory
     ends, placement = ranked.ends(decision.stage_starts), decision.stage_ranks
     if decision.generated:
@@ -71,7 +75,9 @@ def less_apart(
             request.gradient_width,
         )
         less = apart_bytes(order, held, request.bucket_bytes)
-        found.append(replace(use, buffers_bytes=beside + max(0, -less), apart_bytes=max(0, less) if few else 0))
+        found.append(
+            replace(use, buffers_bytes=beside + max(0, -less), apart_bytes=0 if is_long(decision) else max(0, less))
+        )
     return tuple(found)
 
 

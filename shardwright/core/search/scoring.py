@@ -19,7 +19,7 @@ from shardwright.core.rank_tables import RankTables
 from shardwright.core.request import VIRTUAL_STAGES, Request
 from shardwright.core.schedule import AUTO, Schedule
 from shardwright.core.schedule.live import peak_live
-from shardwright.core.search.peaks import by_stage, less_apart, with_activations
+from shardwright.core.search.peaks import by_stage, is_long, less_apart, with_activations
 from shardwright.core.search.space import RECOMPUTES, Pipelining, Policy, Shape, require_starts, splits_backward
 from shardwright.core.stages import MemoryRequest, UnitTable
 
@@ -113,6 +113,10 @@ class Scorer:
         if not ranked.over_bytes(most):
             return memory
         memory = by_stage(decision, ranked, memory, request)
+        if is_long(decision) and ranked.over_bytes(
+            by_stage(decision, ranked, memory, replace(request, bucket_bytes=0))
+        ):
+            return memory  # too much before any copies
         return less_apart(decision, ranked, memory, request, self._when_made)
 
     # Bounds ------------------------------------------------------------------------------------------------------
@@ -261,7 +265,8 @@ class Scorer:
         if self.request.stage_starts is not None or len(placement) > whole.units:
             return False
         decision = self.decision(shape, policy, pipelining, whole.free_cut(placement))
-        return not whole.over_bytes(self._memory(decision, whole, live))
+        memory = whole.memory(decision.stage_starts, placement, live, self._request_of(decision))
+        return not whole.over_bytes(memory) and not whole.over_bytes(self._memory(decision, whole, live))
 
     def _keeping(
         self, decision: Decision, ranked: RankTables, live: Sequence[int]
