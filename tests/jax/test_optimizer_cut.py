@@ -128,3 +128,20 @@ def test_an_optimizers_side_effects_in_a_fixed_order_are_refused() -> None:
     train = sw.train_step(plain_loss, optimizer, plan_of(graph_of(create), 2), devices=jax.devices()[:2])
     with pytest.raises(PlanError, match=r"optimizer has a side effect in a fixed order.*use ordered=False"):
         train(train.init(create), batches(1)[0])
+
+
+def test_an_optimizer_whose_state_changes_its_dtype() -> None:
+    """As optax.inject_hyperparams makes of moments of bfloat16 parameters beside others of float32."""
+
+    def init(params: Any) -> Any:
+        return {"trace": jax.tree.map(lambda p: jnp.zeros_like(p, jnp.bfloat16), params)}
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return updates, {"trace": jax.tree.map(jnp.add, state["trace"], updates)}
+
+    create = maker(2)
+    optimizer = optax.GradientTransformation(init, update)
+    train = sw.train_step(plain_loss, optimizer, plan_of(graph_of(create), 2), devices=jax.devices()[:2])
+    message = r"state\['trace'\].* bfloat16 at first and .* float32 after an update, and \d+ others.*one dtype, or cast"
+    with pytest.raises(PlanError, match=message):
+        train(train.init(create), batches(1)[0])

@@ -15,6 +15,7 @@ from shardwright.backends.jax.holding import Holding, Stack, StageMeshes
 from shardwright.backends.jax.layout import spread_over
 from shardwright.backends.jax.placed import PlacedProgram
 from shardwright.backends.jax.unstack import Unstacked, unstack
+from shardwright.core.errors import PlanError
 
 Path = tuple[Any, ...]
 
@@ -123,6 +124,8 @@ class OptimizerCut:
         → the step, the state, the parameters and the loss. All but the two sums and the step are donated.
 
         uses: the (leaf, stage) pairs of the gradients, where a tied parameter has several; of a stack, its pieces.
+
+        Raises PlanError for an optimizer whose state changes its shapes or dtypes.
         """
         leaves, structure = jax.tree.flatten(self.params)
         merged: list[tuple[int, Places]] = []
@@ -142,6 +145,7 @@ class OptimizerCut:
                 for g, p in zip(gathered, jax.tree.leaves(params), strict=True)
             ]
             updates, state = self.optimizer.update(jax.tree.unflatten(structure, mean), state, params)
+            _require_same_state(self.state, state)
             changed = optax.apply_updates(params, updates)
             return step + 1, jax.tree.leaves(state), jax.tree.leaves(changed), total / weight
 
@@ -186,6 +190,23 @@ class OptimizerCut:
             self.meshes.whole,
             [donate and index not in keep for index, held in enumerate(arguments) for _ in held],
             compiler,
+        )
+
+
+def _require_same_state(before: Any, after: Any) -> None:
+    """The update is compiled once, for the state that init makes."""
+    forms = [
+        {jax.tree_util.keystr(path): f"{jnp.shape(leaf)} {jnp.result_type(leaf)}" for path, leaf in leaves}
+        for leaves in (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (before, after))
+    ]
+    names = [name for name in {**forms[0], **forms[1]} if forms[0].get(name) != forms[1].get(name)]
+    if names:
+        one, other = (form.get(names[0], "absent") for form in forms)
+        more = f", and {len(names) - 1} others change too" if len(names) > 1 else ""
+        raise PlanError(
+            f"the optimizer's state{names[0]} is {one} at first and {other} after an update{more}: pipeline stages "
+            "compile the update once; give all parameters one dtype, or cast what the optimizer keeps to what it is at "
+            "first"
         )
 
 
