@@ -24,9 +24,12 @@ def memory_over_time(plan: Plan) -> tuple[tuple[Moment, ...], ...]:
     """For every pipeline rank its moments, one after the other from the start of the step to its end.
 
     Parameters and optimizer states stay. Activations of a microbatch come with its forward and go with its backward, of
-    a split one with its second half. Buffers are there while an action runs. Gradients stay too, unless the runtime
-    makes them in every step anew (the plan's peaks then have ``apart_bytes``): those of a stage come with its first
-    backward. The fullest moment is the predicted peak.
+    a split one with its second half. Buffers are there while an action runs, at their most, whichever action it is:
+    copies of gradients on their way to other replicas count among them, although they come with the last backward
+    passes and stay until all are summed. Gradients stay too; where the plan's peaks have ``apart_bytes``, those of a
+    stage come with its first backward. (A plan without may be of a runtime that makes them in every step anew: in a
+    step of many microbatches, or where copies take what that saves, its peak does not show it.) No moment is drawn
+    above the predicted peak: what would be is in its ``apart_bytes``.
     Raises ScheduleError when the schedule does not admit the plan's sizes.
     """
     timeline = simulate_schedule(plan.build_schedule(), costs := plan.stage_costs())
