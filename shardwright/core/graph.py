@@ -182,7 +182,7 @@ class Footprint:
     """What the backward holds beside that at each of its moments that may be the fullest: which one is, depends on the
     batch."""
     wide_share: float
-    """Of what is kept, the share that is in fp32: what another precision makes smaller."""
+    """Of what is kept, the share that is in fp32: what another precision makes smaller; 0 where nothing is kept."""
 
 
 @dataclass(frozen=True, slots=True)

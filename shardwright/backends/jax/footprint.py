@@ -72,7 +72,7 @@ def footprints(
         Footprint(
             kept=(3 * kept - 2 * kept_3, kept_3 - kept),
             passing=_fullest(passing, passing_3),
-            wide_share=wide / kept_3 if kept_3 else 1.0,
+            wide_share=wide / kept_3 if kept_3 else 0.0,
         )
         for (kept, passing, _), (kept_3, passing_3, wide) in zip(*found, strict=True)
     ), tuple(twice)
