@@ -267,6 +267,3 @@ class Graph:
     def parameter_count(self, *, trainable_only: bool = False) -> int:
         """Entries of all parameters, each counted once however often it is tied."""
         return sum(self.tensors[p.tensor].elements(1) for p in self.parameters if p.trainable or not trainable_only)
-
-    def parameter_bytes(self) -> int:
-        return sum(self.tensors[p.tensor].size_bytes(1) for p in self.parameters)

@@ -6,7 +6,7 @@ whole, and every equation can be bound again.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -418,9 +418,3 @@ class _ScanCutter:
         out = flat.new(aval)
         flat.equations.append(Equation(primitive, params, tuple(inputs), (out,), self.equation.ctx, region=self.region))
         return out
-
-
-def replace_values(equation: Equation, names: Mapping[int, int]) -> Equation:
-    """The equation reading other values."""
-    inputs = tuple(names.get(atom, atom) if isinstance(atom, int) else atom for atom in equation.inputs)
-    return replace(equation, inputs=inputs)
