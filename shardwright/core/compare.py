@@ -46,6 +46,11 @@ class Comparison:
         allowed = FRAMEWORK_DIFFERENCES
         return tuple(d for d in self.differences if d.part not in allowed and f"{d.part}.{d.field}" not in allowed)
 
+    def __str__(self) -> str:
+        """A line for every difference."""
+        lines = [f"{d.part}.{d.field}: {d.first or '-'} | {d.second or '-'}" for d in self.differences]
+        return "\n".join(lines) or "no difference"
+
 
 def compare(plan_a: Plan, plan_b: Plan) -> Comparison:
     """What differs between two plans: degrees, cuts, layouts, policies, structure, predictions."""

@@ -16,7 +16,7 @@ from shardwright.core.memory_over_time import Moment
 from shardwright.core.plan import Plan
 from shardwright.core.timeline import Timeline
 
-BARS = 24
+BARS = 64
 """Columns of a picture of memory over time."""
 
 
@@ -84,9 +84,16 @@ def step_view(parts: Sequence[RankStep]) -> RenderableType:
 def memory_view(held: Sequence[Sequence[Moment]], step_s: float) -> RenderableType:
     """What every pipeline rank holds: by class where it is fullest, and all of it over the step."""
     table = new_table(
-        "Memory over the step", "rank", ">parameters", ">gradients", ">optimizer", ">activations", ">buffers",
-        ">fullest", "from start to end",
-    )  # fmt: skip
+        "Memory at its fullest",
+        "rank",
+        ">parameters",
+        ">gradients",
+        ">optimizer",
+        ">activations",
+        ">buffers",
+        ">together",
+    )
+    pictures = ["\nMemory over the step, of each rank's fullest"]
     for rank, moments in enumerate(held):
         full = max(moments, key=lambda moment: moment.memory.total_bytes)
         use, most = full.memory, max(1, full.memory.total_bytes)
@@ -103,8 +110,9 @@ def memory_view(held: Sequence[Sequence[Moment]], step_s: float) -> RenderableTy
             for bar in range(min(first, BARS - 1), min(last, BARS - 1) + 1):
                 shares[bar] = max(shares[bar], moment.memory.total_bytes / most)
         drawn = "".join(" ▁▂▃▄▅▆▇█"[round(8 * share)] for share in shares)
-        table.add_row(str(rank), *map(bytes_text, (*parts, use.total_bytes)), drawn)
-    return table
+        table.add_row(str(rank), *map(bytes_text, (*parts, use.total_bytes)))
+        pictures.append(f"rank {rank}  {drawn}")
+    return Group(table, Text("\n".join(pictures)))
 
 
 def _heading(plan: Plan) -> Text:

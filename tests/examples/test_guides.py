@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
 
 
-@pytest.mark.parametrize(("guide", "launcher"), [("pytorch", TORCHRUN), ("jax", ())])
+@pytest.mark.parametrize(("guide", "launcher"), [("pytorch", TORCHRUN), ("jax", ()), ("planning", ())])
 def test_a_guide_is_a_program_that_runs(tmp_path: Path, guide: str, launcher: tuple[str, ...]) -> None:
     text = (ROOT / "docs" / f"{guide}.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)

@@ -284,7 +284,9 @@ def test_compare_twins_and_others(plan: sw.Plan, cluster: Cluster) -> None:
     other = sw.compare(plan, sw.plan(GRAPH, cluster, batch=64, pp=2, dp=2, tp=4, microbatch=2))
     assert not other.same_decision
     assert {d.field for d in other.unexpected} >= {"pp", "tp", "stage_starts"}
+    assert "decision.pp: " in str(other)
     assert not sw.compare(plan, plan).differences
+    assert str(sw.compare(plan, plan)) == "no difference"
 
 
 def test_explain_a_plan_and_a_parameter(plan: sw.Plan) -> None:
