@@ -1,14 +1,18 @@
 """Measured step times of two-rank plans against what a profile of this machine predicts.
 
-    python benchmarks/step_time.py [--models gpt2 ncf] [--steps 10] [--write benchmarks/results/step_time.md]
+    python benchmarks/step_time.py [--models gpt2 ncf] [--steps 12] [--write benchmarks/results/step_time.md]
     python benchmarks/step_time.py --framework jax
+    python benchmarks/step_time.py --models gpt2 bert --plans composed
 
 torch: two processes of one thread each, Gloo. JAX: one process with two devices. For every model `shardwright profile
---model` runs first, on both at once; then plans with pp 2, dp 2 and tp 2 are made with that profile and run. The aim is
-10%.
+--model` runs first, on both at once; then plans are made with that profile and run, all of them in turns, in several
+launches, as the same plan takes other times in other processes. The aim is 10%.
+
+``--plans composed``: only plans of a form that the profile does not run itself.
 """
 
 import argparse
+import copy
 import json
 import os
 import statistics
@@ -16,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +29,22 @@ from shardwright.backends import protocol
 
 HERE = Path(__file__).resolve()
 MODELS = ("gpt2", "bert", "t5", "resnet", "ncf")
-PLANS: dict[str, dict[str, int]] = {
-    "pp 2": {"pp": 2, "dp": 1, "tp": 1},
-    "dp 2": {"pp": 1, "dp": 2, "tp": 1},
-    "tp 2": {"pp": 1, "dp": 1, "tp": 2},
+PP, DP, TP = {"pp": 2, "dp": 1, "tp": 1}, {"pp": 1, "dp": 2, "tp": 1}, {"pp": 1, "dp": 1, "tp": 2}
+PLANS: dict[str, dict[str, Any]] = {"pp 2": PP, "dp 2": DP, "tp 2": TP}
+"""Of a form that the profile runs: pipelines, and one stage on each device or shared by both."""
+COMPOSED: dict[str, dict[str, Any]] = {
+    "pp 2, gpipe": PP | {"schedule": "gpipe"},
+    "pp 2, two stages a rank": PP | {"schedule": "interleaved-1f1b", "virtual_stages": 2},
+    "pp 2, cut a unit earlier": PP | {"earlier": 1},
+    "pp 2, all recomputed": PP | {"recompute": "full"},
+    "pp 2, 16 microbatches": PP | {"microbatches": 16},
+    "dp 2, microbatches half as large": DP | {"divided": 2},
+    "dp 2, optimizer shared": DP | {"shard": 1},
 }
+"""Of another form: what is measured is put together otherwise."""
 MICROBATCHES = 4
+BLOCK = 4
+"""Steps of a plan before the next one has its turn; the first of them is left out."""
 QUIET = 0.04
 """Of the cores, what others may take while something is measured."""
 TWO_DEVICES = (
@@ -82,56 +96,71 @@ def target(framework: str, name: str) -> str:
     return f"{HERE}:model_{name}" if framework == "torch" else f"{HERE.with_name('jax_models.py')}:{name}"
 
 
-def worker(framework: str, name: str, kind: str, profile: str, steps: int) -> None:
+def worker(framework: str, name: str, profile: str, kinds: Sequence[str], steps: int) -> None:
+    """Steps of every plan, in turns; prints what was measured and predicted."""
     model, sample, loss = given(framework, name)
-    degrees = PLANS[kind]
-    size = len(next(iter(sample.values())))
-    cluster = sw.Cluster(profile, devices_per_node=2)
-    pins = {"schedule": "1f1b", "recompute": "none", "shard": 0, "precision": "fp32", "microbatch": size}
-    count = MICROBATCHES * degrees["dp"]
-    plan = sw.plan(sw.capture(model, sample, loss), cluster, batch=count * size, **degrees, **pins)  # type: ignore[arg-type]
-    own, first, settle = (torch_parts if framework == "torch" else jax_parts)(model, count, degrees["dp"])
-    batch = {key: own(value) for key, value in sample.items()}
-    running = protocol.load(framework).compile(plan, model, loss=loss)
-    seconds = []
-    for step in range(steps + 2):
-        began = time.perf_counter()
-        running.step(batch)  # gives the loss of all ranks, so that none is ahead by more than its optimizer
-        settle(running)
-        if step >= 2:
-            seconds.append(time.perf_counter() - began)
+    graph = sw.capture(model, sample, loss)
+    running = []
+    for kind in kinds:
+        plan = planned(graph, len(next(iter(sample.values()))), profile, (PLANS | COMPOSED)[kind])
+        own, first, settle = (torch_parts if framework == "torch" else jax_parts)(model, plan)
+        batch = {key: own(value) for key, value in sample.items()}
+        one = protocol.load(framework).compile(plan, copy.deepcopy(model), loss=loss)
+        for _ in range(2):
+            one.step(batch)
+        running.append((plan, one, batch, settle, []))
+    for _ in range(-(-steps // (BLOCK - 1))):
+        for _, one, batch, settle, taken in running:
+            for number in range(BLOCK):
+                began = time.perf_counter()
+                one.step(batch)  # gives the loss of all ranks, so that none is ahead by more than its optimizer
+                settle(one)
+                if number:
+                    taken.append(time.perf_counter() - began)
     if not first:
         return
-    quartiles = statistics.quantiles(seconds, n=4)
-    parts = plan.predicted
-    print(
-        json.dumps(
-            {
-                "measured": statistics.median(seconds), "low": quartiles[0], "high": quartiles[2],
-                "predicted": parts.step_time_s, "pipeline": parts.pipeline_s, "optimizer": parts.optimizer_s,
-                "data_parallel": parts.data_parallel_s, "tensor": parts.tensor_collective_s,
-            }
-        )
-    )  # fmt: skip
+    found = {}
+    for kind, (plan, *_, taken) in zip(kinds, running, strict=True):
+        parts = plan.predicted
+        found[kind] = {
+            "measured": taken, "predicted": parts.step_time_s, "pipeline": parts.pipeline_s,
+            "data_parallel": parts.data_parallel_s, "optimizer": parts.optimizer_s,
+        }  # fmt: skip
+    print(json.dumps(found))
 
 
-def torch_parts(model: Any, count: int, replicas: int) -> Any:
-    """How a microbatch becomes this process's batch, whether it reports, and what waits for the device."""
+def planned(graph: sw.Graph, size: int, profile: str, asked: dict[str, Any]) -> sw.Plan:
+    """The plan that is asked for, of microbatches as large as the sample unless it says otherwise."""
+    asked = {"schedule": "1f1b", "recompute": "none", "shard": 0, "precision": "fp32"} | asked
+    earlier, divided = asked.pop("earlier", 0), asked.pop("divided", 1)
+    size //= divided
+    batch = asked.pop("microbatches", MICROBATCHES * divided) * size * asked["dp"]
+    cluster = sw.Cluster(profile, devices_per_node=2)
+    plan = sw.plan(graph, cluster, batch=batch, microbatch=size, **asked)
+    if not earlier:
+        return plan
+    starts = [max(stage, start - earlier) for stage, start in enumerate(plan.decision.stage_starts)]
+    return sw.plan(graph, cluster, batch=batch, microbatch=size, stage_starts=starts, **asked)
+
+
+def torch_parts(model: Any, plan: sw.Plan) -> Any:
+    """How a sample becomes this process's batch, whether it reports, and what waits for the device."""
     import torch
 
     torch.set_num_threads(1)
     model.train()
-    own = count // replicas
-    return lambda value: torch.cat([value] * own), os.environ["RANK"] == "0", lambda _: None
+    own = plan.decision.batch // plan.decision.dp
+    return lambda value: torch.cat([value] * -(-own // len(value)))[:own], os.environ["RANK"] == "0", lambda _: None
 
 
-def jax_parts(model: Any, count: int, _replicas: int) -> Any:
+def jax_parts(_model: Any, plan: sw.Plan) -> Any:
     """The same in one process for all devices."""
     import jax
     import numpy as np
 
+    whole = plan.decision.batch
     return (
-        lambda value: np.concatenate([np.asarray(value)] * count),
+        lambda value: np.concatenate([np.asarray(value)] * -(-whole // len(value)))[:whole],
         True,
         lambda running: jax.block_until_ready(running.state.params),
     )
@@ -177,15 +206,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--framework", choices=("torch", "jax"), default="torch")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--plans", nargs="+", choices=(*PLANS, *COMPOSED, "composed"), default=list(PLANS))
+    parser.add_argument("--steps", type=int, default=12, help="timed, of every plan in every launch")
+    parser.add_argument("--launches", type=int, default=2)
     parser.add_argument("--budget", type=float, default=5.0, help="seconds for the profile's own measurements")
     parser.add_argument("--write", type=Path, help="append the table to this file")
-    parser.add_argument("--worker", nargs=3, metavar=("MODEL", "PLAN", "PROFILE"), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=2, metavar=("MODEL", "PROFILE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     framework = options.framework
+    kinds = list(COMPOSED) if "composed" in options.plans else options.plans
     if options.worker:
-        worker(framework, *options.worker, options.steps)
+        worker(framework, *options.worker, kinds, options.steps)
         return 0
     lines = [
         "| framework | model | plan | measured (quartiles) | predicted | error | pipeline | gradients | optimizer |",
@@ -202,29 +233,13 @@ def main() -> int:
                 ["-m", "shardwright", "profile", profile, "--framework", framework, "--budget", str(options.budget),
                  "--model", target(framework, name), "--microbatch", size],
             )  # fmt: skip
-            for kind in options.plans:
-                said = launched(
-                    framework,
-                    [
-                        str(HERE),
-                        "--framework",
-                        framework,
-                        "--steps",
-                        str(options.steps),
-                        "--worker",
-                        name,
-                        kind,
-                        profile,
-                    ],
-                )
-                found = {key: value * 1e3 for key, value in json.loads(said.strip().splitlines()[-1]).items()}
-                error = found["predicted"] / found["measured"] - 1
-                errors.append(abs(error))
-                lines.append(
-                    f"| {framework} | {name} | {kind} | {found['measured']:.1f} ({found['low']:.1f} to "
-                    f"{found['high']:.1f}) | {found['predicted']:.1f} | {error:+.1%} | {found['pipeline']:.1f} "
-                    f"| {found['data_parallel']:.1f} | {found['optimizer']:.1f} |"
-                )
+            arguments = [str(HERE), "--framework", framework, "--steps", str(options.steps), "--plans", *kinds,
+                         "--worker", name, profile]  # fmt: skip
+            runs = [
+                json.loads(launched(framework, arguments).strip().splitlines()[-1]) for _ in range(options.launches)
+            ]
+            for kind in kinds:
+                lines.append(row(f"{framework} | {name} | {kind}", [run[kind] for run in runs], errors))
                 print(lines[-1], flush=True)
     within = sum(error <= 0.1 for error in errors)
     lines += ["", f"Within 10%: {within} of {len(errors)}; mean error {statistics.mean(errors):.1%}.", ""]
@@ -233,6 +248,20 @@ def main() -> int:
         with options.write.open("a") as file:
             file.write("\n".join(lines) + "\n")
     return 0
+
+
+def row(what: str, runs: Sequence[dict[str, Any]], errors: list[float]) -> str:
+    """A line of the table: the mean over launches of the median step; ``errors`` receives how far off it is."""
+    low, _, high = statistics.quantiles([seconds for run in runs for seconds in run["measured"]], n=4)
+    measured = statistics.mean(statistics.median(run["measured"]) for run in runs)
+    said = runs[0]
+    error = said["predicted"] / measured - 1
+    errors.append(abs(error))
+    parts = " | ".join(f"{said[part] * 1e3:.1f}" for part in ("pipeline", "data_parallel", "optimizer"))
+    return (
+        f"| {what} | {measured * 1e3:.1f} ({low * 1e3:.1f} to {high * 1e3:.1f}) | {said['predicted'] * 1e3:.1f} "
+        f"| {error:+.1%} | {parts} |"
+    )
 
 
 if __name__ == "__main__":

@@ -9,9 +9,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import brentq
 
 from shardwright.api import capture, plan
@@ -29,8 +31,11 @@ from shardwright.core.tensor_layouts import digest
 MICROBATCHES = (2, 6)
 """Run in one step of the whole model: the difference is what one takes. Of units the median over the larger number."""
 
-SECONDS, LEAST_STEPS, MOST_STEPS = 3.0, 3, 30
+SECONDS, LEAST_STEPS, MOST_STEPS = 4.0, 3, 30
 """How long steps of the whole model are timed, and how many there are at least and at most."""
+
+PARTS = ("every unit a stage", "in one stage", "in several stages")
+"""How a model is run, at each size and degree."""
 
 Given = TypeVar("Given")
 Found = TypeVar("Found")
@@ -68,11 +73,14 @@ def measure_units(
     setup = _Setup(model, sample, loss, cluster or Cluster("cpu"), graph, steps, options)
     found: list[MeasuredUnit] = []
     runs = [(degree, size) for degree in tensor_degrees for size in microbatches]
-    for done, (degree, size) in enumerate(runs):
-        if progress is not None:
-            over = f" on {degree} ranks" if degree > 1 else ""
-            progress(f"{graph.model_name}, microbatches of {size}{over}", done, len(runs))
-        found += setup.units(size, degree)
+    for number, (degree, size) in enumerate(runs):
+        over = f" on {degree} ranks" if degree > 1 else ""
+
+        def show(part: int, what: str = f"{graph.model_name}, microbatches of {size}{over}", run: int = number) -> None:
+            if progress is not None:
+                progress(f"{what}: {PARTS[part]}", run * len(PARTS) + part, len(runs) * len(PARTS))
+
+        found += setup.units(size, degree, show)
     return tuple(found)
 
 
@@ -98,17 +106,23 @@ class _Setup:
     steps: int
     options: Mapping[str, Any]
 
-    def units(self, microbatch: int, degree: int) -> list[MeasuredUnit]:
+    def units(self, microbatch: int, degree: int, show: Callable[[int], None]) -> list[MeasuredUnit]:
         """Every class of units at one size, shared by ``degree`` devices: as they run in one stage, and where there are
-        devices enough, as they run in several, which wait for each other and leave the machine to each other."""
+        devices enough, as they run in several, which wait for each other and leave the machine to each other.
+
+        ``show`` is called with the number of each of `PARTS` before it runs.
+        """
         starts = range(len(fold(self.graph).units))
+        show(0)
         each_a_stage = self._plan(microbatch, degree, MICROBATCHES[1], starts=starts)
         seconds = self._actions_s(each_a_stage)
+        show(1)
         one_stage = [self._plan(microbatch, degree, count, starts=(0,)) for count in MICROBATCHES]
         found = self._classes(each_a_stage, seconds, one_stage)
         sharing = self.cluster.world_size // degree
         pp = next((stages for stages in range(2, sharing + 1) if sharing % stages == 0), 1)
         if 1 < pp <= len(starts):
+            show(2)
             many = self._plan(microbatch, degree, MICROBATCHES[1], pp=pp)
             few = self._plan(microbatch, degree, MICROBATCHES[0], pp=pp, starts=many.decision.stage_starts)
             found += self._classes(each_a_stage, _as_stages(seconds, many, self._actions_s(many)), [few, many])
@@ -158,23 +172,18 @@ class _Setup:
 
         Steps of either take turns, so that what the machine does meanwhile slows both alike.
         """
-        # As predicted, so that all processes run as many.
-        rounds = math.ceil(SECONDS / max(1e-9, sum(planned.predicted.step_time_s for planned in plans)))
-        rounds = min(max(rounds, LEAST_STEPS), MOST_STEPS)
         compiled = [self._compiled(planned) for planned in plans]
-
-        def steps_s(ways: Sequence[tuple[protocol.Executable, Any]]) -> list[float]:
-            taken: list[list[float]] = [[] for _ in ways]
-            for _ in range(rounds):
-                for times, (one, batch) in zip(taken, ways, strict=True):
-                    began = time.perf_counter()
-                    one.step(batch)
-                    times.append(time.perf_counter() - began)
-            return list(map(statistics.median, taken))
-
         groups = list(zip(*([(one, batch) for one in running] for running, batch in compiled), strict=True))
-        few, many = map(statistics.mean, zip(*_at_once(groups, steps_s), strict=True))
-        factor = _factor(plans, seconds, many - few)
+        backend = protocol.load(self.graph.framework)
+        # All processes and groups run as many as the slowest of them has the time for.
+        first = _at_once(groups, partial(_rounds_s, 1))
+        slowest_s = backend.longest_s(max(float(times.sum()) for times in first))
+        rounds = min(max(math.ceil(SECONDS / max(1e-9, slowest_s)), LEAST_STEPS), MOST_STEPS)
+        found = _at_once(groups, partial(_rounds_s, rounds))
+        # What a round's steps differ by, as the machine does not stay as fast from round to round.
+        more_s = statistics.mean(float(np.median(times[:, 1] - times[:, 0])) for times in found)
+        few = statistics.mean(float(np.median(times[:, 0])) for times in found)
+        factor = _factor(plans, seconds, more_s)
         counted = plans[0].predicted.data_parallel_s + plans[0].predicted.optimizer_s
         return _Steps(factor, max(0.0, few - _makespan_s(plans[0], seconds, factor) - counted))
 
@@ -209,6 +218,17 @@ class _Setup:
             microbatch=microbatch, virtual_stages=virtual, stage_starts=starts, recompute="none", shard=0,
             schedule="interleaved-1f1b" if virtual > 1 else "1f1b", precision="fp32",
         )  # fmt: skip
+
+
+def _rounds_s(rounds: int, ways: Sequence[tuple[protocol.Executable, Any]]) -> NDArray[np.float64]:
+    """Seconds of a step of each way, [round, way]; the ways take turns."""
+    taken = np.empty((rounds, len(ways)))
+    for number in range(rounds):
+        for way, (one, batch) in enumerate(ways):
+            began = time.perf_counter()
+            one.step(batch)
+            taken[number, way] = time.perf_counter() - began
+    return taken
 
 
 def _at_once(running: Sequence[Given], run: Callable[[Given], Found]) -> list[Found]:

@@ -68,6 +68,10 @@ class Backend(Protocol):
         launcher started several processes, all of them call this together."""
         ...
 
+    def longest_s(self, seconds: float) -> float:
+        """The largest that any process of this run gives; all of them call this together."""
+        ...
+
 
 BACKENDS = {"torch": "shardwright.backends.torch", "jax": "shardwright.backends.jax"}
 

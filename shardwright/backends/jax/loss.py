@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardwright.backends.jax.convolutions import for_cpu_loops
 from shardwright.backends.jax.state import Parts, TrainState, fold_random, put_together, take_apart
 from shardwright.backends.jax.trace import Recorder, linen_calls, nnx_calls, recomputed
 from shardwright.core.errors import PlanError
@@ -191,9 +192,10 @@ def accumulate(
     if batch.microbatches == 1:
         (loss_sum, weight_sum, gradients, other), _ = one_microbatch(start, 0)
     else:
-        (loss_sum, weight_sum, gradients, other), _ = jax.lax.scan(
-            one_microbatch, start, jnp.arange(batch.microbatches)
-        )
+        numbers = jnp.arange(batch.microbatches)
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        body = for_cpu_loops(one_microbatch, start, numbers[0]) if on_cpu else one_microbatch
+        (loss_sum, weight_sum, gradients, other), _ = jax.lax.scan(body, start, numbers)
     mean = jax.tree.map(lambda g, p: (g / weight_sum).astype(p.dtype), gradients, state.params)
     return loss_sum / weight_sum, mean, other
 

@@ -59,5 +59,10 @@ class TorchBackend:
         )
         return measured
 
+    def longest_s(self, seconds: float) -> float:
+        """The largest over the process group, where there is one."""
+        longest: float = import_module("shardwright.backends.torch.profile").longest_s(seconds)
+        return longest
+
 
 BACKEND: "Backend" = TorchBackend()

@@ -38,6 +38,15 @@ def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | No
     return measured[0]
 
 
+def longest_s(seconds: float) -> float:
+    """The largest that any process of the group gives; all of them call this together."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return seconds
+    largest = torch.tensor(seconds, dtype=torch.float64, device=choose_device(this_launch()))
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
+
+
 def profile_device(
     device: torch.device, *, name: str, budget_s: float = 20.0, progress: MeasureProgress | None = None
 ) -> Measurements:
