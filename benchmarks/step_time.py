@@ -5,14 +5,13 @@
     python benchmarks/step_time.py --models gpt2 bert --plans composed
 
 torch: two processes of one thread each, Gloo. JAX: one process with two devices. For every model `shardwright profile
---model` runs first, on both at once; then plans are made with that profile and run, all of them in turns, in several
-launches, as the same plan takes other times in other processes. The aim is 10%.
+--model` runs first, on both at once; then plans are made with that profile and run, each alone in its processes, as
+plans that share them slow each other. The aim is 10%.
 
 ``--plans composed``: only plans of a form that the profile does not run itself.
 """
 
 import argparse
-import copy
 import json
 import os
 import statistics
@@ -43,8 +42,6 @@ COMPOSED: dict[str, dict[str, Any]] = {
 }
 """Of another form: what is measured is put together otherwise."""
 MICROBATCHES = 4
-BLOCK = 4
-"""Steps of a plan before the next one has its turn; the first of them is left out."""
 QUIET = 0.04
 """Of the cores, what others may take while something is measured."""
 TWO_DEVICES = (
@@ -96,36 +93,27 @@ def target(framework: str, name: str) -> str:
     return f"{HERE}:model_{name}" if framework == "torch" else f"{HERE.with_name('jax_models.py')}:{name}"
 
 
-def worker(framework: str, name: str, profile: str, kinds: Sequence[str], steps: int) -> None:
-    """Steps of every plan, in turns; prints what was measured and predicted."""
+def worker(framework: str, name: str, kind: str, profile: str, steps: int) -> None:
+    """Steps of one plan, alone in its processes; prints what was measured and predicted."""
     model, sample, loss = given(framework, name)
-    graph = sw.capture(model, sample, loss)
-    running = []
-    for kind in kinds:
-        plan = planned(graph, len(next(iter(sample.values()))), profile, (PLANS | COMPOSED)[kind])
-        own, first, settle = (torch_parts if framework == "torch" else jax_parts)(model, plan)
-        batch = {key: own(value) for key, value in sample.items()}
-        one = protocol.load(framework).compile(plan, copy.deepcopy(model), loss=loss)
-        for _ in range(2):
-            one.step(batch)
-        running.append((plan, one, batch, settle, []))
-    for _ in range(-(-steps // (BLOCK - 1))):
-        for _, one, batch, settle, taken in running:
-            for number in range(BLOCK):
-                began = time.perf_counter()
-                one.step(batch)  # gives the loss of all ranks, so that none is ahead by more than its optimizer
-                settle(one)
-                if number:
-                    taken.append(time.perf_counter() - began)
+    plan = planned(sw.capture(model, sample, loss), len(next(iter(sample.values()))), profile, (PLANS | COMPOSED)[kind])
+    own, first, settle = (torch_parts if framework == "torch" else jax_parts)(model, plan)
+    batch = {key: own(value) for key, value in sample.items()}
+    running = protocol.load(framework).compile(plan, model, loss=loss)
+    seconds = []
+    for step in range(steps + 2):
+        began = time.perf_counter()
+        running.step(batch)  # gives the loss of all ranks, so that none is ahead by more than its optimizer
+        settle(running)
+        if step >= 2:
+            seconds.append(time.perf_counter() - began)
     if not first:
         return
-    found = {}
-    for kind, (plan, *_, taken) in zip(kinds, running, strict=True):
-        parts = plan.predicted
-        found[kind] = {
-            "measured": taken, "predicted": parts.step_time_s, "pipeline": parts.pipeline_s,
-            "data_parallel": parts.data_parallel_s, "optimizer": parts.optimizer_s,
-        }  # fmt: skip
+    parts = plan.predicted
+    found = {
+        "measured": seconds, "predicted": parts.step_time_s, "pipeline": parts.pipeline_s,
+        "data_parallel": parts.data_parallel_s, "optimizer": parts.optimizer_s,
+    }  # fmt: skip
     print(json.dumps(found))
 
 
@@ -208,15 +196,15 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--plans", nargs="+", choices=(*PLANS, *COMPOSED, "composed"), default=list(PLANS))
     parser.add_argument("--steps", type=int, default=12, help="timed, of every plan in every launch")
-    parser.add_argument("--launches", type=int, default=2)
+    parser.add_argument("--launches", type=int, default=1, help="of every plan, in turns")
     parser.add_argument("--budget", type=float, default=5.0, help="seconds for the profile's own measurements")
     parser.add_argument("--write", type=Path, help="append the table to this file")
-    parser.add_argument("--worker", nargs=2, metavar=("MODEL", "PROFILE"), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=3, metavar=("MODEL", "PLAN", "PROFILE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     framework = options.framework
     kinds = list(COMPOSED) if "composed" in options.plans else options.plans
     if options.worker:
-        worker(framework, *options.worker, kinds, options.steps)
+        worker(framework, *options.worker, options.steps)
         return 0
     lines = [
         "| framework | model | plan | measured (quartiles) | predicted | error | pipeline | gradients | optimizer |",
@@ -233,14 +221,14 @@ def main() -> int:
                 ["-m", "shardwright", "profile", profile, "--framework", framework, "--budget", str(options.budget),
                  "--model", target(framework, name), "--microbatch", size],
             )  # fmt: skip
-            arguments = [str(HERE), "--framework", framework, "--steps", str(options.steps), "--plans", *kinds,
-                         "--worker", name, profile]  # fmt: skip
-            runs = [
-                json.loads(launched(framework, arguments).strip().splitlines()[-1]) for _ in range(options.launches)
-            ]
-            for kind in kinds:
-                lines.append(row(f"{framework} | {name} | {kind}", [run[kind] for run in runs], errors))
-                print(lines[-1], flush=True)
+            runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
+            for kind in list(kinds) * options.launches:
+                arguments = [str(HERE), "--framework", framework, "--steps", str(options.steps),
+                             "--worker", name, kind, profile]  # fmt: skip
+                runs[kind].append(json.loads(launched(framework, arguments).strip().splitlines()[-1]))
+                if len(runs[kind]) == options.launches:
+                    lines.append(row(f"{framework} | {name} | {kind}", runs[kind], errors))
+                    print(lines[-1], flush=True)
     within = sum(error <= 0.1 for error in errors)
     lines += ["", f"Within 10%: {within} of {len(errors)}; mean error {statistics.mean(errors):.1%}.", ""]
     print(lines[-2])
