@@ -6,32 +6,11 @@ stage unit by unit, the gradients of one unit, and the copies of those behind it
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from shardwright.core.schedule.actions import Action, B, F, W
-from shardwright.core.stages import UnitTable
-
-
-@dataclass(frozen=True, slots=True)
-class StageBytes:
-    """One stage of a rank, in bytes. Of its first, its last and its only backward the most that it holds of
-    activations, of what is under way and of what it makes, gradients or their copies."""
-
-    kept: int
-    """Activations of one microbatch."""
-    working: int
-    """What the passes of one microbatch hold beside them."""
-    gradients: int
-    """Those that no other stage of the rank has made before."""
-    copies: int
-    """Of the gradients that are whole when this stage's are, for no other stage of the rank adds to them later."""
-    first_backward: int
-    last_backward: int = 0
-    """Where copies leave as gradients are whole."""
-    only_backward: int = 0
-    """The same of a backward that is the first one too."""
+from shardwright.core.stages import StageBytes, UnitTable
 
 
 def stages_bytes(
@@ -47,16 +26,19 @@ def stages_bytes(
     ``last`` from the one that is done last to the one that is done first. A parameter that several of them use has one
     gradient, which the first of them makes and the last makes whole.
     """
-    return {
-        stage: _stage_bytes(
-            table,
-            ends[stage],
-            [ends[other] for other in first[: first.index(stage)]],
-            [ends[other] for other in last[: last.index(stage)]],
-            gradient_width,
-        )
-        for stage in ends
-    }
+
+    def that_share(stage: int, others: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """The units of those stages that share a parameter with one; where there are none nothing depends on them."""
+        return tuple(ends[other] for other in others if table.shares_parameters(ends[stage], ends[other]))
+
+    found = {}
+    for stage in ends:
+        before, after = that_share(stage, first[: first.index(stage)]), that_share(stage, last[: last.index(stage)])
+        key = ends[stage], before, after, gradient_width
+        if key not in table.stages_bytes:
+            table.stages_bytes[key] = _stage_bytes(table, ends[stage], before, after, gradient_width)
+        found[stage] = table.stages_bytes[key]
+    return found
 
 
 def _stage_bytes(

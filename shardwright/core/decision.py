@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from shardwright.core.errors import PlanError
+from shardwright.core.errors import PlanError, ScheduleError
 from shardwright.core.layout import Layout
 from shardwright.core.memory import Recompute
 from shardwright.core.mesh import Mesh
 from shardwright.core.schedule import AUTO, Schedule, StageCosts
+from shardwright.core.schedule.catalogue import FAMILIES
+from shardwright.core.schedule.family import Sizes
 from shardwright.core.schedule.files import from_csv
 
 LossScope = Literal["replica", "global"]
@@ -131,7 +133,9 @@ class Decision:
 def placement_of(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
     """For every stage the pipeline rank that holds it, however many microbatches there are; two rounds of the pipeline
     are as many as any schedule asks for. Raises ScheduleError for sizes that the schedule does not admit."""
-    return Schedule.build(schedule, ranks=ranks, microbatches=2 * ranks, virtual_stages=virtual_stages).placement
+    if (reason := FAMILIES[schedule].refusal(Sizes(ranks, 2 * ranks, virtual_stages))) is not None:
+        raise ScheduleError(f"{schedule} does not admit these sizes: {reason}")
+    return FAMILIES[schedule].placement(ranks, virtual_stages)
 
 
 def summarize(decision: Decision) -> str:

@@ -71,23 +71,26 @@ class RankTables:
     # Bounds ------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def alike(self) -> tuple[tuple[int, int], ...]:
-        """(the last unit, how many are like it) of every kind of unit that stands more than once."""
+    def alike(self) -> tuple[tuple[int, float, float, float], ...]:
+        """Of every kind of unit that stands more than once how many there are, and of the last one its parameter
+        entries, the bytes that it adds to what all before it keep (what it shares with them they keep already), and
+        those of its passes."""
         counts: dict[int, list[int]] = {}
         for index, unit in enumerate(self.tables[0].units):
             counts.setdefault(id(unit), []).append(index)
-        return tuple((members[-1], len(members)) for members in counts.values() if len(members) > 1)
+        table, found = self.tables[0], []
+        for members in counts.values():
+            if len(members) > 1:
+                one = members[-1], members[-1] + 1
+                kept = float(table.range_kept[0, one[1]] - table.range_kept[0, one[0]])
+                found.append((len(members), float(table.range_elements[one]), kept, float(table.range_working[one])))
+        return tuple(found)
 
     def has_room(self, live: Sequence[int], held: int, state_bytes_per_element: float) -> bool:
         """Whether the ranks have room for the units that are alike, leaving the others out: False means that no cut
         fits. ``held`` is how many stages each rank holds."""
-        table = self.tables[0]
-        for unit, count in self.alike:
-            state = state_bytes_per_element * float(table.range_elements[unit, unit + 1])
-            # What it adds to all before it: what it shares with them they keep already.
-            kept = float(table.range_kept[0, unit + 1] - table.range_kept[0, unit])
-            working = float(table.range_working[unit, unit + 1])
-            room = 0
+        for count, elements, kept, working in self.alike:
+            state, room = state_bytes_per_element * elements, 0
             for limit, alive in zip(self.limits_bytes, live, strict=True):
                 # Of n units in ``held`` stages one stage has at least n / held, whose activations count.
                 each = state + alive * kept / held

@@ -33,6 +33,26 @@ class Tie:
     is_trained: bool
 
 
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """One stage of a rank, in bytes. Of its first, its last and its only backward the most that it holds of
+    activations, of what is under way and of what it makes, gradients or their copies."""
+
+    kept: int
+    """Activations of one microbatch."""
+    working: int
+    """What the passes of one microbatch hold beside them."""
+    gradients: int
+    """Those that no other stage of the rank has made before."""
+    copies: int
+    """Of the gradients that are whole when this stage's are, for no other stage of the rank adds to them later."""
+    first_backward: int
+    last_backward: int = 0
+    """Where copies leave as gradients are whole."""
+    only_backward: int = 0
+    """The same of a backward that is the first one too."""
+
+
 @dataclass(frozen=True)
 class UnitTable:
     """The units of a model at one tensor degree and one microbatch size, in order."""
@@ -145,6 +165,18 @@ class UnitTable:
             if tie.is_trained and mine and any(a <= unit < b for unit in tie.users for a, b in others):
                 entries[: mine[-1] + 1] -= tie.elements
         return entries
+
+    def shares_parameters(self, one: tuple[int, int], other: tuple[int, int]) -> bool:
+        """Whether a trained parameter is used by two stages, each given by its first unit and its end."""
+        return any(
+            tie.is_trained and all(any(a <= unit < b for unit in tie.users) for a, b in (one, other))
+            for tie in self.ties
+        )
+
+    @cached_property
+    def stages_bytes(self) -> dict[object, StageBytes]:
+        """What stages hold, as far as it was counted (`core.apart`): many cuts have the same."""
+        return {}
 
     @cached_property
     def range_kept(self) -> Matrix:

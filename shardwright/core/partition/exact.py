@@ -41,14 +41,22 @@ def min_max_cut(
     units = len(weights) - 1
     if stages > units:
         raise PlanError(f"{stages} stages need at least {stages} units: the model has {units}; use at most pp={units}")
-    costs = [each[k] if fits is None else np.where(fits[k], each[k], np.inf) for k in range(stages)]
+    places = [_reachable(k, stages, units) for k in range(stages)]
+    costs = [matrix[at] for matrix, at in zip(each, places, strict=True)]
+    if fits is not None:
+        costs = [np.where(fits[k][at], cost, np.inf) for k, (cost, at) in enumerate(zip(costs, places, strict=True))]
     best, _ = _solve(costs)
     if not np.isfinite(best):
         return None
     bound = best * (1 + 1e-9)
-    lightest = {id(cost): np.where(cost <= bound, weights, np.inf) for cost in {id(c): c for c in costs}.values()}
-    _, cut = _solve([lightest[id(cost)] for cost in costs])
+    _, cut = _solve([np.where(c <= bound, weights[at], np.inf) for c, at in zip(costs, places, strict=True)])
     return cut
+
+
+def _reachable(stage: int, stages: int, units: int) -> tuple[slice, slice]:
+    """The entries of a matrix that a stage may take: stages before and after it hold at least one unit each."""
+    spare = units - stages + 1
+    return slice(stage, stage + spare), slice(stage + 1, stage + 1 + spare)
 
 
 def spread_cut(times: Sequence[Matrix], longest: float, fits: NDArray[np.bool_] | None = None) -> list[int] | None:
@@ -57,22 +65,25 @@ def spread_cut(times: Sequence[Matrix], longest: float, fits: NDArray[np.bool_] 
 
     Args and returns as `min_max_cut`, of one matrix for each stage.
     """
-    reached = np.full(len(times[0]), np.inf)
+    stages, units = len(times), len(times[0]) - 1
+    reached = np.full(units - stages + 1, np.inf)
     reached[0] = 0.0
     came_from = []
     for stage, matrix in enumerate(times):
-        may = matrix <= longest * (1 + 1e-9)
-        may = may if fits is None else may & fits[stage]
-        table = reached[:, None] + np.where(may, matrix, np.inf) ** 2
+        at = _reachable(stage, stages, units)
+        cost = matrix[at]
+        may = cost <= longest * (1 + 1e-9)
+        may = may if fits is None else may & fits[stage][at]
+        table = reached[:, None] + np.where(may, cost, np.inf) ** 2
         came_from.append(np.argmin(table, axis=0))
         reached = np.min(table, axis=0)
     return _firsts(came_from) if np.isfinite(reached[-1]) else None
 
 
 def _solve(costs: Sequence[Matrix]) -> tuple[float, list[int]]:
-    """The least largest cost over all cuts, and the first unit of every stage of one that reaches it."""
-    ends = len(costs[0])
-    reached = np.full(ends, np.inf)
+    """The least largest cost over all cuts, and the first unit of every stage of one that reaches it; ``costs`` are the
+    entries that each stage may take."""
+    reached = np.full(len(costs[0]), np.inf)
     reached[0] = -np.inf
     came_from = []
     for cost in costs:
@@ -83,9 +94,10 @@ def _solve(costs: Sequence[Matrix]) -> tuple[float, list[int]]:
 
 
 def _firsts(came_from: Sequence[NDArray[np.intp]]) -> list[int]:
+    """The first unit of every stage; of a stage's entries the first row is that of its number."""
     firsts: list[int] = []
-    end = len(came_from[0]) - 1
-    for source in reversed(came_from):
-        end = int(source[end])
-        firsts.append(end)
+    last = len(came_from[0]) - 1
+    for stage in reversed(range(len(came_from))):
+        last = int(came_from[stage][last])
+        firsts.append(stage + last)
     return firsts[::-1]

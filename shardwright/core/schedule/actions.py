@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from shardwright.core.errors import ScheduleError
 
@@ -118,3 +119,9 @@ class Action:
 
     def __str__(self) -> str:
         return self.text
+
+
+@lru_cache(maxsize=1 << 18)
+def cell(stage: int, kind: Kind, microbatch: int) -> Action:
+    """An action of one stage, made once however many schedules have it: a search builds hundreds of them."""
+    return Action(stage, kind, microbatch)

@@ -15,7 +15,7 @@ from typing import Any
 from shardwright.core.cluster import Cluster
 from shardwright.core.cost_tables import CostTables
 from shardwright.core.request import Request
-from shardwright.core.search.scoring import Draft, Scored, Scorer
+from shardwright.core.search.scoring import Cut, Draft, Scored, Scorer
 from shardwright.core.search.space import Pipelining, Policy, Shape, Space, splits_backward
 
 REPORTED = 4
@@ -23,7 +23,9 @@ REPORTED = 4
 MORE_DEGREES = 2
 """Degrees that are looked at beside those that are reported."""
 OPENED = 200
-"""Choices of one runner-up's degrees that are opened before they are given up."""
+"""Choices of one runner-up's degrees that are opened before they are given up; cuts are looked at all the same."""
+FURTHER: dict[type, int] = {Cut: 4, Draft: 5, Scored: 6}
+"""How far a choice is settled that has stages; before it is as far as it has parts."""
 SAME = 1e-6
 """Times that differ by less are equal: the simpler plan is taken."""
 Progress = Callable[[int, int], None]
@@ -71,7 +73,7 @@ class Search:
         """
         shapes = self.space.shapes()
         for shape in shapes:
-            self._push(self.scorer.shape_bound_s(shape), shape)
+            self._push(self.scorer.bounds.shape_bound_s(shape), shape)
         best: list[Scored] = []
         opened = 0
         while self._queue:
@@ -101,14 +103,15 @@ class Search:
     def _settled(self, entry: _Entry) -> Scored | None:
         """The choice if it is settled and its time is exact; else it goes back, one step further, in every way."""
         first = entry.choice[0]
-        if isinstance(first, Draft):
+        if isinstance(first, Scored):
+            return first
+        if isinstance(first, Cut):
+            draft = self.scorer.draft(first)
+            if draft is not None:
+                self._push(max(draft.bound_s, entry.bound_s), draft)
+        elif isinstance(first, Draft):
             done = self.scorer.finished(first)
             self._push(done.predicted.step_time_s, done)
-        elif isinstance(first, Scored):
-            if first.exact:
-                return first
-            exact = self.scorer.simulated(first)
-            self._push(exact.predicted.step_time_s, exact)
         else:
             for bound, further in self._opened(*entry.choice):
                 self._push(max(bound, entry.bound_s), *further)
@@ -123,17 +126,21 @@ class Search:
         for degrees in promising[: wanted + MORE_DEGREES]:
             self._queue = of_degrees[degrees]
             heapq.heapify(self._queue)
-            for _ in range(OPENED):
-                if not self._queue:
-                    break
-                scored = self._settled(heapq.heappop(self._queue))
+            times = sorted(scored.predicted.step_time_s for scored in found.values())
+            longest = times[wanted] if len(times) > wanted else float("inf")
+            opened = 0
+            while self._queue and self._queue[0].bound_s <= longest and opened < OPENED:
+                entry = heapq.heappop(self._queue)
+                opened += not isinstance(entry.choice[0], Cut)
+                scored = self._settled(entry)
                 if scored is not None:
                     found[degrees] = scored
                     break
 
     def _push(self, bound_s: float, *choice: Any) -> None:
         if bound_s != float("inf"):
-            heapq.heappush(self._queue, _Entry(bound_s, -len(choice), next(self._numbers), choice))
+            settled = FURTHER.get(type(choice[0]), len(choice))
+            heapq.heappush(self._queue, _Entry(bound_s, -settled, next(self._numbers), choice))
 
     def _opened(self, *choice: Any) -> Iterator[tuple[float, tuple[Any, ...]]]:
         """A choice with one thing more chosen, in every way, each with its bound."""
@@ -145,7 +152,7 @@ class Search:
                 # How many units are recomputed depends on the memory left: such policies share no pipeline.
                 modes.setdefault(policy if policy.recompute == "full" else policy.recompute, []).append(policy)
             for alike in modes.values():
-                yield scorer.bound_s(shape, alike), (shape, tuple(alike))
+                yield scorer.bounds.bound_s(shape, alike), (shape, tuple(alike))
             return
         policies: tuple[Policy, ...] = choice[1]
         if len(choice) == 2:
@@ -156,22 +163,12 @@ class Search:
                 split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
                 ways.setdefault((pipelining.virtual_stages, split), []).append(pipelining)
             for (virtual_stages, split), members in ways.items():
-                bound = scorer.bound_s(shape, policies, virtual_stages, split=split)
+                bound = scorer.bounds.bound_s(shape, policies, virtual_stages, split=split)
                 yield bound, (shape, policies, tuple(members))
             return
-        if len(choice) == 3:
-            for pipelining in choice[2]:
-                draft, tight = scorer.draft(shape, policies, pipelining)
-                if draft is not None:
-                    yield draft.bound_s, (draft,)
-                split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
-                for policy in tight:
-                    bound = scorer.bound_s(shape, (policy,), pipelining.virtual_stages, split=split)
-                    yield bound, (shape, (policy,), (pipelining,), True)
-            return
-        scored = scorer.cut(shape, policies[0], choice[2][0])
-        if scored is not None:
-            yield scored.predicted.step_time_s, (scored,)
+        for pipelining in choice[2]:
+            for cut in scorer.cuts(shape, policies, pipelining):
+                yield cut.bound_s, (cut,)
 
 
 def preference(scored: Scored) -> tuple[float, int, int, int, int, int, int, int, bool, int, str]:
@@ -201,7 +198,7 @@ def _expected_s(entry: _Entry) -> float:
     return entry.bound_s * (1 + (shape.degrees[0] - 1) / shape.microbatches)
 
 
-def _degrees(choice: Shape | Draft | Scored) -> tuple[int, int, int]:
+def _degrees(choice: Shape | Cut | Draft | Scored) -> tuple[int, int, int]:
     """(pp, dp, tp)."""
     if isinstance(choice, Scored):
         return choice.decision.pp, choice.decision.dp, choice.decision.tp

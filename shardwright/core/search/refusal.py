@@ -60,8 +60,10 @@ def _closest(scorer: Scorer, space: Space) -> Iterator[Scored]:
     for number, shape in enumerate(space.shapes()):
         pp, dp, _ = shape.degrees
         for policy in space.policies(dp):
-            table = scorer.ranked(shape, policy.recompute).tables[0]
-            state = scorer.memory_request(policy, dp).state_bytes_per_element * float(table.range_elements[0, -1])
+            table = scorer.bounds.ranked(shape, policy.recompute).tables[0]
+            state = scorer.bounds.memory_request(policy, dp).state_bytes_per_element * float(
+                table.range_elements[0, -1]
+            )
             # A rank has at least its share, and what the fullest unit holds.
             held = state / pp + float(table.range_kept[0, -1]) / pp + float(table.range_working[0, -1])
             ranked.append((held, number, shape, policy))
@@ -74,7 +76,7 @@ def _closest(scorer: Scorer, space: Space) -> Iterator[Scored]:
             if looked >= LOOKED_AT:
                 return
             try:
-                scored = scorer.cut(shape, policy, pipelining, fit=False)
+                scored = scorer.without_limit(shape, policy, pipelining)
             except ScheduleError:
                 continue
             looked += 1

@@ -1,49 +1,56 @@
-"""What a choice costs: a bound that takes microseconds, a cut with its memory, a simulated pipeline."""
+"""What a choice costs: cuts with a bound of their time, what they hold, simulated pipelines."""
 
-import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.core.cluster import Cluster
-from shardwright.core.cost_tables import CostTables, Place
+from shardwright.core.cost_tables import CostTables
 from shardwright.core.cutting import partition_input
 from shardwright.core.decision import Decision, placement_of
 from shardwright.core.errors import ScheduleError
-from shardwright.core.links import Links
-from shardwright.core.memory import MemoryUse, Recompute, live_microbatches
+from shardwright.core.memory import MemoryUse, live_microbatches
 from shardwright.core.partition.partitioners import DEFAULT, cut_units
 from shardwright.core.plan import Predicted
-from shardwright.core.predict import StepModel, least_makespan_s, simulated_makespan_s
+from shardwright.core.predict import least_makespan_s, simulated_makespan_s
 from shardwright.core.rank_tables import RankTables
-from shardwright.core.request import VIRTUAL_STAGES, Request
+from shardwright.core.request import Request
 from shardwright.core.schedule import AUTO, Schedule
 from shardwright.core.schedule.live import peak_live
+from shardwright.core.search.bounds import SAFE, Bounds
 from shardwright.core.search.peaks import by_stage, is_long, less_apart, with_activations
-from shardwright.core.search.space import RECOMPUTES, Pipelining, Policy, Shape, require_starts, splits_backward
-from shardwright.core.stages import MemoryRequest, UnitTable
+from shardwright.core.search.space import Pipelining, Policy, Shape, require_starts, splits_backward
+from shardwright.core.stages import MemoryRequest
 
 MOST_GIVEN_UP = 3
 """Of every stage's kept units, how many may give their memory to what is on its way to the host or back."""
-SAFE = 1 - 1e-9
-"""Bounds are lowered by this much, so that rounding never puts one above what it bounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A choice with its cut. ``over_bytes`` is what its fullest rank lacks (0 when it fits)."""
+    """A choice with its cut and its pipeline simulated. ``over_bytes`` is what its fullest rank lacks (0 when it
+    fits)."""
 
     decision: Decision
     tables: RankTables
     predicted: Predicted
     over_bytes: int
-    exact: bool
-    """Whether its pipeline was simulated; else its time is a bound that it does not get below."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Stages, and the policies that may have room for them: what they hold is counted when their time matters."""
+
+    shape: Shape
+    pipelining: Pipelining
+    policies: tuple[Policy, ...]
+    starts: tuple[int, ...]
+    bound_s: float
+    """Seconds below which none of the policies gets, whatever units it keeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A cut that memory did not bind, and the policies under which it fits: they share one pipeline."""
+    """A cut with the policies under which it fits: they share one pipeline."""
 
     shape: Shape
     pipelining: Pipelining
@@ -59,49 +66,13 @@ class Scorer:
 
     def __init__(self, tables: CostTables, cluster: Cluster, request: Request) -> None:
         self.tables, self.cluster, self.request = tables, cluster, request
-        self.links = Links(cluster)
-        self.step = StepModel(self.links, tables.precision)
-        self._ranked: dict[tuple[object, ...], RankTables] = {}
-        self._firsts: dict[tuple[object, ...], UnitTable] = {}
-        self._plain: dict[tuple[Shape, Policy], Decision] = {}
-        self._fluid: dict[tuple[int, int], float] = {}
+        self.bounds = Bounds(tables, cluster, request)
+        self.links, self.step = self.bounds.links, self.bounds.step
         self._cuts: dict[tuple[object, ...], tuple[int, ...] | None] = {}
 
-    def ranked(self, shape: Shape, recompute: Recompute) -> RankTables:
-        """What units cost on every pipeline rank."""
-        key = (shape.mesh, shape.microbatch, recompute)
-        if key not in self._ranked:
-            tp = shape.mesh.axis_size("tp")
-            found = []
-            for places in self.links.places(shape.mesh):
-                kinds = [self.tables.table(tp, shape.microbatch, recompute, place) for place in places]
-                # Replicas on unlike devices wait for the slowest.
-                found.append(kinds[0] if len(kinds) == 1 else max(kinds, key=lambda table: float(table.seconds.sum())))
-            limits = tuple(self.links.memory_bytes(shape.mesh, pp) for pp in range(len(found)))
-            self._ranked[key] = RankTables(tuple(found), limits)
-        return self._ranked[key]
-
-    def memory_request(self, policy: Policy, dp: int) -> MemoryRequest:
-        """What decides the bytes of a parameter under a policy."""
-        ways = policy.shard_group or dp
-        request = self.request
-        travels = dp > 1 and policy.shard < 2
-        return MemoryRequest(
-            0,
-            self.tables.precision,
-            request.optimizer,
-            policy.shard,
-            ways,
-            request.gradient_precision,
-            self.tables.graph.capabilities.bucket_bytes if travels else 0,
-        )
-
     def _request_of(self, decision: Decision) -> MemoryRequest:
-        return self.memory_request(_policy(decision), decision.dp)
-
-    @property
-    def _when_made(self) -> bool:
-        return self.tables.graph.capabilities.gradients_when_made
+        policy = Policy(decision.recompute, decision.shard, decision.shard_group)
+        return self.bounds.memory_request(policy, decision.dp)
 
     def _memory(self, decision: Decision, ranked: RankTables, live: Sequence[int]) -> tuple[MemoryUse, ...]:
         """What the ranks hold, as counted for cuts; as a plan says it where that does not settle whether it fits."""
@@ -113,158 +84,96 @@ class Scorer:
         if not ranked.over_bytes(most):
             return memory
         memory = by_stage(decision, ranked, memory, request)
-        if is_long(decision) and ranked.over_bytes(
-            by_stage(decision, ranked, memory, replace(request, bucket_bytes=0))
-        ):
+        least = by_stage(decision, ranked, memory, replace(request, bucket_bytes=0))
+        if not is_long(decision):  # no more than all gradients is ever apart
+            least = tuple(replace(use, gradients_bytes=0) for use in least)
+        if ranked.over_bytes(least):
             return memory  # too much before any copies
-        return less_apart(decision, ranked, memory, request, self._when_made)
-
-    # Bounds ------------------------------------------------------------------------------------------------------
-
-    def shape_bound_s(self, shape: Shape) -> float:
-        """Seconds below which no step gets with these degrees and this microbatch, whatever is kept in memory."""
-        recompute = next(mode for mode in RECOMPUTES if self.request.recompute in ("auto", mode))
-        return self._fluid_s(shape, recompute) * shape.microbatches * SAFE
-
-    def bound_s(
-        self, shape: Shape, policies: Sequence[Policy], virtual_stages: int = 0, *, split: bool = True
-    ) -> float:
-        """The same under the best of some policies of one kind of recompute; infinity where none has room.
-
-        With ``virtual_stages`` of 1 the first microbatch must come through the ranks before a rank, and the last one
-        back: over all cuts the least of the slowest rank has a closed form. 0: any number of stages.
-        """
-        recompute = policies[0].recompute
-        if recompute == "full" and self.request.recompute == "auto":
-            recompute = "none"  # any number of units may be kept
-        pipeline = self._fluid_s(shape, recompute) * shape.microbatches
-        if virtual_stages == 1:
-            pipeline = max(pipeline, self._filled_s(shape, recompute, split=split))
-        pp = shape.mesh.axis_size("pp")
-        elements = float(self._first(shape, recompute).range_elements[0, -1]) / pp
-        least = math.inf
-        for policy in policies:
-            if self._may_fit(shape, policy):
-                decision = self._undivided(shape, policy)
-                least = min(least, self.step.least_tail_s(shape.mesh, decision, elements, pipeline))
-        return (pipeline + least) * SAFE
-
-    def _may_fit(self, shape: Shape, policy: Policy) -> bool:
-        """Whether all ranks together have room for the parameters and one microbatch's activations."""
-        pp = shape.mesh.axis_size("pp")
-        table = self._first(shape, policy.recompute)
-        state = self._least_state(shape, policy, self.request.stages_per_rank or max(VIRTUAL_STAGES))
-        held = state * float(table.range_elements[0, -1]) + float(table.range_kept[0, -1])
-        if self.cluster.is_uniform:
-            return held <= pp * self.cluster.memory_bytes(0)
-        return held <= sum(self.ranked(shape, policy.recompute).limits_bytes)
-
-    def _least_state(self, shape: Shape, policy: Policy, virtual_stages: int) -> float:
-        """Bytes below which no parameter with its gradient and states gets beside activations: without the gradient
-        where a step is so short that these may be gone when it is made."""
-        pp, dp, _ = shape.degrees
-        request = self.memory_request(policy, dp)
-        may_be_apart = self._when_made and policy.shard < 2 and shape.microbatches <= 2 * pp * virtual_stages
-        return request.state_bytes_per_element - (request.gradient_width if may_be_apart else 0)
-
-    def _filled_s(self, shape: Shape, recompute: Recompute, *, split: bool) -> float:
-        """Seconds below which no pipeline of one stage per rank gets, filling and draining included."""
-        pp, m = shape.mesh.axis_size("pp"), shape.microbatches
-        if pp == 1 or not self.cluster.is_uniform:
-            return 0.0
-        table = self._first(shape, recompute)
-        whole = float(table.seconds.sum())
-        # Of what lies before a rank it waits for the forward, and where backwards are whole for the backward too.
-        share = 1.0
-        if split:
-            pairs = zip(table.units, table.seconds.tolist(), strict=True)
-            share = min((u.forward_s / total for u, total in pairs if total > 0), default=1.0)
-        if not 0 < share <= m:
-            return 0.0
-        # For every rank: share · (work before it) + m · (own work) ≤ T, so that all ranks together do at most
-        # T / share · (1 - (1 - share / m)^pp).
-        return whole * share / (1 - (1 - share / m) ** pp)
-
-    def _first(self, shape: Shape, recompute: Recompute) -> UnitTable:
-        """What units cost on the first rank, messages left out."""
-        key = (shape.mesh, shape.microbatch, recompute)
-        if key not in self._firsts:
-            pp, _, tp = shape.degrees
-            place = Place(self.cluster.device(0), self.links.axis(shape.mesh, 0, "tp"), None, pp > 1)
-            self._firsts[key] = self.tables.table(tp, shape.microbatch, recompute, place)
-        return self._firsts[key]
-
-    def _fluid_s(self, shape: Shape, recompute: Recompute) -> float:
-        """Seconds of one microbatch if units could be divided at will over the ranks, each as fast as its device."""
-        first = self._first(shape, recompute)
-        if self.cluster.is_uniform:
-            pp = shape.mesh.axis_size("pp")
-            key = (id(first), pp)
-            if key not in self._fluid:
-                alike = Counter(map(id, first.units))
-                # Units that are alike are whole: one rank has at least its share of them, rounded up.
-                whole = [-(-alike[id(u)] // pp) * s for u, s in zip(first.units, first.seconds.tolist(), strict=True)]
-                self._fluid[key] = max(float(first.seconds.sum()) / pp, *whole)
-            return self._fluid[key]
-        base = first.seconds.tolist()
-        rates = 0.0
-        for table in self.ranked(shape, recompute).tables:
-            ratios = [mine / other for mine, other in zip(table.seconds.tolist(), base, strict=True) if other > 0]
-            rates += 1 / min(ratios, default=1.0)
-        return float(sum(base)) / rates
+        return less_apart(decision, ranked, memory, request, self.bounds.when_made)
 
     # Cuts --------------------------------------------------------------------------------------------------------
 
-    def draft(
-        self, shape: Shape, policies: Sequence[Policy], pipelining: Pipelining
-    ) -> tuple[Draft | None, list[Policy]]:
-        """The cut that memory does not bind, with the policies under which it fits; and those that may have room for
-        another cut alone."""
-        recompute = policies[0].recompute
-        ranked = self.ranked(shape, recompute)
-        pp, _, _ = shape.degrees
+    def cuts(self, shape: Shape, policies: Sequence[Policy], pipelining: Pipelining) -> list[Cut]:
+        """The cut that memory does not bind, and for policies that have too little room for it the best that fits, as
+        far as cuts are made by; ``policies`` are of one kind of recompute."""
+        bounds, ranked = self.bounds, self.bounds.ranked(shape, policies[0].recompute)
         name, virtual = pipelining.schedule, pipelining.virtual_stages
-        placement = placement_of(name, pp, virtual)
-        live = live_microbatches(name, pp, shape.microbatches, virtual)
-        if (
-            recompute == "full"
-            and self.request.recompute == "auto"
-            and self._fits_whole(shape, policies[0], pipelining, live)
-        ):
-            return None, []
-        roomy = [p for p in policies if ranked.has_room(live, virtual, self._least_state(shape, p, virtual))]
-        starts = self._starts(shape, policies[0], placement, live, ranked, fit=False) if roomy else None
-        if starts is None:
-            return None, []
-        fitting, tight = [], []
-        for policy in roomy:
-            memory = self._memory(self.decision(shape, policy, pipelining, starts), ranked, live)
+        placement = placement_of(name, shape.mesh.axis_size("pp"), virtual)
+        live = live_microbatches(name, ranked.ranks, shape.microbatches, virtual)
+        roomy = [p for p in policies if ranked.has_room(live, virtual, bounds.least_state(shape, p, virtual))]
+        if not roomy:
+            return []
+        found: dict[tuple[int, ...], list[Policy]] = {}
+        free = self._starts(shape, roomy[0], placement, live, ranked, fit=False)
+        if free is not None:
+            found[free] = list(roomy)
+        if self.request.stage_starts is None:
+            for policy in roomy:
+                fitting = self._starts(shape, policy, placement, live, ranked, fit=True)
+                if fitting is not None and fitting != free:
+                    found.setdefault(fitting, []).append(policy)
+        return [
+            Cut(shape, pipelining, tuple(those), starts, self._least_s(shape, those, pipelining, starts))
+            for starts, those in found.items()
+        ]
+
+    def _least_s(
+        self,
+        shape: Shape,
+        policies: Sequence[Policy],
+        pipelining: Pipelining,
+        starts: tuple[int, ...],
+        ranked: RankTables | None = None,
+    ) -> float:
+        """Seconds below which no schedule of a cut gets under the best of some policies; without ``ranked``, whatever
+        units they keep."""
+        if ranked is None:
+            recompute = policies[0].recompute
+            some_are_kept = recompute == "full" and self.request.recompute == "auto"
+            ranked = self.bounds.ranked(shape, "none" if some_are_kept else recompute)
+        placement = placement_of(pipelining.schedule, ranked.ranks, pipelining.virtual_stages)
+        pipeline: float | None = None
+        if ranked.ranks > 1:
+            split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
+            costs = ranked.stage_costs(starts, placement)
+            pipeline = least_makespan_s(costs, placement, shape.microbatches, splits_backward=split)
+        decisions = [self.bounds.undivided(shape, policy) for policy in policies]
+        ranks, tied = ranked.work(starts, placement), ranked.tied(starts, placement)
+        return min(self.step.steps_s(decisions, ranks, tied, pipeline)) * SAFE
+
+    def draft(self, cut: Cut) -> Draft | None:
+        """A cut with those of its policies under which it fits; None where none does, or where nothing need be
+        recomputed after all."""
+        shape, pipelining, starts = cut.shape, cut.pipelining, cut.starts
+        recompute = cut.policies[0].recompute
+        ranked = self.bounds.ranked(shape, recompute)
+        live = live_microbatches(pipelining.schedule, ranked.ranks, shape.microbatches, pipelining.virtual_stages)
+        some_are_kept = recompute == "full" and self.request.recompute == "auto"
+        if some_are_kept and self._fits_whole(shape, cut.policies[0], pipelining, live):
+            return None
+        fitting = []
+        for policy in cut.policies:
+            memory = self._memory(self.bounds.decision(shape, policy, pipelining, starts), ranked, live)
             if not ranked.over_bytes(memory):
                 fitting.append((policy, memory))
-            elif self.request.stage_starts is None:
-                tight.append(policy)
         if not fitting:
-            return None, tight
+            return None
         kept: tuple[int, ...] = ()
-        if recompute == "full" and self.request.recompute == "auto":
+        if some_are_kept:
             policy = fitting[0][0]
-            ranked, kept, memory = self._keeping(self.decision(shape, policy, pipelining, starts), ranked, live)
+            decision = self.bounds.decision(shape, policy, pipelining, starts)
+            ranked, kept, memory = self._keeping(decision, ranked, live)
             fitting = [(policy, memory)]
-        costs = ranked.stage_costs(starts, placement)
-        split = splits_backward(name, virtual)
-        pipeline = least_makespan_s(costs, placement, shape.microbatches, splits_backward=split) if pp > 1 else None
-        decisions = [self._undivided(shape, policy) for policy, _ in fitting]
-        ranks, tied = ranked.work(starts, placement), ranked.tied(starts, placement)
-        least = min(self.step.steps_s(decisions, ranks, tied, pipeline)) * SAFE
-        return Draft(shape, pipelining, starts, tuple(fitting), least, ranked, kept), tight
+        least = self._least_s(shape, [policy for policy, _ in fitting], pipelining, starts, ranked)
+        return Draft(shape, pipelining, starts, tuple(fitting), least, ranked, kept)
 
     def _fits_whole(self, shape: Shape, policy: Policy, pipelining: Pipelining, live: Sequence[int]) -> bool:
         """Whether nothing need be recomputed at all: then the choice without recompute is there already."""
-        whole = self.ranked(shape, "none")
+        whole = self.bounds.ranked(shape, "none")
         placement = placement_of(pipelining.schedule, shape.mesh.axis_size("pp"), pipelining.virtual_stages)
         if self.request.stage_starts is not None or len(placement) > whole.units:
             return False
-        decision = self.decision(shape, policy, pipelining, whole.free_cut(placement))
+        decision = self.bounds.decision(shape, policy, pipelining, whole.free_cut(placement))
         memory = whole.memory(decision.stage_starts, placement, live, self._request_of(decision))
         return not whole.over_bytes(memory) and not whole.over_bytes(self._memory(decision, whole, live))
 
@@ -328,46 +237,37 @@ class Scorer:
         placement = placement_of(pipelining.schedule, pp, pipelining.virtual_stages)
         pipeline: float | None = None
         if pp > 1:
-            decision = self.decision(shape, draft.policies[0][0], pipelining, starts)
+            decision = self.bounds.decision(shape, draft.policies[0][0], pipelining, starts)
             pipeline = simulated_makespan_s(decision, ranked.stage_costs(starts, placement))
         ranks, tied = ranked.work(starts, placement), ranked.tied(starts, placement)
-        sharded = [self._undivided(shape, policy) for policy, _ in draft.policies]
+        sharded = [self.bounds.undivided(shape, policy) for policy, _ in draft.policies]
         times = [float(f"{seconds:.6g}") for seconds in self.step.steps_s(sharded, ranks, tied, pipeline)]
         policy, memory = draft.policies[times.index(min(times))]
         decision = replace(
-            self.decision(shape, policy, pipelining, starts),
+            self.bounds.decision(shape, policy, pipelining, starts),
             kept_units=draft.kept_units,
             offloaded_units=tuple(sorted(ranked.tables[0].offloaded)),
         )
         memory = by_stage(decision, ranked, memory, self._request_of(decision))
         predicted = self.step.predicted(decision, ranked, memory, pipeline, placement)
-        return Scored(decision, ranked, predicted, 0, exact=True)
+        return Scored(decision, ranked, predicted, 0)
 
-    def cut(self, shape: Shape, policy: Policy, pipelining: Pipelining, *, fit: bool = True) -> Scored | None:
-        """The choice with its cut, its memory and a bound of its time (exact where there is one stage); None where no
-        cut fits, or, without ``fit``, where there are fewer units than stages."""
-        ranked = self.ranked(shape, policy.recompute)
-        pp, _, _ = shape.degrees
-        name, virtual = pipelining.schedule, pipelining.virtual_stages
-        placement = placement_of(name, pp, virtual)
-        live = live_microbatches(name, pp, shape.microbatches, virtual)
-        starts = self._starts(shape, policy, placement, live, ranked, fit=fit)
+    def without_limit(self, shape: Shape, policy: Policy, pipelining: Pipelining) -> Scored | None:
+        """The choice with the cut that memory does not bind, by how much it is too large, and a bound of its time; None
+        where there are fewer units than stages."""
+        ranked = self.bounds.ranked(shape, policy.recompute)
+        placement = placement_of(pipelining.schedule, ranked.ranks, pipelining.virtual_stages)
+        live = live_microbatches(pipelining.schedule, ranked.ranks, shape.microbatches, pipelining.virtual_stages)
+        starts = self._starts(shape, policy, placement, live, ranked, fit=False)
         if starts is None:
             return None
-        decision = self.decision(shape, policy, pipelining, starts)
-        memory = self._memory(decision, ranked, live)
-        over = ranked.over_bytes(memory)
-        if over and fit:
-            return None
-        if fit and policy.recompute == "full" and self.request.recompute == "auto":
-            ranked, kept, memory = self._keeping(decision, ranked, live)
-            away = tuple(sorted(ranked.tables[0].offloaded))
-            decision = replace(decision, kept_units=kept, offloaded_units=away)
-        costs = ranked.stage_costs(starts, placement)
-        split = splits_backward(name, virtual)
-        pipeline = least_makespan_s(costs, placement, shape.microbatches, splits_backward=split) if pp > 1 else None
-        predicted = self.step.predicted(decision, ranked, memory, pipeline, placement)
-        return Scored(decision, ranked, predicted, over, exact=pp == 1)
+        decision = self.bounds.decision(shape, policy, pipelining, starts)
+        request = self._request_of(decision)
+        memory = by_stage(decision, ranked, ranked.memory(starts, placement, live, request), request)
+        memory = less_apart(decision, ranked, memory, request, self.bounds.when_made)
+        least = self._least_s(shape, [policy], pipelining, starts, ranked)
+        predicted = self.step.predicted(decision, ranked, memory, least, placement)
+        return Scored(decision, ranked, predicted, ranked.over_bytes(memory))
 
     def _starts(
         self,
@@ -384,7 +284,7 @@ class Scorer:
             require_starts(given, len(placement), ranked.units)
             return given
         tables = ranked if fit else ranked.with_limit(1 << 62)
-        request = self.memory_request(policy, shape.mesh.axis_size("dp"))
+        request = self.bounds.memory_request(policy, shape.mesh.axis_size("dp"))
         if self.request.partitioner == DEFAULT:
             found = tables.cut(placement, live, request) if fit else ranked.free_cut(tuple(placement))
             return None if found is None else tuple(found)
@@ -404,21 +304,10 @@ class Scorer:
 
     # Times -------------------------------------------------------------------------------------------------------
 
-    def simulated(self, scored: Scored) -> Scored:
-        """The same with its pipeline simulated."""
-        if scored.exact:
-            return scored
-        decision, ranked = scored.decision, scored.tables
-        placement = decision.stage_ranks
-        pipeline = simulated_makespan_s(decision, ranked.stage_costs(decision.stage_starts, placement))
-        memory = by_stage(decision, ranked, scored.predicted.memory_by_stage_rank, self._request_of(decision))
-        predicted = self.step.predicted(decision, ranked, memory, pipeline, placement)
-        return replace(scored, predicted=predicted, exact=True)
-
     def with_peaks(self, scored: Scored) -> Scored:
         """The same with its memory less what is never there at once."""
         decision, memory = scored.decision, scored.predicted.memory_by_stage_rank
-        memory = less_apart(decision, scored.tables, memory, self._request_of(decision), self._when_made)
+        memory = less_apart(decision, scored.tables, memory, self._request_of(decision), self.bounds.when_made)
         return replace(scored, predicted=replace(scored.predicted, memory_by_stage_rank=memory))
 
     def generated(self, scored: Scored) -> Scored | None:
@@ -451,41 +340,5 @@ class Scorer:
         memory = with_activations(made, ranked, memory, live, self._request_of(made))
         pipeline = simulated_makespan_s(made, costs)
         predicted = self.step.predicted(made, ranked, memory, pipeline, schedule.placement)
-        found = self.with_peaks(Scored(made, ranked, predicted, 0, exact=True))
+        found = self.with_peaks(Scored(made, ranked, predicted, 0))
         return None if ranked.over_bytes(found.predicted.memory_by_stage_rank) else found
-
-    def _undivided(self, shape: Shape, policy: Policy) -> Decision:
-        """Degrees and policy as a decision, before there is a cut: what the end of a step depends on."""
-        key = (shape, policy)
-        if key not in self._plain:
-            self._plain[key] = self.decision(shape, policy, Pipelining("1f1b", 1), ())
-        return self._plain[key]
-
-    def decision(self, shape: Shape, policy: Policy, pipelining: Pipelining, starts: Sequence[int]) -> Decision:
-        """The choice as a plan has it; with no ``starts``, for what depends on degrees and policy alone."""
-        request = self.request
-        pp, dp, tp = shape.degrees
-        return Decision(
-            pp=pp,
-            dp=dp,
-            tp=tp,
-            batch=request.batch,
-            microbatch=shape.microbatch,
-            schedule=pipelining.schedule,
-            stage_starts=tuple(starts) or tuple(range(pp * pipelining.virtual_stages)),
-            layouts=self.tables.layouts(tp) if starts else (),
-            virtual_stages=pipelining.virtual_stages,
-            recompute=policy.recompute,
-            shard=policy.shard,
-            shard_group=policy.shard_group,
-            precision=self.tables.precision,
-            optimizer=request.optimizer,
-            loss_scope=request.loss_scope,
-            sequence_parallel=self.tables.sequence_parallel(tp),
-            gradient_precision=request.gradient_precision,
-            placement_order=shape.order,
-        )
-
-
-def _policy(decision: Decision) -> Policy:
-    return Policy(decision.recompute, decision.shard, decision.shard_group)

@@ -8,7 +8,7 @@ the memory. Squeezing then moves passes into earlier free slots where that leave
 
 from collections.abc import Sequence
 
-from shardwright.core.schedule.actions import Action, F, I, Kind, W
+from shardwright.core.schedule.actions import Action, F, I, Kind, W, cell
 from shardwright.core.schedule.family import Sizes, Table
 
 PERIOD = 6
@@ -25,7 +25,7 @@ def repeat(block: Block, sizes: Sizes) -> Table:
     for rank, (down_f, up_f, up_i, down_i) in enumerate(block):
         passes = ((down_f, rank, F), (up_f, last - rank, F), (up_i, last - rank, I), (down_i, rank, I))
         batches = range(sizes.microbatches)
-        ranks.append({slot + PERIOD * mb: Action(stage, kind, mb) for slot, stage, kind in passes for mb in batches})
+        ranks.append({slot + PERIOD * mb: cell(stage, kind, mb) for slot, stage, kind in passes for mb in batches})
     filled = [fill(cells) for cells in ranks]
     limit = max(peak(cells) for cells in filled)
     squeezed = _squeeze(filled, limit, last)
@@ -44,7 +44,7 @@ def fill(cells: Cells) -> Cells:
         action = cells.get(slot)
         if action is None and owed:
             done = owed.pop(0)
-            filled[slot] = Action(done.stage, W, done.microbatch)
+            filled[slot] = cell(done.stage, W, done.microbatch)
         elif action is not None and action.kind is I:
             owed.append(action)
         slot += 1

@@ -1,6 +1,6 @@
 """GPipe: every forward, then every backward (Huang et al., arXiv 1811.06965, section 2.3)."""
 
-from shardwright.core.schedule.actions import Action, B, F
+from shardwright.core.schedule.actions import B, F, cell
 from shardwright.core.schedule.family import Family, Sizes, Table, one_stage_per_rank
 from shardwright.core.schedule.placement import looped
 
@@ -8,7 +8,7 @@ from shardwright.core.schedule.placement import looped
 def generate(sizes: Sizes) -> Table:
     batches = range(sizes.microbatches)
     return tuple(
-        tuple(Action(stage, F, mb) for mb in batches) + tuple(Action(stage, B, mb) for mb in batches)
+        tuple(cell(stage, F, mb) for mb in batches) + tuple(cell(stage, B, mb) for mb in batches)
         for stage in range(sizes.ranks)
     )
 

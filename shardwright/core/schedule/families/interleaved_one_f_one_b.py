@@ -5,7 +5,7 @@ its stages before the next stage takes it up. The paper's rounds have as many mi
 in torch, m // p rounds share the microbatches evenly, so m need be a multiple of the number of rounds only.
 """
 
-from shardwright.core.schedule.actions import Action, B, F
+from shardwright.core.schedule.actions import B, F, cell
 from shardwright.core.schedule.family import Family, Sizes, Table
 from shardwright.core.schedule.placement import looped
 
@@ -53,8 +53,8 @@ def warmup_length(sizes: Sizes, rank: int, per_hop: int) -> int:
 def generate(sizes: Sizes) -> Table:
     table = []
     for rank in range(sizes.ranks):
-        forwards = [Action(rank + chunk * sizes.ranks, F, mb) for chunk, mb in forward_visits(sizes)]
-        backwards = [Action(rank + chunk * sizes.ranks, B, mb) for chunk, mb in backward_visits(sizes)]
+        forwards = [cell(rank + chunk * sizes.ranks, F, mb) for chunk, mb in forward_visits(sizes)]
+        backwards = [cell(rank + chunk * sizes.ranks, B, mb) for chunk, mb in backward_visits(sizes)]
         warmup = warmup_length(sizes, rank, per_hop=2)
         order = forwards[:warmup]
         for forward, backward in zip(forwards[warmup:], backwards, strict=False):

@@ -4,7 +4,7 @@ Lamy-Poirier, arXiv 2211.05953, section 4. Backwards take stages and microbatche
 do.
 """
 
-from shardwright.core.schedule.actions import Action, B, F
+from shardwright.core.schedule.actions import B, F, cell
 from shardwright.core.schedule.family import Family, Sizes, Table
 from shardwright.core.schedule.placement import looped
 
@@ -13,8 +13,8 @@ def generate(sizes: Sizes) -> Table:
     table = []
     for rank in range(sizes.ranks):
         visits = [(stage, mb) for stage in range(rank, sizes.stages, sizes.ranks) for mb in range(sizes.microbatches)]
-        forwards = [Action(stage, F, mb) for stage, mb in visits]
-        backwards = [Action(stage, B, mb) for stage, mb in reversed(visits)]
+        forwards = [cell(stage, F, mb) for stage, mb in visits]
+        backwards = [cell(stage, B, mb) for stage, mb in reversed(visits)]
         table.append(tuple(forwards + backwards))
     return tuple(table)
 

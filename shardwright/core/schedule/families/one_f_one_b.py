@@ -3,7 +3,7 @@
 Narayanan et al., arXiv 1806.03377 (PipeDream), with the flush of arXiv 2006.09503 (PipeDream-Flush), section 2.2.
 """
 
-from shardwright.core.schedule.actions import Action, B, F
+from shardwright.core.schedule.actions import B, F, cell
 from shardwright.core.schedule.family import Family, Order, Sizes, Table, one_stage_per_rank
 from shardwright.core.schedule.placement import looped
 
@@ -11,10 +11,10 @@ from shardwright.core.schedule.placement import looped
 def alternating(stage: int, microbatches: int, warmup: int) -> Order:
     """`warmup` forwards, then a forward and a backward in turn, then the backwards that are left."""
     warmup = min(warmup, microbatches)
-    order = [Action(stage, F, mb) for mb in range(warmup)]
+    order = [cell(stage, F, mb) for mb in range(warmup)]
     for mb in range(microbatches - warmup):
-        order += [Action(stage, F, warmup + mb), Action(stage, B, mb)]
-    order += [Action(stage, B, mb) for mb in range(microbatches - warmup, microbatches)]
+        order += [cell(stage, F, warmup + mb), cell(stage, B, mb)]
+    order += [cell(stage, B, mb) for mb in range(microbatches - warmup, microbatches)]
     return tuple(order)
 
 

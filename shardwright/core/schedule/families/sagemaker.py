@@ -6,7 +6,9 @@ take, so it is built by playing it through: with the costs given, or with a back
 active from the start of its first forward until the end of its last backward. Default: ranks + 2.
 """
 
-from shardwright.core.schedule.actions import Action, B, F, Kind
+import math
+
+from shardwright.core.schedule.actions import Action, B, F, Kind, cell
 from shardwright.core.schedule.costs import StageCosts
 from shardwright.core.schedule.family import Family, Sizes, Table, one_stage_per_rank
 from shardwright.core.schedule.placement import looped
@@ -25,7 +27,7 @@ def generate_simple(sizes: Sizes) -> Table:
         order = []
         for first in range(0, sizes.microbatches, wave):
             batches = range(first, min(first + wave, sizes.microbatches))
-            order += [Action(rank, F, mb) for mb in batches] + [Action(rank, B, mb) for mb in batches]
+            order += [cell(rank, F, mb) for mb in batches] + [cell(rank, B, mb) for mb in batches]
         table.append(tuple(order))
     return tuple(table)
 
@@ -38,21 +40,24 @@ def generate_interleaved(sizes: Sizes) -> Table:
     clock = [0.0] * sizes.ranks
     done = {F: [0] * sizes.ranks, B: [0] * sizes.ranks}  # Microbatches go through every rank in order.
     arrival: dict[tuple[Kind, int, int], float] = {(F, 0, mb): 0.0 for mb in range(limit)}
+
+    def next_of(rank: int) -> tuple[float, bool, int, int]:
+        """What a rank can start first, at the same moment a backward before a forward, later ranks first."""
+        options = [
+            (max(clock[rank], arrival[(kind, rank, mb)]), kind is F, -rank, mb)
+            for kind in (B, F)
+            if (mb := done[kind][rank]) < m and (kind, rank, mb) in arrival
+        ]
+        return min(options, default=(math.inf, True, -rank, m))
+
+    waiting = [next_of(rank) for rank in range(sizes.ranks)]
     for _ in range(2 * m * sizes.ranks):
-        # The action that can start first goes next: at the same moment a backward before a forward, then later ranks.
-        options = []
-        for rank in range(sizes.ranks):
-            for kind in (B, F):
-                mb = done[kind][rank]
-                if mb < m and (kind, rank, mb) in arrival:
-                    start = max(clock[rank], arrival[(kind, rank, mb)])
-                    options.append((start, kind is F, -rank, mb))
-        start, forward, negated, mb = min(options)
+        start, forward, negated, mb = min(waiting)
         rank, kind = -negated, F if forward else B
         seconds = costs.forward_s[rank] if forward else backward_s[rank]
         clock[rank] = end = start + seconds
         done[kind][rank] += 1
-        table[rank].append(Action(rank, kind, mb))
+        table[rank].append(cell(rank, kind, mb))
         if forward:
             to, direction = (rank + 1, F) if rank < last else (rank, B)
             arrival[(direction, to, mb)] = end + (costs.transfer_s[rank] if rank < last else 0.0)
@@ -60,6 +65,8 @@ def generate_interleaved(sizes: Sizes) -> Table:
             arrival[(B, rank - 1, mb)] = end + costs.transfer_s[rank - 1]
         elif mb + limit < m:
             arrival[(F, 0, mb + limit)] = end
+        for other in range(max(0, rank - 1), min(last, rank + 1) + 1):
+            waiting[other] = next_of(other)
     return tuple(tuple(order) for order in table)
 
 

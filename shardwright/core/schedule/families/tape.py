@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shardwright.core.schedule.actions import Action, B, I, Kind, W
+from shardwright.core.schedule.actions import Action, B, I, Kind, W, cell
 from shardwright.core.schedule.family import Order
 
 
@@ -34,7 +34,7 @@ class Tape:
         elif word == "W":
             if self._owed:
                 chunk, mb = self._owed.pop(0)
-                self.order.append(Action(self.stages[chunk], W, mb))
+                self.order.append(cell(self.stages[chunk], W, mb))
         else:
             self.order.append(self._take(word))
 
@@ -50,4 +50,4 @@ class Tape:
             self._owed.append((chunk, mb))
         elif kind is B:
             self._next[(W, chunk)] = self._next.get((W, chunk), 0) + 1
-        return Action(self.stages[chunk], kind, mb)
+        return cell(self.stages[chunk], kind, mb)

@@ -4,7 +4,7 @@ One stage per rank; rank i warms up with p - i forwards and puts off i weight gr
 microbatches at its fullest.
 """
 
-from shardwright.core.schedule.actions import Action, F, I, Kind, W
+from shardwright.core.schedule.actions import F, I, Kind, W, cell
 from shardwright.core.schedule.family import Family, Order, Sizes, Table, one_stage_per_rank
 from shardwright.core.schedule.placement import looped
 
@@ -24,7 +24,7 @@ def numbered(stage: int, kinds: list[Kind]) -> Order:
     done = {F: 0, I: 0, W: 0}
     order = []
     for kind in kinds:
-        order.append(Action(stage, kind, done[kind]))
+        order.append(cell(stage, kind, done[kind]))
         done[kind] += 1
     return tuple(order)
 

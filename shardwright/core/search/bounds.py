@@ -1,0 +1,196 @@
+"""Bounds of choices that take microseconds: what no step gets below before there is a cut."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from shardwright.core.cluster import Cluster
+from shardwright.core.cost_tables import CostTables, Place
+from shardwright.core.decision import Decision
+from shardwright.core.links import Links
+from shardwright.core.memory import Recompute
+from shardwright.core.predict import StepModel
+from shardwright.core.rank_tables import RankTables
+from shardwright.core.request import VIRTUAL_STAGES, Request
+from shardwright.core.search.space import RECOMPUTES, Pipelining, Policy, Shape
+from shardwright.core.stages import MemoryRequest, UnitTable
+
+SAFE = 1 - 1e-9
+"""Bounds are lowered by this much, so that rounding never puts one above what it bounds."""
+
+
+class Bounds:
+    """What units cost for every choice on one cluster, and what follows without a cut. Held by one search."""
+
+    def __init__(self, tables: CostTables, cluster: Cluster, request: Request) -> None:
+        self.tables, self.cluster, self.request = tables, cluster, request
+        self.links = Links(cluster)
+        self.step = StepModel(self.links, tables.precision)
+        self._ranked: dict[tuple[object, ...], RankTables] = {}
+        self._alike: dict[tuple[object, ...], RankTables] = {}
+        self._firsts: dict[tuple[object, ...], UnitTable] = {}
+        self._plain: dict[tuple[Shape, Policy], Decision] = {}
+        self._fluid: dict[tuple[int, int], float] = {}
+
+    def ranked(self, shape: Shape, recompute: Recompute) -> RankTables:
+        """What units cost on every pipeline rank."""
+        key = (shape.mesh, shape.microbatch, recompute)
+        if key not in self._ranked:
+            tp = shape.mesh.axis_size("tp")
+            found = []
+            for places in self.links.places(shape.mesh):
+                kinds = [self.tables.table(tp, shape.microbatch, recompute, place) for place in places]
+                # Replicas on unlike devices wait for the slowest.
+                found.append(kinds[0] if len(kinds) == 1 else max(kinds, key=lambda table: float(table.seconds.sum())))
+            limits = tuple(self.links.memory_bytes(shape.mesh, pp) for pp in range(len(found)))
+            # Meshes whose ranks cost the same have the same cuts.
+            self._ranked[key] = self._alike.setdefault(
+                (tuple(map(id, found)), limits), RankTables(tuple(found), limits)
+            )
+        return self._ranked[key]
+
+    def memory_request(self, policy: Policy, dp: int) -> MemoryRequest:
+        """What decides the bytes of a parameter under a policy."""
+        ways = policy.shard_group or dp
+        request = self.request
+        travels = dp > 1 and policy.shard < 2
+        return MemoryRequest(
+            0,
+            self.tables.precision,
+            request.optimizer,
+            policy.shard,
+            ways,
+            request.gradient_precision,
+            self.tables.graph.capabilities.bucket_bytes if travels else 0,
+        )
+
+    @property
+    def when_made(self) -> bool:
+        """Whether gradients take memory from when they are made."""
+        return self.tables.graph.capabilities.gradients_when_made
+
+    def undivided(self, shape: Shape, policy: Policy) -> Decision:
+        """Degrees and policy as a decision, before there is a cut: what the end of a step depends on."""
+        key = (shape, policy)
+        if key not in self._plain:
+            self._plain[key] = self.decision(shape, policy, Pipelining("1f1b", 1), ())
+        return self._plain[key]
+
+    def decision(self, shape: Shape, policy: Policy, pipelining: Pipelining, starts: Sequence[int]) -> Decision:
+        """The choice as a plan has it; with no ``starts``, for what depends on degrees and policy alone."""
+        request = self.request
+        pp, dp, tp = shape.degrees
+        return Decision(
+            pp=pp,
+            dp=dp,
+            tp=tp,
+            batch=request.batch,
+            microbatch=shape.microbatch,
+            schedule=pipelining.schedule,
+            stage_starts=tuple(starts) or tuple(range(pp * pipelining.virtual_stages)),
+            layouts=self.tables.layouts(tp) if starts else (),
+            virtual_stages=pipelining.virtual_stages,
+            recompute=policy.recompute,
+            shard=policy.shard,
+            shard_group=policy.shard_group,
+            precision=self.tables.precision,
+            optimizer=request.optimizer,
+            loss_scope=request.loss_scope,
+            sequence_parallel=self.tables.sequence_parallel(tp),
+            gradient_precision=request.gradient_precision,
+            placement_order=shape.order,
+        )
+
+    # Bounds ------------------------------------------------------------------------------------------------------
+
+    def shape_bound_s(self, shape: Shape) -> float:
+        """Seconds below which no step gets with these degrees and this microbatch, whatever is kept in memory."""
+        recompute = next(mode for mode in RECOMPUTES if self.request.recompute in ("auto", mode))
+        return self._fluid_s(shape, recompute) * shape.microbatches * SAFE
+
+    def bound_s(
+        self, shape: Shape, policies: Sequence[Policy], virtual_stages: int = 0, *, split: bool = True
+    ) -> float:
+        """The same under the best of some policies of one kind of recompute; infinity where none has room.
+
+        With ``virtual_stages`` of 1 the first microbatch must come through the ranks before a rank, and the last one
+        back: over all cuts the least of the slowest rank has a closed form. 0: any number of stages.
+        """
+        recompute = policies[0].recompute
+        if recompute == "full" and self.request.recompute == "auto":
+            recompute = "none"  # any number of units may be kept
+        pipeline = self._fluid_s(shape, recompute) * shape.microbatches
+        if virtual_stages == 1:
+            pipeline = max(pipeline, self._filled_s(shape, recompute, split=split))
+        pp = shape.mesh.axis_size("pp")
+        elements = float(self._first(shape, recompute).range_elements[0, -1]) / pp
+        least = math.inf
+        for policy in policies:
+            if self._may_fit(shape, policy):
+                decision = self.undivided(shape, policy)
+                least = min(least, self.step.least_tail_s(shape.mesh, decision, elements, pipeline))
+        return (pipeline + least) * SAFE
+
+    def _may_fit(self, shape: Shape, policy: Policy) -> bool:
+        """Whether all ranks together have room for the parameters and one microbatch's activations."""
+        pp = shape.mesh.axis_size("pp")
+        table = self._first(shape, policy.recompute)
+        state = self.least_state(shape, policy, self.request.stages_per_rank or max(VIRTUAL_STAGES))
+        held = state * float(table.range_elements[0, -1]) + float(table.range_kept[0, -1])
+        if self.cluster.is_uniform:
+            return held <= pp * self.cluster.memory_bytes(0)
+        return held <= sum(self.ranked(shape, policy.recompute).limits_bytes)
+
+    def least_state(self, shape: Shape, policy: Policy, virtual_stages: int) -> float:
+        """Bytes below which no parameter with its gradient and states gets beside activations: without the gradient
+        where a step is so short that these may be gone when it is made."""
+        pp, dp, _ = shape.degrees
+        request = self.memory_request(policy, dp)
+        may_be_apart = self.when_made and policy.shard < 2 and shape.microbatches <= 2 * pp * virtual_stages
+        return request.state_bytes_per_element - (request.gradient_width if may_be_apart else 0)
+
+    def _filled_s(self, shape: Shape, recompute: Recompute, *, split: bool) -> float:
+        """Seconds below which no pipeline of one stage per rank gets, filling and draining included."""
+        pp, m = shape.mesh.axis_size("pp"), shape.microbatches
+        if pp == 1 or not self.cluster.is_uniform:
+            return 0.0
+        table = self._first(shape, recompute)
+        whole = float(table.seconds.sum())
+        # Of what lies before a rank it waits for the forward, and where backwards are whole for the backward too.
+        share = 1.0
+        if split:
+            pairs = zip(table.units, table.seconds.tolist(), strict=True)
+            share = min((u.forward_s / total for u, total in pairs if total > 0), default=1.0)
+        if not 0 < share <= m:
+            return 0.0
+        # For every rank: share · (work before it) + m · (own work) ≤ T, so that all ranks together do at most
+        # T / share · (1 - (1 - share / m)^pp).
+        return whole * share / (1 - (1 - share / m) ** pp)
+
+    def _first(self, shape: Shape, recompute: Recompute) -> UnitTable:
+        """What units cost on the first rank, messages left out."""
+        key = (shape.mesh, shape.microbatch, recompute)
+        if key not in self._firsts:
+            pp, _, tp = shape.degrees
+            place = Place(self.cluster.device(0), self.links.axis(shape.mesh, 0, "tp"), None, pp > 1)
+            self._firsts[key] = self.tables.table(tp, shape.microbatch, recompute, place)
+        return self._firsts[key]
+
+    def _fluid_s(self, shape: Shape, recompute: Recompute) -> float:
+        """Seconds of one microbatch if units could be divided at will over the ranks, each as fast as its device."""
+        first = self._first(shape, recompute)
+        if self.cluster.is_uniform:
+            pp = shape.mesh.axis_size("pp")
+            key = (id(first), pp)
+            if key not in self._fluid:
+                alike = Counter(map(id, first.units))
+                # Units that are alike are whole: one rank has at least its share of them, rounded up.
+                whole = [-(-alike[id(u)] // pp) * s for u, s in zip(first.units, first.seconds.tolist(), strict=True)]
+                self._fluid[key] = max(float(first.seconds.sum()) / pp, *whole)
+            return self._fluid[key]
+        base = first.seconds.tolist()
+        rates = 0.0
+        for table in self.ranked(shape, recompute).tables:
+            ratios = [mine / other for mine, other in zip(table.seconds.tolist(), base, strict=True) if other > 0]
+            rates += 1 / min(ratios, default=1.0)
+        return float(sum(base)) / rates
