@@ -1,5 +1,7 @@
 """Programs that are alike are compiled once, and moved to the devices of the others."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from jax.experimental import serialize_executable
 from jax.sharding import SingleDeviceSharding
 
-from shardwright.backends.jax.compiled import Compiler, lower
+from shardwright.backends.jax.compiled import Compiler, lower, uncollected
 from shardwright.backends.jax.moved import load_on
 
 
@@ -70,3 +72,30 @@ def test_programs_with_callbacks_each_have_their_own() -> None:
             jax.block_until_ready(wait()(jnp.float32(0)))
     jax.effects_barrier()
     assert seen == [0, 1]
+
+
+def test_a_program_that_does_not_compile_is_told_to_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every call, the program's own error; programs that would be loaded from it say the same."""
+    failed = [lowered(device) for device in jax.devices()[:2]]
+
+    def refuse(self: jax.stages.Lowered) -> None:
+        raise RuntimeError("out of registers")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    with Compiler() as compiler:
+        waiting = [compiler.start(one, (device,)) for one, device in zip(failed, jax.devices(), strict=False)]
+    for wait in 2 * waiting:
+        with pytest.raises(RuntimeError, match="out of registers"):
+            wait()
+
+
+def test_tracing_leaves_the_collector_as_it_was() -> None:
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            with pytest.raises(ZeroDivisionError), uncollected():
+                assert not gc.isenabled()
+                raise ZeroDivisionError
+            assert gc.isenabled() is enabled
+        finally:
+            gc.enable()

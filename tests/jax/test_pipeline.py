@@ -305,3 +305,25 @@ def test_side_effects_in_order_across_a_cut(graph: Graph) -> None:
     train = sw.train_step(noisy, optax.sgd(0.1), plan_of(graph, 2), devices=jax.devices()[:2])
     with pytest.raises(sw.ShardwrightError, match=r"fixed order .* on stages \[0, 1\].*ordered=False"):
         train(train.init(create), batches(1)[0])
+
+
+def test_a_step_that_does_not_compile_leaves_the_state_as_it_was(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says so again when it is asked again, whichever of its programs it was."""
+    train = sw.train_step(loss_fn, OPTIMIZERS["adamw"](), plan_of(graph, 2), devices=jax.devices()[:2])
+    state = train.init(create)
+    (batch,) = batches(1)
+    with monkeypatch.context() as broken:
+        real = jax.stages.Lowered.compile
+
+        def compile_(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+            if len(jax.tree.leaves(lowered.in_avals)) > 3 * len(jax.tree.leaves(state.params)) // 2:  # the update
+                raise RuntimeError("out of registers")
+            return real(lowered)
+
+        broken.setattr(jax.stages.Lowered, "compile", compile_)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="out of registers"):
+                train(state, batch)
+    again = sw.train_step(loss_fn, OPTIMIZERS["adamw"](), plan_of(graph, 2), devices=jax.devices()[:2])
+    _, loss = again(state, batch)
+    assert float(loss) == pytest.approx(expected().losses[0], rel=1e-5)

@@ -4,12 +4,14 @@ XLA compiles for given devices. Stages that are alike lower to the same text, so
 load its executable onto their own devices, which takes a twentieth of the time.
 """
 
+import gc
 import hashlib
 import os
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -30,8 +32,8 @@ class Compilation:
 
 
 class Compiler:
-    """Compiles in the background while it is entered: traces are made under the interpreter's lock, compilations are
-    not."""
+    """Compiles in the background: traces are made under the interpreter's lock, compilations are not. What was started
+    while it was entered goes on after it, unless that ended in an error."""
 
     def __init__(self) -> None:
         self.done = Compilation()
@@ -42,7 +44,7 @@ class Compiler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
-        self._pool.shutdown(cancel_futures=kind is not None)
+        self._pool.shutdown(wait=False, cancel_futures=kind is not None)
 
     def start(self, lowered: jax.stages.Lowered, devices: Devices) -> Callable[[], Any]:
         """Begin with a program, and return what waits for it. One whose text is known, for as many devices, is not
@@ -55,16 +57,34 @@ class Compiler:
             self._known[key] = devices, self._pool.submit(lowered.compile)
             return self._known[key][1].result
         first, running = self._known[key]
+        loaded: Future[Any] = Future()
 
-        def load() -> Any:
-            run = running.result()
-            found = run if devices == first else load_on(run, first, devices)
-            if found is None:
-                self.done.compiled += 1
-                found = lowered.compile()
-            return found
+        def load(running: Future[Any]) -> None:
+            try:
+                run = running.result()
+                found = run if devices == first else load_on(run, first, devices)
+                if found is None:
+                    self.done.compiled += 1
+                    found = lowered.compile()
+                loaded.set_result(found)
+            except BaseException as error:  # told to whoever waits
+                loaded.set_exception(error)
 
-        return load
+        running.add_done_callback(load)
+        return loaded.result
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without looking for garbage: tracing makes many objects and next to no cycles, and going through all of them again
+    and again is a quarter of its time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def lower(

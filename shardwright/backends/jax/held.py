@@ -32,6 +32,7 @@ class _Account:
 
     def __init__(self, pipeline: Pipeline, state: Any, devices: Sequence[jax.Device]) -> None:
         self.pipeline = pipeline
+        pipeline.finish()
         self.place = {device: index for index, device in enumerate(devices)}
         self.held = np.zeros(len(devices), dtype=np.int64)
         for leaf in jax.tree.leaves(state):

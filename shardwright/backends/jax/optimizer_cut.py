@@ -112,7 +112,6 @@ class OptimizerCut:
         shared = [False] * len(self.parameters)
         with Compiler() as compiler:
             run = self._placed(program, self.parameters, shared, self.states, compiler, donate=False)
-            run.finish()
         return from_pieces(self.state, self.states, run(pieces(params)))
 
     # --- update

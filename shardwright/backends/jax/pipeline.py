@@ -76,7 +76,8 @@ class StageRun:
 
 
 class Pipeline:
-    """A step for batches of one structure, compiled."""
+    """A step for batches of one structure. Its programs are compiled in the background, and the first step begins with
+    those that are there."""
 
     def __init__(
         self,
@@ -94,6 +95,8 @@ class Pipeline:
         self.spots = _spots(optimizer, micro)
         self.kept: list[dict[Key, Any]] = [{} for _ in range(len(meshes))]
         self.launches: list[dict[Kind, Launch]] = [{} for _ in range(len(meshes))]
+        """Once they are compiled: after a step, or `finish`."""
+        self._waiting: dict[tuple[int, Kind], Callable[[], Any]] = {}
         with Compiler() as compiler:
             self._compile(compiler, recompute)
         self.done = compiler.done
@@ -137,52 +140,68 @@ class Pipeline:
         return devices[0] if len(devices) == 1 else self._sharding(stage, key)
 
     def _compile(self, compiler: Compiler, recompute: str) -> None:
-        """Trace and compile everything: what takes longest first, so that it is compiled while the rest is traced, and
-        what is short last, so that all cores end together."""
+        """Trace everything and begin to compile it: what takes longest first, so that it is compiled while the rest is
+        traced, and what the step needs last in the end."""
         alone = all(len(self.meshes.devices(stage)) == 1 for stage in range(len(self.meshes)))
-        functions, waiting = [], []
+        functions = []
+        self.zeros: list[Callable[[], Any]] = []
+        self.zero_keys: list[tuple[Key, ...]] = []
         for stage in range(len(self.meshes)):
-            functions.append(
-                stage_functions(
-                    self.micro.cut,
-                    stage,
-                    self.micro.operands,
-                    policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-                    selective=recompute == "selective",
-                    checkpoint_units=recompute == "full",
-                )
+            own = stage_functions(
+                self.micro.cut,
+                stage,
+                self.micro.operands,
+                policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+                selective=recompute == "selective",
+                checkpoint_units=recompute == "full",
             )
+            functions.append(own)
             for kinds in COMPILED if alone else COMPILED[:1]:
-                waiting += [self._start(compiler, stage, functions[-1], kind) for kind in kinds]
+                for kind in kinds:
+                    self._start(compiler, stage, own, kind)
+            shapes = _zero_shapes(own)
+            self.zero_keys.append(tuple(shapes))
+            self.zeros.append(self._start_zeros(compiler, stage, shapes))
         parts = self.micro.cut.parts
         self.sums = {which: next(s for s, p in enumerate(parts) if which in p.results) for which in (TOTAL, WEIGHT)}
-        shapes = [_zero_shapes(own) for own in functions]
-        self.zero_keys = [tuple(of_stage) for of_stage in shapes]
         self.gradient_keys = [
             (stage, key) for stage, keys in enumerate(self.zero_keys) for key in keys if key[0] == "gradient"
         ]
         self.gradient_keys.sort(key=lambda item: (self._holding_number(item[1]), item[0]))
         uses = [(self.weights[key[1]].holding.leaf, stage) for stage, key in self.gradient_keys]
         self.update: PlacedProgram = self.optimizer.compile_update(uses, self.sums[WEIGHT], self.sums[TOTAL], compiler)
-        zeros = [self._start_zeros(compiler, stage, of_stage) for stage, of_stage in enumerate(shapes)]
         for kinds in () if alone else COMPILED[1:]:
-            for wait in waiting:
-                wait()
-            waiting = [self._start(compiler, stage, own, kind) for stage, own in enumerate(functions) for kind in kinds]
-        for wait in waiting:
-            wait()
-        self.zeros = [wait() for wait in zeros]
+            self._finish_functions()
+            for stage, own in enumerate(functions):
+                for kind in kinds:
+                    self._start(compiler, stage, own, kind)
+
+    def finish(self) -> None:
+        """Wait until everything is compiled."""
+        self._finish_functions()
         self.update.finish()
 
-    def _start(self, compiler: Compiler, stage: int, own: StageFunctions, kind: Kind) -> Callable[[], None]:
-        """Begin with a stage's function, where the schedule asks for it; what waits for it."""
+    def _finish_functions(self) -> None:
+        for stage, kind in list(self._waiting):
+            self._launched(stage, kind)
+
+    def _launched(self, stage: int, kind: Kind) -> Launch | None:
+        """What carries out an action, once it is compiled. None for an input gradient on a stage where no gradient
+        flows further back."""
+        if (stage, kind) in self._waiting:
+            self._waiting[stage, kind]()
+            del self._waiting[stage, kind]
+        return self.launches[stage].get(kind)
+
+    def _start(self, compiler: Compiler, stage: int, own: StageFunctions, kind: Kind) -> None:
+        """Begin with a stage's function, where the schedule asks for it."""
         function = _function(own, kind)
         asked = any(
             part.stage == stage and part.kind is kind
             for order in self.schedule.table for action in order for part in action.flat
         )  # fmt: skip
         if function is None or not asked:
-            return lambda: None
+            return
         running = compiler.start(self._lower(stage, function), self.meshes.devices(stage))
 
         def wait() -> None:
@@ -194,7 +213,7 @@ class Pipeline:
             )
             self.launches[stage][kind] = self._launch(stage, function, run)
 
-        return wait
+        self._waiting[stage, kind] = wait
 
     def _lower(self, stage: int, function: StageFunction) -> jax.stages.Lowered:
         kept, alone = self.kept[stage], len(self.meshes.devices(stage)) == 1
@@ -285,7 +304,7 @@ class Pipeline:
         for (stage, key, _, _), array in zip(moves, put, strict=True):
             runs[stage].shared[key] = array
         for run, zeros, keys in zip(runs, self.zeros, self.zero_keys, strict=True):
-            run.shared.update(zip(keys, zeros() if keys else (), strict=True))
+            run.shared.update(zip(keys, zeros()() if keys else (), strict=True))
         self.counts.dispatches += len(runs)
         return runs
 
@@ -293,8 +312,8 @@ class Pipeline:
         """Dispatch one action: run it, keep and send what it makes, let go of what nobody needs any more."""
         m = part.microbatch or 0
         own = runs[part.stage]
-        launch = self.launches[part.stage].get(part.kind)
-        if launch is None:  # an input gradient on a stage where no gradient flows further back
+        launch = self._launched(part.stage, part.kind)
+        if launch is None:
             return
         local = own.local.setdefault(m, {})
         shared = own.shared

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shardwright.backends.jax.compiled import uncollected
 from shardwright.backends.jax.equations import evaluate, flatten, needed
 from shardwright.backends.jax.holding import Holding, StageMeshes, holdings_of
 from shardwright.backends.jax.layout import parameter_shardings
@@ -134,11 +135,11 @@ class PipelinedTraining:
         shapes = self._shapes(state)
         holdings, optimizer = self.placed(shapes.params, shapes.names)
         laid_out = TensorParallel.lay_out(microbatches, self.plan, self.meshes.meshes[0].abstract_mesh, shapes.names)
-        micro = cut_microbatch(self.plan, laid_out, shapes, leaves, holdings)
-        return PipelinedStep(
-            Pipeline(self.schedule, self.order, micro, optimizer, self.meshes, recompute=decision.recompute),
-            microbatches,
-        )
+        with uncollected():
+            micro = cut_microbatch(self.plan, laid_out, shapes, leaves, holdings)
+            recompute = decision.recompute
+            pipeline = Pipeline(self.schedule, self.order, micro, optimizer, self.meshes, recompute=recompute)
+        return PipelinedStep(pipeline, microbatches)
 
     def _shapes(self, state: TrainState) -> Parts:
         """The model taken apart, as shapes."""

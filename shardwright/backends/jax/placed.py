@@ -184,8 +184,9 @@ class PlacedProgram:
 
         self.bundles = [sorted({giver(v, piece.stage) for v in piece.reads}) for piece in self.pieces]
         last_reader = {value: number for number, piece in enumerate(self.pieces) for value in piece.arguments}
-        self._waiting: list[Callable[[], Any]] = []
-        for number, piece in enumerate(self.pieces):
+        self._waiting: dict[int, Callable[[], Any]] = {}
+        longest_first = sorted(enumerate(self.pieces), key=lambda numbered: -len(numbered[1].equations))
+        for number, piece in longest_first:
             avals = [self.flat.avals[v] for v in piece.arguments]
             shardings = [self._at(v, piece.stage) for v in piece.arguments]
             for source, name in self.bundles[number]:
@@ -203,7 +204,7 @@ class PlacedProgram:
             outs = [self.output_shardings[r] for r in piece.results] + packed
             shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
             lowered = lower(self._function(number, piece), shapes, tuple(shardings), tuple(outs), donate)
-            self._waiting.append(compiler.start(lowered, tuple(self.whole[piece.stage].mesh.devices.flat)))
+            self._waiting[number] = compiler.start(lowered, tuple(self.whole[piece.stage].mesh.devices.flat))
 
     def _packed(self, piece: Piece) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
@@ -212,10 +213,10 @@ class PlacedProgram:
         return found
 
     def finish(self) -> None:
-        """Wait until all pieces are compiled, which happens in the background. Before the first call."""
-        for piece, wait in zip(self.pieces, self._waiting, strict=True):
-            piece.run = wait()
-        self._waiting = []
+        """Wait until all pieces are compiled, which happens in the background."""
+        for number, wait in self._waiting.items():
+            self.pieces[number].run = wait()
+        self._waiting = {}
 
     def _at(self, value: int, stage: int) -> NamedSharding:
         own = self.argument_shardings[self.position[value]]
@@ -240,6 +241,7 @@ class PlacedProgram:
 
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
         """What the program returns, each on its mesh. Donated arguments are gone after it."""
+        self.finish()
         moved = self._move([(arguments[self.position[v]], self._at(v, stage)) for v, stage in self.first_moves])
         away = dict(zip(self.first_moves, moved, strict=True))
         results: list[Any] = [None] * len(self.flat.outputs)
