@@ -89,13 +89,17 @@ def test_a_program_that_does_not_compile_is_told_to_whoever_asks(monkeypatch: py
             wait()
 
 
-def test_tracing_leaves_the_collector_as_it_was() -> None:
-    for enabled in (True, False):
-        (gc.enable if enabled else gc.disable)()
-        try:
-            with pytest.raises(ZeroDivisionError), uncollected():
-                assert not gc.isenabled()
-                raise ZeroDivisionError
-            assert gc.isenabled() is enabled
-        finally:
-            gc.enable()
+@pytest.mark.parametrize("enabled", [True, False])
+def test_tracing_leaves_the_collector_as_it_was(enabled: bool) -> None:
+    def fail() -> None:
+        with uncollected():
+            assert not gc.isenabled()
+            raise ZeroDivisionError
+
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()

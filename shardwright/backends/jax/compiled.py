@@ -76,8 +76,8 @@ class Compiler:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without looking for garbage: tracing makes many objects and next to no cycles, and going through all of them again
-    and again is a quarter of its time."""
+    """Without looking for garbage: tracing makes many objects and next to no cycles, and going through all of them
+    again and again is a quarter of its time."""
     collects = gc.isenabled()
     gc.disable()
     try:
