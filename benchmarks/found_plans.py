@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -93,27 +94,9 @@ def torch_plan(case: Case) -> Any:
 def torch_rank(case: Case, plan: str) -> None:
     """What every rank runs: rank 0 prints the losses and every rank's peak."""
     import torch
-    from torch.distributed._tools.mem_tracker import MemTracker
+    import tracked
 
     import shardwright.torch as sw
-
-    class NoModules:
-        """In place of the tracker of modules, which several microbatches under way confuse, and which keeps every leaf
-        that enters a module, with its gradient, to the end of the step."""
-
-        is_bw, parents = False, frozenset[str]()
-
-        def register_user_hooks(self, *_: Any) -> None: ...
-        def clear_user_hooks(self) -> None: ...
-        def __enter__(self) -> None: ...
-        def __exit__(self, *_: Any) -> None: ...
-
-    class Total(MemTracker):
-        """All live storages."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self._mod_tracker = NoModules()  # type: ignore[assignment]
 
     sw.init(plan=plan)
     model = sw.DistributedModel(torch_model())
@@ -127,24 +110,15 @@ def torch_rank(case: Case, plan: str) -> None:
         return loss
 
     share = case.batch // sw.rdp_size()
-    losses, peak = [], 0
+    losses = []
     for batch in tokens(case):
         mine = torch.from_numpy(batch[sw.rdp_rank() * share : (sw.rdp_rank() + 1) * share].astype(np.int64))
-        last = len(losses) == STEPS - 1
         optimizer.zero_grad()
-        if not last:
+        held = [p for _, p in model.local_named_parameters()]
+        with tracked.tracking(held, plain, [mine]) if len(losses) == STEPS - 1 else nullcontext() as tracker:
             loss = train_step(model, mine)
             optimizer.step()
-        else:
-            tracker = Total()
-            held = [p for _, p in model.local_named_parameters()]
-            states = [t for state in plain.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-            tracker.track_external(*held, *states, mine)
-            with tracker:
-                loss = train_step(model, mine)
-                optimizer.step()
-            (snapshot,) = tracker.get_tracker_snapshot("peak").values()
-            peak = sum(int(v) for key, v in snapshot.items() if str(getattr(key, "value", key)) == "Total")
+        peak = tracker.peak_bytes() if tracker is not None else 0
         losses.append(float(loss.reduce_mean()))
     everyone: list[Any] = [None] * sw.size()
     torch.distributed.all_gather_object(everyone, peak)

@@ -96,6 +96,13 @@ class Kept:
             return 0
         return self._scores_of(op, batch)
 
+    def widened(self, op: Op) -> tuple[int, ...]:
+        """The operands of which a copy in the precision of the others is kept: what is added to the scores of an
+        attention in one kernel, where it is a mask of true and false."""
+        if op.kind != "attention" or not any(t in self._needs_gradient for t in op.inputs):
+            return ()
+        return tuple(i for i, t in enumerate(op.inputs) if i >= 3 and self.graph.tensors[t].dtype == "bool")
+
     def drops_scores(self, op: Op) -> bool:
         """Whether the op is an attention with dropout that is trained through."""
         dropping = op.kind == "attention" and op.name.endswith(WITH_DROPOUT)

@@ -208,6 +208,7 @@ class WorkCounter:
             entries = self._kept.score_elements(op, batch)
             scores += entries * PRECISION_BYTES[precision] // share
             statistics += self._kept.statistics(op, batch) // (share if not any(cut.combined(index, op)) else 1)
+            statistics += sum(held(index, i) * PRECISION_BYTES[precision] for i in self._kept.widened(op))
             drops = self._kept.drops_scores(op)
             if drops:
                 copies = self._kept.unfused_elements(op, batch) - entries

@@ -22,7 +22,7 @@ def dropout(
     """Dropout of a piece (None: all) of a tensor of ``shape``, in whose memory the dims come in ``order``."""
     ones = torch.empty_permuted(list(shape), list(order), dtype=source.dtype, device=source.device).fill_(1.0)
     mask = torch.dropout(ones, probability, True)
-    return source * (mask if place is None else piece_of(mask, place, axis.size, axis.coordinate))
+    return source * (mask if place is None else _own_piece(mask, place, axis))
 
 
 def attention(
@@ -40,7 +40,8 @@ def attention(
 ) -> torch.Tensor:
     """Attention with dropout on a piece of the scores, which are of ``shape`` [batch, head, query, key] in all."""
     ones = torch.ones(list(shape), dtype=query.dtype, device=query.device)
-    kept = piece_of(torch.dropout(ones, probability, True), place, axis.size, axis.coordinate)
+    kept = _own_piece(torch.dropout(ones, probability, True), place, axis)
+    del ones
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
@@ -51,6 +52,11 @@ def attention(
     if mask is not None:
         scores = scores.masked_fill(mask.logical_not(), -math.inf) if mask.dtype == torch.bool else scores + mask
     return (torch._safe_softmax(scores, -1) * kept) @ value
+
+
+def _own_piece(mask: torch.Tensor, place: Split, axis: Axis) -> torch.Tensor:
+    """This rank's piece in memory of its own: the backward keeps it, and not the whole."""
+    return piece_of(mask, place, axis.size, axis.coordinate).clone()
 
 
 def piece_of_whole(

@@ -1,6 +1,7 @@
 """Softmax and normalisation over a dim that is split: each rank's piece, with small sums and maxima of all ranks.
 
-The backward passes reduce once: the sums that the gradient needs travel together.
+The backward passes reduce once: the sums that the gradient needs travel together. Arithmetic on what was just made is
+done in its own memory: beside its operands a pass holds no more than torch's own.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ class _Normalize(torch.autograd.Function):
             wide = wide - axis.all_reduce(wide.sum(dims, keepdim=True), "sum", key) / count
         square = axis.all_reduce(wide.square().sum(dims, keepdim=True), "sum", key) / count
         scale = torch.rsqrt(square + eps)
-        normed = wide * scale
+        normed = wide.mul_(scale) if centered else wide * scale
         ctx.save_for_backward(normed, scale)
         ctx.dims, ctx.centered, ctx.axis, ctx.key, ctx.count = dims, centered, axis, key, count
         return normed.to(source.dtype)
@@ -40,10 +41,10 @@ class _Normalize(torch.autograd.Function):
         if ctx.centered:
             sums.append(wide.sum(ctx.dims, keepdim=True))
         means = ctx.axis.all_reduce(torch.stack(sums), "sum", ctx.key) / ctx.count
-        found = wide - normed * means[0]
+        found = torch.addcmul(wide, normed, means[0], value=-1)
         if ctx.centered:
-            found = found - means[1]
-        return (found * scale).to(gradient.dtype), None, None, None, None, None
+            found.sub_(means[1])
+        return found.mul_(scale).to(gradient.dtype), None, None, None, None, None
 
 
 class _Softmax(torch.autograd.Function):
@@ -53,10 +54,10 @@ class _Softmax(torch.autograd.Function):
     def forward(ctx: Any, source: torch.Tensor, dim: int, log: bool, axis: Axis, unit: str) -> torch.Tensor:
         key = (unit, "inner")
         top = axis.all_reduce(source.amax(dim, keepdim=True), "max", key)
-        shifted = source - top.masked_fill(torch.isneginf(top), 0.0)
-        powers = shifted.exp()
+        top = top.masked_fill(torch.isneginf(top), 0.0)
+        powers = (source - top).exp_()
         total = axis.all_reduce(powers.sum(dim, keepdim=True), "sum", key)
-        made = shifted - total.log() if log else powers / total
+        made = powers.copy_(source).sub_(top).sub_(total.log()) if log else powers.div_(total)
         ctx.save_for_backward(made)
         ctx.dim, ctx.log, ctx.axis, ctx.key = dim, log, axis, key
         return made
@@ -66,7 +67,7 @@ class _Softmax(torch.autograd.Function):
         (made,) = ctx.saved_tensors
         weighed = gradient if ctx.log else gradient * made
         total = ctx.axis.all_reduce(weighed.sum(ctx.dim, keepdim=True), "sum", ctx.key)
-        found = gradient - made.exp() * total if ctx.log else weighed - made * total
+        found = made.exp().mul_(-total).add_(gradient) if ctx.log else weighed.addcmul_(made, total, value=-1)
         return found, None, None, None, None
 
 

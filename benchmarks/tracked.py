@@ -1,0 +1,53 @@
+"""Live storages of a training step under torch's own MemTracker, also where several microbatches are under way."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+
+
+class _NoModules:
+    """In place of the tracker of modules, which several microbatches under way confuse, and which keeps every leaf that
+    enters a module, with its gradient, to the end of the step."""
+
+    is_bw, parents = False, frozenset[str]()
+
+    def register_user_hooks(self, *_: Any) -> None: ...
+    def clear_user_hooks(self) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: Any) -> None: ...
+
+
+class LiveStorages(MemTracker):
+    """All live storages of this process: those that `track_external` is given, and what is made while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mod_tracker = _NoModules()  # type: ignore[assignment]
+
+    def now_bytes(self) -> int:
+        return _total(self.get_tracker_snapshot())
+
+    def peak_bytes(self) -> int:
+        return _total(self.get_tracker_snapshot("peak"))
+
+
+def _total(snapshot: dict[Any, dict[Any, int]]) -> int:
+    """Of all devices."""
+    return sum(
+        int(v) for held in snapshot.values() for key, v in held.items() if str(getattr(key, "value", key)) == "Total"
+    )
+
+
+@contextmanager
+def tracking(
+    parameters: Iterable[torch.Tensor], optimizer: Any, batch: Iterable[torch.Tensor]
+) -> Iterator[LiveStorages]:
+    """Follows what is made in here, the parameters, the optimizer's states and the batch."""
+    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    tracker = LiveStorages()
+    tracker.track_external(*parameters, *states, *batch)
+    with tracker:
+        yield tracker
