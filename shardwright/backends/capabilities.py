@@ -36,6 +36,7 @@ JAX = Capabilities(
     single_controller=True,
     reduce_ops=("sum", "max", "min"),
     shard_groups=False,  # over the whole data axis or not at all
+    ties_have_one_home=True,
     stages_are_programs=True,
 )
 RUNTIMES = {runtime.framework: runtime for runtime in (TORCH, JAX)}

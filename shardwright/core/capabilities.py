@@ -38,6 +38,8 @@ class Capabilities:
     bucket_bytes: int = 0
     """Gradients travel over the data axis in copies, which stay until all are summed; one is made when about so many
     bytes are whole, and at the end of the step. 0: without copies."""
+    ties_have_one_home: bool = False
+    """Of a parameter that several pipeline ranks use, the one of its first stage alone holds the optimizer's states."""
     stages_are_programs: bool = False
     """A stage's backward is one compiled program, which adds the gradients to their sums when all are there."""
 

@@ -325,6 +325,7 @@ class CostTables:
             shared=tuple((value, size_bytes(value.tensor) // tp) for value in self._read.shared),
             twice_bytes=self._twice(units, microbatch) if self.graph.footprints else (),
             waiting_bytes=tuple(sum(map(size_bytes, values)) for values in self._read.passing_by),
+            ties_have_one_home=self.graph.capabilities.ties_have_one_home,
             found_bytes=PRECISION_BYTES[self.precision] if self.graph.capabilities.stages_are_programs else 0,
         )
 

@@ -19,13 +19,14 @@ def partition_input(
     forward = tuple(u.forward_s for u in table.units)
     backward = tuple(u.total_s - u.forward_s + float(a) for u, a in zip(table.units, table.again_s, strict=True))
     kept = tuple(float(kept_bytes(u, mode)) for u, mode in zip(table.units, table.modes, strict=True))
-    each = request.state_bytes_per_element
     largest = max(range(len(forward)), key=lambda unit: table.boundary_bytes[unit] if unit else -1)
     units = Units(
         paths=paths_of(folded),
         forward_s=forward,
         backward_s=backward,
-        state_bytes=tuple(u.parameter_elements * each for u in table.units),
+        state_bytes=tuple(
+            u.parameter_elements * request.held_bytes + u.trained_elements * request.trained_bytes for u in table.units
+        ),
         kept_bytes=kept,
         entering_bytes=tuple(float(size) for size in table.boundary_bytes),
         entering_s=table.boundary_s,

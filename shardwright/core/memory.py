@@ -43,10 +43,20 @@ class MemoryUse:
 
 
 def state_bytes(
-    elements: int, precision: str, optimizer: str, shard: int, ways: int, gradient_precision: str | None = None
+    elements: int,
+    precision: str,
+    optimizer: str,
+    shard: int,
+    ways: int,
+    gradient_precision: str | None = None,
+    *,
+    trained: int | None = None,
+    updated: int | None = None,
 ) -> tuple[int, int, int]:
     """(parameters, gradients, optimizer) bytes on one rank.
 
+    Of ``elements`` parameter entries ``trained`` ones have gradients (None: all), and ``updated`` ones are those whose
+    optimizer states lie on this rank (None: all that are trained).
     ``gradient_precision`` is that in which gradients add up over microbatches; None: as the parameters. With "fp32"
     beside 16-bit parameters the 16-bit gradients are gone as soon as they are added (Megatron's main gradients).
     Mixed precision keeps an fp32 master copy with the optimizer's states. ``shard`` is ZeRO's stage (arXiv 1910.02054,
@@ -57,8 +67,9 @@ def state_bytes(
         raise PlanError(f"the states of optimizer {optimizer!r} are not known: {nearest(optimizer, OPTIMIZER_STATES)}")
     width = PRECISION_BYTES[precision]
     master = 4 if width < 4 else 0
-    states = elements * (master + 4 * OPTIMIZER_STATES[optimizer])
-    parts = [elements * width, elements * PRECISION_BYTES[gradient_precision or precision], states]
+    trained = elements if trained is None else trained
+    states = (trained if updated is None else updated) * (master + 4 * OPTIMIZER_STATES[optimizer])
+    parts = [elements * width, trained * PRECISION_BYTES[gradient_precision or precision], states]
     for level, part in ((3, 0), (2, 1), (1, 2)):
         if shard >= level:
             parts[part] = -(-parts[part] // ways)

@@ -41,7 +41,7 @@ class StepModel:
         ranks = tables.work(starts, placement)
         work = [rank.seconds * decision.microbatches for rank in ranks]
         pipeline = pipeline_s if pipeline_s is not None else max(work)
-        reduce_s, update_s = self.tail(mesh, decision, [rank.elements for rank in ranks], pipeline)
+        reduce_s, update_s = self.tail(mesh, decision, ranks, pipeline)
         reduce_s += self._tied_s(mesh, tables.tied(starts, placement)) + max(rank.once_s for rank in ranks)
         return Predicted(
             step_time_s=pipeline + reduce_s + update_s,
@@ -65,22 +65,32 @@ class StepModel:
         ``tied`` are those of their cut."""
         first = decisions[0]
         pipeline = max(rank.seconds for rank in ranks) * first.microbatches if pipeline_s is None else pipeline_s
-        mesh, elements = first.mesh, [rank.elements for rank in ranks]
+        mesh = first.mesh
         shared = pipeline + (self._tied_s(mesh, tied) + max(rank.once_s for rank in ranks))
-        return [shared + sum(self.tail(mesh, decision, elements, pipeline)) for decision in decisions]
+        return [shared + sum(self.tail(mesh, decision, ranks, pipeline)) for decision in decisions]
 
-    def tail(self, mesh: Mesh, decision: Decision, elements: Sequence[float], pipeline_s: float) -> tuple[float, float]:
+    def tail(self, mesh: Mesh, decision: Decision, ranks: Sequence[RankWork], pipeline_s: float) -> tuple[float, float]:
         """(seconds to reduce gradients over dp, seconds of the optimizer step) of the pipeline rank that takes longest,
-        nothing hidden; ``elements`` are what each pipeline rank holds."""
-        fullest = [(max(elements[pp] for pp in alike), alike[0]) for alike in self.links.alike(mesh)]
-        return max((self._tail(mesh, decision, held, pipeline_s, pp) for held, pp in fullest), key=sum)
+        nothing hidden."""
+        fullest = [
+            (max(ranks[pp].elements for pp in alike), max(ranks[pp].held_elements for pp in alike), alike[0])
+            for alike in self.links.alike(mesh)
+        ]
+        return max(
+            (self._tail(mesh, decision, (trained, held), pipeline_s, pp) for trained, held, pp in fullest), key=sum
+        )
 
-    def least_tail_s(self, mesh: Mesh, decision: Decision, elements: float, pipeline_s: float) -> float:
-        """Seconds below which the tail does not get when some rank holds at least ``elements``, whichever it is."""
-        return min(sum(self._tail(mesh, decision, elements, pipeline_s, alike[0])) for alike in self.links.alike(mesh))
+    def least_tail_s(self, mesh: Mesh, decision: Decision, entries: tuple[float, float], pipeline_s: float) -> float:
+        """Seconds below which the tail does not get when some rank trains and holds at least so many ``entries``,
+        whichever it is."""
+        return min(sum(self._tail(mesh, decision, entries, pipeline_s, alike[0])) for alike in self.links.alike(mesh))
 
-    def _tail(self, mesh: Mesh, decision: Decision, elements: float, pipeline_s: float, pp: int) -> tuple[float, float]:
+    def _tail(
+        self, mesh: Mesh, decision: Decision, entries: tuple[float, float], pipeline_s: float, pp: int
+    ) -> tuple[float, float]:
+        """``entries`` of parameters: those that are trained, which alone are reduced and updated, and all."""
         dp = mesh.axis_size("dp")
+        elements, held = entries
         width = PRECISION_BYTES[self.precision]
         size = elements * width
         reduced = elements * PRECISION_BYTES[decision.gradient_precision or self.precision]
@@ -92,7 +102,7 @@ class StepModel:
             elif decision.shard < 3:
                 reduce_s = self._sharded_reduction_s(mesh, decision, size, reduced, pp)
             else:
-                reduce_s = self._sharded_s(mesh, decision, size, reduced, pipeline_s, pp)
+                reduce_s = self._sharded_s(mesh, decision, held * width, reduced, pipeline_s, pp)
         ways = (decision.shard_group or dp) if decision.shard else 1
         states = OPTIMIZER_STATES[decision.optimizer]
         # Reads parameter, gradient and states, writes parameter and states, in fp32. In mixed precision the 16-bit

@@ -40,7 +40,24 @@ class RankWork:
     once_s: float
     """What is done once a step, whatever the number of microbatches."""
     elements: int
-    """Parameter entries that it holds."""
+    """Parameter entries that it trains."""
+    held_elements: int
+    """All that it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What one pipeline rank holds: entries of parameters, and bytes of one microbatch."""
+
+    elements: int
+    trained: int
+    updated: int
+    """Of those that are trained, the ones whose optimizer states lie here."""
+    kept: int
+    working: int
+    sent: int
+    away: int
+    """Offloaded."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +88,9 @@ class RankTables:
     # Bounds ------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def alike(self) -> tuple[tuple[int, float, float, float], ...]:
+    def alike(self) -> tuple[tuple[int, float, float, float, float], ...]:
         """Of every kind of unit that stands more than once how many there are, and of the last one its parameter
-        entries, the bytes that it adds to what all before it keep (what it shares with them they keep already), and
+        entries, those that are trained, the bytes that it adds to what all before it keep (what it shares with them they keep already), and
         those of its passes."""
         counts: dict[int, list[int]] = {}
         for index, unit in enumerate(self.tables[0].units):
@@ -83,14 +100,15 @@ class RankTables:
             if len(members) > 1:
                 one = members[-1], members[-1] + 1
                 kept = float(table.range_kept[0, one[1]] - table.range_kept[0, one[0]])
-                found.append((len(members), float(table.range_elements[one]), kept, float(table.range_working[one])))
+                entries = float(table.range_elements[one]), float(table.range_trained[one])
+                found.append((len(members), *entries, kept, float(table.range_working[one])))
         return tuple(found)
 
-    def has_room(self, live: Sequence[int], held: int, state_bytes_per_element: float) -> bool:
+    def has_room(self, live: Sequence[int], held: int, held_bytes: float, trained_bytes: float) -> bool:
         """Whether the ranks have room for the units that are alike, leaving the others out: False means that no cut
         fits. ``held`` is how many stages each rank holds."""
-        for count, elements, kept, working in self.alike:
-            state, room = state_bytes_per_element * elements, 0
+        for count, elements, trained, kept, working in self.alike:
+            state, room = held_bytes * elements + trained_bytes * trained, 0
             for limit, alive in zip(self.limits_bytes, live, strict=True):
                 # Of n units in ``held`` stages one stage has at least n / held, whose activations count.
                 each = state + alive * kept / held
@@ -111,7 +129,7 @@ class RankTables:
         `PRICE_OF_EVENNESS`. None when no cut fits.
         """
         held = len(placement) // self.ranks
-        if len(placement) > self.units or not self.has_room(live, held, request.state_bytes_per_element):
+        if len(placement) > self.units or not self.has_room(live, held, request.held_bytes, request.trained_bytes):
             return None
         free = self.free_cut(tuple(placement))
         if self.over_bytes(self.memory(free, placement, live, request)) == 0:
@@ -147,14 +165,14 @@ class RankTables:
     ) -> list[int] | None:
         held = len(placement) // self.ranks
         # A rank's stages share its memory for parameters; its activations are counted by the largest of them.
-        state = request.state_bytes_per_element * held
+        state = request.held_bytes * held, request.trained_bytes * held
         copied = request.gradient_width * held if request.bucket_bytes else 0
         known: dict[tuple[int, int, int], NDArray[np.bool_]] = {}
         fits = []
         for rank in placement:
             key = (id(self.tables[rank]), live[rank], room[rank])
             if key not in known:
-                known[key] = self.tables[rank].range_memory(live[rank], state, copied) <= room[rank]
+                known[key] = self.tables[rank].range_memory(live[rank], *state, copied) <= room[rank]
             fits.append(known[key])
         return self._fastest(placement, np.stack(fits))
 
@@ -191,15 +209,21 @@ class RankTables:
     ) -> tuple[MemoryUse, ...]:
         """What every pipeline rank holds, its stages together."""
         found = []
-        held = self._held(tuple(starts), tuple(placement))
-        activations = [kept * count for count, (_, kept, _, _, _) in zip(live, held, strict=True)]
+        held = self._held(tuple(starts), tuple(placement), summed=request.is_summed)
+        activations = [of_rank.kept * count for count, of_rank in zip(live, held, strict=True)]
         buffers = self.buffers(starts, placement, activations, request)
-        rows = zip(live, held, activations, buffers, strict=True)
-        for count, (elements, _, _, _, away), kept, beside in rows:
+        for count, own, kept, beside in zip(live, held, activations, buffers, strict=True):
             parameters, gradients, states = state_bytes(
-                elements, request.precision, request.optimizer, request.shard, request.ways, request.gradient_precision
+                own.elements,
+                request.precision,
+                request.optimizer,
+                request.shard,
+                request.ways,
+                request.gradient_precision,
+                trained=own.trained,
+                updated=own.updated,
             )
-            found.append(MemoryUse(parameters, gradients, states, kept, beside, host_bytes=away * count))
+            found.append(MemoryUse(parameters, gradients, states, kept, beside, host_bytes=own.away * count))
         return tuple(found)
 
     def buffers(
@@ -212,31 +236,36 @@ class RankTables:
         """What every rank holds for a while; with a ``request``, beside so many bytes of ``activations``, also where
         that is copies of gradients on their way to other replicas, when the activations are gone."""
         key = tuple(starts), tuple(placement)
-        held = self._held(*key)
+        held = self._held(*key, summed=request is not None and request.is_summed)
         if request is None or not request.bucket_bytes:
-            return [working + sent + UNCOUNTED_BYTES for _, _, working, sent, _ in held]
+            return [own.working + own.sent + UNCOUNTED_BYTES for own in held]
         closing = self._closing(*key, request.gradient_width, request.bucket_bytes)
         rows = zip(held, closing, activations, strict=True)
-        return [max(working, last - kept) + sent + UNCOUNTED_BYTES for (_, _, working, sent, _), last, kept in rows]
+        return [max(own.working, last - kept) + own.sent + UNCOUNTED_BYTES for own, last, kept in rows]
 
-    def _held(self, starts: tuple[int, ...], placement: tuple[int, ...]) -> list[tuple[int, int, int, int, int]]:
-        """For every rank its parameter entries, and bytes kept for one microbatch, working, sent and offloaded; of its
-        fullest stage where it has several."""
-        key = starts, placement
+    def _held(self, starts: tuple[int, ...], placement: tuple[int, ...], *, summed: bool) -> list["_Held"]:
+        """What every rank holds; where it has several stages, for one microbatch of its fullest. ``summed``: gradients
+        over replicas."""
+        key = starts, placement, summed
         if key not in self._holdings:
             found = []
             for rank, table in enumerate(self.tables):
                 held = [ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank]
                 elements = int(sum(table.range_elements[a, b] for a, b in held) - table.tied_twice(held))
+                trained = int(sum(table.range_trained[a, b] for a, b in held) - table.tied_twice(held, trained=True))
+                updated = trained - table.updated_elsewhere(held)
                 kept = int(max(table.range_kept[a, b] for a, b in held))
                 several = len(placement) > 1
-                working = max(table.stage_working(a, b) if several else int(table.range_working[a, b]) for a, b in held)
+                working = max(
+                    table.stage_working(a, b, summed=summed) if several else int(table.range_working[a, b])
+                    for a, b in held
+                )
                 sent = 0
                 if self.ranks > 1:  # a value and a gradient at either end, on their way or there before they are used
                     borders = [unit for ends in held for unit in ends if 0 < unit < self.units]
                     sent = sum(2 * table.boundary_bytes[unit] for unit in borders)
                 away = max(sum(table.units[u].saved_bytes for u in table.offloaded if a <= u < b) for a, b in held)
-                found.append((elements, kept, working, sent, away))
+                found.append(_Held(elements, trained, updated, kept, working, sent, away))
             self._holdings[key] = found
         return self._holdings[key]
 
@@ -261,7 +290,7 @@ class RankTables:
         return {}
 
     @cached_property
-    def _holdings(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int, int, int, int]]]:
+    def _holdings(self) -> dict[tuple[tuple[int, ...], tuple[int, ...], bool], list["_Held"]]:
         return {}
 
     def keeping(self, units: Collection[int], offloaded: Collection[int] = ()) -> "RankTables":
@@ -340,7 +369,7 @@ class RankTables:
 
     def work(self, starts: Sequence[int], placement: Sequence[int]) -> list["RankWork"]:
         """What every rank does and holds, its stages together."""
-        found = [RankWork(0.0, 0.0, 0.0, 0)] * self.ranks
+        found = [RankWork(0.0, 0.0, 0.0, 0, 0)] * self.ranks
         for stage, (a, b) in enumerate(self.ends(starts)):
             rank, table = placement[stage], self.tables[placement[stage]]
             before, units = found[rank], table.units[a:b]
@@ -348,7 +377,8 @@ class RankTables:
                 before.seconds + sum(table.passes_s(a, b)),
                 before.collective_s + sum(u.collective_s for u in units),
                 before.once_s + sum(u.step_s for u in units),
-                before.elements + int(table.range_elements[a, b]),
+                before.elements + int(table.range_trained[a, b]),
+                before.held_elements + int(table.range_elements[a, b]),
             )
         return found
 

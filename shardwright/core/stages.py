@@ -16,7 +16,7 @@ from shardwright.core.memory import (
     Recompute,
     kept_bytes,
     recomputed_s,
-    state_bytes_per_element,
+    state_bytes,
     unit_recompute,
 )
 from shardwright.core.partition.exact import Matrix, range_sums
@@ -81,6 +81,8 @@ class UnitTable:
     place of what they share. Empty: not known."""
     waiting_bytes: tuple[int, ...] = ()
     """For every unit, of the gradients that pass it by: of values made before it and read after it. Empty: none."""
+    ties_have_one_home: bool = False
+    """As in `Capabilities`."""
     found_bytes: int = 0
     """Of the gradient of one parameter entry that waits until a stage's backward is done and its gradients are added up
     together; 0 where each is added as soon as it is there."""
@@ -217,9 +219,7 @@ class UnitTable:
     def range_working(self) -> Matrix:
         """What the passes of one microbatch hold beside the kept activations. The backward of a unit finds the units
         after it done with."""
-        return self._working(
-            self.beside_bytes + self.found_bytes * np.array([u.parameter_elements for u in self.units])
-        )
+        return self._working(self.beside_bytes + self.found_bytes * np.array([u.trained_elements for u in self.units]))
 
     @cached_property
     def _range_passing(self) -> Matrix:
@@ -231,28 +231,48 @@ class UnitTable:
         working[:-1, 1:] = np.maximum(0.0, np.maximum.accumulate(through, axis=1) - self.range_kept[:-1, 1:])
         return working
 
-    def stage_working(self, first: int, end: int) -> int:
-        """The same of one of several stages, with the gradients that wait."""
+    def stage_working(self, first: int, end: int, *, summed: bool = False) -> int:
+        """The same of one of several stages, with the gradients that wait. Where they are ``summed`` over replicas, all
+        are there twice at the end, as terms and as sums."""
         if not self.found_bytes:
             return int(self.range_working[first, end])
-        return int(self._range_passing[first, end] + self.found_bytes * self.range_elements[first, end])
+        found = self.found_bytes * self.range_trained[first, end]
+        return int(found + max(self._range_passing[first, end], found if summed else 0))
 
-    def range_memory(self, live: float, state_bytes_per_element: float, copied_bytes_per_element: float = 0) -> Matrix:
+    def range_memory(
+        self, live: float, held_bytes: float, trained_bytes: float, copied_bytes_per_element: float = 0
+    ) -> Matrix:
         """Peak bytes of a stage with ``live`` microbatches under way, or when its gradients are there twice, as copies
-        on their way to other replicas."""
+        on their way to other replicas. A parameter entry takes ``held_bytes``, and ``trained_bytes`` beside them if it
+        is trained."""
         passes = live * self.range_kept + self.range_working
         if copied_bytes_per_element:
-            passes = np.maximum(passes, copied_bytes_per_element * self.range_elements)
-        memory: Matrix = state_bytes_per_element * self.range_elements + passes
+            passes = np.maximum(passes, copied_bytes_per_element * self.range_trained)
+        memory: Matrix = held_bytes * self.range_elements + trained_bytes * self.range_trained + passes
         return memory
 
-    def tied_twice(self, held: Sequence[tuple[int, int]]) -> int:
-        """Entries of parameters that two stages of one rank share."""
+    def tied_twice(self, held: Sequence[tuple[int, int]], *, trained: bool = False) -> int:
+        """Entries of parameters that two stages of one rank share; of those that are ``trained`` alone, if asked."""
         extra = 0
         for tie in self.ties:
             stages = sum(any(a <= u < b for u in tie.users) for a, b in held)
-            extra += tie.elements * max(0, stages - 1)
+            extra += tie.elements * max(0, stages - 1) if tie.is_trained or not trained else 0
         return extra
+
+    def updated_elsewhere(self, held: Sequence[tuple[int, int]]) -> int:
+        """Of the parameters that the stages of one rank use, entries whose optimizer states lie on another rank."""
+        if not self.ties_have_one_home:
+            return 0
+        return sum(
+            tie.elements
+            for tie in self.ties
+            if tie.is_trained
+            and any(a <= u < b for u in tie.users for a, b in held)
+            and not any(a <= tie.users[0] < b for a, b in held)
+        )
+
+
+MANY = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +288,8 @@ class MemoryRequest:
     gradient_precision: str | None = None
     bucket_bytes: int = 0
     """Of the copies in which gradients are summed over the data axis (`Capabilities.bucket_bytes`); 0: none."""
+    is_summed: bool = False
+    """Whether whole gradients are summed over a data axis."""
 
     @property
     def gradient_width(self) -> int:
@@ -275,6 +297,15 @@ class MemoryRequest:
         return PRECISION_BYTES[self.gradient_precision or self.precision]
 
     @property
-    def state_bytes_per_element(self) -> float:
-        """Bytes of one parameter with its gradient and optimizer state, on one rank."""
-        return state_bytes_per_element(self.precision, self.optimizer, self.shard, self.ways, self.gradient_precision)
+    def held_bytes(self) -> float:
+        """Bytes of one parameter entry by itself, on one rank."""
+        return self._many[0] / MANY
+
+    @property
+    def trained_bytes(self) -> float:
+        """What one takes beside that if it is trained: its gradient and optimizer states."""
+        return sum(self._many[1:]) / MANY
+
+    @property
+    def _many(self) -> tuple[int, int, int]:
+        return state_bytes(MANY, self.precision, self.optimizer, self.shard, self.ways, self.gradient_precision)

@@ -62,6 +62,7 @@ class Bounds:
             ways,
             request.gradient_precision,
             self.tables.graph.capabilities.bucket_bytes if travels else 0,
+            travels,
         )
 
     @property
@@ -123,31 +124,33 @@ class Bounds:
         if virtual_stages == 1:
             pipeline = max(pipeline, self._filled_s(shape, recompute, split=split))
         pp = shape.mesh.axis_size("pp")
-        elements = float(self._first(shape, recompute).range_elements[0, -1]) / pp
+        first = self._first(shape, recompute)
+        entries = float(first.range_trained[0, -1]) / pp, float(first.range_elements[0, -1]) / pp
         least = math.inf
         for policy in policies:
             if self._may_fit(shape, policy):
                 decision = self.undivided(shape, policy)
-                least = min(least, self.step.least_tail_s(shape.mesh, decision, elements, pipeline))
+                least = min(least, self.step.least_tail_s(shape.mesh, decision, entries, pipeline))
         return (pipeline + least) * SAFE
 
     def _may_fit(self, shape: Shape, policy: Policy) -> bool:
         """Whether all ranks together have room for the parameters and one microbatch's activations."""
         pp = shape.mesh.axis_size("pp")
         table = self._first(shape, policy.recompute)
-        state = self.least_state(shape, policy, self.request.stages_per_rank or max(VIRTUAL_STAGES))
-        held = state * float(table.range_elements[0, -1]) + float(table.range_kept[0, -1])
+        each, trained = self.least_state(shape, policy, self.request.stages_per_rank or max(VIRTUAL_STAGES))
+        held = each * float(table.range_elements[0, -1]) + trained * float(table.range_trained[0, -1])
+        held += float(table.range_kept[0, -1])
         if self.cluster.is_uniform:
             return held <= pp * self.cluster.memory_bytes(0)
         return held <= sum(self.ranked(shape, policy.recompute).limits_bytes)
 
-    def least_state(self, shape: Shape, policy: Policy, virtual_stages: int) -> float:
-        """Bytes below which no parameter with its gradient and states gets beside activations: without the gradient
-        where a step is so short that these may be gone when it is made."""
+    def least_state(self, shape: Shape, policy: Policy, virtual_stages: int) -> tuple[float, float]:
+        """Bytes below which no parameter gets beside activations, and below which a trained one's gradient and states
+        do not get: without the gradient where a step is so short that activations may be gone when it is made."""
         pp, dp, _ = shape.degrees
         request = self.memory_request(policy, dp)
         may_be_apart = self.when_made and policy.shard < 2 and shape.microbatches <= 2 * pp * virtual_stages
-        return request.state_bytes_per_element - (request.gradient_width if may_be_apart else 0)
+        return request.held_bytes, request.trained_bytes - (request.gradient_width if may_be_apart else 0)
 
     def _filled_s(self, shape: Shape, recompute: Recompute, *, split: bool) -> float:
         """Seconds below which no pipeline of one stage per rank gets, filling and draining included."""

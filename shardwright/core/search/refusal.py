@@ -61,9 +61,9 @@ def _closest(scorer: Scorer, space: Space) -> Iterator[Scored]:
         pp, dp, _ = shape.degrees
         for policy in space.policies(dp):
             table = scorer.bounds.ranked(shape, policy.recompute).tables[0]
-            state = scorer.bounds.memory_request(policy, dp).state_bytes_per_element * float(
-                table.range_elements[0, -1]
-            )
+            asked = scorer.bounds.memory_request(policy, dp)
+            state = asked.held_bytes * float(table.range_elements[0, -1])
+            state += asked.trained_bytes * float(table.range_trained[0, -1])
             # A rank has at least its share, and what the fullest unit holds.
             held = state / pp + float(table.range_kept[0, -1]) / pp + float(table.range_working[0, -1])
             ranked.append((held, number, shape, policy))

@@ -100,7 +100,7 @@ class Scorer:
         name, virtual = pipelining.schedule, pipelining.virtual_stages
         placement = placement_of(name, shape.mesh.axis_size("pp"), virtual)
         live = live_microbatches(name, ranked.ranks, shape.microbatches, virtual)
-        roomy = [p for p in policies if ranked.has_room(live, virtual, bounds.least_state(shape, p, virtual))]
+        roomy = [p for p in policies if ranked.has_room(live, virtual, *bounds.least_state(shape, p, virtual))]
         if not roomy:
             return []
         found: dict[tuple[int, ...], list[Policy]] = {}
