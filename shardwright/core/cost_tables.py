@@ -55,6 +55,7 @@ class _Reading:
         self.structure, self.binding = structure_of(self.folded)
         self.counter = WorkCounter(graph)
         self.shared = self.counter.shared(self.folded.units)
+        self.batch_readers = self.counter.batch_readers(self.folded.units)
         self.passing_by = self.counter.passing_by(self.folded.units)
         self.frame = Frame(self.folded, self.counter)
         self._work: dict[object, UnitWork] = {}
@@ -324,6 +325,8 @@ class CostTables:
             host_bytes_per_s=place.device.host_link_bandwidth_bytes_per_s * HOST_LINK_EFFICIENCY,
             shared=tuple((value, size_bytes(value.tensor) // tp) for value in self._read.shared),
             twice_bytes=self._twice(units, microbatch) if self.graph.footprints else (),
+            batch=tuple((self.graph.tensors[t].size_bytes(microbatch), by) for t, by in self._read.batch_readers),
+            batch_is_everywhere=not self.graph.capabilities.single_controller,
             waiting_bytes=tuple(sum(map(size_bytes, values)) for values in self._read.passing_by),
             ties_have_one_home=self.graph.capabilities.ties_have_one_home,
             found_bytes=PRECISION_BYTES[self.precision] if self.graph.capabilities.stages_are_programs else 0,

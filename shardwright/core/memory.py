@@ -35,11 +35,13 @@ class MemoryUse:
     makes as it gives activations up (`core.apart`)."""
     host_bytes: int = 0
     """Activations that are offloaded to the host's memory: no part of the total."""
+    batch_bytes: int = 0
+    """The rank's part of the batch, of all microbatches: it is there all through the step."""
 
     @property
     def total_bytes(self) -> int:
         parts = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
-        return parts + self.activations_bytes + self.buffers_bytes - self.apart_bytes
+        return parts + self.batch_bytes + self.activations_bytes + self.buffers_bytes - self.apart_bytes
 
 
 def state_bytes(

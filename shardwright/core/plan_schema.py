@@ -105,6 +105,7 @@ class MemoryFile(Section):
     buffers_bytes: Amount
     apart_bytes: Amount = 0
     host_bytes: Amount = 0
+    batch_bytes: Amount = 0
 
 
 class PredictedFile(Section):

@@ -56,6 +56,7 @@ class _Held:
     kept: int
     working: int
     sent: int
+    batch: int
     away: int
     """Offloaded."""
 
@@ -223,7 +224,17 @@ class RankTables:
                 trained=own.trained,
                 updated=own.updated,
             )
-            found.append(MemoryUse(parameters, gradients, states, kept, beside, host_bytes=own.away * count))
+            found.append(
+                MemoryUse(
+                    parameters,
+                    gradients,
+                    states,
+                    kept,
+                    beside,
+                    host_bytes=own.away * count,
+                    batch_bytes=own.batch * request.microbatches,
+                )
+            )
         return tuple(found)
 
     def buffers(
@@ -264,8 +275,9 @@ class RankTables:
                 if self.ranks > 1:  # a value and a gradient at either end, on their way or there before they are used
                     borders = [unit for ends in held for unit in ends if 0 < unit < self.units]
                     sent = sum(2 * table.boundary_bytes[unit] for unit in borders)
+                batch = table.batch_bytes(held)
                 away = max(sum(table.units[u].saved_bytes for u in table.offloaded if a <= u < b) for a, b in held)
-                found.append(_Held(elements, trained, updated, kept, working, sent, away))
+                found.append(_Held(elements, trained, updated, kept, working, sent, batch, away))
             self._holdings[key] = found
         return self._holdings[key]
 

@@ -79,6 +79,10 @@ class UnitTable:
     twice_bytes: tuple[int, ...] = ()
     """For every unit what it and the next one keep less together than each for itself where both keep all: counted in
     place of what they share. Empty: not known."""
+    batch: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Of every tensor of the batch its bytes for one microbatch, and the units that read it."""
+    batch_is_everywhere: bool = False
+    """Whether every rank is given the batch, whatever it reads of it."""
     waiting_bytes: tuple[int, ...] = ()
     """For every unit, of the gradients that pass it by: of values made before it and read after it. Empty: none."""
     ties_have_one_home: bool = False
@@ -215,6 +219,14 @@ class UnitTable:
         beside += np.array(self.waiting_bytes or 0)
         return beside
 
+    def batch_bytes(self, held: Sequence[tuple[int, int]]) -> int:
+        """Bytes of one microbatch's part of the batch on a rank of these stages."""
+        return sum(
+            size
+            for size, readers in self.batch
+            if self.batch_is_everywhere or any(a <= unit < b for unit in readers for a, b in held)
+        )
+
     @cached_property
     def range_working(self) -> Matrix:
         """What the passes of one microbatch hold beside the kept activations. The backward of a unit finds the units
@@ -290,6 +302,8 @@ class MemoryRequest:
     """Of the copies in which gradients are summed over the data axis (`Capabilities.bucket_bytes`); 0: none."""
     is_summed: bool = False
     """Whether whole gradients are summed over a data axis."""
+    microbatches: int = 1
+    """Whose part of the batch lies on a rank all through a step."""
 
     @property
     def gradient_width(self) -> int:

@@ -90,7 +90,7 @@ def memory_view(held: Sequence[Sequence[Moment]], step_s: float) -> RenderableTy
         ">gradients",
         ">optimizer",
         ">activations",
-        ">buffers",
+        ">batch, buffers",
         ">together",
     )
     pictures = ["\nMemory over the step, of each rank's fullest"]
@@ -102,7 +102,7 @@ def memory_view(held: Sequence[Sequence[Moment]], step_s: float) -> RenderableTy
             use.gradients_bytes,
             use.optimizer_bytes,
             use.activations_bytes,
-            use.buffers_bytes,
+            use.batch_bytes + use.buffers_bytes,
         )
         shares = [0.0] * BARS
         for moment in moments:
@@ -186,11 +186,12 @@ def _memory(plan: Plan) -> Table:
     apart = [">not at once"] if any(use.apart_bytes for use in uses) else []
     table = new_table(
         f"Memory per rank (of {bytes_text(limit)})",
-        "pp", ">parameters", ">gradients", ">optimizer", ">activations", ">buffers", *apart, ">total", ">used",
+        "pp", ">parameters", ">gradients", ">optimizer", ">activations", ">batch, buffers", *apart, ">total", ">used",
     )  # fmt: skip
     for rank, use in enumerate(uses):
         sizes = [
-            use.parameters_bytes, use.gradients_bytes, use.optimizer_bytes, use.activations_bytes, use.buffers_bytes
+            use.parameters_bytes, use.gradients_bytes, use.optimizer_bytes, use.activations_bytes,
+            use.batch_bytes + use.buffers_bytes,
         ]  # fmt: skip
         less = [f"-{bytes_text(use.apart_bytes)}"] if apart else []
         total = (bytes_text(use.total_bytes), f"{use.total_bytes / limit:.1%}")

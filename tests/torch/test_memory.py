@@ -18,7 +18,7 @@ from transformers import (
 
 import shardwright as sw
 
-BATCH, SEQUENCE, VOCABULARY = 2, 64, 1024
+BATCH, SEQUENCE, VOCABULARY, MICROBATCHES = 2, 64, 1024, 2
 
 
 def gpt2(dropout: float) -> torch.nn.Module:
@@ -62,7 +62,8 @@ def peak_bytes(model: torch.nn.Module, batch: dict[str, torch.Tensor], *, first:
 
     step()
     tracker = MemTracker()
-    tracker.track_external(model, optimizer, *batch.values())
+    other_microbatches = [torch.cat([value] * (MICROBATCHES - 1)) for value in batch.values()]
+    tracker.track_external(model, optimizer, *batch.values(), *other_microbatches)
     with tracker:
         step()
     (snapshot,) = tracker.get_tracker_snapshot("peak").values()
@@ -80,7 +81,7 @@ def test_a_steps_peak_is_predicted(build: Any, dropout: float) -> None:
     plan = sw.plan(
         sw.capture(model, batch),
         sw.Cluster("cpu"),
-        batch=2 * BATCH,
+        batch=MICROBATCHES * BATCH,
         microbatch=BATCH,
         precision="fp32",
         recompute="none",

@@ -83,7 +83,8 @@ class Kept:
                 # A normalised value is computed again from the norm's input, which is kept already.
                 wanted = [t for t in op.inputs if self._kind_of_producer(t) != "normalization"]
         roots = dict.fromkeys(self.roots.get(t, t) for t in wanted)
-        return [t for t in roots if t not in self._parameters and self.graph.tensors[t].role in ("activation", "input")]
+        # The batch is there anyway, all of a step.
+        return [t for t in roots if t not in self._parameters and self.graph.tensors[t].role == "activation"]
 
     def masks(self, op: Op) -> tuple[int, ...]:
         """The results of which a one-byte mask is kept."""

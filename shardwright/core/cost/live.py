@@ -91,8 +91,7 @@ class LiveBytes:
         """The most bytes of gradients, counted from all that is kept, which the backward gives up as it goes."""
         released: dict[int, int] = {}
         for root, index in first_keeper.items():
-            if self.graph.tensors[root].role != "input":  # the batch stays
-                released[index] = released.get(index, 0) + size_of(root)
+            released[index] = released.get(index, 0) + size_of(root)
         held = _Gradients()
         for index in ops:
             for tensor in self.graph.ops[index].outputs:

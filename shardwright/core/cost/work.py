@@ -271,8 +271,7 @@ class WorkCounter:
 
     def passing_by(self, units: Sequence[Unit]) -> tuple[tuple[int, ...], ...]:
         """For every unit the values made before it and read after it, whose gradients wait while its backward runs; for
-        a part of a concatenation the whole, as its gradient is a part of that of the whole. And the inputs that later
-        units are the first to read: the batch stays while a step lasts."""
+        a part of a concatenation the whole, as its gradient is a part of that of the whole."""
         unit_of = {index: unit.index for unit in units for index in range(unit.first_op, unit.end_op)}
         waiting: list[set[int]] = [set() for _ in units]
         for tensor in self._needs_gradient - self._parameters.keys():
@@ -283,11 +282,16 @@ class WorkCounter:
             held = last.outputs[0] if last.kind == "concat" else self._root(tensor)
             for unit in range(unit_of[made] + 1, unit_of[max(readers)]):
                 waiting[unit].add(held)
-        for tensor in self.graph.inputs:
-            if readers := self._users.get(tensor, []):
-                for unit in range(unit_of[min(readers)]):
-                    waiting[unit].add(tensor)
         return tuple(tuple(sorted(values)) for values in waiting)
+
+    def batch_readers(self, units: Sequence[Unit]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Every tensor of the batch, and the units that read it."""
+        unit_of = {index: unit.index for unit in units for index in range(unit.first_op, unit.end_op)}
+        return tuple(
+            (tensor, tuple(sorted({unit_of[user] for user in self._users.get(tensor, ())})))
+            for tensor in self.graph.inputs
+            if self.graph.tensors[tensor].role == "input"
+        )
 
     def _collectives(
         self, layouts: RealisedUnit | None, batch: int, precision: str

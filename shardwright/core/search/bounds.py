@@ -49,8 +49,8 @@ class Bounds:
             )
         return self._ranked[key]
 
-    def memory_request(self, policy: Policy, dp: int) -> MemoryRequest:
-        """What decides the bytes of a parameter under a policy."""
+    def memory_request(self, policy: Policy, dp: int, microbatches: int) -> MemoryRequest:
+        """What decides the bytes of a parameter under a policy, and of the batch."""
         ways = policy.shard_group or dp
         request = self.request
         travels = dp > 1 and policy.shard < 2
@@ -63,6 +63,7 @@ class Bounds:
             request.gradient_precision,
             self.tables.graph.capabilities.bucket_bytes if travels else 0,
             travels,
+            microbatches,
         )
 
     @property
@@ -148,7 +149,7 @@ class Bounds:
         """Bytes below which no parameter gets beside activations, and below which a trained one's gradient and states
         do not get: without the gradient where a step is so short that activations may be gone when it is made."""
         pp, dp, _ = shape.degrees
-        request = self.memory_request(policy, dp)
+        request = self.memory_request(policy, dp, shape.microbatches)
         may_be_apart = self.when_made and policy.shard < 2 and shape.microbatches <= 2 * pp * virtual_stages
         return request.held_bytes, request.trained_bytes - (request.gradient_width if may_be_apart else 0)
 

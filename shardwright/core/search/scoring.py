@@ -72,7 +72,7 @@ class Scorer:
 
     def _request_of(self, decision: Decision) -> MemoryRequest:
         policy = Policy(decision.recompute, decision.shard, decision.shard_group)
-        return self.bounds.memory_request(policy, decision.dp)
+        return self.bounds.memory_request(policy, decision.dp, decision.microbatches)
 
     def _memory(self, decision: Decision, ranked: RankTables, live: Sequence[int]) -> tuple[MemoryUse, ...]:
         """What the ranks hold, as counted for cuts; as a plan says it where that does not settle whether it fits."""
@@ -284,7 +284,7 @@ class Scorer:
             require_starts(given, len(placement), ranked.units)
             return given
         tables = ranked if fit else ranked.with_limit(1 << 62)
-        request = self.bounds.memory_request(policy, shape.mesh.axis_size("dp"))
+        request = self.bounds.memory_request(policy, shape.mesh.axis_size("dp"), shape.microbatches)
         if self.request.partitioner == DEFAULT:
             found = tables.cut(placement, live, request) if fit else ranked.free_cut(tuple(placement))
             return None if found is None else tuple(found)

@@ -99,7 +99,7 @@ def test_what_is_there_at_once_fits_into_what_is_predicted(schedule: str, pp: in
     # Where copies are there, what the fullest pass holds beside activations counts beside all: the table's gradient.
     beside = TABLE_BYTES if dp > 1 else 0
     for use, most in zip(plan.predicted.memory_by_stage_rank, walked(TIED, plan), strict=True):
-        predicted = use.total_bytes - use.parameters_bytes - use.optimizer_bytes
+        predicted = use.total_bytes - use.parameters_bytes - use.optimizer_bytes - use.batch_bytes
         assert most <= predicted <= 1.08 * most + beside
 
 
@@ -125,7 +125,7 @@ def test_as_many_units_keep_their_activations_as_fit_beside_copies() -> None:
     place = Place(device, cluster.group([0]), None, in_stages=False)
     table = CostTables(graph, cluster, "fp32", "adamw").table(1, microbatch, "full", place)
     ranked = RankTables((table,), (device.memory_bytes,))
-    request = MemoryRequest(0, "fp32", "adamw", 0, 2, None, graph.capabilities.bucket_bytes)
+    request = MemoryRequest(0, "fp32", "adamw", 0, 2, None, graph.capabilities.bucket_bytes, microbatches=8)
     layers = [unit for unit, mode in enumerate(table.modes) if mode == "full"]
     for wanted in (7, 9):
         (use,) = ranked.keeping(layers[-wanted:]).memory([0], [0], [1], request)
