@@ -91,8 +91,8 @@ class RankTables:
     @cached_property
     def alike(self) -> tuple[tuple[int, float, float, float, float], ...]:
         """Of every kind of unit that stands more than once how many there are, and of the last one its parameter
-        entries, those that are trained, the bytes that it adds to what all before it keep (what it shares with them they keep already), and
-        those of its passes."""
+        entries, those that are trained, the bytes that it adds to what all before it keep (what it shares with them
+        they keep already), and those of its passes."""
         counts: dict[int, list[int]] = {}
         for index, unit in enumerate(self.tables[0].units):
             counts.setdefault(id(unit), []).append(index)
