@@ -117,15 +117,16 @@ class _Setup:
         each_a_stage = self._plan(microbatch, degree, MICROBATCHES[1], starts=starts)
         seconds = self._actions_s(each_a_stage)
         show(1)
-        one_stage = [self._plan(microbatch, degree, count, starts=(0,)) for count in MICROBATCHES]
+        one_stage = [self._plan(microbatch, degree, count, starts=(0,), apart=False) for count in MICROBATCHES]
         found = self._classes(each_a_stage, seconds, one_stage)
         sharing = self.cluster.world_size // degree
         pp = next((stages for stages in range(2, sharing + 1) if sharing % stages == 0), 1)
         if 1 < pp <= len(starts):
             show(2)
             many = self._plan(microbatch, degree, MICROBATCHES[1], pp=pp)
-            few = self._plan(microbatch, degree, MICROBATCHES[0], pp=pp, starts=many.decision.stage_starts)
-            found += self._classes(each_a_stage, _as_stages(seconds, many, self._actions_s(many)), [few, many])
+            cut = many.decision.stage_starts
+            whole = [self._plan(microbatch, degree, count, pp=pp, starts=cut, apart=False) for count in MICROBATCHES]
+            found += self._classes(each_a_stage, _as_stages(seconds, many, self._actions_s(many)), whole)
         return found
 
     def _actions_s(self, planned: Plan) -> list[tuple[float, float]]:
@@ -190,11 +191,13 @@ class _Setup:
     def _compiled(self, planned: Plan) -> tuple[list[protocol.Executable], Any]:
         """The plan on all devices, after a step to warm up, and a batch for it: on each of their groups one of its own
         where one process drives them all."""
-        options, used = dict(self.options), planned.mesh.size
-        batch = _resized(self.sample, self.graph.sample_batch, planned.microbatches * planned.decision.microbatch)
+        options, used, decision = dict(self.options), planned.mesh.size, planned.decision
+        drives_all = self.graph.capabilities.single_controller
+        rows = decision.batch if drives_all else decision.batch // decision.dp
+        batch = _resized(self.sample, self.graph.sample_batch, rows)
         running = []
         for first in range(0, self.cluster.world_size, used):
-            if self.graph.capabilities.single_controller:
+            if drives_all:
                 options["devices"] = range(first, first + used)
             backend = protocol.load(self.graph.framework)
             running.append(backend.compile(planned, copy.deepcopy(self.model), loss=self.loss, **options))
@@ -203,13 +206,20 @@ class _Setup:
         return running, batch
 
     def _plan(
-        self, microbatch: int, degree: int, microbatches: int, *, pp: int = 1, starts: Sequence[int] | None = None
+        self,
+        microbatch: int,
+        degree: int,
+        microbatches: int,
+        *,
+        pp: int = 1,
+        starts: Sequence[int] | None = None,
+        apart: bool = True,
     ) -> Plan:
-        """All stages on each group of ``pp`` times ``degree`` devices: of all groups where each process is one device;
-        of one group where one process drives them all, as what replicas add up would be part of every action."""
+        """All stages on each group of ``pp`` times ``degree`` devices, replicas of each other. ``apart``: where one
+        process drives them all, of one group alone, as what replicas add up would be part of every action."""
         used = pp * degree
         cluster, replicas = self.cluster, self.cluster.world_size // used
-        if self.graph.capabilities.single_controller and replicas > 1:
+        if apart and self.graph.capabilities.single_controller and replicas > 1:
             group = cluster.groups[0]
             cluster, replicas = Cluster.of_groups([replace(group, nodes=1, devices_per_node=used)]), 1
         virtual = len(starts) if starts and pp == 1 else 1
