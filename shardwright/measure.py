@@ -91,7 +91,7 @@ class _Steps:
     factor: float
     """By which units take longer than they say."""
     beside_s: float
-    """Beside all microbatches, above what is counted for gradients and optimizer."""
+    """Beside all microbatches, above what is counted for gradients and optimizer; below 0 where that is too much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +185,9 @@ class _Setup:
         more_s = statistics.mean(float(np.median(times[:, 1] - times[:, 0])) for times in found)
         few = statistics.mean(float(np.median(times[:, 0])) for times in found)
         factor = _factor(plans, seconds, more_s)
-        counted = plans[0].predicted.data_parallel_s + plans[0].predicted.optimizer_s
-        return _Steps(factor, max(0.0, few - _makespan_s(plans[0], seconds, factor) - counted))
+        counted = plans[0].predicted
+        above_s = few - _makespan_s(plans[0], seconds, factor) - counted.data_parallel_s - counted.optimizer_s
+        return _Steps(factor, max(-counted.optimizer_s, above_s))
 
     def _compiled(self, planned: Plan) -> tuple[list[protocol.Executable], Any]:
         """The plan on all devices, after a step to warm up, and a batch for it: on each of their groups one of its own

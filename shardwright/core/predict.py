@@ -23,6 +23,9 @@ class StepModel:
 
     def __init__(self, links: Links, precision: str) -> None:
         self.links, self.cluster, self.precision = links, links.cluster, precision
+        units = [unit for group in self.cluster.groups for unit in group.device.measured_units]
+        self._less_measured = any(unit.step_s < 0 for unit in units)
+        """Whether some step took less beside its microbatches than is counted for it."""
 
     def predicted(
         self,
@@ -42,7 +45,7 @@ class StepModel:
         work = [rank.seconds * decision.microbatches for rank in ranks]
         pipeline = pipeline_s if pipeline_s is not None else max(work)
         reduce_s, update_s = self.tail(mesh, decision, ranks, pipeline)
-        reduce_s += self._tied_s(mesh, tables.tied(starts, placement)) + max(rank.once_s for rank in ranks)
+        reduce_s += self._tied_s(mesh, tables.tied(starts, placement))
         return Predicted(
             step_time_s=pipeline + reduce_s + update_s,
             pipeline_s=pipeline,
@@ -66,24 +69,27 @@ class StepModel:
         first = decisions[0]
         pipeline = max(rank.seconds for rank in ranks) * first.microbatches if pipeline_s is None else pipeline_s
         mesh = first.mesh
-        shared = pipeline + (self._tied_s(mesh, tied) + max(rank.once_s for rank in ranks))
+        shared = pipeline + self._tied_s(mesh, tied)
         return [shared + sum(self.tail(mesh, decision, ranks, pipeline)) for decision in decisions]
 
     def tail(self, mesh: Mesh, decision: Decision, ranks: Sequence[RankWork], pipeline_s: float) -> tuple[float, float]:
         """(seconds to reduce gradients over dp, seconds of the optimizer step) of the pipeline rank that takes longest,
-        nothing hidden."""
+        nothing hidden; with what was measured to come on top, or off the optimizer step where less was measured."""
         fullest = [
             (max(ranks[pp].elements for pp in alike), max(ranks[pp].held_elements for pp in alike), alike[0])
             for alike in self.links.alike(mesh)
         ]
-        return max(
+        reduce_s, update_s = max(
             (self._tail(mesh, decision, (trained, held), pipeline_s, pp) for trained, held, pp in fullest), key=sum
         )
+        once_s = max((rank.once_s for rank in ranks), key=abs)
+        return reduce_s + max(0.0, once_s), max(0.0, update_s + min(0.0, once_s))
 
     def least_tail_s(self, mesh: Mesh, decision: Decision, entries: tuple[float, float], pipeline_s: float) -> float:
         """Seconds below which the tail does not get when some rank trains and holds at least so many ``entries``,
         whichever it is."""
-        return min(sum(self._tail(mesh, decision, entries, pipeline_s, alike[0])) for alike in self.links.alike(mesh))
+        tails = [self._tail(mesh, decision, entries, pipeline_s, alike[0]) for alike in self.links.alike(mesh)]
+        return min(reduce_s if self._less_measured else reduce_s + update_s for reduce_s, update_s in tails)
 
     def _tail(
         self, mesh: Mesh, decision: Decision, entries: tuple[float, float], pipeline_s: float, pp: int

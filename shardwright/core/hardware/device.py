@@ -45,7 +45,8 @@ class MeasuredUnit:
     tensor_degree: the ranks that shared the unit, collectives among them included; 1: it ran whole.
     layouts: how they shared it (`tensor_layouts.digest`); "" where it ran whole.
     step_s: its part, by entries of the parameters of the fullest stage, of what a step took beside its microbatches and
-        above what is counted for gradients and optimizer: handing out the batch, starting and ending.
+        above what is counted for gradients and optimizer: handing out the batch, starting and ending. Below 0 where
+        the step took less than is counted, as small parameters stay in a cache.
     in_stages: it ran in a pipeline of several stages, not in one stage.
 
     Raises ClusterError for a count or a time that cannot be.
@@ -71,8 +72,9 @@ class MeasuredUnit:
         check.whole(owner, "unit_class", self.unit_class, at_least=0)
         check.whole(owner, "microbatch", self.microbatch, at_least=1)
         check.whole(owner, "tensor_degree", self.tensor_degree, at_least=1)
-        for name in ("forward_s", "backward_s", "step_s"):
+        for name in ("forward_s", "backward_s"):
             check.positive(owner, name, getattr(self, name), zero_allowed=True)
+        check.finite(owner, "step_s", self.step_s)
 
 
 @dataclass(frozen=True, slots=True)
