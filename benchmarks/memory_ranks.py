@@ -4,7 +4,7 @@
 
 One process of one thread for each rank, over Gloo; AdamW, fp32, gradients made anew in every step. Two ranks: the five
 models of `memory.py`, 4 microbatches on each replica. Four: the GPT-2 of `found_plans.py`. Aim: measured ≤ predicted ≤
-1.03 × measured, on every rank.
+1.03 × measured, on every rank. The last columns hold `memory_over_time` against the tracker, action by action.
 """
 
 import argparse
@@ -22,6 +22,11 @@ import torch
 import tracked
 
 import shardwright as sw
+from shardwright.backends.capabilities import TORCH
+from shardwright.backends.torch import runtime
+from shardwright.backends.torch.measure import Recorder
+from shardwright.core.memory_over_time import memory_over_time
+from shardwright.core.schedule.actions import Kind
 
 DEEP = "gpt2, 8 layers of 128"
 USUAL: dict[str, Any] = {"recompute": "none", "shard": 0, "precision": "fp32", "pp": 1, "dp": 1, "tp": 1}
@@ -54,8 +59,25 @@ def planned(name: str, pins: dict[str, Any]) -> Any:
     return sw.plan(sw.capture(model, sample), cluster, batch=count, microbatch=size, **pins)
 
 
+class Sampler(Recorder):
+    """In place of the recorder of times: what is there when actions end, and the most while they ran."""
+
+    tracker: tracked.LiveStorages
+    parameters: list[torch.nn.Parameter]
+    samples: list[dict[str, int]]
+
+    def start(self, action: Any) -> None:
+        super().start(action)
+        self.tracker.restart()
+
+    def end(self) -> None:
+        super().end()
+        made = sum(p.grad.nbytes for p in self.parameters if p.grad is not None)
+        self.samples.append({"peak": self.tracker.peak_bytes(), "now": self.tracker.now_bytes(), "gradients": made})
+
+
 def rank(name: str, plan: str) -> None:
-    """What every rank runs: rank 0 prints every rank's peak."""
+    """What every rank runs: rank 0 prints every rank's peak, and what was there after every action of another step."""
     import shardwright.torch as swt
 
     swt.init(plan=plan)
@@ -79,15 +101,21 @@ def rank(name: str, plan: str) -> None:
         with tracked.tracking(held, plain, batch.values()) as tracker:
             train_step(model, **batch)
             optimizer.step()
+    peak = tracker.peak_bytes()
+    optimizer.zero_grad()
+    runtime.Recorder, model.runtime.recorders = Sampler, []  # type: ignore[misc]
+    with tracked.tracking(held, plain, batch.values()) as tracker:
+        Sampler.tracker, Sampler.parameters, Sampler.samples = tracker, held, []
+        train_step(model, **batch)
     everyone: list[Any] = [None] * swt.size()
-    torch.distributed.all_gather_object(everyone, tracker.peak_bytes())
+    torch.distributed.all_gather_object(everyone, (peak, Sampler.samples))
     if swt.rank() == 0:
         print(json.dumps(everyone), flush=True)
     swt.shutdown()
 
 
-def measured(name: str, plan: Any) -> list[int]:
-    """The peak of every rank."""
+def measured(name: str, plan: Any) -> list[tuple[int, list[dict[str, int]]]]:
+    """Of every rank the peak, and what was there action by action."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         plan.save(path)
@@ -100,8 +128,30 @@ def measured(name: str, plan: Any) -> list[int]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr[-6000:])
-    found: list[int] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
+    found: list[tuple[int, list[dict[str, int]]]] = json.loads(
+        next(line for line in done.stdout.splitlines() if line.startswith("["))
+    )
     return found
+
+
+def over_time(plan: Any, samples: list[list[dict[str, int]]]) -> tuple[str, str, str]:
+    """Predicted over measured, least and most of all actions of all ranks: the fullest moment while it ran; gradients
+    when it had ended; after forwards what lies beside parameters, gradients, states and batch."""
+    fullest, gradients, activations = [], [], []
+    every = memory_over_time(plan, TORCH)
+    timeline = sw.simulate(plan)
+    for device, found in enumerate(samples):
+        number = plan.mesh.coordinates(device)["pp"]
+        until = {moment.end_s: moment.memory for moment in every[number]}
+        for action, end_s, there in zip(timeline.actions[number], timeline.end_s[number], found, strict=True):
+            use = until[float(end_s)]
+            stays = use.parameters_bytes + use.optimizer_bytes + use.batch_bytes
+            fullest.append(use.total_bytes / there["peak"])
+            if there["gradients"]:
+                gradients.append(use.gradients_bytes / there["gradients"])
+            if action.kind is Kind.FORWARD:
+                activations.append(use.activations_bytes / max(1, there["now"] - there["gradients"] - stays))
+    return tuple(f"{min(row):.3f} to {max(row):.3f}" for row in (fullest, gradients, activations))  # type: ignore[return-value]
 
 
 def main() -> int:
@@ -115,7 +165,11 @@ def main() -> int:
     if options.rank_of:
         rank(options.rank_of, options.plan)
         return 0
-    lines = ["| model | plan | measured, MiB by rank | predicted | predicted / measured |", "|---|---|---|---|---|"]
+    lines = [
+        "| model | plan | measured, MiB by rank | predicted | predicted / measured | fullest moment of each action | "
+        "gradients after it | activations after forwards |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     print("\n".join(lines), flush=True)
     within = True
     for name in options.models:
@@ -123,12 +177,14 @@ def main() -> int:
             if kind not in options.plans:
                 continue
             plan = planned(name, pins)
-            peaks, predicted = measured(name, plan), plan.predicted.peak_memory_bytes
+            found = measured(name, plan)
+            peaks, predicted = [peak for peak, _ in found], plan.predicted.peak_memory_bytes
             ratios = [p / m for p, m in zip(predicted, peaks, strict=True)]
             within &= all(1 <= ratio <= 1.03 for ratio in ratios)
             cells = (" ".join(f"{size / 2**20:.2f}" for size in sizes) for sizes in (peaks, predicted))
             said = " ".join(f"{ratio:.3f}" for ratio in ratios)
-            lines.append(f"| {name} | {kind} | {' | '.join(cells)} | {said} |")
+            cells = (*cells, said, *over_time(plan, [samples for _, samples in found]))
+            lines.append(f"| {name} | {kind} | {' | '.join(cells)} |")
             print(lines[-1], flush=True)
     if options.write:
         with options.write.open("a") as file:

@@ -27,6 +27,11 @@ class LiveStorages(MemTracker):
         super().__init__()
         self._mod_tracker = _NoModules()  # type: ignore[assignment]
 
+    def restart(self) -> None:
+        """Forget the peak so far."""
+        self._peak_mem_snap = self.get_tracker_snapshot()
+        self._peak_mem = {device: _total({device: held}) for device, held in self._peak_mem_snap.items()}
+
     def now_bytes(self) -> int:
         return _total(self.get_tracker_snapshot())
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from shardwright.api import simulate
+from shardwright.backends.capabilities import RUNTIMES
 from shardwright.commands.output import (
     JsonOption,
     PlanArgument,
@@ -36,7 +37,7 @@ def simulate_command(
     loaded = Plan.load(plan)
     timeline = simulate(loaded)
     parts = break_down(loaded)
-    held = memory_over_time(loaded) if memory else ()
+    held = memory_over_time(loaded, RUNTIMES.get(loaded.bindings[0][0])) if memory else ()
     saved: dict[str, str] = {}
     if svg is not None:
         from shardwright.report.svg import timeline_svg

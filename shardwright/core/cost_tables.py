@@ -324,12 +324,20 @@ class CostTables:
             self.repeated,
             host_bytes_per_s=place.device.host_link_bandwidth_bytes_per_s * HOST_LINK_EFFICIENCY,
             shared=tuple((value, size_bytes(value.tensor) // tp) for value in self._read.shared),
+            arrivals=() if self.graph.capabilities.stages_are_programs else self._arrivals(tp, microbatch),
             twice_bytes=self._twice(units, microbatch) if self.graph.footprints else (),
             batch=tuple((self.graph.tensors[t].size_bytes(microbatch), by) for t, by in self._read.batch_readers),
             batch_is_everywhere=not self.graph.capabilities.single_controller,
             waiting_bytes=tuple(sum(map(size_bytes, values)) for values in self._read.passing_by),
             ties_have_one_home=self.graph.capabilities.ties_have_one_home,
             found_bytes=PRECISION_BYTES[self.precision] if self.graph.capabilities.stages_are_programs else 0,
+        )
+
+    def _arrivals(self, tp: int, microbatch: int) -> tuple[int, ...]:
+        """Of every shared value its bytes as a message of one microbatch."""
+        ways = tp if self.sequence_parallel(tp) else 1
+        return tuple(
+            self.counter.size_bytes(value.tensor, microbatch, self.precision) // ways for value in self._read.shared
         )
 
     def _twice(self, units: Sequence[UnitCost], microbatch: int) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ def _plan_text(plan: Plan) -> str:
             f"pipeline rank {rank}: {bytes_text(use.total_bytes)} (parameters {bytes_text(use.parameters_bytes)}, "
             f"gradients {bytes_text(use.gradients_bytes)}, optimizer {bytes_text(use.optimizer_bytes)}, activations "
             f"{bytes_text(use.activations_bytes)}, batch {bytes_text(use.batch_bytes)}, "
-            f"buffers {bytes_text(use.buffers_bytes)})"
+            f"buffers {bytes_text(use.buffers_bytes + use.copies_bytes)})"
         )
     lines += [f"not chosen: {a.summary}: {a.reason}" for a in plan.alternatives]
     lines += [f"whole on the tensor axis: {slot}: {reason}" for slot, reason in plan.unsplit]

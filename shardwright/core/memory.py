@@ -37,11 +37,14 @@ class MemoryUse:
     """Activations that are offloaded to the host's memory: no part of the total."""
     batch_bytes: int = 0
     """The rank's part of the batch, of all microbatches: it is there all through the step."""
+    copies_bytes: int = 0
+    """What copies of gradients on their way to other replicas add to the peak: they come when activations go."""
 
     @property
     def total_bytes(self) -> int:
         parts = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
-        return parts + self.batch_bytes + self.activations_bytes + self.buffers_bytes - self.apart_bytes
+        passing = self.activations_bytes + self.buffers_bytes + self.copies_bytes
+        return parts + self.batch_bytes + passing - self.apart_bytes
 
 
 def state_bytes(

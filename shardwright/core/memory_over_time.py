@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from shardwright.core.capabilities import Capabilities
 from shardwright.core.memory import MemoryUse
 from shardwright.core.plan import Plan
 from shardwright.core.schedule.actions import Action, B, F, W
@@ -20,34 +21,43 @@ class Moment:
     memory: MemoryUse
 
 
-def memory_over_time(plan: Plan) -> tuple[tuple[Moment, ...], ...]:
+def memory_over_time(plan: Plan, runtime: Capabilities | None = None) -> tuple[tuple[Moment, ...], ...]:
     """For every pipeline rank its moments, one after the other from the start of the step to its end.
 
-    Parameters and optimizer states stay. Activations of a microbatch come with its forward and go with its backward, of
-    a split one with its second half. Buffers are there while an action runs, at their most, whichever action it is:
-    copies of gradients on their way to other replicas count among them, although they come with the last backward
-    passes and stay until all are summed. Gradients stay too; where the plan's peaks have ``apart_bytes``, those of a
-    stage come with its first backward. (A plan without may be of a runtime that makes them in every step anew: in a
-    step of many microbatches, or where copies take what that saves, its peak does not show it.) No moment is drawn
+    Parameters, optimizer states and the batch stay. Activations of a microbatch come with its forward and go with its
+    backward, of a split one with its second half. Buffers are there while an action runs, at their most, whichever
+    action it is. Gradients stay too, unless the ``runtime`` that the plan is for makes them in every step anew: then
+    those of a stage come with its first backward. Where it sums them over replicas in copies, those of a stage come
+    with its last backward, or all at the end where they are few, and stay until all are summed; with no ``runtime``
+    what they add to the peak is drawn with every action. No moment is drawn
     above the predicted peak: what would be is in its ``apart_bytes``.
     Raises ScheduleError when the schedule does not admit the plan's sizes.
     """
     timeline = simulate_schedule(plan.build_schedule(), costs := plan.stage_costs())
     return tuple(
-        _of_rank(plan, rank, timeline.actions[rank], costs.activation_bytes,
+        _of_rank(plan, runtime, rank, timeline.actions[rank], costs.activation_bytes,
                  [(float(a), float(b)) for a, b in zip(timeline.start_s[rank], timeline.end_s[rank], strict=True)])
         for rank in range(timeline.ranks)
     )  # fmt: skip
 
 
 def _of_rank(
-    plan: Plan, rank: int, actions: Sequence[Action], kept: Sequence[int], times: Sequence[tuple[float, float]]
+    plan: Plan,
+    runtime: Capabilities | None,
+    rank: int,
+    actions: Sequence[Action],
+    kept: Sequence[int],
+    times: Sequence[tuple[float, float]],
 ) -> tuple[Moment, ...]:
     most = plan.predicted.memory_by_stage_rank[rank]
     share = _gradient_bytes(plan, rank, most.gradients_bytes)
     # What several units of a stage share is counted once in the peak, which costs of single units do not show.
     peak = max(1, peak_live(actions, kept))
-    live, gradients = 0, 0 if most.apart_bytes else most.gradients_bytes
+    anew = most.apart_bytes > 0 or (runtime is not None and runtime.gradients_when_made)
+    bucket = runtime.bucket_bytes if runtime is not None and plan.decision.dp > 1 and plan.decision.shard < 2 else 0
+    live, gradients = 0, 0 if anew else most.gradients_bytes
+    copies = 0 if bucket else most.copies_bytes
+    last = {p.stage: n for n, action in enumerate(actions) for p in action.flat if p.kind in (B, W)}
     made: set[int] = set()
     found: list[Moment] = []
     clock = 0.0
@@ -60,12 +70,13 @@ def _of_rank(
                 activations_bytes=live * most.activations_bytes // peak,
                 gradients_bytes=gradients,
                 buffers_bytes=buffers_bytes,
+                copies_bytes=copies,
                 apart_bytes=0,
             )
             found.append(Moment(clock, end_s, replace(use, apart_bytes=max(0, use.total_bytes - most.total_bytes))))
             clock = end_s
 
-    for action, (start_s, end_s) in zip(actions, times, strict=True):
+    for number, (action, (start_s, end_s)) in enumerate(zip(actions, times, strict=True)):
         until(start_s, 0)
         freed = 0
         for part in action.parts or (action,):
@@ -73,11 +84,14 @@ def _of_rank(
                 live += kept[part.stage]
             elif part.kind is B or part.kind is W:
                 freed += kept[part.stage]
-                if most.apart_bytes and part.stage not in made:
+                if anew and part.stage not in made:
                     made.add(part.stage)
                     gradients += share[part.stage]
         until(end_s, most.buffers_bytes)
         live -= freed
+        if most.gradients_bytes > bucket > 0:  # fewer leave at the end
+            copies += sum(share[p.stage] for p in action.flat if p.kind in (B, W) and last[p.stage] == number)
+    copies = most.gradients_bytes if bucket else 0
     until(plan.predicted.step_time_s, 0)
     return tuple(found)
 

@@ -106,6 +106,7 @@ class MemoryFile(Section):
     apart_bytes: Amount = 0
     host_bytes: Amount = 0
     batch_bytes: Amount = 0
+    copies_bytes: Amount = 0
 
 
 class PredictedFile(Section):

@@ -212,8 +212,9 @@ class RankTables:
         found = []
         held = self._held(tuple(starts), tuple(placement), summed=request.is_summed)
         activations = [of_rank.kept * count for count, of_rank in zip(live, held, strict=True)]
-        buffers = self.buffers(starts, placement, activations, request)
-        for count, own, kept, beside in zip(live, held, activations, buffers, strict=True):
+        buffers = self.buffers(starts, placement, request)
+        copies = self.copies(starts, placement, activations, request)
+        for count, own, kept, beside, copied in zip(live, held, activations, buffers, copies, strict=True):
             parameters, gradients, states = state_bytes(
                 own.elements,
                 request.precision,
@@ -233,26 +234,31 @@ class RankTables:
                     beside,
                     host_bytes=own.away * count,
                     batch_bytes=own.batch * request.microbatches,
+                    copies_bytes=copied,
                 )
             )
         return tuple(found)
 
     def buffers(
-        self,
-        starts: Sequence[int],
-        placement: Sequence[int],
-        activations: Sequence[int] = (),
-        request: MemoryRequest | None = None,
+        self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest | None = None
     ) -> list[int]:
-        """What every rank holds for a while; with a ``request``, beside so many bytes of ``activations``, also where
-        that is copies of gradients on their way to other replicas, when the activations are gone."""
+        """What passes hold for a while on every rank."""
+        summed = request is not None and request.is_summed
+        held = self._held(tuple(starts), tuple(placement), summed=summed)
+        return [own.working + own.sent + UNCOUNTED_BYTES for own in held]
+
+    def copies(
+        self, starts: Sequence[int], placement: Sequence[int], activations: Sequence[int], request: MemoryRequest
+    ) -> list[int]:
+        """What copies of gradients on their way to other replicas take beyond the buffers and so many bytes of
+        ``activations``, when these are gone."""
+        if not request.bucket_bytes:
+            return [0] * self.ranks
         key = tuple(starts), tuple(placement)
-        held = self._held(*key, summed=request is not None and request.is_summed)
-        if request is None or not request.bucket_bytes:
-            return [own.working + own.sent + UNCOUNTED_BYTES for own in held]
+        held = self._held(*key, summed=request.is_summed)
         closing = self._closing(*key, request.gradient_width, request.bucket_bytes)
         rows = zip(held, closing, activations, strict=True)
-        return [max(own.working, last - kept) + own.sent + UNCOUNTED_BYTES for own, last, kept in rows]
+        return [max(0, last - kept - own.working) for own, last, kept in rows]
 
     def _held(self, starts: tuple[int, ...], placement: tuple[int, ...], *, summed: bool) -> list["_Held"]:
         """What every rank holds; where it has several stages, for one microbatch of its fullest. ``summed``: gradients

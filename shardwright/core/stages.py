@@ -76,6 +76,9 @@ class UnitTable:
     """Over the link to the host, in one direction."""
     shared: tuple[tuple[SharedValue, int], ...] = ()
     """Values that several units hold, and their bytes on one rank."""
+    arrivals: tuple[int, ...] = ()
+    """Of each of these its bytes where it comes from another rank, and stays until its gradient goes back there. Empty:
+    what arrives stays only as long as it is read."""
     twice_bytes: tuple[int, ...] = ()
     """For every unit what it and the next one keep less together than each for itself where both keep all: counted in
     place of what they share. Empty: not known."""
@@ -201,7 +204,21 @@ class UnitTable:
                     kept[: one + 1, next_one + 1 :] -= size
         for unit, after in whole:
             kept[: unit + 1, after + 1 :] -= self.twice_bytes[unit]
+        for (value, _), size in zip(self.shared, self.arrivals, strict=False):
+            self._add_arrival(kept, value, size)
         return kept
+
+    def _add_arrival(self, kept: Matrix, value: SharedValue, size: int) -> None:
+        """Count a value in stages that it enters and of which no unit keeps it."""
+        holders = {unit for unit in value.keepers if self.modes[unit] not in ("full", "offload")}
+        holders |= {unit for unit in value.enterers if self.modes[unit] == "full"}
+        if holders.issuperset(value.enterers):
+            return
+        end = len(self.units)
+        for first in range(value.maker + 1, max(value.enterers) + 1):
+            entered = min(unit for unit in value.enterers if unit >= first)
+            held = min((unit for unit in holders if unit >= first), default=end)
+            kept[first, entered + 1 : held + 1] += size
 
     @cached_property
     def beside_bytes(self) -> NDArray[np.float64]:

@@ -102,7 +102,7 @@ def memory_view(held: Sequence[Sequence[Moment]], step_s: float) -> RenderableTy
             use.gradients_bytes,
             use.optimizer_bytes,
             use.activations_bytes,
-            use.batch_bytes + use.buffers_bytes,
+            use.batch_bytes + use.buffers_bytes + use.copies_bytes,
         )
         shares = [0.0] * BARS
         for moment in moments:
@@ -191,7 +191,7 @@ def _memory(plan: Plan) -> Table:
     for rank, use in enumerate(uses):
         sizes = [
             use.parameters_bytes, use.gradients_bytes, use.optimizer_bytes, use.activations_bytes,
-            use.batch_bytes + use.buffers_bytes,
+            use.batch_bytes + use.buffers_bytes + use.copies_bytes,
         ]  # fmt: skip
         less = [f"-{bytes_text(use.apart_bytes)}"] if apart else []
         total = (bytes_text(use.total_bytes), f"{use.total_bytes / limit:.1%}")

@@ -102,6 +102,8 @@ class SharedValue:
     """The units whose backward passes read it."""
     enterers: tuple[int, ...]
     """The units that it enters, which hold it when they are recomputed."""
+    maker: int = -1
+    """The unit that makes it; -1: none does."""
 
 
 def contraction_flops(graph: Graph, op: Op, batch: int) -> int:
@@ -252,7 +254,8 @@ class WorkCounter:
                     yield t
 
     def shared(self, units: Sequence[Unit]) -> tuple[SharedValue, ...]:
-        """The values that several units hold for their backward passes, those kept whole and those that enter."""
+        """The values that several units hold for their backward passes, those kept whole and those that enter; and
+        those that enter a unit which does not keep them: they stay where they come from another rank."""
         keepers: dict[int, dict[int, None]] = {}
         enterers: dict[int, dict[int, None]] = {}
         for unit in units:
@@ -263,11 +266,15 @@ class WorkCounter:
                     keepers.setdefault(root, {})[unit.index] = None
             for tensor in self._entering(unit, made_here):
                 enterers.setdefault(self._root(tensor), {})[unit.index] = None
-        return tuple(
-            SharedValue(root, tuple(keepers.get(root, ())), tuple(enterers.get(root, ())))
-            for root in sorted(keepers.keys() | enterers.keys())
-            if len(keepers.get(root, {}).keys() | enterers.get(root, {}).keys()) > 1
-        )
+        unit_of = {index: unit.index for unit in units for index in range(unit.first_op, unit.end_op)}
+        found = []
+        for root in sorted(keepers.keys() | enterers.keys()):
+            kept, entered = keepers.get(root, {}), enterers.get(root, {})
+            if len(kept.keys() | entered.keys()) > 1 or not entered.keys() <= kept.keys():
+                made = self.graph.producer.get(root)
+                maker = -1 if made is None else unit_of[made]
+                found.append(SharedValue(root, tuple(kept), tuple(entered), maker))
+        return tuple(found)
 
     def passing_by(self, units: Sequence[Unit]) -> tuple[tuple[int, ...], ...]:
         """For every unit the values made before it and read after it, whose gradients wait while its backward runs; for

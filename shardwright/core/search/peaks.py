@@ -30,11 +30,12 @@ def with_activations(
     activations: Sequence[int],
     request: MemoryRequest,
 ) -> tuple[MemoryUse, ...]:
-    """The same with other activations, and so with other buffers."""
-    buffers = ranked.buffers(decision.stage_starts, decision.stage_ranks, activations, request)
+    """The same with other activations, and so with other room for copies of gradients."""
+    cut = decision.stage_starts, decision.stage_ranks
+    buffers, copies = ranked.buffers(*cut, request), ranked.copies(*cut, activations, request)
     return tuple(
-        replace(use, activations_bytes=size, buffers_bytes=beside, apart_bytes=0)
-        for use, size, beside in zip(memory, activations, buffers, strict=True)
+        replace(use, activations_bytes=size, buffers_bytes=beside, copies_bytes=copied, apart_bytes=0)
+        for use, size, beside, copied in zip(memory, activations, buffers, copies, strict=True)
     )
 
 
@@ -76,7 +77,12 @@ def less_apart(
         )
         less = apart_bytes(order, held, request.bucket_bytes)
         found.append(
-            replace(use, buffers_bytes=beside + max(0, -less), apart_bytes=0 if is_long(decision) else max(0, less))
+            replace(
+                use,
+                buffers_bytes=beside,
+                copies_bytes=max(0, -less),
+                apart_bytes=0 if is_long(decision) else max(0, less),
+            )
         )
     return tuple(found)
 

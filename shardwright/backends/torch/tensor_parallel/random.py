@@ -49,8 +49,10 @@ def attention(
     scores = (query * root) @ (key * root).transpose(-1, -2)
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None and mask.dtype == torch.bool:  # added, as the backward of a sum keeps nothing
+        mask = torch.zeros(mask.shape, dtype=scores.dtype, device=mask.device).masked_fill_(~mask, -math.inf)
     if mask is not None:
-        scores = scores.masked_fill(mask.logical_not(), -math.inf) if mask.dtype == torch.bool else scores + mask
+        scores = scores + mask
     return (torch._safe_softmax(scores, -1) * kept) @ value
 
 
