@@ -49,7 +49,40 @@ def t5(dropout: float) -> torch.nn.Module:
     )  # fmt: skip
 
 
-def peak_bytes(model: torch.nn.Module, batch: dict[str, torch.Tensor], *, first: bool = False) -> int:
+class LowRank(torch.nn.Module):
+    """A frozen map and a trained one of low rank beside it (LoRA, arXiv 2106.09685)."""
+
+    def __init__(self, frozen: torch.nn.Module, entering: int, leaving: int, rank: int = 4) -> None:
+        super().__init__()
+        self.frozen = frozen.requires_grad_(False)
+        self.down, self.up = torch.nn.Linear(entering, rank, bias=False), torch.nn.Linear(rank, leaving, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.frozen(x) + self.up(self.down(x))
+        return made
+
+
+def adapted() -> torch.nn.Module:
+    model = gpt2(0.0).requires_grad_(False)
+    for block in model.transformer.h:
+        block.attn.c_attn = LowRank(block.attn.c_attn, 128, 3 * 128)
+    return model
+
+
+class NoModules:
+    """In place of the tracker's hooks on modules, which take no frozen parameter."""
+
+    is_bw, parents = False, frozenset[str]()
+
+    def register_user_hooks(self, *_: Any) -> None: ...
+    def clear_user_hooks(self) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: Any) -> None: ...
+
+
+def peak_bytes(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], *, first: bool = False, frozen: bool = False
+) -> int:
     """Of a microbatch that adds its gradients to those that are there; of the ``first`` one of a step, which makes
     them."""
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -62,6 +95,8 @@ def peak_bytes(model: torch.nn.Module, batch: dict[str, torch.Tensor], *, first:
 
     step()
     tracker = MemTracker()
+    if frozen:
+        tracker._mod_tracker = NoModules()  # type: ignore[assignment]
     other_microbatches = [torch.cat([value] * (MICROBATCHES - 1)) for value in batch.values()]
     tracker.track_external(model, optimizer, *batch.values(), *other_microbatches)
     with tracker:
@@ -119,3 +154,29 @@ def test_what_two_units_keep_counts_once() -> None:
         sw.capture(model, batch), sw.Cluster("cpu"), batch=8, microbatch=4, precision="fp32", recompute="none", shard=0
     )
     assert 0.99 * measured <= plan.predicted.peak_memory_bytes[0] <= 1.03 * measured
+
+
+@pytest.mark.filterwarnings("ignore:Module is None")
+def test_frozen_parameters_have_no_gradients_and_no_states() -> None:
+    model = adapted().train()
+    tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE))
+    batch = {"input_ids": tokens, "labels": tokens}
+    measured = peak_bytes(model, batch, frozen=True)
+    graph = sw.capture(model, batch)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert graph.parameter_count(trainable_only=True) == trained
+    pins = {"microbatch": BATCH, "precision": "fp32", "recompute": "none", "shard": 0}
+    plan = sw.plan(graph, sw.Cluster("cpu"), batch=MICROBATCHES * BATCH, **pins)
+    use = plan.predicted.memory[0]
+    assert (use.gradients_bytes, use.optimizer_bytes) == (4 * trained, 8 * trained)
+    assert 0.999 * measured <= use.total_bytes <= 1.03 * measured
+    # Replicas sum, and update, what is trained alone.
+    alone, two = (
+        sw.plan(
+            graph, sw.Cluster("cpu", devices_per_node=dp), batch=MICROBATCHES * BATCH * dp, pp=1, dp=dp, tp=1, **pins
+        )
+        for dp in (1, 2)
+    )
+    assert two.predicted.memory[0].total_bytes <= alone.predicted.memory[0].total_bytes + 4 * trained
+    whole = sw.plan(sw.capture(gpt2(0.0), batch), sw.Cluster("cpu"), batch=MICROBATCHES * BATCH, **pins)
+    assert plan.predicted.optimizer_s < 0.05 * whole.predicted.optimizer_s

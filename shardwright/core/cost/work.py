@@ -211,6 +211,9 @@ class WorkCounter:
             scores += entries * PRECISION_BYTES[precision] // share
             statistics += self._kept.statistics(op, batch) // (share if not any(cut.combined(index, op)) else 1)
             statistics += sum(held(index, i) * PRECISION_BYTES[precision] for i in self._kept.widened(op))
+            if op.kind == "gather" and any(op.role(label) == "index" for label in cut.of_labels(index, op)):
+                # Of rows that lie on other ranks: places in the own piece, and which are there.
+                statistics += sum((8 + 1) * graph.tensors[t].elements(batch) for t in op.inputs[1:])
             drops = self._kept.drops_scores(op)
             if drops:
                 copies = self._kept.unfused_elements(op, batch) - entries
