@@ -6,6 +6,7 @@ token embedding), same names: ``wte wpe h.<i>.{ln_1, attn.{c_attn, c_proj}, ln_2
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,11 +26,13 @@ class Config:
     vocab_size: int = 50257
     n_positions: int = 1024
     dropout: float = 0.0
+    recompute_scores: bool = False
+    """Whether attention keeps no scores for the backward and computes them again, as PyTorch's kernel does."""
 
 
 class Attention(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.n_head = config.n_head
+        self.n_head, self.recompute_scores = config.n_head, config.recompute_scores
         init = nnx.initializers.normal(0.02)
         out_init = nnx.initializers.normal(0.02 / (2 * config.n_layer) ** 0.5)
         self.c_attn = nnx.Linear(config.n_embd, 3 * config.n_embd, kernel_init=init, rngs=rngs)
@@ -40,7 +43,9 @@ class Attention(nnx.Module):
         query, key, value = jnp.split(self.c_attn(x), 3, axis=-1)
         batch, length, width = x.shape
         heads = (batch, length, self.n_head, width // self.n_head)
-        x = jax.nn.dot_product_attention(query.reshape(heads), key.reshape(heads), value.reshape(heads), is_causal=True)
+        attend = partial(jax.nn.dot_product_attention, is_causal=True)
+        attend = jax.checkpoint(attend) if self.recompute_scores else attend
+        x = attend(query.reshape(heads), key.reshape(heads), value.reshape(heads))
         return self.resid_dropout(self.c_proj(x.reshape(batch, length, width)))
 
 

@@ -17,12 +17,18 @@ def token_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
 
 
+def attention(query: jax.Array, key: jax.Array, value: jax.Array, bias: Any = None, **options: Any) -> jax.Array:
+    """[batch, length, heads, size] each; keeps these alone for the backward, which computes the scores again, as
+    PyTorch's kernel does."""
+    return jax.checkpoint(lambda *given: jax.nn.dot_product_attention(*given))(query, key, value, bias)
+
+
 # BERT (arXiv 1810.04805) --------------------------------------------------------------------------------------------
 
 
 class BertLayer(nnx.Module):
     def __init__(self, width: int, heads: int, inner: int, rngs: nnx.Rngs):
-        self.attention = nnx.MultiHeadAttention(heads, width, decode=False, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(heads, width, decode=False, attention_fn=attention, rngs=rngs)
         self.attention_norm = nnx.LayerNorm(width, epsilon=1e-12, rngs=rngs)
         self.up, self.down = nnx.Linear(width, inner, rngs=rngs), nnx.Linear(inner, width, rngs=rngs)
         self.norm = nnx.LayerNorm(width, epsilon=1e-12, rngs=rngs)
@@ -84,7 +90,7 @@ class T5Attention(nnx.Module):
         if self.relative is not None:
             bias = self.positions(length)
             bias = bias if mask is None else bias + mask
-        mixed = nnx.dot_product_attention(q * self.size**0.5, k, v, bias)  # T5 does not scale
+        mixed = attention(q * self.size**0.5, k, v, bias)  # T5 does not scale
         mixed = mixed.reshape(batch, length, self.heads * self.size)
         return self.out(mixed), bias
 

@@ -39,9 +39,10 @@ def tokens(*shape: int) -> torch.Tensor:
 
 def gpt2(layers: int = 24, width: int = 1024, heads: int = 16, length: int = 1024) -> Graphs:
     config = GPT2Config(
-        n_layer=layers, n_embd=width, n_head=heads, vocab_size=50304, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-    )
-    sizes = gpt2_flax.Config(n_layer=layers, n_embd=width, n_head=heads, vocab_size=50304)
+        n_layer=layers, n_embd=width, n_head=heads, vocab_size=50304, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        activation_function="gelu_pytorch_tanh",
+    )  # fmt: skip
+    sizes = gpt2_flax.Config(n_layer=layers, n_embd=width, n_head=heads, vocab_size=50304, recompute_scores=True)
     return captured(
         lambda: GPT2LMHeadModel(config), {"input_ids": tokens(2, length), "labels": tokens(2, length)},
         lambda: gpt2_flax.create(sizes), {"input_ids": ids(2, length)}, gpt2_flax.next_token_loss,
