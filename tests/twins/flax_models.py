@@ -23,6 +23,11 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array, bias: Any = No
     return jax.checkpoint(lambda *given: jax.nn.dot_product_attention(*given))(query, key, value, bias)
 
 
+def gelu(x: jax.Array) -> jax.Array:
+    """The exact one; keeps ``x`` alone, as PyTorch's kernel does."""
+    return jax.checkpoint(lambda given: jax.nn.gelu(given, approximate=False))(x)
+
+
 # BERT (arXiv 1810.04805) --------------------------------------------------------------------------------------------
 
 
@@ -35,7 +40,7 @@ class BertLayer(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = self.attention_norm(x + self.attention(x))
-        return self.norm(x + self.down(jax.nn.gelu(self.up(x), approximate=False)))
+        return self.norm(x + self.down(gelu(self.up(x))))
 
 
 class Bert(nnx.Module):
@@ -56,7 +61,7 @@ class Bert(nnx.Module):
         x = self.embedded(x)
         for layer in self.layers:
             x = layer(x)
-        x = self.transformed(jax.nn.gelu(self.transform(x), approximate=False))
+        x = self.transformed(gelu(self.transform(x)))
         return self.word.attend(x) + self.bias.get_value()
 
 
