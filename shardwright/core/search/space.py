@@ -104,8 +104,9 @@ class Space:
         product = math.prod(v for v in given.values() if v)
         if world % product or (None not in given.values() and product != world):
             said = " · ".join(f"{name} {value}" for name, value in given.items() if value)
+            several = f" = {product}" if len([v for v in given.values() if v]) > 1 else ""
             raise PlanError(
-                f"{said} = {product}, and the cluster has {world} devices: the degrees must "
+                f"{said}{several}, and the cluster has {world} devices: the degrees must "
                 f"{'multiply to' if None not in given.values() else 'divide'} {world}; {_nearest_degrees(given, world)}"
             )
         held = request.stages_per_rank or 1

@@ -123,7 +123,7 @@ def test_the_search_takes_the_fastest_of_all_that_fit() -> None:
 @pytest.mark.parametrize(
     ("pins", "said"),
     [
-        ({"pp": 3}, r"pp 3 = 3, and the cluster has 16 devices.*nearest for pp: (2|4)"),
+        ({"pp": 3}, r"pp 3, and the cluster has 16 devices.*nearest for pp: (2|4)"),
         ({"pp": 2, "dp": 2, "tp": 2}, "multiply to 16"),
         ({"pp": 4, "dp": 4, "batch": 30}, r"batch=30 is not a multiple of dp = 4: use batch=32"),
         ({"dp": 8, "microbatch": 3}, r"dp · microbatch = 8 · 3: use batch=72"),
