@@ -117,14 +117,29 @@ def test_state_that_one_stage_reads_and_another_writes() -> None:
         train(train.init(params(), state=start), batches(1)[0])
 
 
-def test_a_state_from_the_hosts_memory() -> None:
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_state_from_the_hosts_memory(pp: int) -> None:
     """Saved with jax.device_get: it goes back to the devices of its stages first."""
     graph = graph_of(lambda: Chain(2, nnx.Rngs(1)))
-    train = sw.train_step(plain_loss, optax.adamw(1e-2), plan_of(graph, 2), devices=jax.devices()[:2])
+    train = sw.train_step(plain_loss, optax.adamw(1e-2), plan_of(graph, pp), devices=jax.devices()[:pp])
     start = train.init(lambda: Chain(2, nnx.Rngs(1)))
     places = jax.tree.map(lambda leaf: leaf.sharding, start)
     saved = jax.device_get(start)
     expected, _ = losses_of(train, start, 2)
-    with pytest.raises(PlanError, match=r"in the host's memory.*jax\.device_put\(state"):
-        train(saved, batches(1)[0])
-    np.testing.assert_array_equal(losses_of(train, jax.device_put(saved, places), 2)[0], expected)
+    if pp > 1:
+        with pytest.raises(PlanError, match=r"in the host's memory.*train\.place\(state"):
+            train(saved, batches(1)[0])
+    placed = train.place(saved)
+    assert jax.tree.map(lambda leaf: leaf.sharding, placed) == places
+    np.testing.assert_array_equal(losses_of(train, placed, 2)[0], expected)
+    np.testing.assert_array_equal(losses_of(train, train.place(saved), 2)[0], expected)  # what was saved is untouched
+
+
+def test_a_state_of_another_plan_is_not_placed() -> None:
+    graph = graph_of(lambda: Chain(2, nnx.Rngs(1)))
+    trains = [
+        sw.train_step(plain_loss, optimizer, plan_of(graph, 2), devices=jax.devices()[:2])
+        for optimizer in (optax.adamw(1e-2), optax.sgd(1e-2))
+    ]
+    with pytest.raises(PlanError, match=r"the state has \d+ arrays where one of this plan and optimizer has 0"):
+        trains[1].place(trains[0].init(lambda: Chain(2, nnx.Rngs(1))))

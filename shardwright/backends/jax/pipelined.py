@@ -14,7 +14,7 @@ from shardwright.backends.jax.holding import Holding, StageMeshes, holdings_of
 from shardwright.backends.jax.layout import parameter_shardings
 from shardwright.backends.jax.loss import LossFunction, Microbatches
 from shardwright.backends.jax.microbatch import cut_microbatch
-from shardwright.backends.jax.optimizer_cut import OptimizerCut, from_pieces, is_stack, pieces
+from shardwright.backends.jax.optimizer_cut import OptimizerCut, Places, from_pieces, is_stack, pieces
 from shardwright.backends.jax.pipeline import Observer, Pipeline, dispatch_order
 from shardwright.backends.jax.state import Parts, TrainState, own_copy
 from shardwright.backends.jax.tensor_parallel import FusedParameters, TensorParallel
@@ -116,6 +116,28 @@ class PipelinedTraining:
         params = jax.tree.map(join, state.params, is_leaf=is_stack)
         return FusedParameters.of(self.plan, Parts(params, None, None, state.graphdef).names).restore(params)
 
+    def place(self, state: TrainState) -> TrainState:
+        """Copies of a state's arrays, wherever they are, on the devices of their stages."""
+        shapes = self._shapes(state)
+        _, optimizer = self.placed(shapes.params, shapes.names)
+        whole = self.meshes.whole[0]
+
+        def put(tree: Any, places: Sequence[Places]) -> Any:
+            at = [place.sharding for held in places for place in held]
+            leaves, structure = jax.tree.flatten(tree)
+            if len(leaves) != len(at):
+                raise PlanError(
+                    f"the state has {len(leaves)} arrays where one of this plan and optimizer has {len(at)}: it is "
+                    "another plan's; give its parameters, train.params(state), to this plan's init"
+                )
+            return jax.tree.unflatten(
+                structure, [own_copy(leaf, sharding) for leaf, sharding in zip(leaves, at, strict=True)]
+            )
+
+        step, random, other = jax.tree.map(lambda leaf: own_copy(leaf, whole), (state.step, state.random, state.other))
+        params, states = put(state.params, optimizer.parameters), put(state.optimizer, optimizer.states)
+        return TrainState(step, params, states, random, other, state.graphdef)
+
     # --- steps
 
     def step_for(
@@ -189,5 +211,5 @@ def _require_on_devices(leaves: Sequence[Any]) -> None:
     if any(not isinstance(leaf, jax.Array) for leaf in leaves):
         raise PlanError(
             "a state of arrays in the host's memory was given, and a pipeline's lie on the devices of their stages: "
-            "put them there with jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, train.init(...)))"
+            "put them there with state = train.place(state)"
         )

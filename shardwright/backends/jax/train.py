@@ -249,6 +249,22 @@ class TrainStep:
             found: TrainState = _copied(held, shardings)
         return found
 
+    def place(self, state: TrainState) -> TrainState:
+        """A state that was saved (`jax.device_get`, a checkpoint) → the same on this plan's devices, in memory of its
+        own. Raises PlanError for a state of another plan, MissingCapabilityError for stages that run as one program."""
+        state.require_alive()
+        if isinstance(self._pipelined, SpmdTraining):
+            raise MissingCapabilityError(
+                "the stages of this plan run as one SPMD program, whose state this version does not place again: give "
+                "the parameters to train.init, or leave out one_program in one process"
+            )
+        with self._mesh_set_aside():
+            if self._pipelined is not None:
+                return self._pipelined.place(state)
+            shardings = self._shardings(Parts(state.params, state.random, state.other, state.graphdef))
+            placed: TrainState = _copied(state, shardings)
+        return placed
+
     def _fused(self, state: TrainState) -> FusedParameters:
         if self._pipelined is not None:
             raise MissingCapabilityError(
