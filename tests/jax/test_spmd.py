@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -110,3 +111,42 @@ def test_stages_that_are_not_alike() -> None:
     train = sw.train_step(chains.loss_fn, optimizer(), plan, devices=jax.devices()[:2], one_program=True)
     with pytest.raises(sw.ShardwrightError, match="stages that are alike"):
         train(train.init(chains.maker(4)), chains.batches(1)[0])
+
+
+def test_stages_that_are_alike_but_for_a_derivative_rule() -> None:
+    """Each block scales its gradient by a factor of its own, which stands in no equation of its forward."""
+    from tests.jax import chains
+
+    class Scaled(chains.Block):
+        def __init__(self, rngs: nnx.Rngs, factor: float):
+            super().__init__(rngs, 0.0)
+            self.factor = factor
+
+        def __call__(self, x: jax.Array, first: jax.Array) -> jax.Array:
+            @jax.custom_vjp
+            def scaled(x: jax.Array) -> jax.Array:
+                return x
+
+            scaled.defvjp(lambda x: (x, None), lambda _, gradient: (self.factor * gradient,))
+            return scaled(super().__call__(x, x))
+
+    class Model(chains.Chain):
+        def __init__(self, factors: tuple[float, ...]):
+            super().__init__(4, nnx.Rngs(1))
+            self.blocks = nnx.List([Scaled(nnx.Rngs(1), factor) for factor in factors])
+
+    def once(factors: tuple[float, ...]) -> float:
+        plan = chains.plan_of(chains.graph_of(lambda: Model(factors)), 2, schedule="gpipe")
+        train = sw.train_step(chains.plain_loss, optax.sgd(1.0), plan, devices=jax.devices()[:2], one_program=True)
+        state = train.init(lambda: Model(factors))
+        for batch in chains.batches(2):
+            state, loss = train(state, batch)
+        return float(loss)
+
+    same = (0.5, 0.5, 0.5, 0.5)
+    expected = chains.module_reference(chains.plain_loss, lambda: Model(same), optax.sgd(1.0), chains.batches(2))
+    assert once(same) == pytest.approx(expected.losses[1], rel=1e-5)
+    with pytest.raises(
+        sw.ShardwrightError, match=r"equation \d+, custom_vjp_call against custom_vjp_call, .*derivative"
+    ):
+        once((0.5, 0.5, 2.0, 0.5))

@@ -1,15 +1,22 @@
 """Stages that are alike: the same equations on other weights. Their inputs, sorted by what they are."""
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from shardwright.backends.jax.cut import Cut
-from shardwright.backends.jax.equations import Equation, FlatProgram, aval_of
+from shardwright.backends.jax.equations import OWN_DERIVATIVES, Equation, FlatProgram, aval_of, evaluate, flatten
 from shardwright.core.errors import MissingCapabilityError
 
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+RULE = re.compile(r"\bcustom_[jv][vj]p_call\b")
+"""Functions with derivatives of their own, inside an equation's inner programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +46,14 @@ def alike(cut: Cut, first: int, last: int) -> Alike:
     shapes = [_canonical(flat, cut.parts[index].equations) for index in range(first, last + 1)]
     for offset, (signature, inputs, _) in enumerate(shapes):
         if signature != shapes[0][0] or len(inputs) != len(shapes[0][1]):
+            pairs = enumerate(zip(signature, shapes[0][0], strict=False))
+            parting = (f"; equation {k}, {one[0]} against {other[0]}, or its parameters or derivative"
+                       for k, (one, other) in pairs if one != other)  # fmt: skip
             raise MissingCapabilityError(
                 f"stage {offset} does not run what stage 0 does ({len(signature)} equations against "
-                f"{len(shapes[0][0])}, {len(inputs)} inputs against {len(shapes[0][1])}): one program for all stages "
-                "needs stages that are alike; cut blocks evenly, or run the stages as programs of their own in one "
-                "process"
+                f"{len(shapes[0][0])}, {len(inputs)} inputs against {len(shapes[0][1])}{next(parting, '')}): one "
+                "program for all stages needs stages that are alike; cut blocks evenly, or run the stages as programs "
+                "of their own in one process"
             )
     weights = {weight.value for weight in cut.weights}
     made = [{value: number for number, value in enumerate(outputs)} for _, _, outputs in shapes]
@@ -91,6 +101,34 @@ def _canonical(flat: FlatProgram, equations: Sequence[Equation]) -> tuple[list[A
             names[value] = len(names)
             outputs.append(value)
         params = ADDRESS.sub("", str(sorted(equation.params.items(), key=lambda item: item[0])))
+        if equation.primitive.name in OWN_DERIVATIVES or RULE.search(params):
+            params += _derivative(flat, equation)
         shapes = [str(aval_of(flat, atom)) for atom in (*equation.inputs, *equation.outputs)]
         signature.append((equation.primitive.name, params, tuple(operands), tuple(shapes)))
     return signature, inputs, outputs
+
+
+def _derivative(flat: FlatProgram, equation: Equation) -> str:
+    """What the derivative of an equation with a rule of its own does: the rule is a function, and two of them print
+    alike whatever they close over."""
+    known = {
+        value: flat.avals[value] for value in equation.values if jnp.issubdtype(flat.avals[value].dtype, jnp.floating)
+    }
+    others = [value for value in dict.fromkeys(equation.values) if value not in known]
+    made = [value for value in equation.outputs if jnp.issubdtype(flat.avals[value].dtype, jnp.floating)]
+
+    def run(given: list[Any], rest: list[Any], cotangents: list[Any]) -> Any:
+        def forward(given: list[Any]) -> list[Any]:
+            values = dict(zip(known, given, strict=True)) | dict(zip(others, rest, strict=True))
+            evaluate([equation], values)
+            return [values[value] for value in made]
+
+        return jax.vjp(forward, given)[1](cotangents)
+
+    avals = [
+        [jax.ShapeDtypeStruct(flat.avals[v].shape, flat.avals[v].dtype) for v in of] for of in (known, others, made)
+    ]
+    program = flatten(jax.make_jaxpr(run)(*avals))
+    constants = [np.asarray(value).tobytes() for value in program.constants.values()]
+    equations = [(e.primitive.name, str(e.params), e.inputs, e.outputs) for e in program.equations]
+    return ADDRESS.sub("", str((equations, program.outputs))) + hashlib.sha256(b"".join(constants)).hexdigest()
