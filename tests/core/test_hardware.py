@@ -166,6 +166,12 @@ def test_a_profile_file_of_ones_own(tmp_path) -> None:
     [
         ("memory_bytes = { value = 85_899_345_920", "memory_bytes = { value = 80", "memory_bytes: 80 is not plausible"),
         ("value = 312e12, origin", "value = 312, origin", "peak_flops_per_s.bf16: 312 is not plausible"),
+        ("value = 5.1207", "value = 5120700", "price_usd_per_hour: 5.1207e+06 is not plausible"),
+        (
+            '{ value = 2039e9, origin = "data sheet: 2,039 GB/s" }',
+            "2039e9",
+            "memory_bandwidth_bytes_per_s: expected a number and where it comes from",
+        ),
         ("value = 2039e9", "value = -2039e9", "memory_bandwidth_bytes_per_s: -2.039e+12 is not plausible"),
         ("value = 2039e9", "value = inf", "memory_bandwidth_bytes_per_s.value: Input should be a finite number"),
         ("value = 2039e9", 'value = "2039 GB/s"', "memory_bandwidth_bytes_per_s.value: Input should be a valid number"),

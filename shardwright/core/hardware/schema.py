@@ -29,6 +29,7 @@ _PLAUSIBLE = {
     "dispatch_s": (0.0, 0.1),
     "tile_depth": (0.0, 4096.0),
     "latency_s": (0.0, 10.0),
+    "price_usd_per_hour": (1e-4, 1e4),
 }
 
 
@@ -229,6 +230,9 @@ def _fault(section: type[BaseModel], fault: Any, assumed: tuple[str | int, ...])
         return f"{path}: unknown key; {nearest(str(location[-1]), _keys_at(section, location[:-1]))}"
     if fault["type"] == "missing":
         return f"{path}: missing"
+    if fault["type"] == "model_type" and fault["ctx"]["class_name"] == Constant.__name__:
+        wanted = '{ value = NUMBER, origin = "KIND: which one" }'
+        return f"{path}: expected a number and where it comes from, {wanted}; given {fault['input']!r}"
     return f"{path}: {fault['msg']}; given {fault['input']!r}"
 
 
@@ -260,6 +264,8 @@ def check_plausible(source: str, path: str, value: float) -> None:
     low, high = _PLAUSIBLE[name]
     if not low <= value <= high:
         unit = "bytes" if name.endswith("_bytes") else "seconds" if name.endswith("_s") and "per" not in name else None
+        if name.startswith("price"):
+            unit = "US dollars for one device and hour"
         unit = unit or ("FLOPs per second" if "flops" in name else "bytes per second")
         raise ClusterError(
             f"{source}: {path}: {value:g} is not plausible, expected {low:g} to {high:g}; the unit is {unit}"
