@@ -1,17 +1,22 @@
 """GPT-2, BERT, T5, NCF and ResNet: each with a twin in Flax that was written apart from it, and one plan for both."""
 
+from dataclasses import replace
+
 import pytest
 
 import shardwright as sw
+from shardwright.core.hardware import load_profile
 from tests.twins.models import TWINS, Graphs
 
+SMALL = replace(load_profile("v100").device, memory_bytes=16 * 2**30, reserved_memory_bytes=0)
 BATCHES = {"ncf": 65_536, "resnet": 1024}
 CLUSTERS = {
     "a node of 4": sw.Cluster("a100-80gb", devices_per_node=4),
     "two nodes": sw.Cluster("h100", nodes=2, devices_per_node=8),
+    "a node of small ones": sw.Cluster(SMALL, devices_per_node=8),
 }
-SAMPLES = {"a node of 4": 64, "two nodes": 256}
-"""With room: where memory binds, what each framework keeps decides (docs/plan-file.md)."""
+"""On the last one memory decides how GPT-2 is run."""
+SAMPLES = {"a node of 4": 64, "two nodes": 256, "a node of small ones": 128}
 
 
 @pytest.fixture(scope="module", params=TWINS)
