@@ -70,10 +70,12 @@ class _Reading:
         found: Found = self._found[key]
         return found
 
-    def work(self, unit: Unit, batch: int, precision: str, layouts: RealisedUnit | None) -> UnitWork:
-        key = (unit.index, batch, precision, layouts)
+    def work(
+        self, unit: Unit, batch: int, precision: str, layouts: RealisedUnit | None, *, gathered_stays: bool
+    ) -> UnitWork:
+        key = (unit.index, batch, precision, layouts, gathered_stays)
         if key not in self._work:
-            counted = self.counter.count(unit, batch, precision, layouts)
+            counted = self.counter.count(unit, batch, precision, layouts, gathered_stays=gathered_stays)
             self._work[key] = self._as_held(counted, unit, batch, precision, layouts)
         return self._work[key]
 
@@ -462,7 +464,13 @@ class CostTables:
         held = {p: self._entries(p, unit.index, tp) for p in unit.parameters}
         trained = sum(n for p, n in held.items() if self.graph.parameters[p].trainable)
         return unit_cost(
-            self._read.work(like, microbatch, self.precision, layouts),
+            self._read.work(
+                like,
+                microbatch,
+                self.precision,
+                layouts,
+                gathered_stays=tp > 1 and not self.sequence_parallel(tp) and not self.graph.footprints,
+            ),
             place.device,
             self.precision,
             collective_s=seconds_of(place.tensor_group, tp) if tp > 1 else None,

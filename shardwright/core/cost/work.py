@@ -168,9 +168,18 @@ class WorkCounter:
         width = PRECISION_BYTES[precision] if value.is_floating else ITEM_BYTES[value.dtype]
         return value.elements(batch) * width
 
-    def count(self, unit: Unit, batch: int, precision: str = "fp32", layouts: RealisedUnit | None = None) -> UnitWork:
+    def count(
+        self,
+        unit: Unit,
+        batch: int,
+        precision: str = "fp32",
+        layouts: RealisedUnit | None = None,
+        *,
+        gathered_stays: bool = False,
+    ) -> UnitWork:
         """The work of one microbatch of ``batch`` samples, on one rank when laid out as ``layouts`` says (of this unit;
-        None: on one rank alone)."""
+        None: on one rank alone). ``gathered_stays``: what is gathered for an op and read by its backward is kept as it
+        was gathered, and not gathered again."""
         graph, cut = self.graph, Pieces(unit, layouts, self._kept.roots)
         kept: dict[int, int] = {}
         kept_by: dict[int, list[int]] = {}
@@ -187,6 +196,11 @@ class WorkCounter:
         def held(index: int, position: int) -> int:
             op = graph.ops[index]
             return self.size_bytes((*op.inputs, *op.outputs)[position], batch, precision) // cut.ways(index, position)
+
+        def kept_bytes(index: int, root: int) -> int:
+            inputs = enumerate(graph.ops[index].inputs)
+            read = [cut.ways(index, i) for i, t in inputs if self._root(t) == root] if gathered_stays else []
+            return max([memory(root), *(self.size_bytes(root, batch, precision) // ways for ways in read)])
 
         ops = range(unit.first_op, unit.end_op)
         made_here = {t: i for i in ops for t in graph.ops[i].outputs}
@@ -220,7 +234,8 @@ class WorkCounter:
                 unfused += copies * PRECISION_BYTES[precision] // share
             if roots := self._kept.by(op):
                 kept_by[index] = roots
-                (attended if drops else kept).update((root, memory(root)) for root in roots)
+                found = attended if drops else kept
+                found.update((root, max(found.get(root, 0), kept_bytes(index, root))) for root in roots)
             for mask in self._kept.masks(op):
                 kept[-1 - mask] = mask_bytes[index] = held(index, len(op.inputs)) // PRECISION_BYTES[precision]
         unfused -= sum(size for key, size in attended.items() if key not in kept)
