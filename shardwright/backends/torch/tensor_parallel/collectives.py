@@ -113,7 +113,8 @@ class Axis:
 
     def _from_whole(self, tensor: torch.Tensor, after: Placement) -> torch.Tensor:
         if isinstance(after, Split):
-            return piece_of(tensor, after, self.size, self.coordinate).contiguous()
+            piece = piece_of(tensor, after, self.size, self.coordinate)
+            return piece.clone(memory_format=torch.contiguous_format)  # a view would hold the whole
         if isinstance(after, Partial) and after.op == "sum":
             return tensor if self.coordinate == 0 else torch.zeros_like(tensor)
         raise LayoutError(f"a replicated value is made no {after} here: the solver uses sums alone")

@@ -22,6 +22,7 @@ def dropout(
     """Dropout of a piece (None: all) of a tensor of ``shape``, in whose memory the dims come in ``order``."""
     ones = torch.empty_permuted(list(shape), list(order), dtype=source.dtype, device=source.device).fill_(1.0)
     mask = torch.dropout(ones, probability, True)
+    del ones
     return source * (mask if place is None else _own_piece(mask, place, axis))
 
 
@@ -56,13 +57,13 @@ def attention(
     return (torch._safe_softmax(scores, -1) * kept) @ value
 
 
-def _own_piece(mask: torch.Tensor, place: Split, axis: Axis) -> torch.Tensor:
+def _own_piece(whole: torch.Tensor, place: Split, axis: Axis) -> torch.Tensor:
     """This rank's piece in memory of its own: the backward keeps it, and not the whole."""
-    return piece_of(mask, place, axis.size, axis.coordinate).clone()
+    return piece_of(whole, place, axis.size, axis.coordinate).clone(memory_format=torch.contiguous_format)
 
 
 def piece_of_whole(
     function: Callable[..., torch.Tensor], place: Split, axis: Axis, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """This rank's piece of what a random function makes."""
-    return piece_of(function(*args, **kwargs), place, axis.size, axis.coordinate).contiguous()
+    return _own_piece(function(*args, **kwargs), place, axis)

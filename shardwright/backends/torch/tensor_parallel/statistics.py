@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwright.backends.torch.tensor_parallel.collectives import Axis
+from shardwright.core.errors import MissingCapabilityError
 
 
 class _Normalize(torch.autograd.Function):
@@ -19,7 +20,7 @@ class _Normalize(torch.autograd.Function):
     def forward(
         ctx: Any, source: torch.Tensor, dims: list[int], eps: float, centered: bool, axis: Axis, unit: str
     ) -> torch.Tensor:
-        wide = source.float() if source.dtype in (torch.float16, torch.bfloat16) else source
+        wide = _wide(source)
         count = axis.size
         for dim in dims:
             count *= source.shape[dim]
@@ -35,6 +36,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        _refuse_graph()
         normed, scale = ctx.saved_tensors
         wide = gradient.to(normed.dtype)
         sums = [(wide * normed).sum(ctx.dims, keepdim=True)]
@@ -53,22 +55,40 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: torch.Tensor, dim: int, log: bool, axis: Axis, unit: str) -> torch.Tensor:
         key = (unit, "inner")
-        top = axis.all_reduce(source.amax(dim, keepdim=True), "max", key)
+        wide = _wide(source)
+        top = axis.all_reduce(wide.amax(dim, keepdim=True), "max", key)
         top = top.masked_fill(torch.isneginf(top), 0.0)
-        powers = (source - top).exp_()
+        powers = (wide - top).exp_()
         total = axis.all_reduce(powers.sum(dim, keepdim=True), "sum", key)
         made = powers.copy_(source).sub_(top).sub_(total.log()) if log else powers.div_(total)
+        made = made.to(source.dtype)
         ctx.save_for_backward(made)
         ctx.dim, ctx.log, ctx.axis, ctx.key = dim, log, axis, key
         return made
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        _refuse_graph()
         (made,) = ctx.saved_tensors
-        weighed = gradient if ctx.log else gradient * made
+        wide, found = _wide(gradient), _wide(made)
+        weighed = wide if ctx.log else wide * found
         total = ctx.axis.all_reduce(weighed.sum(ctx.dim, keepdim=True), "sum", ctx.key)
-        found = made.exp().mul_(-total).add_(gradient) if ctx.log else weighed.addcmul_(made, total, value=-1)
-        return found, None, None, None, None
+        found = found.exp().mul_(-total).add_(wide) if ctx.log else weighed.addcmul_(found, total, value=-1)
+        return found.to(gradient.dtype), None, None, None, None
+
+
+def _refuse_graph() -> None:
+    """Raises MissingCapabilityError under ``create_graph=True``: what the ranks sum here has no second derivative."""
+    if torch.is_grad_enabled():
+        raise MissingCapabilityError(
+            "create_graph=True goes through a softmax or a norm over a dim that the tensor axis splits, whose second "
+            "derivative is not carried out: take that gradient with tp=1, or pin the layouts of its block to Replicate"
+        )
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """What sums are made of: 16 bits overflow or lose what is small."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def normalize(
