@@ -34,6 +34,10 @@ MICROBATCHES = (2, 6)
 SECONDS, LEAST_STEPS, MOST_STEPS = 4.0, 3, 30
 """How long steps of the whole model are timed, and how many there are at least and at most."""
 
+LEAST_UPDATE = 0.25
+"""Of what is counted for the optimizer's step, what it takes at least. What a step took less than that is an error of
+its pipeline's rather than of its optimizer's: parameters that stay in a cache are at best a few times as fast."""
+
 PARTS = ("every unit a stage", "in one stage", "in several stages")
 """How a model is run, at each size and degree."""
 
@@ -91,7 +95,9 @@ class _Steps:
     factor: float
     """By which units take longer than they say."""
     beside_s: float
-    """Beside all microbatches, above what is counted for gradients and optimizer; below 0 where that is too much."""
+    """Beside all microbatches, above what is counted for gradients and optimizer."""
+    update_share: float
+    """What the optimizer's step took of what is counted for it; 1 unless the whole step took less than is counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +169,7 @@ class _Setup:
                 decision.tp,
                 layouts,
                 steps.beside_s * costs.classes[unit_class].parameter_elements / max(1, fullest),
+                steps.update_share,
                 in_stages=plans[0].decision.pp > 1,
             )
             for unit_class, (forward, backward) in sorted(middle.items())
@@ -187,7 +194,8 @@ class _Setup:
         factor = _factor(plans, seconds, more_s)
         counted = plans[0].predicted
         above_s = few - _makespan_s(plans[0], seconds, factor) - counted.data_parallel_s - counted.optimizer_s
-        return _Steps(factor, max(-counted.optimizer_s, above_s))
+        lack = -min(0.0, above_s) / counted.optimizer_s if counted.optimizer_s else 0.0
+        return _Steps(factor, max(0.0, above_s), max(LEAST_UPDATE, 1.0 - lack))
 
     def _compiled(self, planned: Plan) -> tuple[list[protocol.Executable], Any]:
         """The plan on all devices, after a step to warm up, and a batch for it: on each of their groups one of its own

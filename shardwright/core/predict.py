@@ -1,7 +1,7 @@
 """What a step will take: the pipeline, the gradients that are added up after it, the optimizer."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from shardwright.core.cost.work import PRECISION_BYTES
 from shardwright.core.decision import Decision
@@ -18,14 +18,24 @@ HIDDEN_SHARE = 0.9
 scatter of a pass have nothing beside them, about a tenth of a pass of a dozen units or more."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    """Of the parameters that a rank has: those that are trained, which alone are reduced, all, and those that are
+    trained by the share of the optimizer's step that was measured for them."""
+
+    trained: float
+    held: float
+    updated: float
+
+
 class StepModel:
     """Steps on one cluster in one precision."""
 
     def __init__(self, links: Links, precision: str) -> None:
         self.links, self.cluster, self.precision = links, links.cluster, precision
         units = [unit for group in self.cluster.groups for unit in group.device.measured_units]
-        self._less_measured = any(unit.step_s < 0 for unit in units)
-        """Whether some step took less beside its microbatches than is counted for it."""
+        self._least_share = min((unit.update_share for unit in units), default=1.0)
+        """What some optimizer's step took of what is counted for it."""
 
     def predicted(
         self,
@@ -74,29 +84,31 @@ class StepModel:
 
     def tail(self, mesh: Mesh, decision: Decision, ranks: Sequence[RankWork], pipeline_s: float) -> tuple[float, float]:
         """(seconds to reduce gradients over dp, seconds of the optimizer step) of the pipeline rank that takes longest,
-        nothing hidden; with what was measured to come on top, or off the optimizer step where less was measured."""
-        fullest = [
-            (max(ranks[pp].elements for pp in alike), max(ranks[pp].held_elements for pp in alike), alike[0])
-            for alike in self.links.alike(mesh)
-        ]
-        reduce_s, update_s = max(
-            (self._tail(mesh, decision, (trained, held), pipeline_s, pp) for trained, held, pp in fullest), key=sum
-        )
-        once_s = max((rank.once_s for rank in ranks), key=abs)
-        return reduce_s + max(0.0, once_s), max(0.0, update_s + min(0.0, once_s))
+        nothing hidden; what was measured to come on top is with the first."""
+        found = []
+        for alike in self.links.alike(mesh):
+            own = [ranks[pp] for pp in alike]
+            fullest = _Entries(
+                max(rank.elements for rank in own),
+                max(rank.held_elements for rank in own),
+                max(rank.updated_elements for rank in own),
+            )
+            reduce_s, update_s = self._tail(mesh, decision, fullest, pipeline_s, alike[0])
+            found.append((reduce_s + max(rank.once_s for rank in own), update_s))
+        return max(found, key=sum)
 
     def least_tail_s(self, mesh: Mesh, decision: Decision, entries: tuple[float, float], pipeline_s: float) -> float:
         """Seconds below which the tail does not get when some rank trains and holds at least so many ``entries``,
         whichever it is."""
-        tails = [self._tail(mesh, decision, entries, pipeline_s, alike[0]) for alike in self.links.alike(mesh)]
-        return min(reduce_s if self._less_measured else reduce_s + update_s for reduce_s, update_s in tails)
+        trained, held = entries
+        least = _Entries(trained, held, trained * self._least_share)
+        return min(sum(self._tail(mesh, decision, least, pipeline_s, alike[0])) for alike in self.links.alike(mesh))
 
     def _tail(
-        self, mesh: Mesh, decision: Decision, entries: tuple[float, float], pipeline_s: float, pp: int
+        self, mesh: Mesh, decision: Decision, entries: "_Entries", pipeline_s: float, pp: int
     ) -> tuple[float, float]:
-        """``entries`` of parameters: those that are trained, which alone are reduced and updated, and all."""
         dp = mesh.axis_size("dp")
-        elements, held = entries
+        elements, held = entries.trained, entries.held
         width = PRECISION_BYTES[self.precision]
         size = elements * width
         reduced = elements * PRECISION_BYTES[decision.gradient_precision or self.precision]
@@ -117,7 +129,7 @@ class StepModel:
         mixed = 0
         if width < 4:
             mixed = width + (4 + 24 if decision.gradient_precision == "fp32" else width + 4)
-        touched = elements / ways * (4 * (3 + 2 * states) + mixed)
+        touched = entries.updated / ways * (4 * (3 + 2 * states) + mixed)
         return reduce_s, max(
             touched / device.optimizer_bandwidth_bytes_per_s for device in self.links.devices(mesh, pp)
         )

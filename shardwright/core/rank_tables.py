@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.apart import stages_bytes
+from shardwright.core.cost.unit import UnitCost
 from shardwright.core.errors import PlanError
 from shardwright.core.memory import MemoryUse, state_bytes
 from shardwright.core.partition.exact import Matrix, min_max_cut, spread_cut
@@ -43,6 +44,8 @@ class RankWork:
     """Parameter entries that it trains."""
     held_elements: int
     """All that it holds."""
+    updated_elements: float
+    """Those that it trains, each as the share of the optimizer's step that was measured for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +390,7 @@ class RankTables:
 
     def work(self, starts: Sequence[int], placement: Sequence[int]) -> list["RankWork"]:
         """What every rank does and holds, its stages together."""
-        found = [RankWork(0.0, 0.0, 0.0, 0, 0)] * self.ranks
+        found = [RankWork(0.0, 0.0, 0.0, 0, 0, 0.0)] * self.ranks
         for stage, (a, b) in enumerate(self.ends(starts)):
             rank, table = placement[stage], self.tables[placement[stage]]
             before, units = found[rank], table.units[a:b]
@@ -397,6 +400,7 @@ class RankTables:
                 before.once_s + sum(u.step_s for u in units),
                 before.elements + int(table.range_trained[a, b]),
                 before.held_elements + int(table.range_elements[a, b]),
+                before.updated_elements + float(table.range_trained[a, b]) * _update_share(units),
             )
         return found
 
@@ -412,3 +416,9 @@ class RankTables:
     def with_limit(self, limit_bytes: int) -> "RankTables":
         """The same on devices of another memory."""
         return replace(self, limits_bytes=(limit_bytes,) * self.ranks)
+
+
+def _update_share(units: Sequence[UnitCost]) -> float:
+    """What the optimizer's step on the units takes of what is counted for it; 1 where they train nothing."""
+    trained = sum(unit.trained_elements for unit in units)
+    return sum(unit.update_share * unit.trained_elements for unit in units) / trained if trained else 1.0

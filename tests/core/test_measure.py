@@ -10,7 +10,8 @@ import pytest
 
 import shardwright as sw
 from shardwright import measure
-from shardwright.core.hardware import load_device
+from shardwright.core.hardware import Device, load_device
+from shardwright.core.plan import Predicted
 from shardwright.core.simulate import simulate_schedule
 from shardwright.core.timeline import Timeline
 from tests.core.toy import decoder
@@ -115,3 +116,45 @@ def test_units_are_as_they_were_timed_where_their_part_of_a_step_cannot_be_told(
     for unit in units:
         forward_s = machine.unit_s * (1 + unit.unit_class) * (IN_STAGES if unit.in_stages else 1.0)
         assert (unit.forward_s, unit.backward_s) == pytest.approx((forward_s, 2 * forward_s))
+
+
+def test_an_optimizer_that_took_less_takes_that_share_of_whatever_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, units = measured(monkeypatch, Machine(beside_s=0.0, updated=0.4), 2, (1,), single=False)
+    device = load_device("cpu")
+    known = replace(device, measured_units=units)
+    counted = replace(device, measured_units=tuple(replace(unit, update_share=1.0) for unit in units))
+    for given in ({}, {"shard": 1}, {"optimizer": "sgd"}, {"optimizer": "sgd", "shard": 1}, {"pp": 2, "dp": 1}):
+        asked = {"pp": 1, "dp": 2, "tp": 1, "recompute": "none", "shard": 0, "precision": "fp32"} | given
+
+        def optimizer_s(of: Device, pins: dict[str, Any] = asked) -> float:
+            plan = sw.plan(graph, sw.Cluster(of, devices_per_node=2), batch=8, microbatch=2, **pins)
+            return plan.predicted.optimizer_s
+
+        assert optimizer_s(known) == pytest.approx(0.4 * optimizer_s(counted)) != 0, given
+
+
+def test_what_no_optimizer_can_save_is_not_taken_off_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, units = measured(monkeypatch, Machine(beside_s=-0.01), 2, (1,), single=False)
+    assert {(unit.step_s, unit.update_share) for unit in units} == {(0.0, measure.LEAST_UPDATE)}
+
+
+def test_a_step_ends_with_the_rank_that_takes_longest_of_devices_that_measured_unlike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph, units = measured(monkeypatch, Machine(beside_s=0.0), 2, (1,), single=False)
+
+    def step(*changes: dict[str, float]) -> Predicted:
+        devices = [
+            replace(load_device("cpu"), measured_units=tuple(replace(unit, **change) for unit in units))
+            for change in changes
+        ]
+        groups = [replace(sw.Cluster(device).groups[0], nodes=1, devices_per_node=1) for device in devices]
+        return sw.plan(
+            graph, sw.Cluster.of_groups(groups, "shared-memory"), batch=8, microbatch=2, pp=2, dp=1, tp=1,
+            schedule="1f1b", stage_starts=(0, 2), recompute="none", shard=0, precision="fp32",
+        ).predicted  # fmt: skip
+
+    alike, less, more = {"step_s": 0.0}, {"update_share": 0.5}, {"step_s": 1e-3}
+    slower = step(alike, more).step_time_s
+    assert slower > step(alike, alike).step_time_s
+    assert step(less, more).step_time_s == pytest.approx(slower), "what one rank saves the other does not"

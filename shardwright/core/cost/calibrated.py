@@ -17,7 +17,8 @@ def calibrated(
     *,
     with_collectives: bool = False,
 ) -> UnitCost:
-    """``cost`` with its seconds multiplied by measured over predicted, and what a step takes once added.
+    """``cost`` with its seconds multiplied by measured over predicted, what a step takes once added, and the
+    share of its optimizer's step that was measured.
 
     Args:
         cost: of one microbatch of ``microbatch`` samples, on the whole unit or on one rank's part of it.
@@ -52,6 +53,7 @@ def calibrated(
         weight_grad_s=cost.weight_grad_s * backward,
         selective_s=cost.selective_s * forward,
         step_s=cost.step_s + once,
+        update_share=float(np.interp(np.log(microbatch), at, [run.update_share for run in runs])),
     )
 
 

@@ -46,6 +46,8 @@ class UnitCost:
     """Once a step: tensor-axis communication for the gradients of its parameters, and what was measured beside it."""
     trained_elements: int = 0
     """Of the parameter entries, those that have gradients."""
+    update_share: float = 1.0
+    """What the optimizer's step on them takes of what is counted for it."""
 
     @property
     def total_s(self) -> float:

@@ -22,12 +22,6 @@ def positive(
         raise ClusterError(expected)
 
 
-def finite(owner: str, constant: str, value: object) -> None:
-    """Raise ClusterError unless ``value`` is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ClusterError(f"{owner}: {constant} must be a finite number; given {value!r}")
-
-
 def whole(owner: str, constant: str, value: object, *, at_least: int) -> None:
     """Raise ClusterError unless ``value`` is an integer of at least ``at_least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:

@@ -45,8 +45,9 @@ class MeasuredUnit:
     tensor_degree: the ranks that shared the unit, collectives among them included; 1: it ran whole.
     layouts: how they shared it (`tensor_layouts.digest`); "" where it ran whole.
     step_s: its part, by entries of the parameters of the fullest stage, of what a step took beside its microbatches and
-        above what is counted for gradients and optimizer: handing out the batch, starting and ending. Below 0 where
-        the step took less than is counted, as small parameters stay in a cache.
+        above what is counted for gradients and optimizer: handing out the batch, starting and ending.
+    update_share: what the optimizer's step takes of what is counted for it: below 1 where a step took less than is
+        counted, as small parameters stay in a cache.
     in_stages: it ran in a pipeline of several stages, not in one stage.
 
     Raises ClusterError for a count or a time that cannot be.
@@ -61,6 +62,7 @@ class MeasuredUnit:
     tensor_degree: int = 1
     layouts: str = ""
     step_s: float = 0.0
+    update_share: float = 1.0
     in_stages: bool = False
 
     def __post_init__(self) -> None:
@@ -72,9 +74,9 @@ class MeasuredUnit:
         check.whole(owner, "unit_class", self.unit_class, at_least=0)
         check.whole(owner, "microbatch", self.microbatch, at_least=1)
         check.whole(owner, "tensor_degree", self.tensor_degree, at_least=1)
-        for name in ("forward_s", "backward_s"):
+        for name in ("forward_s", "backward_s", "step_s"):
             check.positive(owner, name, getattr(self, name), zero_allowed=True)
-        check.finite(owner, "step_s", self.step_s)
+        check.positive(owner, "update_share", self.update_share, at_most=1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,7 +162,8 @@ class UnitTable(_Section):
     backward_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     tensor_degree: Annotated[int, Field(ge=1)] = 1
     layouts: str = ""
-    step_s: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    step_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    update_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     in_stages: bool = False
 
 
