@@ -37,7 +37,7 @@ def simulate_command(
     loaded = Plan.load(plan)
     timeline = simulate(loaded)
     parts = break_down(loaded)
-    held = memory_over_time(loaded, RUNTIMES.get(loaded.bindings[0][0])) if memory else ()
+    held = memory_over_time(loaded, RUNTIMES.get(loaded.provenance.captured_from)) if memory else ()
     saved: dict[str, str] = {}
     if svg is not None:
         from shardwright.report.svg import timeline_svg

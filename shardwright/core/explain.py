@@ -28,12 +28,9 @@ def _plan_text(plan: Plan) -> str:
         f"{seconds_text(p.data_parallel_s)} + optimizer {seconds_text(p.optimizer_s)}",
     ]
     for rank, use in enumerate(p.memory_by_stage_rank):
-        lines.append(
-            f"pipeline rank {rank}: {bytes_text(use.total_bytes)} (parameters {bytes_text(use.parameters_bytes)}, "
-            f"gradients {bytes_text(use.gradients_bytes)}, optimizer {bytes_text(use.optimizer_bytes)}, activations "
-            f"{bytes_text(use.activations_bytes)}, batch {bytes_text(use.batch_bytes)}, "
-            f"buffers {bytes_text(use.buffers_bytes + use.copies_bytes)})"
-        )
+        sizes = ", ".join(f"{name} {bytes_text(size)}" for name, size in use.classes.items())
+        apart = f", never there at once {bytes_text(use.apart_bytes)}" if use.apart_bytes else ""
+        lines.append(f"pipeline rank {rank}: {bytes_text(use.total_bytes)} ({sizes}{apart})")
     lines += [f"not chosen: {a.summary}: {a.reason}" for a in plan.alternatives]
     lines += [f"whole on the tensor axis: {slot}: {reason}" for slot, reason in plan.unsplit]
     return "\n".join(lines)

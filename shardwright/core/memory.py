@@ -41,10 +41,25 @@ class MemoryUse:
     """What copies of gradients on their way to other replicas add to the peak: they come when activations go."""
 
     @property
+    def classes(self) -> dict[str, int]:
+        """Bytes of every class by its name."""
+        return {
+            "parameters": self.parameters_bytes,
+            "gradients": self.gradients_bytes,
+            "optimizer states": self.optimizer_bytes,
+            "batch": self.batch_bytes,
+            "activations": self.activations_bytes,
+            "buffers": self.buffers_bytes,
+            "copies of gradients": self.copies_bytes,
+        }
+
+    @property
     def total_bytes(self) -> int:
-        parts = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
-        passing = self.activations_bytes + self.buffers_bytes + self.copies_bytes
-        return parts + self.batch_bytes + passing - self.apart_bytes
+        return sum(self.classes.values()) - self.apart_bytes
+
+
+STAYING = ("parameters", "gradients", "optimizer states", "batch")
+"""The classes that a schedule does not change."""
 
 
 def state_bytes(

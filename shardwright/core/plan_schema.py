@@ -155,7 +155,7 @@ class PlanFile(Section):
     version: int
     decision: DecisionFile
     model: ModelFile
-    bindings: dict[str, BindingFile]
+    bindings: Annotated[dict[str, BindingFile], Field(min_length=1)]
     costs: CostsFile
     predicted: PredictedFile
     alternatives: AlternativesFile

@@ -93,20 +93,20 @@ class RankTables:
 
     @cached_property
     def alike(self) -> tuple[tuple[int, float, float, float, float], ...]:
-        """Of every kind of unit that stands more than once how many there are, and of the last one its parameter
-        entries, those that are trained, the bytes that it adds to what all before it keep (what it shares with them
-        they keep already), and those of its passes."""
+        """Of every kind of unit that stands more than once how many there are, and the least that one of them adds to
+        all before it, in parameter entries, those that are trained and bytes that are kept (what it shares with them
+        they hold already), and the bytes of its passes."""
         counts: dict[int, list[int]] = {}
         for index, unit in enumerate(self.tables[0].units):
             counts.setdefault(id(unit), []).append(index)
-        table, found = self.tables[0], []
-        for members in counts.values():
-            if len(members) > 1:
-                one = members[-1], members[-1] + 1
-                kept = float(table.range_kept[0, one[1]] - table.range_kept[0, one[0]])
-                entries = float(table.range_elements[one]), float(table.range_trained[one])
-                found.append((len(members), *entries, kept, float(table.range_working[one])))
-        return tuple(found)
+        table = self.tables[0]
+        added = [np.diff(held[0]) for held in (table.range_elements, table.range_trained, table.range_kept)]
+        added.append(table.range_working[np.arange(self.units), np.arange(self.units) + 1])
+        return tuple(
+            (len(members), *(float(each[members].min()) for each in added))
+            for members in counts.values()
+            if len(members) > 1
+        )
 
     def has_room(self, live: Sequence[int], held: int, held_bytes: float, trained_bytes: float) -> bool:
         """Whether the ranks have room for the units that are alike, leaving the others out: False means that no cut
@@ -242,12 +242,9 @@ class RankTables:
             )
         return tuple(found)
 
-    def buffers(
-        self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest | None = None
-    ) -> list[int]:
+    def buffers(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
         """What passes hold for a while on every rank."""
-        summed = request is not None and request.is_summed
-        held = self._held(tuple(starts), tuple(placement), summed=summed)
+        held = self._held(tuple(starts), tuple(placement), summed=request.is_summed)
         return [own.working + own.sent + UNCOUNTED_BYTES for own in held]
 
     def copies(

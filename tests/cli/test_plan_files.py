@@ -5,14 +5,17 @@ import subprocess
 import sys
 import xml.etree.ElementTree
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import shardwright as sw
+from shardwright.backends.capabilities import JAX, TORCH
 from shardwright.core.amounts import bytes_text, count_text, seconds_text
 from tests.cli.conftest import run
+from tests.core.toy import decoder
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,6 +84,21 @@ def test_simulate_shows_memory_over_the_step(plans: dict[str, Path]) -> None:
     assert "memory" not in run("simulate", plans["deeper"], "--json").document["ranks"][0]
 
 
+def test_memory_is_drawn_as_the_runtime_that_was_planned_for_holds_it(tmp_path: Path) -> None:
+    """Names in the other framework, which stand first, change nothing."""
+    graph = replace(decoder(layers=4), capabilities=TORCH)
+    pair = sw.Cluster("a100-80gb", devices_per_node=2)
+    plan = sw.plan(graph, pair, batch=2, microbatch=1, pp=2, dp=1, tp=1, schedule="1f1b")
+    both = plan.rebind(replace(graph, capabilities=JAX))
+    assert both.bindings[0][0] == "jax"
+    ranks = []
+    for name, each in (("alone", plan), ("both", both)):
+        each.save(tmp_path / name)
+        ranks.append(run("simulate", tmp_path / name, "--memory", "--json").document["ranks"])
+    assert ranks[0] == ranks[1]
+    assert ranks[0][0]["memory"][0]["gradients_bytes"] == 0, "PyTorch makes gradients in every step anew"
+
+
 def test_explain(plans: dict[str, Path]) -> None:
     assert "gradient reduction" in run("explain", plans["tensor"]).out
     lines = run("explain", plans["tensor"], "h.0.fc", "--json").document["lines"]
@@ -115,6 +133,7 @@ BAD_FILES = {
         edited(lambda d: d["model"]["classes"][1].update(w0=[7, 7])),
         "model.digest",
     ),
+    "no names of any framework": (edited(lambda d: d["bindings"].clear()), "bindings: "),
     "a parameter taken out": (
         edited(lambda d: d["bindings"]["toy"]["units"][1]["parameters"].pop("w0")),
         "bindings.toy.units.1.parameters",

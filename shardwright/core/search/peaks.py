@@ -66,7 +66,8 @@ def less_apart(
         settled = min(decision.microbatches, 2 * decision.stages)
         schedule = named_schedule(decision.schedule, decision.pp, settled, decision.virtual_stages)
     found = []
-    for rank, (use, beside) in enumerate(zip(memory, ranked.buffers(decision.stage_starts, placement), strict=True)):
+    buffers = ranked.buffers(decision.stage_starts, placement, request)
+    for rank, (use, beside) in enumerate(zip(memory, buffers, strict=True)):
         order = schedule.table[rank]
         held = stages_bytes(
             ranked.tables[rank],

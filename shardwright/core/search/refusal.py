@@ -8,7 +8,6 @@ from shardwright.core.cluster import Cluster
 from shardwright.core.cost_tables import CostTables
 from shardwright.core.decision import Decision, summarize
 from shardwright.core.errors import PlanError, ScheduleError
-from shardwright.core.memory import MemoryUse
 from shardwright.core.request import Request
 from shardwright.core.search.best_first import Search
 from shardwright.core.search.scoring import Scored, Scorer
@@ -28,7 +27,7 @@ def refusal(tables: CostTables, cluster: Cluster, request: Request, scorer: Scor
     limits = least.tables.limits_bytes
     uses = least.predicted.memory_by_stage_rank
     worst = max(range(len(uses)), key=lambda pp: uses[pp].total_bytes - limits[pp])
-    name, size = max(_parts(uses[worst]).items(), key=lambda part: part[1])
+    name, size = max(uses[worst].classes.items(), key=lambda part: part[1])
     said = (
         f"{tables.graph.model_name} does not fit: with {summarize(least.decision)} the fullest rank (pipeline rank "
         f"{worst}) needs {_gib(uses[worst].total_bytes)}, {_gib(least.over_bytes)} more than the {_gib(limits[worst])} "
@@ -131,16 +130,6 @@ def _fits(tables: CostTables, cluster: Cluster, request: Request) -> bool:
         return Search(tables.on(cluster), cluster, free, limited=False).run(runners_up=0).best is not None
     except PlanError:
         return False
-
-
-def _parts(use: MemoryUse) -> dict[str, int]:
-    return {
-        "parameters": use.parameters_bytes,
-        "gradients": use.gradients_bytes,
-        "optimizer states": use.optimizer_bytes,
-        "activations": use.activations_bytes,
-        "buffers": use.buffers_bytes,
-    }
 
 
 def _gib(size_bytes: float) -> str:

@@ -8,7 +8,7 @@ from shardwright.core.cost_tables import CostTables
 from shardwright.core.cutting import partition_input
 from shardwright.core.decision import Decision, placement_of
 from shardwright.core.errors import ScheduleError
-from shardwright.core.memory import MemoryUse, live_microbatches
+from shardwright.core.memory import STAYING, MemoryUse, live_microbatches
 from shardwright.core.partition.partitioners import DEFAULT, cut_units
 from shardwright.core.plan import Predicted
 from shardwright.core.predict import least_makespan_s, simulated_makespan_s
@@ -316,10 +316,12 @@ class Scorer:
         decision, ranked = scored.decision, scored.tables
         costs = ranked.stage_costs(decision.stage_starts, decision.stage_ranks)
         # Copies of gradients that travel are there when activations are gone: they are counted of what is made.
-        beside = ranked.buffers(decision.stage_starts, decision.stage_ranks)
+        buffers = ranked.buffers(decision.stage_starts, decision.stage_ranks, self._request_of(decision))
         room = [
-            max(0, limit - (use.parameters_bytes + use.gradients_bytes + use.optimizer_bytes + size))
-            for limit, use, size in zip(ranked.limits_bytes, scored.predicted.memory_by_stage_rank, beside, strict=True)
+            max(0, limit - beside - sum(use.classes[name] for name in STAYING))
+            for limit, use, beside in zip(
+                ranked.limits_bytes, scored.predicted.memory_by_stage_rank, buffers, strict=True
+            )
         ]
         try:
             schedule = Schedule.build(

@@ -10,6 +10,7 @@ from shardwright.core.decision import summarize
 from shardwright.core.errors import PlanError
 from shardwright.core.graph import Graph
 from shardwright.core.hardware import Link
+from shardwright.core.memory import STAYING
 from shardwright.core.plan import Plan
 from shardwright.core.request import Request
 from shardwright.core.search.answer import terms_s
@@ -119,16 +120,11 @@ def what_binds(plan: Plan, cluster: Cluster) -> Binds:
     ]
     rank = max(range(len(uses)), key=lambda pp: uses[pp].total_bytes / limits[pp])
     use = uses[rank]
-    parts = {
-        "parameters": use.parameters_bytes,
-        "gradients": use.gradients_bytes,
-        "optimizer states": use.optimizer_bytes,
-        "activations": use.activations_bytes,
-        "buffers": use.buffers_bytes,
-    }
-    part = max(parts, key=lambda name: parts[name])
+    part = max(use.classes, key=lambda name: use.classes[name])
     when = "all through the step"
-    if part in ("activations", "buffers"):
+    if part == "copies of gradients":
+        when = "at the end of the step, until all are summed over the replicas"
+    elif part not in STAYING:
         when = "in the last backward of one microbatch"
         if plan.decision.pp > 1:
             when = (

@@ -1,0 +1,96 @@
+"""What has room is planned, and what has none is refused with figures that add up."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+import shardwright as sw
+from shardwright.core.errors import PlanError
+from shardwright.core.graph import Graph, Tensor
+from shardwright.core.hardware import Device, load_profile
+from shardwright.core.search.study import what_binds
+from tests.core.toy import decoder
+
+ONE = {"pp": 1, "dp": 1, "tp": 1, "precision": "fp32", "recompute": "none", "shard": 0}
+
+
+def device(memory_bytes: int) -> Device:
+    return replace(load_profile("a100-80gb").device, memory_bytes=memory_bytes, reserved_memory_bytes=0)
+
+
+def with_input(graph: Graph, fixed: tuple[int, ...], per_sample: tuple[int, ...]) -> Graph:
+    """The same with one more tensor in the batch, which nothing reads, and all of the batch on every rank."""
+    tensors = (*graph.tensors, Tensor(fixed, per_sample, "int64", "input", "extra"))
+    given = replace(graph.capabilities, single_controller=False)
+    return replace(graph, tensors=tensors, inputs=(*graph.inputs, len(tensors) - 1), capabilities=given)
+
+
+def sharing_layers(layers: int) -> Graph:
+    """A decoder whose layers all use the parameters of the first, as ALBERT's do (arXiv 1909.11942)."""
+    graph = decoder(layers=layers, hidden=256, heads=4, vocabulary=64, sequence=8)
+    first = {p.name: p.tensor for p in graph.parameters}
+    used = {p.tensor: first[re.sub(r"^h\.\d+\.", "h.0.", p.name)] for p in graph.parameters}
+    return replace(
+        graph,
+        parameters=tuple(p for p in graph.parameters if used[p.tensor] == p.tensor),
+        ops=tuple(replace(op, inputs=tuple(used.get(t, t) for t in op.inputs)) for op in graph.ops),
+    )
+
+
+def test_layers_that_share_their_parameters_hold_them_once() -> None:
+    graph, pins = sharing_layers(12), {**ONE, "batch": 4, "microbatch": 4}
+    (use,) = sw.plan(graph, sw.Cluster("a100-80gb"), **pins).predicted.memory
+    assert use.parameters_bytes == 4 * sum(graph.tensors[p.tensor].elements(1) for p in graph.parameters)
+    fits = sw.plan(graph, sw.Cluster(device(use.total_bytes)), **pins)
+    assert fits.predicted.memory[0] == use
+    with pytest.raises(PlanError, match="does not fit"):
+        sw.plan(graph, sw.Cluster(device(use.total_bytes - 1)), **pins)
+
+
+def test_layers_that_share_their_parameters_are_cut_into_stages_that_fit() -> None:
+    graph, pins = sharing_layers(12), {**ONE, "pp": 2, "batch": 4, "microbatch": 2, "schedule": "1f1b"}
+    roomy = sw.plan(graph, sw.Cluster("a100-80gb", devices_per_node=2), **pins)
+    most = max(roomy.predicted.peak_memory_bytes)
+    fits = sw.plan(graph, sw.Cluster(device(most), devices_per_node=2), **pins)
+    assert fits.predicted.memory_by_stage_rank == roomy.predicted.memory_by_stage_rank
+
+
+def test_a_generated_schedule_has_the_room_that_the_batch_leaves() -> None:
+    """Neither more, so that what is generated fits, nor much less, so that it gains by it."""
+    graph = with_input(decoder(layers=6, hidden=64, heads=4, vocabulary=64, sequence=64), (0, 800_000), (1, 0))
+    pins = {**ONE, "pp": 2, "batch": 16, "microbatch": 1, "virtual_stages": 1}
+    pair = sw.Cluster("a100-80gb", devices_per_node=2)
+    named = sw.plan(graph, pair, schedule="1f1b", **pins)
+    needed = max(named.predicted.peak_memory_bytes)
+    assert named.predicted.memory_by_stage_rank[0].batch_bytes > 0.9 * needed
+    made = sw.plan(graph, sw.Cluster(device(int(1.02 * needed)), devices_per_node=2), schedule="auto", **pins)
+    assert max(made.predicted.peak_memory_bytes) <= int(1.02 * needed)
+    assert made.predicted.step_time_s < named.predicted.step_time_s
+
+
+def test_a_batch_that_does_not_fit_is_named_with_its_size() -> None:
+    graph = with_input(decoder(), (0, 1 << 20), (1, 0))
+    pins = {**ONE, "batch": 64, "microbatch": 1}
+    cluster = sw.Cluster("a100-80gb")
+    plan = sw.plan(graph, cluster, **pins)
+    binds = what_binds(plan, cluster)
+    assert (binds.memory_part, binds.memory_when) == ("batch", "all through the step")
+    with pytest.raises(PlanError, match=r"needs 0.50 GiB, 0.25 GiB more than .*most of it, 0.50 GiB, is batch"):
+        sw.plan(graph, sw.Cluster(device(2**28)), **pins)
+
+
+@pytest.mark.parametrize("microbatches", [1, 16])
+def test_classes_add_up_to_what_a_rank_holds(microbatches: int) -> None:
+    """With gradients that are made in the step, of which some are never there at once, and copies of them."""
+    graph = with_input(decoder(layers=8, hidden=128), (0, 512), (1, 0))
+    able = replace(graph.capabilities, gradients_when_made=True, bucket_bytes=2**16)
+    pins = {**ONE, "pp": 2, "dp": 2, "batch": 2 * microbatches, "microbatch": 1, "schedule": "1f1b"}
+    plan = sw.plan(replace(graph, capabilities=able), sw.Cluster("a100-80gb", devices_per_node=4), **pins)
+    for use in plan.predicted.memory_by_stage_rank:
+        assert sum(use.classes.values()) == use.total_bytes + use.apart_bytes
+        assert sorted(size for size in use.classes.values()) == sorted(
+            getattr(use, name) for name in use.__dataclass_fields__ if name not in ("apart_bytes", "host_bytes")
+        )
+    assert all(use.batch_bytes for use in plan.predicted.memory_by_stage_rank)
+    assert any(use.apart_bytes or use.copies_bytes for use in plan.predicted.memory_by_stage_rank)
