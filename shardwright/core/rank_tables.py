@@ -92,7 +92,7 @@ class RankTables:
     # Bounds ------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def alike(self) -> tuple[tuple[int, float, float, float, float], ...]:
+    def alike(self) -> tuple[tuple[int, tuple[float, ...]], ...]:
         """Of every kind of unit that stands more than once how many there are, and the least that one of them adds to
         all before it, in parameter entries, those that are trained and bytes that are kept (what it shares with them
         they hold already), and the bytes of its passes."""
@@ -103,7 +103,7 @@ class RankTables:
         added = [np.diff(held[0]) for held in (table.range_elements, table.range_trained, table.range_kept)]
         added.append(table.range_working[np.arange(self.units), np.arange(self.units) + 1])
         return tuple(
-            (len(members), *(float(each[members].min()) for each in added))
+            (len(members), tuple(float(each[members].min()) for each in added))
             for members in counts.values()
             if len(members) > 1
         )
@@ -111,7 +111,7 @@ class RankTables:
     def has_room(self, live: Sequence[int], held: int, held_bytes: float, trained_bytes: float) -> bool:
         """Whether the ranks have room for the units that are alike, leaving the others out: False means that no cut
         fits. ``held`` is how many stages each rank holds."""
-        for count, elements, trained, kept, working in self.alike:
+        for count, (elements, trained, kept, working) in self.alike:
             state, room = held_bytes * elements + trained_bytes * trained, 0
             for limit, alive in zip(self.limits_bytes, live, strict=True):
                 # Of n units in ``held`` stages one stage has at least n / held, whose activations count.
