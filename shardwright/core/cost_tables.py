@@ -328,7 +328,10 @@ class CostTables:
             shared=tuple((value, size_bytes(value.tensor) // tp) for value in self._read.shared),
             arrivals=() if self.graph.capabilities.stages_are_programs else self._arrivals(tp, microbatch),
             twice_bytes=self._twice(units, microbatch) if self.graph.footprints else (),
-            batch=tuple((self.graph.tensors[t].size_bytes(microbatch), by) for t, by in self._read.batch_readers),
+            batch=tuple(
+                (given.size_bytes(microbatch), given.has_batch, by)
+                for given, by in ((self.graph.tensors[t], by) for t, by in self._read.batch_readers)
+            ),
             batch_is_everywhere=not self.graph.capabilities.single_controller,
             waiting_bytes=tuple(sum(map(size_bytes, values)) for values in self._read.passing_by),
             ties_have_one_home=self.graph.capabilities.ties_have_one_home,

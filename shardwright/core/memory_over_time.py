@@ -28,9 +28,9 @@ def memory_over_time(plan: Plan, runtime: Capabilities | None = None) -> tuple[t
     backward, of a split one with its second half. Buffers are there while an action runs, at their most, whichever
     action it is. Gradients stay too, unless the ``runtime`` that the plan is for makes them in every step anew: then
     those of a stage come with its first backward. Where it sums them over replicas in copies, those of a stage come
-    with its last backward, or all at the end where they are few, and stay until all are summed; with no ``runtime``
-    what they add to the peak is drawn with every action. No moment is drawn
-    above the predicted peak: what would be is in its ``apart_bytes``.
+    with its last backward, or all at the end where they are few, and stay until all are summed, buffers beside them;
+    with no ``runtime`` what they add to the peak is drawn with every action. No moment is
+    drawn above the predicted peak: what would be is in its ``apart_bytes``.
     Raises ScheduleError when the schedule does not admit the plan's sizes.
     """
     timeline = simulate_schedule(plan.build_schedule(), costs := plan.stage_costs())
@@ -55,14 +55,13 @@ def _of_rank(
     peak = max(1, peak_live(actions, kept))
     anew = most.apart_bytes > 0 or (runtime is not None and runtime.gradients_when_made)
     bucket = runtime.bucket_bytes if runtime is not None and plan.decision.dp > 1 and plan.decision.shard < 2 else 0
-    live, gradients = 0, 0 if anew else most.gradients_bytes
-    copies = 0 if bucket else most.copies_bytes
+    live, gradients, copies = 0, 0 if anew else most.gradients_bytes, 0
     last = {p.stage: n for n, action in enumerate(actions) for p in action.flat if p.kind in (B, W)}
     made: set[int] = set()
     found: list[Moment] = []
     clock = 0.0
 
-    def until(end_s: float, buffers_bytes: int) -> None:
+    def until(end_s: float, buffers_bytes: int, copies_bytes: int) -> None:
         nonlocal clock
         if end_s > clock:
             use = replace(
@@ -70,14 +69,14 @@ def _of_rank(
                 activations_bytes=live * most.activations_bytes // peak,
                 gradients_bytes=gradients,
                 buffers_bytes=buffers_bytes,
-                copies_bytes=copies,
+                copies_bytes=copies_bytes,
                 apart_bytes=0,
             )
             found.append(Moment(clock, end_s, replace(use, apart_bytes=max(0, use.total_bytes - most.total_bytes))))
             clock = end_s
 
     for number, (action, (start_s, end_s)) in enumerate(zip(actions, times, strict=True)):
-        until(start_s, 0)
+        until(start_s, 0, copies)
         freed = 0
         for part in action.parts or (action,):
             if part.kind is F:
@@ -87,20 +86,19 @@ def _of_rank(
                 if anew and part.stage not in made:
                     made.add(part.stage)
                     gradients += share[part.stage]
-        until(end_s, most.buffers_bytes)
-        live -= freed
         if most.gradients_bytes > bucket > 0:  # fewer leave at the end
             copies += sum(share[p.stage] for p in action.flat if p.kind in (B, W) and last[p.stage] == number)
-    copies = most.gradients_bytes if bucket else 0
-    until(plan.predicted.step_time_s, 0)
+        until(end_s, most.buffers_bytes, copies if bucket else most.copies_bytes)
+        live -= freed
+    until(plan.predicted.step_time_s, *((most.buffers_bytes, most.gradients_bytes) if bucket else (0, 0)))
     return tuple(found)
 
 
 def _gradient_bytes(plan: Plan, rank: int, total_bytes: int) -> dict[int, int]:
-    """Stage of the rank → its part of the rank's gradients, by the parameters of its units."""
+    """Stage of the rank → its part of the rank's gradients, by the parameters of its units that are trained."""
     costs = plan.costs.on_rank(rank) if plan.costs.ranks else plan.costs
     held = {
-        stage: sum(costs.classes[costs.unit_classes[unit]].parameter_elements for unit in units)
+        stage: sum(costs.classes[costs.unit_classes[unit]].trained_elements for unit in units)
         for stage, (units, at) in enumerate(zip(plan.stage_units, plan.decision.stage_ranks, strict=True))
         if at == rank
     }

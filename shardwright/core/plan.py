@@ -34,6 +34,8 @@ class ClassCost:
     weight_grad_s: float
     activation_bytes: int
     parameter_elements: int
+    trained_elements: int
+    """Of the parameters' entries, those that have gradients."""
     swapped_s: float = 0.0
     """That its activations take to the host, and back; beside the passes of the stage."""
     collective_s: float = 0.0

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 FORMAT = "shardwright-plan"
-VERSION = 4
+VERSION = 5
 
 Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[int, Field(ge=0)]
@@ -32,8 +32,8 @@ class DecisionFile(Section):
     schedule: str
     virtual_stages: Count
     recompute: Literal["none", "selective", "full"]
-    kept_units: list[Amount] = []
-    offloaded_units: list[Amount] = []
+    kept_units: list[Amount]
+    offloaded_units: list[Amount]
     shard: Annotated[int, Field(ge=0, le=3)]
     shard_group: Count | None
     precision: Literal["fp32", "bf16", "fp16"]
@@ -73,8 +73,9 @@ class ClassCostFile(Section):
     weight_grad_s: Seconds
     activation_bytes: Amount
     parameter_elements: Amount
-    swapped_s: Seconds = 0.0
-    collective_s: Seconds = 0.0
+    trained_elements: Amount
+    swapped_s: Seconds
+    collective_s: Seconds
 
 
 class RatesFile(Section):
@@ -103,10 +104,10 @@ class MemoryFile(Section):
     optimizer_bytes: Amount
     activations_bytes: Amount
     buffers_bytes: Amount
-    apart_bytes: Amount = 0
-    host_bytes: Amount = 0
-    batch_bytes: Amount = 0
-    copies_bytes: Amount = 0
+    apart_bytes: Amount
+    host_bytes: Amount
+    batch_bytes: Amount
+    copies_bytes: Amount
 
 
 class PredictedFile(Section):
@@ -145,7 +146,7 @@ class ProvenanceFile(Section):
     world_size: Count
     device_memory_bytes: Count
     pinned: list[str]
-    left_out: str = ""
+    left_out: str
 
 
 class PlanFile(Section):

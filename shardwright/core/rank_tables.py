@@ -59,7 +59,8 @@ class _Held:
     kept: int
     working: int
     sent: int
-    batch: int
+    batch: tuple[int, int]
+    """As `UnitTable.batch_bytes` has it."""
     away: int
     """Offloaded."""
 
@@ -236,7 +237,7 @@ class RankTables:
                     kept,
                     beside,
                     host_bytes=own.away * count,
-                    batch_bytes=own.batch * request.microbatches,
+                    batch_bytes=own.batch[0] + own.batch[1] * request.microbatches,
                     copies_bytes=copied,
                 )
             )

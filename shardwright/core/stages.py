@@ -82,8 +82,9 @@ class UnitTable:
     twice_bytes: tuple[int, ...] = ()
     """For every unit what it and the next one keep less together than each for itself where both keep all: counted in
     place of what they share. Empty: not known."""
-    batch: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """Of every tensor of the batch its bytes for one microbatch, and the units that read it."""
+    batch: tuple[tuple[int, bool, tuple[int, ...]], ...] = ()
+    """Of every tensor of the batch its bytes for one microbatch, whether each microbatch has its own part of it, and
+    the units that read it."""
     batch_is_everywhere: bool = False
     """Whether every rank is given the batch, whatever it reads of it."""
     waiting_bytes: tuple[int, ...] = ()
@@ -236,13 +237,14 @@ class UnitTable:
         beside += np.array(self.waiting_bytes or 0)
         return beside
 
-    def batch_bytes(self, held: Sequence[tuple[int, int]]) -> int:
-        """Bytes of one microbatch's part of the batch on a rank of these stages."""
-        return sum(
-            size
-            for size, readers in self.batch
-            if self.batch_is_everywhere or any(a <= unit < b for unit in readers for a, b in held)
-        )
+    def batch_bytes(self, held: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """Bytes of the batch on a rank of these stages: of what all microbatches share, and of one microbatch's
+        part."""
+        sizes = [0, 0]
+        for size, is_divided, readers in self.batch:
+            if self.batch_is_everywhere or any(a <= unit < b for unit in readers for a, b in held):
+                sizes[is_divided] += size
+        return sizes[0], sizes[1]
 
     @cached_property
     def range_working(self) -> Matrix:
@@ -302,6 +304,7 @@ class UnitTable:
 
 
 MANY = 1 << 20
+"""Entries of which the bytes of one are averaged: sharded bytes are rounded up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ from itertools import pairwise
 import pytest
 
 import shardwright as sw
+from shardwright.backends.capabilities import JAX, TORCH
+from shardwright.core.capabilities import Capabilities
 from shardwright.core.memory_over_time import memory_over_time
 from tests.core.toy import decoder
 
@@ -21,12 +23,24 @@ CLUSTER = sw.Cluster("a100-80gb", devices_per_node=4)
         {"pp": 2, "dp": 2, "schedule": "interleaved-1f1b", "virtual_stages": 2},
         {"pp": 4, "schedule": "zb-h1"},
         {"pp": 1, "dp": 4},
+        {"pp": 1, "dp": 4, "batch": 4},
+        {"pp": 2, "dp": 2, "schedule": "1f1b"},
+        {"pp": 2, "dp": 2, "schedule": "interleaved-1f1b", "virtual_stages": 2, "batch": 4},
+        {"pp": 2, "dp": 2, "schedule": "zbv", "virtual_stages": 2, "batch": 8},
     ],
 )
-def test_the_fullest_moment_is_the_peak_and_activations_come_and_go(pins: dict[str, object]) -> None:
+@pytest.mark.parametrize(("runtime", "bucket_bytes"), [(None, 0), (JAX, 0), (TORCH, 2**20), (TORCH, 2**40)])
+def test_the_fullest_moment_is_the_peak_and_activations_come_and_go(
+    pins: dict[str, object], runtime: Capabilities | None, bucket_bytes: int
+) -> None:
     usual = {"dp": 1, "tp": 1, "recompute": "none", "shard": 0, "microbatch": 1, "batch": 64}
-    plan = sw.plan(GRAPH, CLUSTER, **(usual | pins))
-    every = memory_over_time(plan)
+    graph = GRAPH
+    if runtime is not None:
+        runtime = replace(runtime, bucket_bytes=bucket_bytes)
+        graph = replace(GRAPH, capabilities=runtime)
+    plan = sw.plan(graph, CLUSTER, **(usual | pins))
+    every = memory_over_time(plan, runtime)
+    summed = bucket_bytes and plan.decision.dp > 1
     assert len(every) == plan.decision.pp
     for moments, most in zip(every, plan.predicted.memory_by_stage_rank, strict=True):
         assert moments[0].start_s == 0.0
@@ -34,7 +48,8 @@ def test_the_fullest_moment_is_the_peak_and_activations_come_and_go(pins: dict[s
         assert all(a.end_s == b.start_s for a, b in pairwise(moments))
         assert max(m.memory.total_bytes for m in moments) == most.total_bytes
         assert max(m.memory.activations_bytes for m in moments) == most.activations_bytes
-        assert moments[-1].memory.activations_bytes == moments[-1].memory.buffers_bytes == 0
+        assert moments[-1].memory.activations_bytes == 0
+        assert moments[-1].memory.buffers_bytes == (most.buffers_bytes if summed else 0)
         assert {m.memory.parameters_bytes for m in moments} == {most.parameters_bytes}
 
 
@@ -60,3 +75,21 @@ def test_gradients_that_are_made_anew_come_with_the_first_backward() -> None:
         assert max(m.memory.activations_bytes for m in moments) == most.activations_bytes
         # Nothing is taken off before there are gradients: what is there then is below the peak by itself.
         assert all(m.memory.apart_bytes == 0 for m in moments if m.memory.gradients_bytes == 0)
+
+
+def test_frozen_stages_are_drawn_without_gradients() -> None:
+    """Of a rank of two stages the gradients are all of the one that is trained, and come with its backward."""
+    frozen = tuple(replace(p, trainable=p.name.startswith(("h.7", "ln_f", "head"))) for p in GRAPH.parameters)
+    able = replace(GRAPH.capabilities, gradients_when_made=True)
+    plan = sw.plan(
+        replace(GRAPH, parameters=frozen, capabilities=able), sw.Cluster("a100-80gb", devices_per_node=2),
+        batch=4, microbatch=1, pp=2, dp=1, tp=1, recompute="none", shard=0, schedule="zbv", virtual_stages=2,
+        stage_starts=[0, 3, 5, 8],
+    )  # fmt: skip
+    placement = plan.decision.stage_ranks
+    last = placement[-1]
+    for rank, (moments, most) in enumerate(
+        zip(memory_over_time(plan, able), plan.predicted.memory_by_stage_rank, strict=True)
+    ):
+        assert (most.gradients_bytes > 0) == (rank == last)
+        assert {m.memory.gradients_bytes for m in moments} == {0, most.gradients_bytes}

@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.cluster import Cluster
+from shardwright.core.cost.unit import UnitCost
 from shardwright.core.cost_tables import HOST_LINK_EFFICIENCY, Place
 from shardwright.core.decision import Decision, pinned_summary, summarize
 from shardwright.core.memory import kept_bytes, recomputed_s, unit_recompute
@@ -133,35 +134,32 @@ def _costs_at(scorer: Scorer, best: Scored, place: Place) -> tuple[ClassCost, ..
         mode = unit_recompute(decision.recompute, tables.repeated[variants.index(variant)])
         backward = cost.input_grad_s + recomputed_s(cost, mode)
         kept = kept_bytes(cost, mode)
-        passes = (cost.forward_s, backward, cost.weight_grad_s)
-        found.append(ClassCost(*passes, kept, cost.parameter_elements, collective_s=cost.collective_s))
+        found.append(_class_cost(cost, backward, kept))
     if decision.kept_units or decision.offloaded_units:
         found += [
-            ClassCost(
-                c.forward_s,
-                c.input_grad_s,
-                c.weight_grad_s,
-                kept_bytes(c, "none"),
-                c.parameter_elements,
-                collective_s=c.collective_s,
-            )
+            _class_cost(c, c.input_grad_s, kept_bytes(c, "none"))
             for c in tables.class_costs(decision.tp, decision.microbatch, place)
         ]
     if decision.offloaded_units:
         rate = place.device.host_link_bandwidth_bytes_per_s * HOST_LINK_EFFICIENCY
         found += [
-            ClassCost(
-                c.forward_s,
-                c.input_grad_s,
-                c.weight_grad_s,
-                0,
-                c.parameter_elements,
-                c.saved_bytes / rate,
-                c.collective_s,
-            )
+            _class_cost(c, c.input_grad_s, 0, c.saved_bytes / rate)
             for c in tables.class_costs(decision.tp, decision.microbatch, place)
         ]
     return tuple(found)
+
+
+def _class_cost(cost: UnitCost, input_grad_s: float, activation_bytes: int, swapped_s: float = 0.0) -> ClassCost:
+    return ClassCost(
+        forward_s=cost.forward_s,
+        input_grad_s=input_grad_s,
+        weight_grad_s=cost.weight_grad_s,
+        activation_bytes=activation_bytes,
+        parameter_elements=cost.parameter_elements,
+        trained_elements=cost.trained_elements,
+        swapped_s=swapped_s,
+        collective_s=cost.collective_s,
+    )
 
 
 def terms_s(predicted: Predicted) -> dict[str, float]:

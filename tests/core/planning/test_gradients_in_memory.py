@@ -111,8 +111,38 @@ def test_copies_are_of_what_is_trained() -> None:
     for pp, virtual in ((1, 1), (2, 2)):
         pins = {"schedule": "interleaved-1f1b", "virtual_stages": 2} if virtual > 1 else {}
         alone, two = (planned(frozen, pp, dp, 16, **pins).predicted.memory_by_stage_rank for dp in (1, 2))
+        assert sum(use.gradients_bytes for use in alone) == WIDTH * entries
+        assert sum(use.optimizer_bytes for use in alone) == 2 * WIDTH * entries
+        assert not any(use.copies_bytes for use in alone), "there is no other replica"
         for before, after in zip(alone, two, strict=True):
+            assert after.gradients_bytes == before.gradients_bytes
             assert after.total_bytes <= before.total_bytes + WIDTH * entries
+
+
+@pytest.mark.parametrize("one_home", [False, True])
+@pytest.mark.parametrize("frozen", ["", "table", "layers"])
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved-1f1b", 2), ("zbv", 2)])
+def test_a_tied_parameter_is_held_by_every_rank_that_uses_it(
+    schedule: str, virtual: int, frozen: str, one_home: bool
+) -> None:
+    """Each by its name: where it is trained it has a gradient there too, and optimizer states, perhaps on one rank."""
+    table = TIED.parameters[0].name
+    trained = {"": lambda name: True, "table": lambda name: name != table, "layers": lambda name: "h." not in name}
+    parameters = tuple(replace(p, trainable=trained[frozen](p.name)) for p in TIED.parameters)
+    able_to = replace(TIED.capabilities, ties_have_one_home=one_home)
+    graph = replace(TIED, parameters=parameters, capabilities=able_to)
+    plan = planned(graph, 2, 1, 16, schedule=schedule, virtual_stages=virtual)
+    assert len(plan.parameter_stages("toy")[table]) == 2
+    size = {p.name: graph.tensors[p.tensor].elements(1) for p in parameters if p.trainable}
+    placement = plan.decision.stage_ranks
+    for rank, use in enumerate(plan.predicted.memory_by_stage_rank):
+        held = updated = 0
+        for name, stages in plan.parameter_stages("toy").items():
+            ranks = [placement[stage] for stage in stages]
+            held += size.get(name, 0) * (rank in ranks)
+            updated += size.get(name, 0) * (rank == ranks[0] if one_home else rank in ranks)
+        assert use.gradients_bytes == WIDTH * held
+        assert use.optimizer_bytes == 2 * WIDTH * updated
 
 
 def test_as_many_units_keep_their_activations_as_fit_beside_copies() -> None:

@@ -80,6 +80,29 @@ def test_a_batch_that_does_not_fit_is_named_with_its_size() -> None:
         sw.plan(graph, sw.Cluster(device(2**28)), **pins)
 
 
+def test_what_all_microbatches_share_of_a_batch_is_there_once() -> None:
+    graph = decoder()
+    for microbatches in (1, 16):
+        pins = {**ONE, "batch": 4 * microbatches, "microbatch": 4}
+        cluster = sw.Cluster("a100-80gb")
+        (alone,) = sw.plan(with_input(graph, (), ()), cluster, **pins).predicted.memory
+        (mask,) = sw.plan(with_input(graph, (1024, 1024), (0, 0)), cluster, **pins).predicted.memory
+        (divided,) = sw.plan(with_input(graph, (0, 1024), (1, 0)), cluster, **pins).predicted.memory
+        assert mask.batch_bytes - alone.batch_bytes == 8 * (1024 * 1024 - 1)
+        assert divided.batch_bytes - alone.batch_bytes == 8 * (1024 * 4 * microbatches - 1)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_rank_holds_what_its_stages_read_of_the_batch_or_all_of_it(everywhere: bool) -> None:
+    graph = decoder()
+    tokens, targets = (graph.tensors[t].size_bytes(16) for t in graph.inputs)  # read by the first unit, and by the last
+    graph = replace(graph, capabilities=replace(graph.capabilities, single_controller=not everywhere))
+    pins = {**ONE, "pp": 2, "dp": 2, "batch": 32, "microbatch": 2, "schedule": "1f1b"}
+    plan = sw.plan(graph, sw.Cluster("a100-80gb", devices_per_node=4), **pins)
+    expected = [tokens + targets] * 2 if everywhere else [tokens, targets]
+    assert [use.batch_bytes for use in plan.predicted.memory_by_stage_rank] == expected
+
+
 @pytest.mark.parametrize("microbatches", [1, 16])
 def test_classes_add_up_to_what_a_rank_holds(microbatches: int) -> None:
     """With gradients that are made in the step, of which some are never there at once, and copies of them."""
