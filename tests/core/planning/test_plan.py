@@ -10,7 +10,7 @@ import shardwright as sw
 from shardwright import Cluster
 from shardwright.core.errors import PlanError, PlanFileError
 from shardwright.core.plan_file import from_text, to_document, to_text
-from shardwright.core.plan_schema import schema
+from shardwright.core.plan_schema import VERSION, schema
 from shardwright.core.schedule import schedule_names
 from tests.core.toy import decoder
 
@@ -201,7 +201,7 @@ def edited(plan: sw.Plan, path: str, value: object) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        ("version", 5, "version 5 is newer than this Shardwright reads"),
+        ("version", VERSION + 1, f"version {VERSION + 1} is newer than this Shardwright reads"),
         ("version", "1", "expected a whole number"),
         ("format", "other", "not a plan file"),
         ("decision.pp", "4", r"decision.pp: .*integer"),
