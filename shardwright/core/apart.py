@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from shardwright.core.schedule.actions import Action, B, F, W
+from shardwright.core.schedule.actions import Action, B, F, I, W
 from shardwright.core.stages import StageBytes, UnitTable
 
 
@@ -63,6 +63,7 @@ def _stage_bytes(
         int((passes + made).max()),
         int((passes + copied).max()),
         int((passes + made + copied).max()),
+        table.given_up_bytes(first, end),
     )
 
 
@@ -85,8 +86,10 @@ def apart_bytes(order: Sequence[Action], stages: Mapping[int, StageBytes], bucke
             held = stages[part.stage]
             if part.kind is F:
                 live += held.kept
+            elif part.kind is I:
+                freed += held.given_up
             elif part.kind is B or part.kind is W:
-                freed += held.kept
+                freed += held.kept - (held.given_up if part.kind is W else 0)
         most = max(most, live)
         now = live + gradients + working + sent
         if action.kind is B:

@@ -101,6 +101,7 @@ class _Reading:
             passing_bytes=held(footprint.passing, counted.passing_bytes, whole.passing_bytes),
             unfused_dropout_bytes=0,
             unfused_dropout_selective_bytes=0,
+            put_off_bytes=None,
         )
 
 

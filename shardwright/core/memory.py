@@ -137,16 +137,21 @@ def live_microbatches(name: str, ranks: int, microbatches: int, virtual_stages: 
 
 
 def live_bytes(
-    name: str, ranks: int, microbatches: int, virtual_stages: int, kept_bytes: Sequence[int]
+    name: str,
+    ranks: int,
+    microbatches: int,
+    virtual_stages: int,
+    kept_bytes: Sequence[int],
+    given_up: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
     """For every rank the most bytes of activations that it keeps at once; ``kept_bytes`` are those of one microbatch of
-    every stage. Long schedules as in `live_microbatches`."""
+    every stage, ``given_up`` as in `peak_live`. Long schedules as in `live_microbatches`."""
     first, second = 4 * ranks, 5 * ranks
-    sizes = tuple(kept_bytes)
+    sizes = tuple(kept_bytes), None if given_up is None else tuple(given_up)
     if microbatches <= second:
-        return _peak_bytes(name, ranks, microbatches, virtual_stages, sizes)
+        return _peak_bytes(name, ranks, microbatches, virtual_stages, *sizes)
     growth = (microbatches - second) / (second - first)
-    early, late = (_peak_bytes(name, ranks, count, virtual_stages, sizes) for count in (first, second))
+    early, late = (_peak_bytes(name, ranks, count, virtual_stages, *sizes) for count in (first, second))
     return tuple(int(b + (b - a) * growth + 0.5) for a, b in zip(early, late, strict=True))
 
 
@@ -158,10 +163,15 @@ def named_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int
 
 @lru_cache(maxsize=4096)
 def _peak_bytes(
-    name: str, ranks: int, microbatches: int, virtual_stages: int, sizes: tuple[int, ...]
+    name: str,
+    ranks: int,
+    microbatches: int,
+    virtual_stages: int,
+    sizes: tuple[int, ...],
+    given_up: tuple[int, ...] | None,
 ) -> tuple[int, ...]:
     schedule = named_schedule(name, ranks, microbatches, virtual_stages)
-    return tuple(peak_live(order, sizes) for order in schedule.table)
+    return tuple(peak_live(order, sizes, given_up) for order in schedule.table)
 
 
 @lru_cache(maxsize=4096)

@@ -373,6 +373,11 @@ class RankTables:
         """What the fullest rank lacks, 0 when all fits."""
         return max(0, *(use.total_bytes - limit for use, limit in zip(memory, self.limits_bytes, strict=True)))
 
+    def given_up_bytes(self, starts: Sequence[int], placement: Sequence[int]) -> list[int]:
+        """What the first half of a split backward of every stage gives up."""
+        ends = enumerate(self.ends(starts))
+        return [self.tables[placement[stage]].given_up_bytes(a, b) for stage, (a, b) in ends]
+
     def stage_costs(self, starts: Sequence[int], placement: Sequence[int]) -> StageCosts:
         """What the stages of a cut cost for one microbatch."""
         forward, input_grad, weight_grad, kept = [], [], [], []

@@ -51,6 +51,8 @@ class StageBytes:
     """Where copies leave as gradients are whole."""
     only_backward: int = 0
     """The same of a backward that is the first one too."""
+    given_up: int = 0
+    """Of what is kept, what the first half of a split backward is the last to read."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,16 @@ class UnitTable:
         for (value, _), size in zip(self.shared, self.arrivals, strict=False):
             self._add_arrival(kept, value, size)
         return kept
+
+    def given_up_bytes(self, first: int, end: int) -> int:
+        """Of the activations that a stage keeps for one microbatch, those that the first half of a split backward is
+        the last to read: the second needs the factors of the gradients of weights. Counted where nothing is recomputed,
+        and what arrived from another rank as if it stayed."""
+        units = self.units[first:end]
+        if any(mode != "none" for mode in self.modes[first:end]):
+            return 0
+        put_off = sum(u.saved_bytes if u.put_off_bytes is None else u.put_off_bytes for u in units)
+        return max(0, int(self.range_kept[first, end]) - put_off - (self.boundary_bytes[first] if first else 0))
 
     def _add_arrival(self, kept: Matrix, value: SharedValue, size: int) -> None:
         """Count a value in stages that it enters and of which no unit keeps it."""

@@ -48,6 +48,8 @@ class UnitCost:
     """Of the parameter entries, those that have gradients."""
     update_share: float = 1.0
     """What the optimizer's step on them takes of what is counted for it."""
+    put_off_bytes: int | None = None
+    """As of `UnitWork`; None: all that is saved."""
 
     @property
     def total_s(self) -> float:
@@ -114,6 +116,7 @@ def unit_cost(
         parameters,
         sum(map(collective_s, work.step_moved)) if collective_s is not None else 0.0,
         trained,
+        put_off_bytes=work.put_off_bytes,
     )
 
 

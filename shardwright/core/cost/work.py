@@ -83,6 +83,9 @@ class UnitWork:
     """The gathers of operands that are kept in pieces, once more for the gradient of a weight."""
     step_moved: tuple[Collective, ...] = ()
     """Every collective over the tensor axis for the gradients of parameters, once a step."""
+    put_off_bytes: int | None = None
+    """Between the two halves of a split backward: the operands and the gradients of results from which the second makes
+    gradients of parameters. None: not known."""
 
     @property
     def forward_flops(self) -> int:
@@ -262,7 +265,26 @@ class WorkCounter:
             backward_moved=backward,
             backward_gathered=gathered,
             step_moved=at_the_end,
+            put_off_bytes=self._put_off_bytes(ops, cut, held),
         )
+
+    def _put_off_bytes(self, ops: range, cut: Pieces, held: Callable[[int, int], int]) -> int:
+        """The factors of the gradients of weights. A product whose terms lie on several ranks may make its gradient at
+        once: of its factors and its gradient the larger counts."""
+        read: dict[int, int] = {}
+        found = 0
+        for index in ops:
+            op = self.graph.ops[index]
+            trained = [self._root(t) in self._parameters and t in self._needs_gradient for t in op.inputs]
+            if op.kind not in ("contraction", "gather") or not any(trained):
+                continue
+            made = sum(held(index, len(op.inputs) + i) for i in range(len(op.outputs)))
+            given = {self._root(t): held(index, i) for i, t in enumerate(op.inputs) if not trained[i]}
+            weights = sum(held(index, i) for i, is_trained in enumerate(trained) if is_trained)
+            within = set(cut.of_labels(index, op)) - {label for dims in op.output_labels for label in dims}
+            found += max(made, weights - sum(given.values())) if within else made
+            read.update((root, max(size, read.get(root, 0))) for root, size in given.items())
+        return found + sum(read.values())
 
     def _entering(self, unit: Unit, made_here: Collection[int]) -> Iterator[int]:
         """The activations that come from earlier units and through which a gradient flows."""

@@ -19,7 +19,8 @@ def by_stage(
     if decision.virtual_stages == 1:
         return memory
     kept = ranked.stage_costs(decision.stage_starts, decision.stage_ranks).activation_bytes
-    live = live_bytes(decision.schedule, decision.pp, decision.microbatches, decision.virtual_stages, kept)
+    early = ranked.given_up_bytes(decision.stage_starts, decision.stage_ranks)
+    live = live_bytes(decision.schedule, decision.pp, decision.microbatches, decision.virtual_stages, kept, early)
     return with_activations(decision, ranked, memory, live, request)
 
 

@@ -14,6 +14,7 @@ from shardwright.core.errors import PlanError
 from shardwright.core.hardware import load_profile
 from shardwright.core.memory import MemoryUse
 from shardwright.core.schedule import Action
+from shardwright.core.schedule.live import peak_live
 from tests.core.toy import decoder
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
@@ -152,8 +153,14 @@ def test_schedules_say_when_gradients_are_made() -> None:
     assert apart_bytes(actions, few, bucket_bytes=30) == 41 - 60
     assert apart_bytes(actions, few, bucket_bytes=8) == 41 - (30 + 35)
     assert apart_bytes(actions[:2], few, bucket_bytes=8) == 41 - 62
-    # Input gradients make none, and free nothing before the second half.
+    # Input gradients make none, and free nothing before the second half but what they are the last to read.
     assert apart("0F0", "0I0", "0W0") == 17 - 11
+    split = [Action.parse(text) for text in ("0F0", "0I0", "0F1", "0W0", "0I1", "0W1")]
+    assert [peak_live(split), peak_live(split, [10]), peak_live(split, [10], [4])] == [2, 20, 16]
+    early = {0: StageBytes(kept=10, working=1, gradients=6, copies=6, first_backward=12, given_up=4)}
+    # The second microbatch beside what the first one's second half needs, before and after there are gradients.
+    assert apart_bytes(split[:3], early) == 17 - 17
+    assert apart_bytes(split, early) == 23 - 17
 
 
 def test_gradients_on_their_way_to_replicas_are_there_twice() -> None:
