@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from types import TracebackType
 from typing import Any
 
 import jax
 
-from shardwright.backends.jax.moved import Devices, load_on
+from shardwright.backends.jax.moved import Devices, can_move, load_on
 
 CALLBACK = re.compile(r"custom_call @xla_\w*python\w*callback")
 
@@ -38,40 +39,56 @@ class Compiler:
     def __init__(self) -> None:
         self.done = Compilation()
         self._pool = ThreadPoolExecutor(os.cpu_count() or 1)
+        self._loaders = ThreadPoolExecutor(os.cpu_count() or 1)
+        """Of their own, so that who waits for a program to be compiled keeps nobody from compiling."""
+        self._counting = Lock()
         self._known: dict[tuple[str, int], tuple[Devices, Future[Any]]] = {}
 
     def __enter__(self) -> "Compiler":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=kind is not None)
+        if kind is None:
+            self.close()
+        else:
+            self.cancel()
+
+    def close(self) -> None:
+        """Nothing more is started; what was goes on."""
+        for pool in (self._pool, self._loaders):
+            pool.shutdown(wait=False)
+
+    def cancel(self) -> None:
+        """Nothing more is started, and what has not begun is dropped: whoever waits for it gets a CancelledError."""
+        for pool in (self._pool, self._loaders):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def start(self, lowered: jax.stages.Lowered, devices: Devices) -> Callable[[], Any]:
         """Begin with a program, and return what waits for it. One whose text is known, for as many devices, is not
-        compiled again, unless it calls Python, of which the text says no more than that."""
+        compiled again where it can be loaded on others, unless it calls Python, of which the text says no more than
+        that."""
         text = lowered.as_text()
         key = hashlib.sha256(text.encode()).hexdigest(), len(devices)
         self.done.programs += 1
-        if key not in self._known or CALLBACK.search(text):
+        first, running = self._known.get(key, (devices, None))
+        if running is None or CALLBACK.search(text) or not (devices == first or can_move(first)):
+            self._count()
+            running = self._pool.submit(lowered.compile)
+            self._known[key] = devices, running
+            return running.result
+        return self._loaders.submit(self._load, lowered, running, first, devices).result
+
+    def _load(self, lowered: jax.stages.Lowered, running: Future[Any], first: Devices, devices: Devices) -> Any:
+        run = running.result()
+        found = run if devices == first else load_on(run, first, devices)
+        if found is None:
+            self._count()
+            found = lowered.compile()
+        return found
+
+    def _count(self) -> None:
+        with self._counting:
             self.done.compiled += 1
-            self._known[key] = devices, self._pool.submit(lowered.compile)
-            return self._known[key][1].result
-        first, running = self._known[key]
-        loaded: Future[Any] = Future()
-
-        def load(running: Future[Any]) -> None:
-            try:
-                run = running.result()
-                found = run if devices == first else load_on(run, first, devices)
-                if found is None:
-                    self.done.compiled += 1
-                    found = lowered.compile()
-                loaded.set_result(found)
-            except BaseException as error:  # told to whoever waits
-                loaded.set_exception(error)
-
-        running.add_done_callback(load)
-        return loaded.result
 
 
 @contextmanager

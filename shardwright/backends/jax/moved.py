@@ -18,11 +18,16 @@ from jax.experimental import serialize_executable
 Devices = tuple[jax.Device, ...]
 
 
+def can_move(devices: Devices) -> bool:
+    """Whether programs for such devices can be loaded on others at all."""
+    return devices[0].platform == "cpu"
+
+
 def load_on(compiled: Any, devices: Devices, others: Devices) -> Any | None:
     """The program, compiled for ``devices``, on as many ``others``. None where it cannot be moved: on platforms other
     than CPU, for programs with callbacks or constants of their own, and under a JAX that keeps programs differently (of
     which it warns)."""
-    if devices[0].platform != "cpu":
+    if not can_move(devices):
         return None
     try:
         data, in_tree, out_tree = serialize_executable.serialize(compiled)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardwright.backends.jax.compiled import Compiler, lower
+from shardwright.backends.jax.compiled import Compiler, lower, uncollected
 from shardwright.backends.jax.holding import StageMeshes
 from shardwright.backends.jax.microbatch import CutMicrobatch
 from shardwright.backends.jax.optimizer_cut import OptimizerCut
@@ -37,8 +37,8 @@ from shardwright.core.simulate import simulate_schedule
 
 LOCAL = frozenset({"arrival", "kept", "between", "cotangent"})
 """Kinds of operand that belong to one microbatch; the others are a stage's for the whole step."""
-COMPILED = ((Kind.FORWARD,), (Kind.BACKWARD, Kind.INPUT_GRAD), (Kind.WEIGHT_GRAD,))
-"""Functions that take what those before them keep, which on several devices lies as the compiler put it."""
+FOLLOWING = {Kind.FORWARD: (Kind.BACKWARD, Kind.INPUT_GRAD), Kind.INPUT_GRAD: (Kind.WEIGHT_GRAD,)}
+"""Functions that take what another keeps, which on several devices lies as the compiler put it."""
 Observer = Callable[[Action, int, jax.Array], None]
 """Called with every action once it is dispatched, its rank, and an array that is there when it is done."""
 
@@ -77,7 +77,7 @@ class StageRun:
 
 class Pipeline:
     """A step for batches of one structure. Its programs are compiled in the background, and the first step begins with
-    those that are there."""
+    those that are there: stages of several devices begin with a backward once its forward is compiled."""
 
     def __init__(
         self,
@@ -96,10 +96,16 @@ class Pipeline:
         self.kept: list[dict[Key, Any]] = [{} for _ in range(len(meshes))]
         self.launches: list[dict[Kind, Launch]] = [{} for _ in range(len(meshes))]
         """Once they are compiled: after a step, or `finish`."""
+        self.is_compiled = False
+        """Whether all of it is."""
         self._waiting: dict[tuple[int, Kind], Callable[[], Any]] = {}
-        with Compiler() as compiler:
-            self._compile(compiler, recompute)
-        self.done = compiler.done
+        self._compiler = Compiler()
+        try:
+            self._compile(recompute)
+        except BaseException:
+            self.cancel()
+            raise
+        self.done = self._compiler.done
         self.numbers = [
             jax.device_put([jnp.int32(m) for m in range(schedule.microbatches)], whole) for whole in meshes.whole
         ]
@@ -139,11 +145,9 @@ class Pipeline:
         devices = self.meshes.devices(stage)
         return devices[0] if len(devices) == 1 else self._sharding(stage, key)
 
-    def _compile(self, compiler: Compiler, recompute: str) -> None:
+    def _compile(self, recompute: str) -> None:
         """Trace everything and begin to compile it: what takes longest first, so that it is compiled while the rest is
         traced, and what the step needs last in the end."""
-        alone = all(len(self.meshes.devices(stage)) == 1 for stage in range(len(self.meshes)))
-        functions = []
         self.zeros: list[Callable[[], Any]] = []
         self.zero_keys: list[tuple[Key, ...]] = []
         for stage in range(len(self.meshes)):
@@ -155,13 +159,10 @@ class Pipeline:
                 selective=recompute == "selective",
                 checkpoint_units=recompute == "full",
             )
-            functions.append(own)
-            for kinds in COMPILED if alone else COMPILED[:1]:
-                for kind in kinds:
-                    self._start(compiler, stage, own, kind)
+            self._start(stage, own, Kind.FORWARD)
             shapes = _zero_shapes(own)
             self.zero_keys.append(tuple(shapes))
-            self.zeros.append(self._start_zeros(compiler, stage, shapes))
+            self.zeros.append(self._start_zeros(stage, shapes))
         parts = self.micro.cut.parts
         self.sums = {which: next(s for s, p in enumerate(parts) if which in p.results) for which in (TOTAL, WEIGHT)}
         self.gradient_keys = [
@@ -169,21 +170,25 @@ class Pipeline:
         ]
         self.gradient_keys.sort(key=lambda item: (self._holding_number(item[1]), item[0]))
         uses = [(self.weights[key[1]].holding.leaf, stage) for stage, key in self.gradient_keys]
-        self.update: PlacedProgram = self.optimizer.compile_update(uses, self.sums[WEIGHT], self.sums[TOTAL], compiler)
-        for kinds in () if alone else COMPILED[1:]:
-            self._finish_functions()
-            for stage, own in enumerate(functions):
-                for kind in kinds:
-                    self._start(compiler, stage, own, kind)
+        totals = self.sums[WEIGHT], self.sums[TOTAL]
+        self.update: PlacedProgram = self.optimizer.compile_update(uses, *totals, self._compiler)
 
     def finish(self) -> None:
         """Wait until everything is compiled."""
-        self._finish_functions()
+        if self.is_compiled:
+            return
+        while self._waiting:
+            for stage, kind in list(self._waiting):
+                self._launched(stage, kind)
+        for zeros in self.zeros:
+            zeros()
         self.update.finish()
+        self._compiler.close()
+        self.is_compiled = True
 
-    def _finish_functions(self) -> None:
-        for stage, kind in list(self._waiting):
-            self._launched(stage, kind)
+    def cancel(self) -> None:
+        """Drop what has not begun to be compiled: this pipeline will not run."""
+        self._compiler.cancel()
 
     def _launched(self, stage: int, kind: Kind) -> Launch | None:
         """What carries out an action, once it is compiled. None for an input gradient on a stage where no gradient
@@ -193,16 +198,25 @@ class Pipeline:
             del self._waiting[stage, kind]
         return self.launches[stage].get(kind)
 
-    def _start(self, compiler: Compiler, stage: int, own: StageFunctions, kind: Kind) -> None:
-        """Begin with a stage's function, where the schedule asks for it."""
+    def _start(self, stage: int, own: StageFunctions, kind: Kind) -> None:
+        """Begin with a stage's function, where the schedule asks for it, and with those that take what it keeps."""
+
+        def follow() -> None:
+            for following in FOLLOWING.get(kind, ()):
+                self._start(stage, own, following)
+
         function = _function(own, kind)
         asked = any(
             part.stage == stage and part.kind is kind
             for order in self.schedule.table for action in order for part in action.flat
         )  # fmt: skip
         if function is None or not asked:
+            follow()
             return
-        running = compiler.start(self._lower(stage, function), self.meshes.devices(stage))
+        devices = self.meshes.devices(stage)
+        with uncollected():
+            lowered = self._lower(stage, function)
+        running = self._compiler.start(lowered, devices)
 
         def wait() -> None:
             run = running()
@@ -212,8 +226,12 @@ class Pipeline:
                 if key[0] in ("kept", "between")
             )
             self.launches[stage][kind] = self._launch(stage, function, run)
+            if len(devices) > 1:
+                follow()
 
         self._waiting[stage, kind] = wait
+        if len(devices) == 1:
+            follow()
 
     def _lower(self, stage: int, function: StageFunction) -> jax.stages.Lowered:
         kept, alone = self.kept[stage], len(self.meshes.devices(stage)) == 1
@@ -242,14 +260,14 @@ class Pipeline:
         reads = tuple((key[0] in LOCAL, key) for key in function.reads)
         return Launch(run, function, reads, tuple(sends), tuple(stays))
 
-    def _start_zeros(self, compiler: Compiler, stage: int, shapes: dict[Key, Any]) -> Callable[[], Any]:
+    def _start_zeros(self, stage: int, shapes: dict[Key, Any]) -> Callable[[], Any]:
         """Begin with the program that makes a stage's sums and gradients zero; what waits for it."""
 
         def zeros() -> tuple[Any, ...]:
             return tuple(jnp.zeros(a.shape, a.dtype) for a in shapes.values())
 
         lowered = lower(zeros, (), None, tuple(self._sharding(stage, key) for key in shapes), ())
-        return compiler.start(lowered, self.meshes.devices(stage))
+        return self._compiler.start(lowered, self.meshes.devices(stage))
 
     # --- running
 
@@ -273,6 +291,7 @@ class Pipeline:
         ]
         for run in runs:
             run.shared.clear()
+        self.finish()
         made = self.update([*gradients, *sums, step, *optimizer, *params])
         self.counts.dispatches += self.update.dispatches
         states = len(optimizer)

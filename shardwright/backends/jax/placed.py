@@ -213,7 +213,7 @@ class PlacedProgram:
         return found
 
     def finish(self) -> None:
-        """Wait until all pieces are compiled, which happens in the background."""
+        """Wait until all pieces are compiled."""
         for number, wait in self._waiting.items():
             self.pieces[number].run = wait()
         self._waiting = {}

@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -152,10 +153,23 @@ class TrainStep:
         ``state`` is donated: its memory becomes the new state's. Raises PlanError when it already was, and when the
         batch is not of the plan's size.
         """
-        with self._mesh_set_aside():
-            step, leaves = self._step_for(state, batch)
+        with self._step(state, batch) as (step, leaves):
             made: tuple[TrainState, Loss] = step(state, leaves)
         return made
+
+    @contextmanager
+    def _step(self, state: TrainState, batch: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        """The compiled step for a batch, and the batch's leaves. An error before the whole of a step is compiled ends
+        its compilation; a later call begins with a new one."""
+        with self._mesh_set_aside():
+            step, leaves = self._step_for(state, batch)
+            try:
+                yield step, leaves
+            except BaseException:
+                if isinstance(step, PipelinedStep) and not step.pipeline.is_compiled:
+                    step.pipeline.cancel()
+                    self._compiled = {key: other for key, other in self._compiled.items() if other is not step}
+                raise
 
     def _mesh_set_aside(self) -> Any:
         """A plan has meshes of its own; one that the caller has set, of whatever axis types, is theirs alone."""
@@ -174,24 +188,25 @@ class TrainStep:
                 f"plan with batch={size}"
             )
         leaves, structure = jax.tree.flatten(batch)
-        key = (structure, dims, jax.tree.structure(state))
+        shapes = tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+        key = (structure, dims, shapes, jax.tree.structure(state))
         if key not in self._compiled:
             compile_step = self._compile if self._pipelined is None else self._pipelined.step_for
             self._compiled[key] = compile_step(state, structure, dims, leaves)
         return self._compiled[key], tuple(leaves)
 
     def measure(self, state: TrainState, batch: Any) -> tuple[TrainState, Loss, Timeline]:
-        """One update, and when each of its actions ran. The step before it should have been of the same form, so that
-        nothing is compiled. Raises MissingCapabilityError for a plan without pipeline stages, which has no actions."""
+        """One update, and when each of its actions ran. Nothing is compiled meanwhile; still, a step's first run is not
+        like the others, so run one of the same form before. Raises MissingCapabilityError for a plan without pipeline stages, which has no actions."""
         if not isinstance(self._pipelined, PipelinedTraining):
             raise MissingCapabilityError(
                 "a step of this plan is one program, without actions to measure: plan with pp above 1, in one process, "
                 "or use jax.profiler"
             )
-        with self._mesh_set_aside():
-            step, leaves = self._step_for(state, batch)
-            watch = Watch(step.pipeline.micro.cut, self.plan.decision.pp)
-            state, loss = step(state, leaves, watch)
+        with self._step(state, batch) as (step, leaves):
+            step.pipeline.finish()
+            with Watch(step.pipeline.micro.cut, self.plan.decision.pp) as watch:
+                state, loss = step(state, leaves, watch)
             return state, loss, watch.timeline()
 
     def memory_bytes(self, state: TrainState, batch: Any) -> tuple[int, ...]:
@@ -203,8 +218,7 @@ class TrainStep:
                 "the stages of this plan run as one SPMD program, whose memory this version does not read: take "
                 "plan.predicted, or leave out one_program in one process"
             )
-        with self._mesh_set_aside():
-            step, leaves = self._step_for(state, batch)
+        with self._step(state, batch) as (step, leaves):
             if isinstance(step, PipelinedStep):
                 meshes = step.pipeline.meshes
                 devices = list(dict.fromkeys(d for stage in range(len(meshes)) for d in meshes.devices(stage)))

@@ -38,7 +38,7 @@ class _Done:
 
 @dataclass(slots=True)
 class Watch:
-    """Observes the actions of one step. `timeline` waits for all of them."""
+    """Observes the actions of one step, which runs while it is entered. `timeline`, after that, waits for all."""
 
     cut: Cut
     ranks: int
@@ -57,10 +57,15 @@ class Watch:
         self.seen.append(done)
         self.queues[rank].put(done)
 
-    def timeline(self) -> Timeline:
-        """When everything ran."""
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for waiting in self.queues:
             waiting.put(None)
+
+    def timeline(self) -> Timeline:
+        """When everything ran."""
         for thread in self.threads:
             thread.join()
         self._correct()
