@@ -1,5 +1,5 @@
-"""The first step of a pipeline: it begins with the programs that are there, and an error in it ends the compiling of the
-others and leaves nothing behind."""
+"""The first step of a pipeline: it begins with the programs that are there, and an error in it ends the compiling of
+the others and leaves nothing behind."""
 
 import os
 import threading

@@ -20,7 +20,7 @@ Devices = tuple[jax.Device, ...]
 
 def can_move(devices: Devices) -> bool:
     """Whether programs for such devices can be loaded on others at all."""
-    return devices[0].platform == "cpu"
+    return str(devices[0].platform) == "cpu"
 
 
 def load_on(compiled: Any, devices: Devices, others: Devices) -> Any | None:

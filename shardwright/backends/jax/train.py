@@ -197,7 +197,8 @@ class TrainStep:
 
     def measure(self, state: TrainState, batch: Any) -> tuple[TrainState, Loss, Timeline]:
         """One update, and when each of its actions ran. Nothing is compiled meanwhile; still, a step's first run is not
-        like the others, so run one of the same form before. Raises MissingCapabilityError for a plan without pipeline stages, which has no actions."""
+        like the others, so run one of the same form before. Raises MissingCapabilityError for a plan without pipeline
+        stages, which has no actions."""
         if not isinstance(self._pipelined, PipelinedTraining):
             raise MissingCapabilityError(
                 "a step of this plan is one program, without actions to measure: plan with pp above 1, in one process, "
