@@ -28,7 +28,8 @@ def stages_bytes(
     """
 
     def that_share(stage: int, others: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """The units of those stages that share a parameter with one; where there are none nothing depends on them."""
+        """Of ``others`` those that use a trained parameter of ``stage`` too, each by its (first unit, end): a stage's
+        bytes depend on no others, so that cuts which differ elsewhere share what was counted."""
         return tuple(ends[other] for other in others if table.shares_parameters(ends[stage], ends[other]))
 
     found = {}

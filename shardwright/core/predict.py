@@ -101,8 +101,16 @@ class StepModel:
         """Seconds below which the tail does not get when some rank trains and holds at least so many ``entries``,
         whichever it is."""
         trained, held = entries
-        least = _Entries(trained, held, trained * self._least_share)
-        return min(sum(self._tail(mesh, decision, least, pipeline_s, alike[0])) for alike in self.links.alike(mesh))
+        kinds = self.links.alike(mesh)
+
+        def least_s(trained: float, held: float) -> float:
+            least = _Entries(trained, held, trained * self._least_share)
+            return min(sum(self._tail(mesh, decision, least, pipeline_s, alike[0])) for alike in kinds)
+
+        if decision.shard == 3 and len(kinds) > 1:
+            # Of unlike ranks one may train most and another hold most.
+            return max(least_s(trained, 0.0), least_s(0.0, held))
+        return least_s(trained, held)
 
     def _tail(
         self, mesh: Mesh, decision: Decision, entries: "_Entries", pipeline_s: float, pp: int
@@ -113,7 +121,7 @@ class StepModel:
         size = elements * width
         reduced = elements * PRECISION_BYTES[decision.gradient_precision or self.precision]
         reduce_s = 0.0
-        if dp > 1:
+        if dp > 1 and (elements or decision.shard == 3):  # else there is nothing to send
             group = self.links.axis(mesh, pp, "dp")
             if decision.shard == 0:
                 reduce_s = group.all_reduce_s(reduced)
@@ -153,9 +161,9 @@ class StepModel:
         shards (arXiv 2205.00119, sections 3.2 and 3.4).
         """
         inside, across, ways = self.links.shard_groups(mesh, pp, decision.shard_group)
-        each = 2 * inside.all_gather_s(size) + inside.reduce_scatter_s(reduced)
+        each = 2 * inside.all_gather_s(size) + (inside.reduce_scatter_s(reduced) if reduced else 0.0)
         exposed = max(0.0, each * decision.microbatches - pipeline_s * HIDDEN_SHARE)
-        return exposed + (across.all_reduce_s(reduced / ways) if across is not None else 0.0)
+        return exposed + (across.all_reduce_s(reduced / ways) if across is not None and reduced else 0.0)
 
     def _tied_s(self, mesh: Mesh, tied: Sequence[tuple[tuple[int, ...], int]]) -> float:
         """Seconds to add up the gradients of parameters that several pipeline ranks hold."""

@@ -152,6 +152,13 @@ def test_values_can_be_hashed_pickled_and_not_changed() -> None:
         known.peak_flops_per_s["bf16"] = 1.0  # type: ignore[index]
 
 
+def test_machines_of_ones_own_cost_nothing(tmp_path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(a100_text().replace("value = 5.1207", "value = 0"))
+    assert load_profile(path).device.price_usd_per_hour == 0
+    assert device(price_usd_per_hour=0.0).price_usd_per_hour == 0
+
+
 def test_a_profile_file_of_ones_own(tmp_path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(a100_text().replace('name = "a100-80gb"', 'name = "mine"').replace("nvlink3", "pcie4"))

@@ -99,7 +99,7 @@ class Device:
         it were one kernel; None: memory_efficiency.
     measured_products: rates of products measured on this device, which stand in for peak, tiles and efficiency.
     measured_units: what units of some models took on this device, which stands in for the sum of their ops.
-    price_usd_per_hour: of one device, None when not known.
+    price_usd_per_hour: of one device, None when not known; 0 of machines of one's own.
     origins: for each constant, where it comes from.
 
     Raises ClusterError when a constant is not positive and finite, or an efficiency is above 1.
@@ -159,7 +159,7 @@ class Device:
             if (value := getattr(self, constant)) is not None:
                 check.positive(owner, constant, value, zero_allowed=True)
         if self.price_usd_per_hour is not None:
-            check.positive(owner, "price_usd_per_hour", self.price_usd_per_hour)
+            check.positive(owner, "price_usd_per_hour", self.price_usd_per_hour, zero_allowed=True)
         check.origins(owner, self.origins)
         object.__setattr__(self, "peak_flops_per_s", Table(self.peak_flops_per_s))
         object.__setattr__(self, "origins", Table(self.origins))

@@ -29,7 +29,7 @@ _PLAUSIBLE = {
     "dispatch_s": (0.0, 0.1),
     "tile_depth": (0.0, 4096.0),
     "latency_s": (0.0, 10.0),
-    "price_usd_per_hour": (1e-4, 1e4),
+    "price_usd_per_hour": (0.0, 1e4),
 }
 
 

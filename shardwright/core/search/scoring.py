@@ -288,7 +288,7 @@ class Scorer:
         if self.request.partitioner == DEFAULT:
             found = tables.cut(placement, live, request) if fit else ranked.free_cut(tuple(placement))
             return None if found is None else tuple(found)
-        key = (shape, policy if fit else policy.recompute, tuple(placement), tuple(live))
+        key = (shape, policy, fit, tuple(placement), tuple(live))
         if key not in self._cuts:
             units, tasks = partition_input(
                 self.tables.folded,

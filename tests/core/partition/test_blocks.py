@@ -1,5 +1,6 @@
 """RaNNC's atoms, blocks and stages: convex, within memory, near the exact cut; and all partitioners on one model."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -119,6 +120,26 @@ def two_towers(layers: int = 6, width: int = 512) -> Graph:
     out = b.elementwise("mul", *ends)
     b.leave(back)
     return b.build(out, name="TwoTowers")
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_stages_have_the_room_that_the_batch_leaves(everywhere: bool) -> None:
+    """Tokens come to the first unit and targets to the last, or all of it to every rank."""
+    graph = decoder(layers=2)
+    graph = replace(graph, capabilities=replace(graph.capabilities, single_controller=not everywhere))
+    cluster = sw.Cluster("a100-80gb", devices_per_node=2)
+    tables = CostTables(graph, cluster, "fp32", "adamw")
+    table = tables.table(1, 2, "none", Links(cluster).places(Mesh.of(pp=2, dp=1, tp=1))[0][0])
+    asked = MemoryRequest(10**9, "fp32", "adamw", 0, 1, microbatches=8)
+    units, _ = partition_input(tables.folded, tables.counter, table, tables.device, 2, asked)
+    tokens, targets = (graph.tensors[t].size_bytes(16) for t in graph.inputs)
+    for a, b in ((0, 1), (0, len(units)), (1, 3), (len(units) - 1, len(units))):
+        batch = tokens + targets if everywhere else tokens * (a == 0) + targets * (b == len(units))
+        needed = batch + sum(units.kept_bytes[a:b]) + sum(16 * u.parameter_elements for u in table.units[a:b])
+        for short in (0, 1):
+            given = replace(asked, limit_bytes=int(needed) - short)
+            held, _ = partition_input(tables.folded, tables.counter, table, tables.device, 2, given)
+            assert held.fits([1])[0, a, b] == (not short)
 
 
 @pytest.mark.parametrize("stages", [2, 4])

@@ -7,9 +7,13 @@ import pytest
 
 from shardwright import Cluster
 from shardwright.core.apart import StageBytes, apart_bytes
-from shardwright.core.decision import placement_of
+from shardwright.core.cluster import NodeGroup
+from shardwright.core.decision import Decision, placement_of
 from shardwright.core.errors import ScheduleError
 from shardwright.core.hardware import load_profile
+from shardwright.core.links import Links
+from shardwright.core.predict import StepModel
+from shardwright.core.rank_tables import RankWork
 from shardwright.core.request import VIRTUAL_STAGES, Request
 from shardwright.core.schedule import Schedule, schedule_names
 from shardwright.core.search.best_first import Search
@@ -21,12 +25,35 @@ GRAPH = decoder(layers=3, hidden=256, heads=8, vocabulary=1024, sequence=128)
 TIGHT = replace(load_profile("t4").device, memory_bytes=34 * 2**20, reserved_memory_bytes=0)
 
 
-@pytest.mark.parametrize("device", ["t4", TIGHT], ids=["roomy", "tight"])
-def test_no_bound_is_above_what_it_bounds(device: object) -> None:
+FROZEN = tuple(replace(p, trainable=p.name.startswith(("h.2.", "ln_f"))) for p in GRAPH.parameters)
+
+
+def mixed(devices: int, *, crossed: bool = False) -> Cluster:
+    """A node of fast devices and a node of slow ones; ``crossed``: these slow to update, but on the fast links."""
+    fast, slow = load_profile("h100"), load_profile("t4")
+    links = [fast.intra_node, slow.intra_node]
+    kinds = [fast.device, slow.device]
+    if crossed:
+        kinds[1] = replace(slow.device, optimizer_efficiency=0.02)
+        links.reverse()
+    groups = [NodeGroup(kind, 1, devices, link) for kind, link in zip(kinds, links, strict=True)]
+    return Cluster.of_groups(groups, "ethernet-10g")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "frozen"),
+    [
+        (Cluster("t4", devices_per_node=4), False),
+        (Cluster(TIGHT, devices_per_node=4), False),
+        (Cluster(TIGHT, devices_per_node=4), True),
+        (mixed(2), True),
+    ],
+    ids=["roomy", "tight", "tight and frozen", "mixed and frozen"],
+)
+def test_no_bound_is_above_what_it_bounds(cluster: Cluster, frozen: bool) -> None:
     capabilities = replace(GRAPH.capabilities, bucket_bytes=2**20, gradients_when_made=True)
-    graph = replace(GRAPH, capabilities=capabilities)
-    cluster = Cluster(device, devices_per_node=4)
-    request = Request(batch=8)
+    graph = replace(GRAPH, capabilities=capabilities, parameters=FROZEN if frozen else GRAPH.parameters)
+    request = Request(batch=8, precision="fp32")
     search = Search(tables_of(graph, cluster, request), cluster, request)
     scorer, space = search.scorer, search.space
     simulated = unfit = 0
@@ -53,7 +80,52 @@ def test_no_bound_is_above_what_it_bounds(device: object) -> None:
                     assert draft.bound_s <= seconds, cut
                     simulated += 1
     assert simulated > 100
-    assert unfit or device == "t4"
+    assert unfit or cluster.memory_bytes(0) > TIGHT.memory_bytes
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [Cluster("t4", nodes=2, devices_per_node=4), mixed(4), mixed(4, crossed=True)],
+    ids=["uniform", "mixed", "crossed"],
+)
+@pytest.mark.parametrize("order", ["PDT", "DPT"])
+def test_no_bound_of_a_steps_end_is_above_it(cluster: Cluster, order: str) -> None:
+    """Whichever ranks train and hold most: of low-rank adaptation these are not the same."""
+    random = np.random.default_rng(0)
+    step = StepModel(Links(cluster), "fp32")
+    for _ in range(2000):
+        pp = int(random.choice([1, 2, 2, 4]))
+        shard = int(random.choice([0, 1, 2, 3, 3, 3]))
+        decision = Decision(
+            pp=pp, dp=8 // pp, tp=1, batch=8 // pp * int(random.choice([1, 8])), microbatch=1, schedule="1f1b",
+            stage_starts=tuple(range(pp)), shard=shard, shard_group=2 if shard and random.integers(2) else None,
+            placement_order=order,
+        )  # fmt: skip
+        trained = random.integers(0, 10**9, pp) * random.integers(0, 2, pp)
+        held = trained + random.integers(0, 10**9, pp) * random.choice([0, 1, 50], pp)
+        ranks = [
+            RankWork(
+                seconds=0.0, collective_s=0.0, once_s=0.0, elements=int(own), updated_elements=float(own),
+                held_elements=int(all_of_it),
+            )
+            for own, all_of_it in zip(trained, held, strict=True)
+        ]  # fmt: skip
+        pipeline_s = float(random.choice([0.0, 1.0]))
+        least_s = step.least_tail_s(decision.mesh, decision, (trained.mean(), held.mean()), pipeline_s)
+        assert least_s <= sum(step.tail(decision.mesh, decision, ranks, pipeline_s)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("shard", [0, 1, 2, 3])
+def test_what_trains_nothing_sums_nothing(shard: int) -> None:
+    """No latency of a reduction either; what is sharded is still gathered, twice for every microbatch."""
+    cluster = Cluster("t4", nodes=2, devices_per_node=4)
+    links = Links(cluster)
+    decision = Decision(
+        pp=1, dp=8, tp=1, batch=64, microbatch=1, schedule="1f1b", stage_starts=(0,), layouts=(), shard=shard
+    )
+    work = RankWork(seconds=0.0, collective_s=0.0, once_s=0.0, elements=0, updated_elements=0.0, held_elements=10**9)
+    gathered = 16 * links.axis(decision.mesh, 0, "dp").all_gather_s(4e9) if shard == 3 else 0.0
+    assert StepModel(links, "fp32").tail(decision.mesh, decision, [work], 0.0) == (pytest.approx(gathered), 0.0)
 
 
 def test_no_more_than_all_gradients_is_ever_apart() -> None:

@@ -9,6 +9,10 @@ import shardwright as sw
 from shardwright.core.errors import PlanError
 from shardwright.core.graph import Graph, Tensor
 from shardwright.core.hardware import Device, load_profile
+from shardwright.core.request import Request
+from shardwright.core.search.best_first import Search
+from shardwright.core.search.find import tables_of
+from shardwright.core.search.space import Pipelining, Policy
 from shardwright.core.search.study import what_binds
 from tests.core.toy import decoder
 
@@ -117,3 +121,23 @@ def test_classes_add_up_to_what_a_rank_holds(microbatches: int) -> None:
         )
     assert all(use.batch_bytes for use in plan.predicted.memory_by_stage_rank)
     assert any(use.apart_bytes or use.copies_bytes for use in plan.predicted.memory_by_stage_rank)
+
+
+def test_a_partitioners_cut_does_not_depend_on_what_was_asked_before() -> None:
+    """Sharded states weigh less in the module tree's cut: each memory policy has its own."""
+    graph = decoder(layers=8, hidden=128, heads=4, vocabulary=16384, sequence=64)
+    cluster = sw.Cluster("a100-80gb", devices_per_node=8)
+    request = Request(batch=16, pp=2, tp=1, microbatch=4, recompute="none", precision="fp32", partitioner="tree")
+    policies = [Policy("none", 0, None), Policy("none", 3, None)]
+
+    def cuts(order: list[Policy]) -> dict[Policy, set[tuple[int, ...]]]:
+        search = Search(tables_of(graph, cluster, request), cluster, request)
+        (shape, *_) = search.space.shapes()
+        return {
+            policy: {cut.starts for cut in search.scorer.cuts(shape, [policy], Pipelining("1f1b", 1))}
+            for policy in order
+        }
+
+    found = cuts(policies)
+    assert found == cuts(policies[::-1])
+    assert found[policies[0]] != found[policies[1]], "nothing could go wrong: the case tests nothing"
