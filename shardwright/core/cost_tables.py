@@ -337,7 +337,21 @@ class CostTables:
             waiting_bytes=tuple(sum(map(size_bytes, values)) for values in self._read.passing_by),
             ties_have_one_home=self.graph.capabilities.ties_have_one_home,
             found_bytes=PRECISION_BYTES[self.precision] if self.graph.capabilities.stages_are_programs else 0,
+            looked_up=self._looked_up(tp) if self.graph.capabilities.stages_are_programs else (),
         )
+
+    def _looked_up(self, tp: int) -> tuple[int, ...]:
+        """For every unit the entries, on one rank, of trained tables that nothing but its look-ups reads."""
+        kinds: dict[int, set[str]] = {}
+        for op in self.graph.ops:
+            for tensor in op.inputs:
+                kinds.setdefault(tensor, set()).add(op.kind)
+        found = [0] * len(self.folded.units)
+        for number, users in self._users().items():
+            parameter = self.graph.parameters[number]
+            if parameter.trainable and len(users) == 1 and kinds.get(parameter.tensor) == {"gather"}:
+                found[users[0]] += self._entries(number, users[0], tp)
+        return tuple(found)
 
     def _arrivals(self, tp: int, microbatch: int) -> tuple[int, ...]:
         """Of every shared value its bytes as a message of one microbatch."""

@@ -281,8 +281,10 @@ class RankTables:
                 sent = 0
                 if self.ranks > 1:  # a value and a gradient at either end, on their way or there before they are used
                     # Stages of one rank run in turn: as much is on its way as for the one that has most.
-                    borders = [[unit for unit in ends if 0 < unit < self.units] for ends in held]
-                    sent = max(sum(2 * table.boundary_bytes[unit] for unit in of_stage) for of_stage in borders)
+                    # The gradient that a compiled backward makes for the stage before, its passes hold already.
+                    entering = 1 if table.found_bytes else 2
+                    crossing = (0, *table.boundary_bytes[1:], 0)
+                    sent = max(entering * crossing[a] + 2 * crossing[b] for a, b in held)
                 batch = table.batch_bytes(held)
                 away = max(sum(table.units[u].saved_bytes for u in table.offloaded if a <= u < b) for a, b in held)
                 found.append(_Held(elements, trained, updated, kept, working, sent, batch, away))

@@ -96,6 +96,9 @@ class UnitTable:
     found_bytes: int = 0
     """Of the gradient of one parameter entry that waits until a stage's backward is done and its gradients are added up
     together; 0 where each is added as soon as it is there."""
+    looked_up: tuple[int, ...] = ()
+    """Of a unit's trained parameter entries, those of tables that are looked up alone, here alone: their gradients come
+    when the passes of a stage that begins here are over. Empty: none."""
 
     @cached_property
     def modes(self) -> list[Mode]:
@@ -280,7 +283,8 @@ class UnitTable:
         if not self.found_bytes:
             return int(self.range_working[first, end])
         found = self.found_bytes * self.range_trained[first, end]
-        return int(found + max(self._range_passing[first, end], found if summed else 0))
+        last = self.found_bytes * self.looked_up[first] if self.looked_up else 0
+        return int(found + max(0, self._range_passing[first, end] - last, found if summed else 0))
 
     def range_memory(
         self, live: float, held_bytes: float, trained_bytes: float, copied_bytes_per_element: float = 0

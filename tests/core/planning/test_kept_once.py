@@ -37,3 +37,10 @@ def test_what_neighbours_keep_twice_takes_the_place_of_what_they_share_where_bot
 def test_a_unit_that_is_kept_shares_what_enters_the_next_that_is_not() -> None:
     table = replace(TABLE, recompute="full", kept=frozenset({0}))
     assert table.range_kept[0, 2] == 100 + 20 - 10
+
+
+def test_the_gradient_of_a_table_that_is_looked_up_comes_when_the_passes_are_over() -> None:
+    """Where gradients wait for a stage's backward: 4 bytes for each of 5 entries, beside 30 that the unit holds."""
+    unit = replace(UNIT, passing_bytes=30, trained_elements=5)
+    table = replace(TABLE, units=(unit,) * 3, shared=(), twice_bytes=(), found_bytes=4, looked_up=(5, 0, 0))
+    assert [table.stage_working(0, 1), table.stage_working(1, 2), table.stage_working(0, 2)] == [30, 20 + 30, 20 + 30]
