@@ -11,7 +11,7 @@ from shardwright.core.errors import PlanError
 from shardwright.core.fold import fold
 from shardwright.core.graph import Graph
 from shardwright.core.hardware import load_profile
-from shardwright.core.rank_tables import RankTables
+from shardwright.core.rank_tables import UNCOUNTED_BYTES, RankTables
 from shardwright.core.schedule.actions import B, F, I, W
 from shardwright.core.stages import MemoryRequest
 from tests.core.toy import decoder
@@ -182,3 +182,19 @@ def test_copies_beside_what_is_under_way_are_counted_before_a_plan_is_given() ->
     assert within(needed).predicted.memory_by_stage_rank == cut.predicted.memory_by_stage_rank
     with pytest.raises(PlanError, match="does not fit"):
         within(needed - 1)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_gradients_of_programs_wait_once_and_twice_where_replicas_sum_them(dp: int, frozen: bool) -> None:
+    """Beside the sums, which are there all through a step, where stages are compiled programs."""
+    programs = replace(TIED.capabilities, gradients_when_made=False, bucket_bytes=0, stages_are_programs=True)
+    few = tuple(replace(p, trainable=not frozen or ".fc" in p.name) for p in TIED.parameters)
+    plan = planned(replace(TIED, capabilities=programs, parameters=few), 2, dp, 4, schedule="1f1b")
+    sent = 2 * plan.costs.boundary_bytes[plan.decision.stage_starts[1]]
+    for use in plan.predicted.memory_by_stage_rank:
+        waiting = use.buffers_bytes - sent - UNCOUNTED_BYTES
+        if dp == 2:
+            assert waiting == 2 * use.gradients_bytes, "what passes hold for a while is less"
+        else:
+            assert use.gradients_bytes < waiting < 2 * use.gradients_bytes
