@@ -29,7 +29,7 @@ from shardwright.core.structure import measured_name
 from shardwright.core.tensor_layouts import digest
 
 MICROBATCHES = (2, 6)
-"""Run in one step of the whole model: the difference is what one takes. Of units the median over the larger number."""
+"""Run in one step of the whole model: the difference is what one takes. Each unit a stage runs the smaller number."""
 
 SECONDS, LEAST_STEPS, MOST_STEPS = 4.0, 3, 30
 """How long steps of the whole model are timed, and how many there are at least and at most."""
@@ -40,6 +40,9 @@ its pipeline's rather than of its optimizer's: parameters that stay in a cache a
 
 PARTS = ("every unit a stage", "in one stage", "in several stages")
 """How a model is run, at each size and degree."""
+
+_Compiled = tuple[list[protocol.Executable], Any]
+"""A plan on all devices, and a batch for it."""
 
 Given = TypeVar("Given")
 Found = TypeVar("Found")
@@ -120,11 +123,11 @@ class _Setup:
         """
         starts = range(len(fold(self.graph).units))
         show(0)
-        each_a_stage = self._plan(microbatch, degree, MICROBATCHES[1], starts=starts)
-        seconds = self._actions_s(each_a_stage)
+        each_a_stage = self._plan(microbatch, degree, MICROBATCHES[0], starts=starts)
+        seconds = self._actions_s(*self._compiled(each_a_stage))
         show(1)
         one_stage = [self._plan(microbatch, degree, count, starts=(0,), apart=False) for count in MICROBATCHES]
-        found = self._classes(each_a_stage, seconds, one_stage)
+        found = self._classes(each_a_stage, seconds, one_stage, self._compiled(one_stage[1]))
         sharing = self.cluster.world_size // degree
         pp = next((stages for stages in range(2, sharing + 1) if sharing % stages == 0), 1)
         if 1 < pp <= len(starts):
@@ -132,27 +135,30 @@ class _Setup:
             many = self._plan(microbatch, degree, MICROBATCHES[1], pp=pp)
             cut = many.decision.stage_starts
             whole = [self._plan(microbatch, degree, count, pp=pp, starts=cut, apart=False) for count in MICROBATCHES]
-            found += self._classes(each_a_stage, _as_stages(seconds, many, self._actions_s(many)), whole)
+            running, batch = self._compiled(many)
+            stages = _as_stages(seconds, many, self._actions_s(running, batch))
+            # Where no replicas are left out, what ran is what is timed whole.
+            ran = (running, batch) if many.decision == whole[1].decision else self._compiled(whole[1])
+            found += self._classes(each_a_stage, stages, whole, ran)
         return found
 
-    def _actions_s(self, planned: Plan) -> list[tuple[float, float]]:
+    def _actions_s(self, running: Sequence[protocol.Executable], batch: Any) -> list[tuple[float, float]]:
         """(forward, backward) seconds of every stage."""
-        running, batch = self._compiled(planned)
         found = _at_once(running, lambda one: one.timelines(batch, self.steps))
         costs = measured_costs(itertools.chain.from_iterable(found))
         return list(zip(costs.forward_s, costs.backward_s, strict=True))
 
     def _classes(
-        self, each_a_stage: Plan, seconds: Sequence[tuple[float, float]], plans: Sequence[Plan]
+        self, each_a_stage: Plan, seconds: Sequence[tuple[float, float]], plans: Sequence[Plan], many: _Compiled
     ) -> list[MeasuredUnit]:
         """The median of the units of every class, scaled to what steps of ``plans`` took: the same pipeline with few
-        and with many microbatches."""
+        and with ``many`` microbatches, which is compiled."""
         decision, costs = each_a_stage.decision, each_a_stage.costs
         taken: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for unit_class, both in zip(costs.unit_classes, seconds, strict=True):
             taken[unit_class].append(both)
         middle = {own: tuple(map(statistics.median, zip(*runs, strict=True))) for own, runs in taken.items()}
-        steps = self._steps(plans, [middle[own] for own in costs.unit_classes])
+        steps = self._steps(plans, [middle[own] for own in costs.unit_classes], many)
         entries = [costs.classes[own].parameter_elements for own in costs.unit_classes]
         # A step takes what its fullest rank does: that one's units make up all of it.
         fullest = max(sum(entries[unit] for unit in units) for units in plans[0].stage_units)
@@ -175,12 +181,12 @@ class _Setup:
             for unit_class, (forward, backward) in sorted(middle.items())
         ]
 
-    def _steps(self, plans: Sequence[Plan], seconds: Sequence[tuple[float, float]]) -> "_Steps":
+    def _steps(self, plans: Sequence[Plan], seconds: Sequence[tuple[float, float]], many: _Compiled) -> "_Steps":
         """What steps of few and of many microbatches take, against the pipeline simulated with units of ``seconds``.
 
         Steps of either take turns, so that what the machine does meanwhile slows both alike.
         """
-        compiled = [self._compiled(planned) for planned in plans]
+        compiled = [self._compiled(plans[0]), many]
         groups = list(zip(*([(one, batch) for one in running] for running, batch in compiled), strict=True))
         backend = protocol.load(self.graph.framework)
         # All processes and groups run as many as the slowest of them has the time for.
@@ -197,7 +203,7 @@ class _Setup:
         lack = -min(0.0, above_s) / counted.optimizer_s if counted.optimizer_s else 0.0
         return _Steps(factor, max(0.0, above_s), max(LEAST_UPDATE, 1.0 - lack))
 
-    def _compiled(self, planned: Plan) -> tuple[list[protocol.Executable], Any]:
+    def _compiled(self, planned: Plan) -> _Compiled:
         """The plan on all devices, after a step to warm up, and a batch for it: on each of their groups one of its own
         where one process drives them all."""
         options, used, decision = dict(self.options), planned.mesh.size, planned.decision
