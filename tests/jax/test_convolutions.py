@@ -73,6 +73,28 @@ def test_what_is_recomputed_stays_so() -> None:
     assert names.count("remat2") + names.count("checkpoint") == 1
 
 
+def test_a_constant_of_an_inner_function_stays_with_it() -> None:
+    run, x, w = convolution("features first")
+    constant = np.asarray(w)
+    body = jax.checkpoint(jax.jit(lambda x: run(x, constant)))
+    np.testing.assert_allclose(for_cpu_loops(body, x)(x), run(x, w), rtol=1e-4, atol=1e-4)
+
+
+def test_an_inner_functions_own_shardings_stay() -> None:
+    run, x, w = convolution("features first")
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    at = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    body = jax.jit(run, in_shardings=(at, None), out_shardings=at)
+
+    def of_inner(function: Callable[..., Any]) -> list[Any]:
+        equations = jax.make_jaxpr(function)(x, w).jaxpr.eqns
+        return [(e.params["in_shardings"], e.params["out_shardings"]) for e in equations if e.primitive.name == "jit"]
+
+    before = of_inner(body)
+    assert len(before) == 1
+    assert of_inner(for_cpu_loops(body, x, w)) == before
+
+
 def test_a_body_without_convolutions_is_traced_once_and_left_alone() -> None:
     traced = []
 

@@ -103,6 +103,22 @@ def test_a_stack_is_cut_into_its_layers(
         np.testing.assert_allclose(value, expected.params[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+def test_a_state_of_other_rows_is_refused(graph: sw.Graph) -> None:
+    first, second, alone = (
+        sw.train_step(loss_fn, optax.adamw(1e-2), plan_of(graph, len(starts), stage_starts=starts),
+                      devices=jax.devices()[: len(starts)])
+        for starts in ((0, 3), (0, 4), (0,))
+    )  # fmt: skip
+    saved = jax.device_get(first.init(params()))
+    for refuse in (second.place, lambda state: second(state, batches(1)[0])):
+        with pytest.raises(
+            sw.PlanError, match=r"of the state is float32\[\d, .* where one of this plan .*train\.params"
+        ):
+            refuse(saved)
+    with pytest.raises(sw.PlanError):
+        alone.place(saved)
+
+
 def test_every_device_holds_its_rows_alone(graph: sw.Graph) -> None:
     plan = plan_of(graph, 3, stage_starts=(0, 3, 5))
     train = sw.train_step(loss_fn, optax.adamw(1e-2), plan, devices=jax.devices()[:3])

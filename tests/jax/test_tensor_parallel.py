@@ -240,6 +240,30 @@ def test_states_in_the_models_own_order() -> None:
     require_close(elsewhere.params, train.original(expected).params)
 
 
+def test_a_state_held_for_another_tensor_axis_is_refused() -> None:
+    """Wherever it is given, as it was saved: nothing in its arrays shows that their columns are in another order."""
+    graph, (batch,) = gpt2_graph(), batches(1)
+
+    def trained(plan: sw.Plan) -> sw.TrainStep:
+        return sw.train_step(
+            gpt2_flax.next_token_loss, optax.adamw(1e-3), plan, devices=jax.devices()[: plan.mesh.size]
+        )
+
+    two, alone, stages = (trained(plan) for plan in (megatron(plan_of(graph, 1, 2)), plan_of(graph),
+                                                     plan_of(graph, pp=2)))  # fmt: skip
+    saved = jax.device_get(two.init(create))
+    other = r"in the order for a tensor axis of 2, and this plan's in the model's own.*other\.params\(state\)"
+    for refuse in (alone.place, stages.place, alone.params, stages.params, alone.original, lambda s: alone(s, batch)):
+        with pytest.raises(sw.PlanError, match=other):
+            refuse(saved)
+    with pytest.raises(sw.PlanError, match=r"model's own order, and this plan's in the order for a tensor axis of 2"):
+        two.place(jax.device_get(alone.init(create)))
+    with pytest.raises(sw.PlanError, match="held takes a state in the model's own order"):
+        two.held(saved)
+    again = two.params(two.place(saved))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(again, nnx.Param), nnx.state(create(), nnx.Param))
+
+
 def require_close(found: Any, expected: Any) -> None:
     """Of the matrices: a key bias has a gradient that is zero but for rounding, which an optimizer that scales makes
     large."""

@@ -320,6 +320,26 @@ def test_a_plain_functions_units_are_recomputed_too(mlp_graph: Graph) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), params, same)
 
 
+def test_a_state_of_another_process_is_computed_again_too(mlp_graph: Graph) -> None:
+    """A plain function's units, where the step is given a state that was saved rather than one of its own init."""
+    made, restored, without = (
+        sw.train_step(mlp, optax.sgd(0.1), plan_of(mlp_graph, 4, 2, recompute=recompute))
+        for recompute in ("full", "full", "none")
+    )
+    state = made.init(mlp_params())
+    placed = restored.place(jax.device_get(state))
+    assert restored.memory_bytes(placed, mlp_batch()) == made.memory_bytes(state, mlp_batch())
+    own = without.init(mlp_params())
+    assert without.memory_bytes(own, mlp_batch()) != made.memory_bytes(state, mlp_batch())
+    assert float(restored(placed, mlp_batch())[1]) == pytest.approx(float(without(own, mlp_batch())[1]), rel=1e-6)
+
+
+def test_another_optimizers_state_is_not_placed(mlp_graph: Graph) -> None:
+    one, other = (sw.train_step(mlp, make, plan_of(mlp_graph, 4, 2)) for make in (optax.adamw(0.1), optax.sgd(0.1)))
+    with pytest.raises(sw.PlanError, match=r"the state has \d+ arrays where one of this plan and optimizer has 0"):
+        other.place(jax.device_get(one.init(mlp_params())))
+
+
 def test_a_loss_function_that_returns_no_number(mlp_graph: Graph) -> None:
     train = sw.train_step(lambda params, batch: batch["x"], optax.sgd(0.1), plan_of(mlp_graph, 4, 2))
     with pytest.raises(sw.ShardwrightError, match=r"a loss of shape \(2, 8\): expected one number"):

@@ -63,15 +63,9 @@ def _run(equation: Any, given: Sequence[Any]) -> Sequence[Any]:
         return [_convolution(*given, **params)]
     if name in CALLS and _convolves(getattr(params["jaxpr"], "jaxpr", params["jaxpr"])):
         inner = params["jaxpr"]
-        if isinstance(inner, jex_core.ClosedJaxpr):
-            return _ordered(inner)(*given)
-        rewritten = jax.make_jaxpr(_ordered(jex_core.ClosedJaxpr(inner, ())))(*given)
-        params = params | {"jaxpr": rewritten.jaxpr}
-        given = [*rewritten.consts, *given]
-        if rewritten.consts:
-            params["jaxpr"] = rewritten.jaxpr.replace(
-                constvars=(), invars=[*rewritten.jaxpr.constvars, *rewritten.jaxpr.invars]
-            )
+        closed = isinstance(inner, jex_core.ClosedJaxpr)
+        rewritten = jax.make_jaxpr(_ordered(inner if closed else jex_core.ClosedJaxpr(inner, ())))(*given)
+        params = params | {"jaxpr": rewritten if closed else rewritten.jaxpr}
     made = equation.primitive.bind(*given, **equation.primitive.get_bind_params(params))
     return made if equation.primitive.multiple_results else [made]
 

@@ -52,6 +52,16 @@ def from_pieces(tree: Any, places: Sequence[Places], arrays: Sequence[Any]) -> A
     return jax.tree.unflatten(structure, leaves)
 
 
+def cut_up(tree: Any, places: Sequence[Places]) -> list[Any]:
+    """The pieces of a tree of whole leaves."""
+    leaves = jax.tree.leaves(tree)
+    return [
+        leaf if place.rows is None else leaf[place.rows[0] : place.rows[1]]
+        for leaf, held in zip(leaves, places, strict=True)
+        for place in held
+    ]
+
+
 class OptimizerCut:
     """An optimizer over parameters that lie on several stages."""
 

@@ -1,7 +1,8 @@
 """Training under a plan with pipeline stages."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,9 +15,9 @@ from shardwright.backends.jax.holding import Holding, StageMeshes, holdings_of
 from shardwright.backends.jax.layout import parameter_shardings
 from shardwright.backends.jax.loss import LossFunction, Microbatches
 from shardwright.backends.jax.microbatch import cut_microbatch
-from shardwright.backends.jax.optimizer_cut import OptimizerCut, Places, from_pieces, is_stack, pieces
+from shardwright.backends.jax.optimizer_cut import OptimizerCut, Places, cut_up, from_pieces, is_stack, pieces
 from shardwright.backends.jax.pipeline import Observer, Pipeline, dispatch_order
-from shardwright.backends.jax.state import Parts, TrainState, own_copy
+from shardwright.backends.jax.state import Parts, TrainState, own_copy, require_like
 from shardwright.backends.jax.tensor_parallel import FusedParameters, TensorParallel
 from shardwright.core.errors import PlanError
 from shardwright.core.plan import Plan
@@ -56,15 +57,15 @@ class PipelinedTraining:
     def init(self, given: Parts, init: Callable[[], tuple[Any, Any, Any]] | None) -> TrainState:
         """The state of a model taken apart: arrays, or shapes and the function that makes (params, random, other)."""
         holdings, optimizer = self.placed(given.params, given.names)
+        fused = FusedParameters.of(self.plan, given.names)
         places = [place for held in optimizer.parameters for place in held]
         whole = self.meshes.whole[0]
         if init is None:
-            leaves = jax.tree.leaves(FusedParameters.of(self.plan, given.names).hold(given.params))
+            leaves = jax.tree.leaves(fused.hold(given.params))
             own = [leaves[h.leaf] if h.rows is None else leaves[h.leaf][h.rows[0] : h.rows[1]] for h in holdings]
             arrays = [own_copy(a, p.sharding) for a, p in zip(own, places, strict=True)]
             random, other = jax.tree.map(lambda leaf: own_copy(leaf, whole), (given.random, given.other))
         else:
-            fused = FusedParameters.of(self.plan, given.names)
 
             def held() -> tuple[Any, Any, Any]:
                 params, random, other = init()
@@ -73,7 +74,7 @@ class PipelinedTraining:
             arrays, random, other = self._make(held, holdings, places)
         params = from_pieces(given.params, optimizer.parameters, arrays)
         step = jax.device_put(jnp.zeros((), jnp.int32), whole)
-        return TrainState(step, params, optimizer.init(params), random, other, given.graphdef)
+        return TrainState(step, params, optimizer.init(params), random, other, given.graphdef, fused.order)
 
     def _make(self, init: Callable[[], Any], holdings: Sequence[Holding], places: Any) -> tuple[list[Any], Any, Any]:
         """Run an init function on every stage, each making nothing but its share."""
@@ -114,29 +115,37 @@ class PipelinedTraining:
             return jnp.concatenate([jax.device_put(piece, first) for piece in node.pieces])
 
         params = jax.tree.map(join, state.params, is_leaf=is_stack)
-        return FusedParameters.of(self.plan, Parts(params, None, None, state.graphdef).names).restore(params)
+        fused = FusedParameters.of(self.plan, Parts(params, None, None, state.graphdef).names)
+        fused.require(state)
+        return fused.restore(params)
 
     def place(self, state: TrainState) -> TrainState:
         """Copies of a state's arrays, wherever they are, on the devices of their stages."""
-        shapes = self._shapes(state)
-        _, optimizer = self.placed(shapes.params, shapes.names)
+        optimizer = self._require(state)
         whole = self.meshes.whole[0]
 
         def put(tree: Any, places: Sequence[Places]) -> Any:
             at = [place.sharding for held in places for place in held]
             leaves, structure = jax.tree.flatten(tree)
-            if len(leaves) != len(at):
-                raise PlanError(
-                    f"the state has {len(leaves)} arrays where one of this plan and optimizer has {len(at)}: it is "
-                    "another plan's; give its parameters, train.params(state), to this plan's init"
-                )
             return jax.tree.unflatten(
                 structure, [own_copy(leaf, sharding) for leaf, sharding in zip(leaves, at, strict=True)]
             )
 
         step, random, other = jax.tree.map(lambda leaf: own_copy(leaf, whole), (state.step, state.random, state.other))
         params, states = put(state.params, optimizer.parameters), put(state.optimizer, optimizer.states)
-        return TrainState(step, params, states, random, other, state.graphdef)
+        return replace(state, step=step, params=params, optimizer=states, random=random, other=other)
+
+    def _require(self, state: TrainState) -> OptimizerCut:
+        """How a state's parameters and optimizer are kept. Raises PlanError unless it is a state of this plan."""
+        shapes = self._shapes(state)
+        _, optimizer = self.placed(shapes.params, shapes.names)
+        FusedParameters.of(self.plan, shapes.names).require(state)
+        for tree, whole, places in (
+            (state.params, optimizer.params, optimizer.parameters),
+            (state.optimizer, optimizer.state, optimizer.states),
+        ):
+            require_like(jax.tree.leaves(tree), jax.eval_shape(partial(cut_up, places=places), whole))
+        return optimizer
 
     # --- steps
 
@@ -154,6 +163,7 @@ class PipelinedTraining:
             self.plan.microbatches,
             decision.loss_scope == "replica",
         )
+        self._require(state)
         shapes = self._shapes(state)
         holdings, optimizer = self.placed(shapes.params, shapes.names)
         laid_out = TensorParallel.lay_out(microbatches, self.plan, self.meshes.meshes[0].abstract_mesh, shapes.names)
@@ -196,13 +206,12 @@ class PipelinedStep:
         (step, made, changed, other), loss = self.pipeline(given, batch, observe)
         for leaf in (*params, *optimizer):
             leaf.delete()  # what was not donated: an array whose memory no result could take
-        rebuilt = TrainState(
-            step,
-            jax.tree.unflatten(jax.tree.structure(state.params), made),
-            jax.tree.unflatten(jax.tree.structure(state.optimizer), changed),
-            state.random,
-            jax.tree.unflatten(jax.tree.structure(state.other), other),
-            state.graphdef,
+        rebuilt = replace(
+            state,
+            step=step,
+            params=jax.tree.unflatten(jax.tree.structure(state.params), made),
+            optimizer=jax.tree.unflatten(jax.tree.structure(state.optimizer), changed),
+            other=jax.tree.unflatten(jax.tree.structure(state.other), other),
         )
         return rebuilt, loss
 

@@ -28,6 +28,8 @@ class TrainState:
     """What the model changes beside its parameters: batch statistics, caches."""
     graphdef: Any = field(metadata={"static": True})
     """NNX's description of the module; None for plain pytrees."""
+    order: Any = field(default=(), metadata={"static": True})
+    """How fused matrices are held (`FusedParameters.order`): () in the model's own order."""
 
     def require_alive(self) -> None:
         """Raise PlanError when an earlier step took this state's memory."""
@@ -88,6 +90,22 @@ def own_copy(leaf: Any, sharding: jax.sharding.Sharding | jax.Device) -> jax.Arr
     copied: Any = leaf.copy() if isinstance(leaf, np.ndarray) else jnp.array(leaf, copy=True)
     placed: jax.Array = jax.device_put(copied, sharding)
     return placed
+
+
+def require_like(found: Any, expected: Any) -> None:
+    """Raise PlanError unless the leaves of a state's tree have the shapes and dtypes of those expected."""
+    named, shapes = jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected)
+    another = "it is another plan's; give its parameters, train.params(state), to this plan's init"
+    if len(named) != len(shapes):
+        raise PlanError(
+            f"the state has {len(named)} arrays where one of this plan and optimizer has {len(shapes)}: {another}"
+        )
+    for (path, leaf), shape in zip(named, shapes, strict=True):
+        if (leaf.shape, leaf.dtype) != (shape.shape, shape.dtype):
+            raise PlanError(
+                f"array {jax.tree_util.keystr(path)} of the state is {leaf.dtype}{list(leaf.shape)} where one of this "
+                f"plan and optimizer has {shape.dtype}{list(shape.shape)}: {another}"
+            )
 
 
 def fold_random(random: Any, step: jax.Array, microbatch: jax.Array) -> Any:

@@ -14,8 +14,10 @@ from shardwright.backends.jax.guided import Setting, Value, run_guided
 from shardwright.backends.jax.guides import Guides, guides
 from shardwright.backends.jax.layout import follow_parameters
 from shardwright.backends.jax.loss import Loss, LossFunction, Microbatches
+from shardwright.backends.jax.state import TrainState
 from shardwright.backends.jax.trace import Recorder, TracedCall
 from shardwright.backends.jax.tree import abstract, flat_names
+from shardwright.core.errors import PlanError
 from shardwright.core.layout import Layout, Split
 from shardwright.core.plan import Plan
 from shardwright.core.realise import realise
@@ -48,6 +50,20 @@ class FusedParameters:
 
     def __bool__(self) -> bool:
         return any(self.tags)
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """What a state says of how it is held; () in the model's own order."""
+        return (self.ways, *(tuple(sorted(tags.items())) for tags in self.tags)) if self else ()
+
+    def require(self, state: TrainState) -> None:
+        """Raise PlanError unless the state is held so."""
+        if state.order != self.order:
+            raise PlanError(
+                f"the state's fused matrices are in {_described(state.order)}, and this plan's in "
+                f"{_described(self.order)}: it is another plan's; give this plan's init the parameters, "
+                "other.params(state), or, without pipeline stages, take train.held(other.original(state))"
+            )
 
     def hold(self, params: Any) -> Any:
         """Parameters in their original order → as they are held."""
@@ -90,6 +106,10 @@ class FusedParameters:
             return leaf if shape is None or not held else reorder(leaf, _left_of(held[0], shape, leaf.shape), self.ways)
 
         return follow_parameters(one, state, params, jax.tree.unflatten(structure, [[tags] for tags in self.tags]))
+
+
+def _described(order: tuple[Any, ...]) -> str:
+    return f"the order for a tensor axis of {order[0]}" if order else "the model's own order"
 
 
 def _left_of(tags: Tags, shape: tuple[int, ...], left: tuple[int, ...]) -> Tags:

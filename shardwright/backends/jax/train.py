@@ -31,6 +31,7 @@ from shardwright.backends.jax.state import (
     is_abstract,
     own_copy,
     put_together,
+    require_like,
     take_apart,
 )
 from shardwright.backends.jax.tensor_parallel import FusedParameters, TensorParallel
@@ -124,14 +125,11 @@ class TrainStep:
             raise PlanError(
                 "init was given shapes without values: give it arrays, or a function of no arguments that makes them"
             )
-        if self._pipelined is None and given.graphdef is None and self.plan.decision.recompute == "full":
-            # Of a plain function no module can be told to run again, but the units of its program can.
-            devices = list(self.mesh.devices.flatten())
-            self._pipelined = PipelinedTraining(self._loss, self.optimizer, self.plan, devices)
-        if self._pipelined is not None:
+        stages = self._in_stages(given.graphdef)
+        if stages is not None:
             self._require(given)
             make = None if init is None else lambda: _arrays(take_apart(init(), seed, state))
-            return self._pipelined.init(given, make)
+            return stages.init(given, make)
         shardings = self._shardings(given)
         places = (shardings.params, shardings.random, shardings.other)
         if init is None:
@@ -145,7 +143,15 @@ class TrainStep:
         params, random, other = made
         optimizer_state = jax.jit(self.optimizer.init, out_shardings=shardings.optimizer)(params)
         step = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
-        return TrainState(step, params, optimizer_state, random, other, given.graphdef)
+        return TrainState(step, params, optimizer_state, random, other, given.graphdef, shardings.order)
+
+    def _in_stages(self, graphdef: Any) -> PipelinedTraining | SpmdTraining | None:
+        """What trains in stages; None for a step that is one jitted function. Of a plain function no module can be told
+        to run again, but the units of its program can, on one stage."""
+        if self._pipelined is None and graphdef is None and self.plan.decision.recompute == "full":
+            devices = list(self.mesh.devices.flatten())
+            self._pipelined = PipelinedTraining(self._loss, self.optimizer, self.plan, devices)
+        return self._pipelined
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Loss]:
         """One update on a global batch: the new state and the loss before the update, a scalar.
@@ -191,7 +197,8 @@ class TrainStep:
         shapes = tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
         key = (structure, dims, shapes, jax.tree.structure(state))
         if key not in self._compiled:
-            compile_step = self._compile if self._pipelined is None else self._pipelined.step_for
+            stages = self._in_stages(state.graphdef)
+            compile_step = self._compile if stages is None else stages.step_for
             self._compiled[key] = compile_step(state, structure, dims, leaves)
         return self._compiled[key], tuple(leaves)
 
@@ -199,7 +206,7 @@ class TrainStep:
         """One update, and when each of its actions ran. Nothing is compiled meanwhile; still, a step's first run is not
         like the others, so run one of the same form before. Raises MissingCapabilityError for a plan without pipeline
         stages, which has no actions."""
-        if not isinstance(self._pipelined, PipelinedTraining):
+        if not isinstance(self._in_stages(state.graphdef), PipelinedTraining):
             raise MissingCapabilityError(
                 "a step of this plan is one program, without actions to measure: plan with pp above 1, in one process, "
                 "or use jax.profiler"
@@ -236,10 +243,13 @@ class TrainStep:
         """
         state.require_alive()
         with self._mesh_set_aside():
-            if self._pipelined is not None:
-                params = self._pipelined.whole(state)
+            stages = self._in_stages(state.graphdef)
+            if stages is not None:
+                params = stages.whole(state)
             else:
-                params = self._fused(state).restore(state.params)
+                fused = self._fused(state)
+                fused.require(state)
+                params = fused.restore(state.params)
             parts = (params, state.random, state.other)
             if at is not None:
                 parts = jax.tree.map(lambda leaf: own_copy(leaf, at), parts)
@@ -247,43 +257,59 @@ class TrainStep:
 
     def original(self, state: TrainState) -> TrainState:
         """The state with parameters and the optimizer's values in the order of the model's own, to be saved or compared
-        with a state of another plan. `held` turns it back. Only a plan without pipeline stages has such a state."""
+        with a state of another plan. `held` turns it back. Only a plan without pipeline stages has such a state.
+        Raises PlanError for a state of another plan."""
         state.require_alive()
         fused = self._fused(state)
+        fused.require(state)
         with self._mesh_set_aside():
             optimizer = fused.restore_optimizer(state.optimizer, state.params)
-            return replace(state, params=fused.restore(state.params), optimizer=optimizer)
+            return replace(state, params=fused.restore(state.params), optimizer=optimizer, order=())
 
     def held(self, state: TrainState) -> TrainState:
-        """A state as `original` gives it → one to go on training with, on this plan's devices."""
+        """A state as `original` gives it → one to go on training with, on this plan's devices. Raises PlanError for one
+        that is held already."""
+        if state.order:
+            raise PlanError(
+                "held takes a state in the model's own order, and this one is held as a plan's: take "
+                "train.place(state), or other.original(state) first where it is another plan's"
+            )
         shardings = self._shardings(Parts(state.params, state.random, state.other, state.graphdef))
         fused = self._fused(state)
         with self._mesh_set_aside():
             optimizer = fused.hold_optimizer(state.optimizer, state.params)
-            held = replace(state, params=fused.hold(state.params), optimizer=optimizer)
+            held = replace(state, params=fused.hold(state.params), optimizer=optimizer, order=fused.order)
             found: TrainState = _copied(held, shardings)
         return found
 
     def place(self, state: TrainState) -> TrainState:
         """A state that was saved (`jax.device_get`, a checkpoint) → the same on this plan's devices, in memory of its
-        own. Raises PlanError for a state of another plan, MissingCapabilityError for stages that run as one program."""
+        own. Raises PlanError for a state of another plan, MissingCapabilityError for stages that run as one program.
+
+        A state knows how its fused matrices are held, where it is kept as a whole: a checkpoint of its arrays alone,
+        read into another plan's state, cannot be told apart from that plan's own. Save `original` then.
+        """
         state.require_alive()
-        if isinstance(self._pipelined, SpmdTraining):
+        stages = self._in_stages(state.graphdef)
+        if isinstance(stages, SpmdTraining):
             raise MissingCapabilityError(
                 "the stages of this plan run as one SPMD program, whose state this version does not place again: give "
                 "the parameters to train.init, or leave out one_program in one process"
             )
         with self._mesh_set_aside():
-            if self._pipelined is not None:
-                return self._pipelined.place(state)
+            if stages is not None:
+                return stages.place(state)
+            self._fused(state).require(state)
+            require_like(state.optimizer, jax.eval_shape(self.optimizer.init, state.params))
             shardings = self._shardings(Parts(state.params, state.random, state.other, state.graphdef))
             placed: TrainState = _copied(state, shardings)
         return placed
 
     def _fused(self, state: TrainState) -> FusedParameters:
-        if self._pipelined is not None:
+        if self._in_stages(state.graphdef) is not None:
             raise MissingCapabilityError(
-                "the plan has pipeline stages, whose state lies apart: take train.params(state), or plan with pp=1"
+                "the plan has pipeline stages, or computes units of a plain function again, and then the state lies "
+                "apart: take train.params(state), or plan with pp=1 and without recompute"
             )
         return FusedParameters.of(self.plan, Parts(state.params, None, None, state.graphdef).names)
 
@@ -357,12 +383,15 @@ class TrainStep:
             jax.tree.map(lambda _: whole, parts.random),
             jax.tree.map(lambda _: whole, parts.other),
             parts.graphdef,
+            FusedParameters.of(self.plan, parts.names).order,
         )
 
     def _compile(
         self, state: TrainState, structure: Any, dims: tuple[int | None, ...], _leaves: Sequence[Any]
     ) -> Callable[..., tuple[TrainState, Loss]]:
-        shardings = self._shardings(Parts(state.params, state.random, state.other, state.graphdef))
+        parts = Parts(state.params, state.random, state.other, state.graphdef)
+        FusedParameters.of(self.plan, parts.names).require(state)
+        shardings = self._shardings(parts)
         batch_shardings = tuple(
             NamedSharding(self.mesh, PartitionSpec(*([None] * dim), "dp")) if dim is not None else replicated(self.mesh)
             for dim in dims
@@ -379,14 +408,13 @@ class TrainStep:
             self.plan.microbatches,
             decision.loss_scope == "replica",
         )
-        names = Parts(state.params, None, None, state.graphdef).names
-        microbatches = TensorParallel.lay_out(microbatches, self.plan, self.mesh.abstract_mesh, names)
+        microbatches = TensorParallel.lay_out(microbatches, self.plan, self.mesh.abstract_mesh, parts.names)
 
         def step(state: TrainState, leaves: tuple[Any, ...]) -> tuple[TrainState, Loss]:
             loss, gradients, other = accumulate(microbatches, state, leaves, mesh=self.mesh, gradients_at=gradients_at)
             updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
-            return TrainState(state.step + 1, params, optimizer, state.random, other, state.graphdef), loss
+            return replace(state, step=state.step + 1, params=params, optimizer=optimizer, other=other), loss
 
         return jax.jit(
             step,
