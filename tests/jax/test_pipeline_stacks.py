@@ -12,6 +12,7 @@ from flax import linen, nnx
 
 import shardwright.jax as sw
 from shardwright.backends.jax.holding import Stack
+from shardwright.core.errors import PlanError
 from tests.jax.chains import (
     BATCH,
     LENGTH,
@@ -111,11 +112,9 @@ def test_a_state_of_other_rows_is_refused(graph: sw.Graph) -> None:
     )  # fmt: skip
     saved = jax.device_get(first.init(params()))
     for refuse in (second.place, lambda state: second(state, batches(1)[0])):
-        with pytest.raises(
-            sw.PlanError, match=r"of the state is float32\[\d, .* where one of this plan .*train\.params"
-        ):
+        with pytest.raises(PlanError, match=r"of the state is float32\[\d, .* where one of this plan .*train\.params"):
             refuse(saved)
-    with pytest.raises(sw.PlanError):
+    with pytest.raises(PlanError):
         alone.place(saved)
 
 

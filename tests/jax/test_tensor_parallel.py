@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shardwright.jax as sw
 from examples import gpt2_flax
+from shardwright.core.errors import PlanError
 from shardwright.core.layout import Layout, Split
 from shardwright.core.realise import realise
 from tests.jax import collectives, zoo_dropout
@@ -254,11 +255,11 @@ def test_a_state_held_for_another_tensor_axis_is_refused() -> None:
     saved = jax.device_get(two.init(create))
     other = r"in the order for a tensor axis of 2, and this plan's in the model's own.*other\.params\(state\)"
     for refuse in (alone.place, stages.place, alone.params, stages.params, alone.original, lambda s: alone(s, batch)):
-        with pytest.raises(sw.PlanError, match=other):
+        with pytest.raises(PlanError, match=other):
             refuse(saved)
-    with pytest.raises(sw.PlanError, match=r"model's own order, and this plan's in the order for a tensor axis of 2"):
+    with pytest.raises(PlanError, match=r"model's own order, and this plan's in the order for a tensor axis of 2"):
         two.place(jax.device_get(alone.init(create)))
-    with pytest.raises(sw.PlanError, match="held takes a state in the model's own order"):
+    with pytest.raises(PlanError, match="held takes a state in the model's own order"):
         two.held(saved)
     again = two.params(two.place(saved))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(again, nnx.Param), nnx.state(create(), nnx.Param))

@@ -12,6 +12,7 @@ from flax import linen, nnx
 
 import shardwright.jax as sw
 from examples import gpt2_flax, gpt2_linen
+from shardwright.core.errors import PlanError
 from shardwright.core.graph import Graph
 from tests.jax.plans import BATCH, CONFIG, LENGTH, batches, by_name, create, gpt2_graph, megatron, plan_of
 
@@ -336,7 +337,7 @@ def test_a_state_of_another_process_is_computed_again_too(mlp_graph: Graph) -> N
 
 def test_another_optimizers_state_is_not_placed(mlp_graph: Graph) -> None:
     one, other = (sw.train_step(mlp, make, plan_of(mlp_graph, 4, 2)) for make in (optax.adamw(0.1), optax.sgd(0.1)))
-    with pytest.raises(sw.PlanError, match=r"the state has \d+ arrays where one of this plan and optimizer has 0"):
+    with pytest.raises(PlanError, match=r"the state has \d+ arrays where one of this plan and optimizer has 0"):
         other.place(jax.device_get(one.init(mlp_params())))
 
 
