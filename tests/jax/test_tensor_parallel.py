@@ -252,7 +252,7 @@ def test_a_state_held_for_another_tensor_axis_is_refused() -> None:
 
     two, alone, stages = (trained(plan) for plan in (megatron(plan_of(graph, 1, 2)), plan_of(graph),
                                                      plan_of(graph, pp=2)))  # fmt: skip
-    saved = jax.device_get(two.init(create))
+    saved = jax.device_get(two.init(create()))
     other = r"in the order for a tensor axis of 2, and this plan's in the model's own.*other\.params\(state\)"
     for refuse in (alone.place, stages.place, alone.params, stages.params, alone.original, lambda s: alone(s, batch)):
         with pytest.raises(PlanError, match=other):
