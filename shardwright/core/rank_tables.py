@@ -280,11 +280,12 @@ class RankTables:
                 )
                 sent = 0
                 if self.ranks > 1:  # a value and a gradient at either end, on their way or there before they are used
-                    # Stages of one rank run in turn: as much is on its way as for the one that has most.
-                    # The gradient that a compiled backward makes for the stage before, its passes hold already.
-                    entering = 1 if table.found_bytes else 2
+                    # Stages of one rank run in turn: as much is on its way as for the one that has most. Compiled ones
+                    # are dispatched ahead, so that all have some; the gradient that such a backward makes for the stage
+                    # before, its passes hold already.
+                    entering, together = (1, sum) if table.found_bytes else (2, max)
                     crossing = (0, *table.boundary_bytes[1:], 0)
-                    sent = max(entering * crossing[a] + 2 * crossing[b] for a, b in held)
+                    sent = together(entering * crossing[a] + 2 * crossing[b] for a, b in held)
                 batch = table.batch_bytes(held)
                 away = max(sum(table.units[u].saved_bytes for u in table.offloaded if a <= u < b) for a, b in held)
                 found.append(_Held(elements, trained, updated, kept, working, sent, batch, away))
