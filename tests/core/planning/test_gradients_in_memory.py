@@ -191,8 +191,9 @@ def test_gradients_of_programs_wait_once_and_twice_where_replicas_sum_them(dp: i
     programs = replace(TIED.capabilities, gradients_when_made=False, bucket_bytes=0, stages_are_programs=True)
     few = tuple(replace(p, trainable=not frozen or ".fc" in p.name) for p in TIED.parameters)
     plan = planned(replace(TIED, capabilities=programs, parameters=few), 2, dp, 4, schedule="1f1b")
-    sent = 2 * plan.costs.boundary_bytes[plan.decision.stage_starts[1]]
-    for use in plan.predicted.memory_by_stage_rank:
+    crossing = plan.costs.boundary_bytes[plan.decision.stage_starts[1]]
+    # A value and its gradient; the gradient that the second stage makes for the first is among what its backward holds.
+    for use, sent in zip(plan.predicted.memory_by_stage_rank, (2 * crossing, crossing), strict=True):
         waiting = use.buffers_bytes - sent - UNCOUNTED_BYTES
         if dp == 2:
             assert waiting == 2 * use.gradients_bytes, "what passes hold for a while is less"
