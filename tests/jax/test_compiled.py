@@ -1,12 +1,14 @@
 """Programs that are alike are compiled once, and moved to the devices of the others."""
 
 import gc
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import SingleDeviceSharding
 
 from shardwright.backends.jax.compiled import Compiler, lower, uncollected
@@ -44,6 +46,34 @@ def test_a_jax_that_keeps_programs_otherwise_is_named(monkeypatch: pytest.Monkey
     assert (compiler.done.programs, compiler.done.compiled) == (2, 2)
     (found,) = runs[1](*jax.device_put([jnp.eye(4), jnp.eye(4)], devices[1]))
     assert found.devices() == {devices[1]}
+
+
+def test_programs_from_jaxs_persistent_cache_run_on_every_device(tmp_path: Path) -> None:
+    """Serialised again, they would have lost functions; so each is compiled, or found in the cache, by itself."""
+    named = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: jax.config.values[name] for name in named}
+    compilation_cache.reset_cache()
+    for name, value in zip(named, (str(tmp_path), 0), strict=True):
+        jax.config.update(name, value)
+    devices, shape = jax.devices()[:2], jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    x = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)
+    try:
+        for _ in range(2):  # the second time from the cache
+            with Compiler() as compiler:
+                waiting = []
+                for device in devices:
+                    at = SingleDeviceSharding(device)
+                    program = lower(lambda x: (jax.nn.softmax(jax.nn.softmax(x @ x) @ x),), (shape,), (at,), (at,), ())
+                    waiting.append(compiler.start(program, (device,)))
+                runs = [wait() for wait in waiting]
+            for device, run in zip(devices, runs, strict=True):
+                (found,) = run(jax.device_put(x, device))
+                np.testing.assert_allclose(found, jax.nn.softmax(jax.nn.softmax(x @ x) @ x), rtol=1e-5)
+        assert list(tmp_path.iterdir()), "nothing was cached"
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 def test_a_program_with_a_callback_stays_where_it_is() -> None:
