@@ -1,9 +1,8 @@
-"""GPT-2 for the tests of training: plans for it, batches, and the unsplit model's run.
+"""GPT-2 for the tests of training: plans for it, and batches.
 
 Beside the planner's own plans there are some with the tensor layouts that a large model would get.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,6 @@ from flax import nnx
 
 import shardwright.jax as sw
 from examples import gpt2_flax
-from shardwright.backends.jax.tree import dotted
 from shardwright.core.graph import Graph
 from shardwright.core.layout import Layout, Split
 
@@ -69,43 +67,3 @@ def weighted_loss(model: gpt2_flax.GPT2, batch: dict[str, jax.Array]) -> tuple[j
     counted = (tokens[:, 1:] < CONFIG.vocab_size // 3).astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     return (losses * counted).sum() / counted.sum(), counted.sum()
-
-
-def reference(loss_fn: Callable[..., Any], steps: int = STEPS) -> tuple[list[float], dict[str, np.ndarray]]:
-    """The unsplit model on one device, written with nothing of Shardwright: microbatch after microbatch, losses
-    combined by weight. Losses, and the gradients of the first step."""
-    graphdef, params = nnx.split(create(), nnx.Param, ...)[:2]
-    rest = nnx.split(create(), nnx.Param, ...)[2]
-    optimizer = optax.adamw(1e-3)
-    state = optimizer.init(params)
-
-    @jax.jit
-    def weighted(params: Any, batch: Any) -> Any:
-        def total(params: Any) -> Any:
-            found = loss_fn(nnx.merge(graphdef, params, rest), batch)
-            loss, weight = found if isinstance(found, tuple) else (found, jnp.float32(1))
-            return loss * weight, weight
-
-        return jax.value_and_grad(total, has_aux=True)(params)
-
-    losses: list[float] = []
-    first: dict[str, np.ndarray] = {}
-    for batch in batches(steps):
-        loss_sum, weight_sum = 0.0, 0.0
-        total = jax.tree.map(jnp.zeros_like, params)
-        for start in range(0, BATCH, MICROBATCH):
-            micro = {key: value[start : start + MICROBATCH] for key, value in batch.items()}
-            (loss, weight), gradients = weighted(params, micro)
-            loss_sum, weight_sum = loss_sum + float(loss), weight_sum + float(weight)
-            total = jax.tree.map(jnp.add, total, gradients)
-        mean = jax.tree.map(lambda g, w=weight_sum: g / w, total)
-        if not first:
-            first = by_name(mean)
-        updates, state = optimizer.update(mean, state, params)
-        params = optax.apply_updates(params, updates)
-        losses.append(loss_sum / weight_sum)
-    return losses, first
-
-
-def by_name(state: Any) -> dict[str, np.ndarray]:
-    return {dotted(path): np.asarray(variable.get_value()) for path, variable in nnx.to_flat_state(state)}

@@ -1,6 +1,5 @@
 """Training under a plan gives the unsplit model's losses and gradients."""
 
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +10,10 @@ import pytest
 import shardwright.jax as sw
 from examples import gpt2_flax
 from shardwright.core.graph import Graph
-from tests.jax.chains import recording
-from tests.jax.plans import (
-    CONFIG,
-    MICROBATCH,
-    batches,
-    by_name,
-    create,
-    gpt2_graph,
-    megatron,
-    plan_of,
-    reference,
-    weighted_loss,
-)
+from tests.jax.chains import Run, module_reference, named, recording, require_same_gradients
+from tests.jax.plans import CONFIG, MICROBATCH, batches, create, gpt2_graph, megatron, plan_of, weighted_loss
+
+LOSSES = {"mean": gpt2_flax.next_token_loss, "weighted": weighted_loss}
 
 
 @pytest.fixture(scope="module")
@@ -32,43 +22,35 @@ def graph() -> Graph:
 
 
 @pytest.fixture(scope="module")
-def references() -> dict[str, tuple[list[float], dict[str, np.ndarray]]]:
+def references() -> dict[str, Run]:
     return {
-        "mean": reference(gpt2_flax.next_token_loss),
-        "weighted": reference(weighted_loss),
+        kind: module_reference(loss, create, optax.adamw(1e-3), batches(), MICROBATCH) for kind, loss in LOSSES.items()
     }
 
 
-LOSSES = {"mean": gpt2_flax.next_token_loss, "weighted": weighted_loss}
 CASES = [(2, 1, "mean"), (1, 2, "mean"), (2, 2, "mean"), (4, 2, "mean"), (4, 2, "weighted")]
 
 
 @pytest.mark.parametrize(("dp", "tp", "kind"), CASES)
 def test_losses_of_twenty_steps_and_gradients_of_the_first(
-    graph: Graph, references: Any, dp: int, tp: int, kind: str
+    graph: Graph, references: dict[str, Run], dp: int, tp: int, kind: str
 ) -> None:
     """Losses 1e-5 relative; ‖g − g_ref‖ ≤ 1e-4 · ‖g_ref‖ + 1e-6 · ‖all g_ref‖ for every tensor."""
     plan = megatron(plan_of(graph, dp, tp, MICROBATCH))
     train = sw.train_step(LOSSES[kind], recording(optax.adamw(1e-3)), plan, devices=jax.devices()[: dp * tp])
     state = train.init(create)
     losses: list[float] = []
-    expected_losses, expected = references[kind]
-    everything = np.sqrt(sum(np.sum(g.astype(np.float64) ** 2) for g in expected.values()))
     for batch in batches():
         state, loss = train(state, batch)
         if not losses:
-            found = by_name(train.original(state).optimizer[1])
-            assert found.keys() == expected.keys()
-            for name, gradient in expected.items():
-                difference = np.linalg.norm(found[name] - gradient)
-                assert difference <= 1e-4 * np.linalg.norm(gradient) + 1e-6 * everything, name
+            require_same_gradients(named(train.original(state).optimizer[1]), references[kind].gradients)
         losses.append(float(loss))
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    np.testing.assert_allclose(losses, references[kind].losses, rtol=1e-5)
     assert max(losses) - min(losses) > 1e-3, "nothing moved, so nothing was compared"
 
 
 @pytest.mark.parametrize("shard", [1, 2, 3])
-def test_sharded_states_change_nothing(graph: Graph, references: Any, shard: int) -> None:
+def test_sharded_states_change_nothing(graph: Graph, references: dict[str, Run], shard: int) -> None:
     plan = megatron(plan_of(graph, 4, 2, MICROBATCH, shard=shard))
     assert plan.decision.shard == shard
     train = sw.train_step(gpt2_flax.next_token_loss, optax.adamw(1e-3), plan)
@@ -83,11 +65,13 @@ def test_sharded_states_change_nothing(graph: Graph, references: Any, shard: int
     for batch in batches(5):
         state, loss = train(state, batch)
         losses.append(float(loss))
-    np.testing.assert_allclose(losses, references["mean"][0][:5], rtol=1e-5)
+    np.testing.assert_allclose(losses, references["mean"].losses[:5], rtol=1e-5)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputed_activations_change_nothing_but_are_not_kept(graph: Graph, references: Any, recompute: str) -> None:
+def test_recomputed_activations_change_nothing_but_are_not_kept(
+    graph: Graph, references: dict[str, Run], recompute: str
+) -> None:
     def step(recompute: str) -> tuple[sw.TrainStep, sw.TrainState, str]:
         plan = plan_of(graph, 2, 1, MICROBATCH, recompute=recompute)
         train = sw.train_step(gpt2_flax.next_token_loss, optax.adamw(1e-3), plan, devices=jax.devices()[:2])
@@ -99,18 +83,18 @@ def test_recomputed_activations_change_nothing_but_are_not_kept(graph: Graph, re
     for batch in batches(5):
         state, loss = train(state, batch)
         losses.append(float(loss))
-    np.testing.assert_allclose(losses, references["mean"][0][:5], rtol=1e-5)
+    np.testing.assert_allclose(losses, references["mean"].losses[:5], rtol=1e-5)
     # Again in the backward pass: the two products of attention; or those and three of the block's four, as no gradient
     # needs what the last one makes.
     again = {"selective": 2, "full": 5}[recompute] * CONFIG.n_layer
     assert program.count("dot_general") == step("none")[2].count("dot_general") + again
 
 
-def test_bf16_computes_in_bf16_and_keeps_fp32_parameters(graph: Graph, references: Any) -> None:
+def test_bf16_computes_in_bf16_and_keeps_fp32_parameters(graph: Graph, references: dict[str, Run]) -> None:
     train = sw.train_step(
         gpt2_flax.next_token_loss, optax.adamw(1e-3), plan_of(graph, precision="bf16"), devices=jax.devices()[:1]
     )
     state, loss = train(train.init(create), batches(1)[0])
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
-    exact = references["mean"][0][0]
+    exact = references["mean"].losses[0]
     assert 0 < abs(float(loss) - exact) < 2e-2 * exact

@@ -3,7 +3,6 @@ the others and leaves nothing behind."""
 
 import os
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,15 +19,10 @@ from shardwright.backends.jax.pipeline import Pipeline
 from shardwright.core.graph import Graph
 from tests.jax.chains import batches, graph_of, loss_fn, maker, module_reference, plan_of
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 LIMIT_S = 60.0
 create = maker(2)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

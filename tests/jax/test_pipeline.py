@@ -1,7 +1,7 @@
 """Pipelines of JAX models: every schedule gives the unsplit model's losses and gradients, and each device holds its own
 stage."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -31,17 +31,11 @@ from tests.jax.chains import (
     require_same_run,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 BLOCKS = 6
 STEPS = 3
 create = maker(BLOCKS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation() -> Iterator[None]:
-    """These tests compile much and run little; `test_pipeline_models` runs what users run."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Pipelines of whole models, in NNX and in Linen: losses of 20 steps and first gradients as the unsplit model's."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,14 +13,9 @@ import shardwright.jax as sw
 from tests.jax import zoo_linen, zoo_nnx
 from tests.jax.chains import Run, module_reference, named, plan_of, recording, reference, require_same_run
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 BATCH, STEPS = zoo_nnx.BATCH, 20
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def shapes(batch: dict[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:

@@ -1,6 +1,5 @@
 """Layers in a stack that a `lax.scan` goes over: stages hold their rows, and run their iterations."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,14 +24,9 @@ from tests.jax.chains import (
     reference,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 LAYERS = 6
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def params() -> dict[str, Any]:

@@ -19,7 +19,8 @@ from shardwright.core.errors import PlanError
 from shardwright.core.layout import Layout, Split
 from shardwright.core.realise import realise
 from tests.jax import collectives, zoo_dropout
-from tests.jax.plans import BATCH, CONFIG, batches, by_name, create, gpt2_graph, megatron, plan_of
+from tests.jax.chains import named
+from tests.jax.plans import BATCH, CONFIG, batches, create, gpt2_graph, megatron, plan_of
 
 ACTIVATION_BYTES = 4 * zoo_dropout.BATCH * zoo_dropout.LENGTH * zoo_dropout.WIDTH
 
@@ -218,13 +219,13 @@ def test_states_in_the_models_own_order() -> None:
     model = create()
     kernel = np.asarray(model.h[0].attn.c_attn.kernel.get_value())
     state = train.init(model)
-    held = by_name(state.params)["h.0.attn.c_attn.kernel"]
+    held = named(state.params)["h.0.attn.c_attn.kernel"]
     width = CONFIG.n_embd
     half = width // 2
     order = [block * width + piece * half + i for piece in (0, 1) for block in (0, 1, 2) for i in range(half)]
     np.testing.assert_array_equal(held, kernel[:, order])
     np.testing.assert_array_equal(train.params(state).h[0].attn.c_attn.kernel.get_value(), kernel)
-    np.testing.assert_array_equal(by_name(train.original(state).params)["h.0.attn.c_attn.kernel"], kernel)
+    np.testing.assert_array_equal(named(train.original(state).params)["h.0.attn.c_attn.kernel"], kernel)
 
     first, second = batches(2)
     state, _ = train(state, first)

@@ -1,6 +1,5 @@
 """Models on the tensor axis, dropout on: losses of 20 steps and first gradients as the unsplit model's."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,57 +12,42 @@ from flax import nnx
 import shardwright.jax as sw
 from shardwright.backends.jax.state import Parts
 from shardwright.backends.jax.tensor_parallel import FusedParameters
-from tests.jax import zoo_dropout, zoo_linen
+from tests.jax import chains, zoo_dropout, zoo_linen
 from tests.jax.chains import Run, named, recording, require_same_gradients, require_same_run
 from tests.jax.chains import plan_of as plan_of_graph
 from tests.jax.test_pipeline_models import case
 from tests.jax.zoo_dropout import BATCH, MODELS
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 STEPS, MICROBATCH = 20, 2
 OPTIMIZER = optax.adamw(1e-3)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def reference(model: str) -> Run:
-    """The unsplit model on one device, written with nothing of Shardwright: microbatch after microbatch, losses
-    combined by weight, every random key folded with the step and the number of the microbatch."""
+    """The unsplit model, every random key folded with the step and the number of the microbatch."""
     create, loss = MODELS[model]
     graphdef, params, random, rest = nnx.split(create(), nnx.Param, nnx.RngState, ...)
 
-    def total(params: Any, step: Any, m: Any, batch: Any) -> Any:
+    def drawing(params: Any, batch: dict[str, jax.Array]) -> Any:
+        step, number = batch["step"][0], batch["number"][0]
+
         def fold(leaf: jax.Array) -> jax.Array:
             if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 return jnp.zeros_like(leaf)
-            return jax.random.fold_in(jax.random.fold_in(leaf, step), m)
+            return jax.random.fold_in(jax.random.fold_in(leaf, step), number)
 
         parts = jax.tree.map(lambda leaf: leaf, (params, jax.tree.map(fold, random), rest))
-        found = loss(nnx.merge(graphdef, *parts), batch)
-        value, weight = found if isinstance(found, tuple) else (found, jnp.float32(1))
-        return value * weight, weight
+        return loss(
+            nnx.merge(graphdef, *parts), {name: batch[name] for name in batch if name not in ("step", "number")}
+        )
 
-    gradient = jax.jit(jax.value_and_grad(total, has_aux=True))
-    update = jax.jit(OPTIMIZER.update)
-    state, losses, first = OPTIMIZER.init(params), [], {}
-    for step, batch in enumerate(zoo_dropout.batches(model, STEPS)):
-        loss_sum = weight_sum = 0.0
-        summed = jax.tree.map(jnp.zeros_like, params)
-        for m in range(BATCH // MICROBATCH):
-            part = {key: value[m * MICROBATCH : (m + 1) * MICROBATCH] for key, value in batch.items()}
-            (value, weight), found = gradient(params, jnp.int32(step), jnp.int32(m), part)
-            loss_sum, weight_sum = loss_sum + float(value), weight_sum + float(weight)
-            summed = jax.tree.map(jnp.add, summed, found)
-        mean = jax.tree.map(lambda g, w=weight_sum: g / w, summed)
-        first = first or named(mean)
-        updates, state = update(mean, state, params)
-        params = optax.apply_updates(params, updates)
-        losses.append(loss_sum / weight_sum)
-    return Run(losses, first, named(params))
+    numbers = np.arange(BATCH, dtype=np.int32)
+    steps = [
+        batch | {"step": np.full_like(numbers, step), "number": numbers // MICROBATCH}
+        for step, batch in enumerate(zoo_dropout.batches(model, STEPS))
+    ]
+    return chains.reference(drawing, params, OPTIMIZER, steps, MICROBATCH)
 
 
 _GRAPHS: dict[str, sw.Graph] = {}

@@ -1,6 +1,5 @@
 """Training under a plan: what each device holds, functions of every form, and what is refused."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,15 +13,10 @@ import shardwright.jax as sw
 from examples import gpt2_flax, gpt2_linen
 from shardwright.core.errors import PlanError
 from shardwright.core.graph import Graph
-from tests.jax.plans import BATCH, CONFIG, LENGTH, batches, by_name, create, gpt2_graph, megatron, plan_of
+from tests.jax.chains import named
+from tests.jax.plans import BATCH, CONFIG, LENGTH, batches, create, gpt2_graph, megatron, plan_of
 
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation() -> Iterator[None]:
-    """These tests compile much and run little; `test_equality` runs what users run."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +42,7 @@ def test_every_device_holds_its_share(graph: Graph) -> None:
     train = sw.train_step(gpt2_flax.next_token_loss, optax.adamw(1e-3), plan)
     state, _ = train(train.init(create), batches(1)[0])
     split = {name for name, layout in plan.parameter_layouts("jax").items() if not layout.is_replicated}
-    sizes = {name: leaf.nbytes for name, leaf in by_name(state.params).items()}
+    sizes = {name: leaf.nbytes for name, leaf in named(state.params).items()}
     expected = sum(size // 2 if name in split else size for name, size in sizes.items())
     assert expected < 0.6 * sum(sizes.values())
     for device in jax.devices():
