@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from shardwright.core.errors import PlanError, ScheduleError
+from shardwright.core.errors import PlanError, ScheduleError, nearest
 from shardwright.core.layout import Layout
 from shardwright.core.memory import Recompute
 from shardwright.core.mesh import Mesh
-from shardwright.core.schedule import AUTO, Schedule, StageCosts
+from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.family import Sizes
 from shardwright.core.schedule.files import from_csv
@@ -57,6 +57,7 @@ class Decision:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise PlanError(f"{name}={value!r}: expected a whole number of at least 1")
+        require_schedule(self.schedule)
         if self.batch % (self.dp * self.microbatch):
             raise PlanError(
                 f"batch={self.batch} is not a multiple of dp · microbatch = {self.dp} · {self.microbatch}: "
@@ -129,13 +130,21 @@ class Decision:
         return self.batch // (self.dp * self.microbatch)
 
 
+def require_schedule(name: str) -> None:
+    """Raise PlanError, with the nearest name, unless there is such a schedule."""
+    names = (*schedule_names(), AUTO)
+    if name not in names:
+        raise PlanError(f"schedule={name!r}: {nearest(str(name), names)}")
+
+
 @lru_cache(maxsize=256)
 def placement_of(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
     """For every stage the pipeline rank that holds it, however many microbatches there are; two rounds of the pipeline
     are as many as any schedule asks for. Raises ScheduleError for sizes that the schedule does not admit."""
-    if (reason := FAMILIES[schedule].refusal(Sizes(ranks, 2 * ranks, virtual_stages))) is not None:
+    family = FAMILIES[schedule]
+    if (reason := family.refusal(Sizes(ranks, 2 * ranks, virtual_stages))) is not None:
         raise ScheduleError(f"{schedule} does not admit these sizes: {reason}")
-    return FAMILIES[schedule].placement(ranks, virtual_stages)
+    return family.placement(ranks, virtual_stages)
 
 
 def summarize(decision: Decision) -> str:

@@ -9,12 +9,11 @@ from pydantic import ValidationError
 
 from shardwright.core import plan as p
 from shardwright.core.decision import Decision
-from shardwright.core.errors import PlanFileError, ShardwrightError, nearest
+from shardwright.core.errors import PlanFileError, ShardwrightError
 from shardwright.core.fold import CallRef
 from shardwright.core.layout import Layout, Partial, Placement, Split
 from shardwright.core.memory import MemoryUse
 from shardwright.core.plan_schema import FORMAT, VERSION, BindingFile, DecisionFile, PlacementFile, PlanFile, Section
-from shardwright.core.schedule import AUTO, schedule_names
 from shardwright.core.solver import Alternative
 from shardwright.core.structure import Binding, Structure, UnitBinding
 from shardwright.core.tensor_layouts import Rates
@@ -191,16 +190,12 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def _plan(file: PlanFile) -> p.Plan:
-    d = file.decision
-    names = (*schedule_names(), AUTO)
-    if d.schedule not in names:
-        raise PlanFileError(f"decision.schedule: {nearest(d.schedule, names)}; given {d.schedule!r}")
     structure = Structure(
         tuple(file.model.unit_classes),
         tuple(tuple((role, tuple(shape)) for role, shape in slots.items()) for slots in file.model.classes),
         tuple(tuple(tie) for tie in file.model.ties),
     )
-    decision = _decision_in(d)
+    decision = _decision_in(file.decision)
     _require_consistent(file, structure)
     return p.Plan(
         decision=decision,

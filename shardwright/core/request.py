@@ -6,12 +6,12 @@ from typing import Any
 
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.cost.work import PRECISION_BYTES
-from shardwright.core.decision import LossScope
+from shardwright.core.decision import LossScope, require_schedule
 from shardwright.core.errors import PlanError, nearest
 from shardwright.core.memory import OPTIMIZER_STATES
 from shardwright.core.partition.partitioners import DEFAULT, require_partitioner
 from shardwright.core.pin import Pin
-from shardwright.core.schedule import AUTO, schedule_names
+from shardwright.core.schedule import AUTO
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.family import Family, Sizes
 
@@ -96,9 +96,8 @@ class Request:
             raise PlanError("stage_starts are given without pp: pin pp as well, there is one entry for each stage")
         if self.optimizer not in OPTIMIZER_STATES:
             raise PlanError(f"optimizer={self.optimizer!r}: {nearest(str(self.optimizer), OPTIMIZER_STATES)}")
-        names = (*schedule_names(), AUTO)
-        if self.schedule is not None and self.schedule not in names:
-            raise PlanError(f"no schedule is named {self.schedule!r}: {nearest(str(self.schedule), names)}")
+        if self.schedule is not None:
+            require_schedule(self.schedule)
         if self.placement_order is not None and sorted(str(self.placement_order)) != ["D", "P", "T"]:
             raise PlanError(
                 f"placement_order={self.placement_order!r}: expected an order of the letters D, P and T, such as PDT; "

@@ -13,18 +13,17 @@ from shardwright.backends.torch.messages.owners import Owners
 from shardwright.backends.torch.messages.planning import count_flops, divide_modules, with_containers
 from shardwright.backends.torch.program import Tree
 from shardwright.backends.torch.results import Returned
-from shardwright.backends.torch.runtime import StepBody
+from shardwright.backends.torch.runtime import Runtime, StepBody
 from shardwright.backends.torch.stage_map import StageMap
 from shardwright.core.errors import CaptureError, MissingCapabilityError, PlanError, UnrecordableError
 from shardwright.core.graph import Graph
-from shardwright.torch.model import DistributedModel
 from shardwright.torch.planning import capture_at_first_step, plan_at_first_step
 from shardwright.torch.session import Session
 
 
 def run_step(
     session: Session,
-    model: DistributedModel,
+    runtime: Runtime,
     signature: Hashable,
     body: StepBody,
     microbatches: Sequence[Sequence[torch.Tensor]],
@@ -34,11 +33,11 @@ def run_step(
 
     Raises UnrecordableError: the step cannot be recorded, and ``pipeline_mode`` is "recorded".
     """
-    runtime, mode = model.runtime, session.config.pipeline_mode
+    mode = session.config.pipeline_mode
     if mode == "messages" and runtime.messages is None:
-        start_messages(session, model, body, microbatches[0])
+        start_messages(session, runtime, body, microbatches[0])
     if runtime.messages is None and runtime.stage_map is None:
-        _split(session, model, body, microbatches[0])
+        _split(session, runtime, body, microbatches[0])
     prepared = None
     if runtime.messages is None and mode == "auto":
         failed: UnrecordableError | None = None
@@ -49,19 +48,17 @@ def run_step(
         # Pipeline peers have the same batch and come to the same end; replicas may not.
         if failed is not None if session.bound.size("dp") == 1 else _anywhere(failed is not None, session):
             _say(session, failed)
-            start_messages(session, model, body, microbatches[0])
+            start_messages(session, runtime, body, microbatches[0])
     return runtime.step(signature, body, microbatches, samples, prepared)
 
 
-def start_messages(
-    session: Session, model: DistributedModel, body: StepBody, microbatch: Sequence[torch.Tensor]
-) -> None:
+def start_messages(session: Session, runtime: Runtime, body: StepBody, microbatch: Sequence[torch.Tensor]) -> None:
     """From now on steps run by messages. A model that is not split yet is divided by its module tree; every rank takes
     the division of rank 0.
 
     Raises MissingCapabilityError: the configuration or the plan asks for what recorded pipelines alone do.
     """
-    runtime, config = model.runtime, session.config
+    config = session.config
     _refuse_what_is_recorded_only(session)
     if session.bound.size("tp") > 1 and session.bound.rank == 0:
         warnings.warn(
@@ -78,10 +75,10 @@ def start_messages(
         given = with_containers(given)
     else:
         session.plan = None
-        given = _divided(session, model, body, microbatch)
+        given = _divided(session, runtime, body, microbatch)
     pipeline = config.pipeline if isinstance(config.pipeline, str) else config.pipeline.name
     runtime.run_by_messages(
-        Owners.of(model.module, given),
+        Owners.of(runtime.model, given),
         microbatches=session.microbatches,
         active=config.active_microbatches,
         schedule=pipeline,
@@ -105,16 +102,15 @@ def _refuse_what_is_recorded_only(session: Session) -> None:
         )
 
 
-def _split(session: Session, model: DistributedModel, body: StepBody, microbatch: Sequence[torch.Tensor]) -> None:
+def _split(session: Session, runtime: Runtime, body: StepBody, microbatch: Sequence[torch.Tensor]) -> None:
     """Plan and split the model; without a plan, and by messages, where the step cannot be recorded."""
-    runtime = model.runtime
     recorded_only = session.config.pipeline_mode == "recorded"
     graph: Graph | None = None
     failed: CaptureError | None = None
     try:
-        graph = capture_at_first_step(model, body, list(microbatch))
+        graph = capture_at_first_step(runtime, body, list(microbatch))
     except CaptureError as error:
-        failed = error if isinstance(error, UnrecordableError) else _why_unrecordable(model, body, microbatch)
+        failed = error if isinstance(error, UnrecordableError) else _why_unrecordable(runtime, body, microbatch)
         if failed is None:
             raise
         if recorded_only:
@@ -122,10 +118,10 @@ def _split(session: Session, model: DistributedModel, body: StepBody, microbatch
     if not recorded_only and _anywhere(failed is not None, session):
         # Ops that depend on values are captured on real ones, which may differ between ranks that are not in line yet.
         _say(session, failed)
-        start_messages(session, model, body, microbatch)
+        start_messages(session, runtime, body, microbatch)
         return
     assert graph is not None
-    stage_map = plan_at_first_step(session, model, graph)
+    stage_map = plan_at_first_step(session, runtime.model, graph)
     if session.bound.size("dp") > 1:
         failed = _replicas_differ(stage_map, session)
         if failed is not None and recorded_only:
@@ -138,17 +134,15 @@ def _split(session: Session, model: DistributedModel, body: StepBody, microbatch
         failed = error
     if not recorded_only and _anywhere(failed is not None, session):
         _say(session, failed)
-        start_messages(session, model, body, microbatch)
+        start_messages(session, runtime, body, microbatch)
     else:
         runtime.split(stage_map)
 
 
-def _why_unrecordable(
-    model: DistributedModel, body: StepBody, microbatch: Sequence[torch.Tensor]
-) -> UnrecordableError | None:
+def _why_unrecordable(runtime: Runtime, body: StepBody, microbatch: Sequence[torch.Tensor]) -> UnrecordableError | None:
     """Why a step cannot be recorded; None when it is something else that capture did not like."""
     try:
-        model.runtime.try_recording(body, microbatch)
+        runtime.try_recording(body, microbatch)
     except UnrecordableError as error:
         return error
     except CaptureError:
@@ -188,22 +182,19 @@ def _say(session: Session, error: CaptureError | None) -> None:
         )
 
 
-def _divided(
-    session: Session, model: DistributedModel, body: StepBody, microbatch: Sequence[torch.Tensor]
-) -> dict[str, int]:
+def _divided(session: Session, runtime: Runtime, body: StepBody, microbatch: Sequence[torch.Tensor]) -> dict[str, int]:
     found: list[Any] = [None]
     session.watch.doing("dividing the model")
     if session.bound.rank == 0:
         flops: dict[str, int] = {}
-        runtime = model.runtime
-        if not any(tensor.is_meta for tensor in (*model.module.parameters(), *model.module.buffers())):
-            place = next((p.device for p in model.module.parameters()), session.bound.device)
+        if not any(tensor.is_meta for tensor in (*runtime.model.parameters(), *runtime.model.buffers())):
+            place = next((p.device for p in runtime.model.parameters()), session.bound.device)
             inputs = [tensor.detach().to(place).clone() for tensor in microbatch]
             # What fails here fails in the step, on every rank.
             with contextlib.suppress(Exception):
-                flops = count_flops(model.module, lambda: runtime.try_running(body, inputs))
+                flops = count_flops(runtime.model, lambda: runtime.try_running(body, inputs))
         try:
-            found = [dict(divide_modules(model.module, session.bound.size("pp"), flops).owners)]
+            found = [dict(divide_modules(runtime.model, session.bound.size("pp"), flops).owners)]
         except PlanError as error:
             found = [str(error)]
     if session.bound.mesh.size > 1:

@@ -39,7 +39,7 @@ class DistributedModel(nn.Module):
     def __init__(self, module: nn.Module, weights: Weights | None = None) -> None:
         super().__init__()
         session = sessions.current()
-        if session.model is not None:
+        if session.runtime is not None:
             raise ShardwrightError("this version runs one DistributedModel per process: put both into one module")
         if session.bound.size("tp") > 1:
             replace_registered(module)
@@ -55,7 +55,7 @@ class DistributedModel(nn.Module):
         if session.config.compile:
             self.runtime.compiler = Compiler("inductor" if session.config.compile is True else session.config.compile)
         self.runtime.listeners.append(self._watch_clipping)
-        session.model = self
+        session.runtime = self.runtime
         if session.plan is not None:
             names = tuple(name for name, _ in module.named_parameters())
             session.plan.require_model("torch", names, type(module).__name__)

@@ -20,16 +20,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         # Deliberately not torch's own __init__: the groups and the state are those of the wrapped optimizer.
         session = sessions.current()
-        if session.model is None:
+        runtime = session.runtime
+        if runtime is None:
             raise ShardwrightError("wrap the model first: sw.DistributedModel(model), then the optimizer")
         self.optimizer = optimizer
-        runtime = session.model.runtime
         self._holding, self._bound, self._watch = runtime.holding, session.bound, session.watch
         self._gradients = runtime.gradients
         self._names: list[list[str | torch.Tensor]] = []
         self._note_groups()
         self._rebind()
-        session.model.runtime.listeners.append(self._rebind)
+        runtime.listeners.append(self._rebind)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.agreement import compare_over
-from shardwright.backends.torch.runtime import StepBody
+from shardwright.backends.torch.runtime import Runtime, StepBody
 from shardwright.backends.torch.stage_map import StageMap
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import PlanError, ShardwrightError
@@ -19,18 +19,17 @@ from shardwright.core.hardware import Device, load_profile
 from shardwright.core.plan import Plan
 from shardwright.core.schedule import AUTO, Schedule, schedule_names
 from shardwright.torch.config import Config
-from shardwright.torch.model import DistributedModel
 from shardwright.torch.session import Session
 
 
-def capture_at_first_step(model: DistributedModel, body: StepBody, microbatch: list[torch.Tensor]) -> Graph:
+def capture_at_first_step(runtime: Runtime, body: StepBody, microbatch: list[torch.Tensor]) -> Graph:
     """The model as the step calls it. Raises CaptureError."""
     from shardwright.backends.torch import TorchBackend
 
-    args, kwargs = model.runtime.find_model_call(body, microbatch)
-    sample = _sample(model.module, args, kwargs)
+    args, kwargs = runtime.find_model_call(body, microbatch)
+    sample = _sample(runtime.model, args, kwargs)
     _require_batch(sample)
-    return TorchBackend().capture(model.module, sample, require_loss=False)
+    return TorchBackend().capture(runtime.model, sample, require_loss=False)
 
 
 def _layouts(asked: Any, module: nn.Module) -> Any:
@@ -46,7 +45,7 @@ def _layouts(asked: Any, module: nn.Module) -> Any:
     return shipped
 
 
-def plan_at_first_step(session: Session, model: DistributedModel, graph: Graph) -> StageMap:
+def plan_at_first_step(session: Session, model: nn.Module, graph: Graph) -> StageMap:
     """Plan the captured model with the configuration's degrees. Every rank calls this and comes to the same plan, which
     is compared. Raises PlanError when no plan satisfies the degrees."""
     from shardwright.api import plan as search
@@ -61,8 +60,8 @@ def plan_at_first_step(session: Session, model: DistributedModel, graph: Graph) 
         pp=pp, tp=bound.size("tp"), dp=dp, sequence_parallel=_divides_sequence(config),
         microbatch=samples, schedule=_schedule_for_cut(config),
         virtual_stages=config.virtual_stages, recompute=config.recompute,
-        loss_scope=config.loss_scope, shard=0, precision=_precision(model.module),
-        layouts=_layouts(config.layouts, model.module),
+        loss_scope=config.loss_scope, shard=0, precision=_precision(model),
+        layouts=_layouts(config.layouts, model),
     )  # fmt: skip
     session.plan = plan
     schedule = config.schedule(plan.stage_costs())

@@ -20,9 +20,9 @@ def record_timeline() -> Iterator[list[Timeline]]:
         ShardwrightError: there is no model yet, or timelines are recorded already.
     """
     session = sessions.current()
-    if session.model is None:
+    runtime = session.runtime
+    if runtime is None:
         raise ShardwrightError("wrap the model first: sw.DistributedModel(model)")
-    runtime = session.model.runtime
     if runtime.recorders is not None:
         raise ShardwrightError("timelines are being recorded already: leave the other record_timeline() first")
     runtime.recorders = []

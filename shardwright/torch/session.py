@@ -5,7 +5,7 @@ import gc
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,15 +14,13 @@ from torch.distributed import ProcessGroup
 from shardwright.backends.torch import CAPABILITIES
 from shardwright.backends.torch.mesh import BoundMesh, bind
 from shardwright.backends.torch.process import choose_device, start, this_launch
+from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.stage_map import require_whole_backward
 from shardwright.backends.torch.watch import Watch, watch_for_stop
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 from shardwright.core.plan import Plan
 from shardwright.core.schedule import AUTO
 from shardwright.torch.config import Config, read_config
-
-if TYPE_CHECKING:
-    from shardwright.torch.model import DistributedModel
 
 
 class Session:
@@ -32,7 +30,8 @@ class Session:
         self.config, self.plan, self.bound, self.watch = config, plan, bound, watch
         self.owns_group = owns_group
         self.seed = config.seed
-        self.model: DistributedModel | None = None
+        self.runtime: Runtime | None = None
+        """Of the model that was wrapped."""
 
     @property
     def microbatches(self) -> int:
@@ -114,8 +113,8 @@ def shutdown() -> None:
     atexit.unregister(_leave_at_exit)
     if session is None:
         return
-    if session.model is not None:
-        session.model.runtime.close()
+    if session.runtime is not None:
+        session.runtime.close()
     owns, handles = session.owns_group, session.bound.handles
     alone = session.bound.mesh.size == 1
     del session
@@ -158,8 +157,8 @@ def set_seed(seed: int) -> None:
     else: not on how the model is split, nor on torch's own generators."""
     session = current()
     session.seed = int(seed)
-    if session.model is not None:
-        session.model.runtime.seed = session.seed
+    if session.runtime is not None:
+        session.runtime.seed = session.seed
 
 
 def rank() -> int:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from shardwright.backends.torch.agreement import require_same_inputs
 from shardwright.backends.torch.program import tensors_in
+from shardwright.backends.torch.runtime import Runtime
 from shardwright.core.errors import ShardwrightError
 from shardwright.torch import session as sessions
 from shardwright.torch.batch import Batch
@@ -76,15 +77,15 @@ class _Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session = sessions.current()
-        model = session.model
-        if model is None:
+        runtime = session.runtime
+        if runtime is None:
             raise ShardwrightError("wrap the model first: sw.DistributedModel(model)")
         bound = self._signature.bind(*args, **kwargs)
         arguments = {name: _plain(value) for name, value in bound.arguments.items()}
-        leaves, spec = pytree.tree_flatten(arguments, is_leaf=lambda item: item is model)
+        leaves, spec = pytree.tree_flatten(arguments, is_leaf=_is_model)
         form = str(spec)
         if form not in self._names:
-            paths = pytree.tree_flatten_with_path(arguments, is_leaf=lambda item: item is model)[0]
+            paths = pytree.tree_flatten_with_path(arguments, is_leaf=_is_model)[0]
             self._names[form] = [str(path[0].key) for path, _ in paths]  # type: ignore[attr-defined]
         names = self._names[form]
         device = session.bound.device
@@ -114,13 +115,12 @@ class _Step:
             }
             return self.function(*call.args, **call.kwargs)
 
-        runtime = model.runtime
         if id(self) not in runtime.checked_steps:
             given = [leaves[p] for p in positions]
             require_same_inputs(runtime.model, given, session.seed, session.bound, session.watch)
             runtime.checked_steps.add(id(self))
-        key = self._key(model, form, literals, microbatches[0])
-        tree, returned = run_step(session, model, key, body, microbatches, batch.samples)
+        key = self._key(runtime, form, literals, microbatches[0])
+        tree, returned = run_step(session, runtime, key, body, microbatches, batch.samples)
         if session.bound.size("tp") > 1 and not session.config.prescaled_batch and batch.whole_axis:
             returned = {
                 position: replace(found, outputs=of_this_rank(found.outputs, batch.samples, session.bound))
@@ -152,9 +152,9 @@ class _Step:
                 stacklevel=3,
             )
 
-    def _key(self, model: DistributedModel, form: str, literals: list[Any], inputs: list[torch.Tensor]) -> Hashable:
+    def _key(self, runtime: Runtime, form: str, literals: list[Any], inputs: list[torch.Tensor]) -> Hashable:
         def hashable(item: Any) -> Hashable:
-            if item is model:
+            if _is_model(item):
                 return "the model"
             try:
                 hash(item)
@@ -162,11 +162,15 @@ class _Step:
                 return id(item)
             return (type(item), item)
 
-        modes = tuple([module.training for module in model.runtime.holding.modules.values()])
-        kind = model.session.bound.device.type
+        modes = tuple([module.training for module in runtime.holding.modules.values()])
+        kind = runtime.bound.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         shapes = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs)
         return (id(self), form, tuple(map(hashable, literals)), shapes, modes, torch.is_grad_enabled(), autocast)
+
+
+def _is_model(item: Any) -> bool:
+    return isinstance(item, DistributedModel)
 
 
 class _Leaves:

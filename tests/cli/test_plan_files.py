@@ -132,7 +132,7 @@ BAD_FILES = {
     "version is text": (edited(lambda d: d.update(version="1")), "version is '1'"),
     "a degree of text": (edited(lambda d: d["decision"].update(pp="2")), "decision.pp: "),
     "a degree of nought": (edited(lambda d: d["decision"].update(tp=0)), "decision.tp: "),
-    "an unknown schedule": (edited(lambda d: d["decision"].update(schedule="1f1bb")), "decision.schedule: "),
+    "an unknown schedule": (edited(lambda d: d["decision"].update(schedule="1f1bb")), "decision: schedule="),
     "an unknown field": (edited(lambda d: d["decision"].update(ppp=2)), "decision.ppp: "),
     "a missing section": (edited(lambda d: d.pop("predicted")), "predicted: "),
     "a batch that does not divide": (edited(lambda d: d["decision"].update(batch=15)), "batch=15 is not a multiple"),

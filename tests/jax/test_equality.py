@@ -1,6 +1,5 @@
 """Training under a plan gives the unsplit model's losses and gradients."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

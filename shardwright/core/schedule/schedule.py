@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwright.core.errors import ScheduleError, nearest
-from shardwright.core.schedule.auto import shortest
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.costs import StageCosts, per_rank_limit
 from shardwright.core.schedule.family import Sizes, Table
@@ -100,6 +99,9 @@ class Schedule:
         if active_microbatches is not None:
             arguments.append(("active_microbatches", active_microbatches))
         if family is None:
+            # Here, because this search plays schedules through.
+            from shardwright.core.schedule.auto import shortest
+
             placement, table = shortest(sizes)
         else:
             placement, table = family.placement(ranks, virtual_stages), family.generate(sizes)

@@ -8,10 +8,14 @@ from shardwright.core.schedule.auto.construct import construct, habits
 from shardwright.core.schedule.auto.evaluate import Evaluator
 from shardwright.core.schedule.auto.improve import improve
 from shardwright.core.schedule.auto.problem import Problem, Word
+from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.costs import StageCosts
 from shardwright.core.schedule.family import Sizes, Table
 from shardwright.core.schedule.live import peak_live
+from shardwright.core.schedule.passes.backward import merge_backward
 from shardwright.core.schedule.placement import looped, vee
+from shardwright.core.schedule.schedule import Schedule
+from shardwright.core.simulate import simulate_schedule
 
 Placed = tuple[tuple[int, ...], Table]
 
@@ -98,10 +102,6 @@ def _merged(problem: Problem, words: list[Word], costs: StageCosts, makespan_s: 
 
     A whole backward hands its input gradient on later, and does with one action what else takes two.
     """
-    from shardwright.core.schedule.passes.backward import merge_backward
-    from shardwright.core.schedule.schedule import Schedule
-    from shardwright.core.simulate import simulate_schedule
-
     table, stages = problem.table(words), problem.stages
     kept = Schedule("auto", (), problem.ranks, stages, problem.microbatches, problem.placement, table)
     few = sum(len(order) for order in table) <= _MERGED_BY_STAGE
@@ -116,11 +116,6 @@ def _merged(problem: Problem, words: list[Word], costs: StageCosts, makespan_s: 
 
 def _named(problem: Problem, sizes: Sizes, costs: StageCosts) -> list[tuple[float, Table]]:
     """Makespan and table of every named schedule with this placement that trains and keeps the memory."""
-    # Here, because the catalogue and the simulator stand on the schedule, which stands on this search.
-    from shardwright.core.schedule.catalogue import FAMILIES
-    from shardwright.core.schedule.schedule import Schedule
-    from shardwright.core.simulate import simulate_schedule
-
     tables = []
     for family in FAMILIES.values():
         if family.refusal(sizes) or not family.trains:
