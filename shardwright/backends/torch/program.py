@@ -211,10 +211,6 @@ class Program:
     """Whether units draw from Python's or NumPy's generator too."""
 
     @property
-    def draws_random_numbers(self) -> bool:
-        return any(step.random for step in self.steps)
-
-    @property
     def is_one_of_many(self) -> bool:
         """Whether random numbers decide which modules are called."""
         return any(guard.drawn for guard in self.guards)

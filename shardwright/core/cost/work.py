@@ -7,7 +7,6 @@ every operand that needs a gradient; the bytes of the rest are those of the forw
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from shardwright.core.cost.kept import Kept, aliases
 from shardwright.core.cost.live import LiveBytes
@@ -16,7 +15,6 @@ from shardwright.core.fold import Unit
 from shardwright.core.graph import ITEM_BYTES, Graph, Op
 from shardwright.core.realised import Link, RealisedUnit, Step
 
-Precision = Literal["fp32", "bf16", "fp16"]
 PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 FREE_KINDS = frozenset({"view", "create"})

@@ -125,11 +125,6 @@ def _traced(cells: list[dict[tuple[int, int], list[_State]]], used: int, covered
     return WideCut(tuple(starts[::-1]), tuple(widths[::-1]), best[0], best[1])
 
 
-def largest_sum(times: Sequence[Matrix], ends: Sequence[tuple[int, int]]) -> float:
-    """The sum over ``times`` (forward and backward, say) of the largest entry among the stages ``ends``."""
-    return sum(max(float(matrix[a, b]) for a, b in ends) for matrix in times)
-
-
 def masked(times: StageTimes, fits: NDArray[np.bool_]) -> StageTimes:
     """The same with infinity where a stage does not fit."""
     return StageTimes(np.where(fits, times.forward_s, np.inf), np.where(fits, times.backward_s, np.inf))
