@@ -132,11 +132,7 @@ class Scorer:
             some_are_kept = recompute == "full" and self.request.recompute == "auto"
             ranked = self.bounds.ranked(shape, "none" if some_are_kept else recompute)
         placement = placement_of(pipelining.schedule, ranked.ranks, pipelining.virtual_stages)
-        pipeline: float | None = None
-        if ranked.ranks > 1:
-            split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
-            costs = ranked.stage_costs(starts, placement)
-            pipeline = least_makespan_s(costs, placement, shape.microbatches, splits_backward=split)
+        pipeline = _least_pipeline_s(shape, pipelining, starts, ranked)
         decisions = [self.bounds.undivided(shape, policy) for policy in policies]
         ranks, tied = ranked.work(starts, placement), ranked.tied(starts, placement)
         return min(self.step.steps_s(decisions, ranks, tied, pipeline)) * SAFE
@@ -265,8 +261,8 @@ class Scorer:
         request = self._request_of(decision)
         memory = by_stage(decision, ranked, ranked.memory(starts, placement, live, request), request)
         memory = less_apart(decision, ranked, memory, request, self.bounds.when_made)
-        least = self._least_s(shape, [policy], pipelining, starts, ranked)
-        predicted = self.step.predicted(decision, ranked, memory, least, placement)
+        pipeline = _least_pipeline_s(shape, pipelining, starts, ranked)
+        predicted = self.step.predicted(decision, ranked, memory, pipeline, placement)
         return Scored(decision, ranked, predicted, ranked.over_bytes(memory))
 
     def _starts(
@@ -344,3 +340,12 @@ class Scorer:
         predicted = self.step.predicted(made, ranked, memory, pipeline, schedule.placement)
         found = self.with_peaks(Scored(made, ranked, predicted, 0))
         return None if ranked.over_bytes(found.predicted.memory_by_stage_rank) else found
+
+
+def _least_pipeline_s(shape: Shape, pipelining: Pipelining, starts: Sequence[int], ranked: RankTables) -> float | None:
+    """Seconds below which no pipeline of these stages gets; None where there is one rank, which has no pipeline."""
+    if ranked.ranks == 1:
+        return None
+    placement = placement_of(pipelining.schedule, ranked.ranks, pipelining.virtual_stages)
+    split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
+    return least_makespan_s(ranked.stage_costs(starts, placement), placement, shape.microbatches, splits_backward=split)

@@ -56,7 +56,7 @@ def test_no_bound_is_above_what_it_bounds(cluster: Cluster, frozen: bool) -> Non
     request = Request(batch=8, precision="fp32")
     search = Search(tables_of(graph, cluster, request), cluster, request)
     scorer, space = search.scorer, search.space
-    simulated = unfit = 0
+    simulated = unfit = unlimited = 0
     for shape in space.shapes():
         pp, dp, _ = shape.degrees
         of_shape = scorer.bounds.shape_bound_s(shape)
@@ -75,11 +75,18 @@ def test_no_bound_is_above_what_it_bounds(cluster: Cluster, frozen: bool) -> Non
                     if draft is None:
                         unfit += 1
                         continue
-                    seconds = scorer.finished(draft).predicted.step_time_s
+                    done = scorer.finished(draft)
+                    seconds, made = done.predicted.step_time_s, done.decision
                     assert max(of_kind, cut.bound_s) <= draft.bound_s * (1 + 1e-9), cut
                     assert draft.bound_s <= seconds, cut
                     simulated += 1
+                    policy = Policy(made.recompute, made.shard, made.shard_group)
+                    free = scorer.without_limit(shape, policy, pipelining)
+                    if free is not None and free.decision == made:
+                        assert free.predicted.step_time_s <= seconds * (1 + 1e-9), cut
+                        unlimited += 1
     assert simulated > 100
+    assert unlimited > 50
     assert unfit or cluster.memory_bytes(0) > TIGHT.memory_bytes
 
 
