@@ -3,9 +3,10 @@
     python benchmarks/jax_pipeline.py                       # both stage times, m = 8
     python benchmarks/jax_pipeline.py --stage-ms 20 --repetitions 5 --schedules 1f1b
 
-Two virtual devices of one thread run layers of tanh(x · w) in two stages. XLA's CPU backend divides what is large among
-the threads of its pools, which have one for each device here, each bound to a core; products of this size it does not
-divide. In one run, one repetition of each after the other:
+Two virtual devices of one thread run layers of tanh(x · w) in two stages. By itself XLA's CPU backend gives a device
+more than its thread: YNNPACK divides every product among the threads of all devices, so that stages which run at once
+take each other's cores (hundreds of context switches a step, and steps that scatter). It is left out of every way here;
+`--ynnpack` puts it back. In one run, one repetition of each after the other:
 
 - single: all layers and microbatches in one jit; both devices do it at the same time, so that each core is as busy as
   in a pipeline (the slower counts);
@@ -15,23 +16,20 @@ divide. In one run, one repetition of each after the other:
   activations handed round. `praxis`: a vmap over stages and a shifted buffer, stages split by the compiler, as praxis'
   circular pipeline does. Both keep everything and differentiate the whole loop.
 
-With ``--waiting`` also what these cores give the actions of a schedule without any pipeline: a thread for each device
-runs its stage's forward and backward and waits for the other's where the schedule has it wait; nothing is dispatched
-ahead and nothing handed over. Its bound is made of the same actions without waiting.
-
 All others are GPipe. The bound of 1F1B and of GPipe is single · (m + p - 1) / (m · p). Beside it stands the schedule
-simulated with the stage functions' own times, medians of measured steps with their transfers. Both take
-every action to last as long as its like. In 1F1B's steady state each stage waits for
-the other once in every microbatch, so what one of them loses the other loses too; in eager 1F1B a forward lies between,
-and in GPipe all of them.
+simulated with the stage functions' own times, medians of measured steps with their transfers. Both take every action to
+last as long as its like.
 
 Loss and new parameters must be those of the single jit. Figures are medians of repetitions, shares medians of the
 shares of one repetition.
 """
 
 import os
+import sys
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false"
+if "--ynnpack" not in sys.argv:
+    os.environ["XLA_FLAGS"] += " --xla_cpu_experimental_ynn_fusion_type="
 
 import argparse
 import ctypes
@@ -59,19 +57,26 @@ if hasattr(ctypes.CDLL(None), "mallopt"):
     ctypes.CDLL(None).mallopt(M_MMAP_MAX, 0)
     ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
-STAGES, MICROBATCHES, LAYERS, ROWS, WIDTH = 2, 8, 4, 128, 128
+STAGES, MICROBATCHES, LAYERS, ROWS, WIDTH, CHUNK = 2, 8, 4, 128, 128, 4
 RATE = 1e-3
 
 
 def layers(weights: Iterable[jax.Array], x: jax.Array, repeats: int) -> jax.Array:
     """weights: of each layer [width, width], used again and again; x: [rows, width].
 
-    Layers are checkpointed, as large models' are: with everything kept, tiny products would measure the CPU's memory.
+    Layers are checkpointed, as large models' are, and every `CHUNK` products in them again: so a backward works on what
+    stays in its core's own cache. With everything kept, tiny products would measure the memory that all cores share.
     """
 
     @jax.checkpoint
+    def chunk(weight: jax.Array, x: jax.Array) -> jax.Array:
+        for _ in range(CHUNK):
+            x = jnp.tanh(x @ weight)
+        return x
+
+    @jax.checkpoint
     def layer(weight: jax.Array, x: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ weight), None), x, None, length=repeats)[0]
+        return jax.lax.scan(lambda x, _: (chunk(weight, x), None), x, None, length=repeats)[0]
 
     for weight in weights:
         x = layer(weight, x)
@@ -122,25 +127,9 @@ def batch() -> dict[str, np.ndarray]:
     return {"x": np.random.default_rng(0).standard_normal((ROWS * MICROBATCHES, WIDTH)).astype(np.float32)}
 
 
-def tasks() -> set[int]:
-    """The threads of this process."""
-    return {int(name) for name in os.listdir("/proc/self/task")}
-
-
-def start_devices() -> None:
-    """Start JAX, and bind the threads of its pools to one core for each device: else the system moves them about."""
-    before = tasks()
-    jax.devices()
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < STAGES:
-        raise SystemExit(f"this measures {STAGES} devices of a core each, and there are {len(cores)} cores")
-    for number, thread in enumerate(sorted(tasks() - before)):
-        os.sched_setaffinity(thread, {cores[number % STAGES]})
-
-
 def repeats_for(stage_ms: float) -> int:
-    """Repeats in every layer for which a stage takes so long, forward and backward, both devices busy."""
-    repeats = 32
+    """Repeats of a chunk in every layer for which a stage takes so long, forward and backward, both devices busy."""
+    repeats = 8
     ways = [single(repeats, device) for device in jax.devices()]
     took = [max(side_by_side([way.step for way in ways])) for _ in range(20)]
     repeat_s = statistics.median(took[10:]) / (MICROBATCHES * STAGES * repeats)
@@ -293,66 +282,6 @@ def praxis(repeats: int) -> Written:
     return Written(stacked(), pipeline, stages, NamedSharding(mesh, PartitionSpec()))
 
 
-class Waiting:
-    """The actions of a schedule, or of none: then each thread goes on as it can. ``step`` gives the seconds."""
-
-    def __init__(self, repeats: int, schedule: str) -> None:
-        built = sw.Schedule.build(schedule or "1f1b", ranks=STAGES, microbatches=MICROBATCHES)
-        self.orders, self.waits = built.table, bool(schedule)
-
-        def backward(weights: Any, x: jax.Array, cotangent: jax.Array, summed: Any) -> Any:
-            found, before = jax.vjp(lambda w, x: layers(w, x, repeats), weights, x)[1](cotangent)
-            return before, jax.tree.map(jnp.add, summed, found)
-
-        self.forward = jax.jit(lambda w, x: layers(w, x, repeats))
-        self.backward = jax.jit(backward, donate_argnums=3)
-        x = batch()["x"][:ROWS]
-        self.given = [jax.device_put((list(own), x), at) for own, at in zip(stacked(), jax.devices(), strict=True)]
-        self.sums = [jax.tree.map(jnp.zeros_like, weights) for weights, _ in self.given]
-
-    def act(self, rank: int, is_forward: bool) -> None:
-        weights, x = self.given[rank]
-        if is_forward:
-            self.forward(weights, x).block_until_ready()
-        else:
-            made, self.sums[rank] = self.backward(weights, x, x, self.sums[rank])
-            made.block_until_ready()
-
-    def step(self) -> float:
-        done = {
-            (rank, str(a.kind), a.microbatch): threading.Event() for rank in range(STAGES) for a in self.orders[rank]
-        }
-
-        def run(rank: int) -> None:
-            for action in self.orders[rank]:
-                kind = str(action.kind)
-                before = rank - 1 if kind == "F" else rank + 1
-                if self.waits and 0 <= before < STAGES:
-                    done[before, kind, action.microbatch].wait()
-                self.act(rank, kind == "F")
-                done[rank, kind, action.microbatch].set()
-
-        return max(side_by_side([lambda rank=rank: run(rank) for rank in range(STAGES)]))  # type: ignore[misc]
-
-
-def measure_waiting(stage_ms: float, schedules: Sequence[str], repetitions: int) -> None:
-    """Print how near a schedule's actions alone come to their bound."""
-    repeats = repeats_for(stage_ms)
-    ways = {schedule: Waiting(repeats, schedule) for schedule in ("", *schedules)}
-    samples: dict[str, list[float]] = {schedule: [] for schedule in ways}
-    for _ in range(repetitions + 2):
-        for schedule, way in ways.items():
-            samples[schedule].append(way.step())
-    print(f"\nactions of {stage_ms:g} ms alone, without a pipeline\n| schedule | step | bound / step | middle half |")
-    print("|---|---|---|---|")
-    for schedule in schedules:
-        share = (MICROBATCHES + STAGES - 1) / MICROBATCHES
-        shares = [share * free / own for free, own in zip(samples[""][2:], samples[schedule][2:], strict=True)]
-        low, middle, high = statistics.quantiles(shares, n=4)
-        step = _ms([statistics.median(samples[schedule][2:])])
-        print(f"| {schedule} | {step} | {middle:.3f} | {low:.3f} to {high:.3f} |", flush=True)
-
-
 def check(way: str, loss: Any, found: Any, wanted: Any) -> None:
     """Stop unless a way gives the single jit's loss and parameters."""
     np.testing.assert_allclose(float(loss), float(wanted[0]), rtol=1e-5, err_msg=way)
@@ -383,7 +312,7 @@ def measure(stage_ms: float, schedules: Sequence[str], repetitions: int) -> None
     samples = {name: of_way[2:] for name, of_way in samples.items()}
     share = (MICROBATCHES + STAGES - 1) / (MICROBATCHES * STAGES)
     costs: dict[str, sw.StageCosts] = {}
-    print(f"\nstages of {stage_ms:g} ms: {LAYERS} layers of {repeats} repeats")
+    print(f"\nstages of {stage_ms:g} ms: {LAYERS} layers of {repeats} times {CHUNK} products")
     print("| way | step | bound / step | middle half | the host is busy | bound by the stage functions / step |")
     print("|---|---|---|---|---|---|")
     for name, of_way in samples.items():
@@ -416,14 +345,14 @@ def main() -> None:
     parser.add_argument("--stage-ms", type=float, nargs="*", default=[5.0, 20.0], help="forward + backward of a stage")
     parser.add_argument("--schedules", nargs="*", default=["1f1b", "eager-1f1b", "gpipe"])
     parser.add_argument("--repetitions", type=int, default=15)
-    parser.add_argument("--waiting", action="store_true", help="also the schedules' actions without a pipeline")
+    parser.add_argument("--ynnpack", action="store_true", help="products as XLA divides them by itself")
     given = parser.parse_args()
-    start_devices()
+    cores = len(os.sched_getaffinity(0))
+    if cores < STAGES:
+        raise SystemExit(f"this measures {STAGES} devices of a core each, and there are {cores} cores")
     print(f"{STAGES} stages, {MICROBATCHES} microbatches; milliseconds, medians of {given.repetitions}")
     for stage_ms in given.stage_ms:
         measure(stage_ms, given.schedules, given.repetitions)
-        if given.waiting:
-            measure_waiting(stage_ms, given.schedules, given.repetitions)
 
 
 if __name__ == "__main__":
