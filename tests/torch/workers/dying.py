@@ -2,9 +2,9 @@
 
 import os
 import sys
-import time
 
 import torch
+from launched import dying
 from torch import nn
 
 import shardwright.torch as sw
@@ -53,18 +53,7 @@ def main() -> None:
     sw.barrier()
     if sw.rank() == VICTIM:
         block = next(m for m in model.module.layers if not m.linear.weight.is_meta)
-        calls = []
-
-        def fail(*_: object) -> None:
-            calls.append(time.time())
-            if len(calls) == 3:
-                print(f"dying at {time.time():.3f}", flush=True)
-                if HOW == "exit":
-                    os._exit(7)
-                time.sleep(45)
-                os._exit(7)
-
-        block.register_forward_pre_hook(fail)
+        block.register_forward_pre_hook(dying(HOW))
     train_step(model, torch.ones(8, 16))
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from launched import run_checks
 from models import batch, build, with_batch_norm
 
 import shardwright.torch as sw
@@ -408,17 +409,5 @@ CHECKS: tuple[Callable[[], None], ...] = (
 )
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    for check in CHECKS:
-        if len(sys.argv) > 1 and check.__name__ not in sys.argv[1:]:
-            continue
-        check()
-        dist.barrier()
-        if dist.get_rank() == 0:
-            print(f"ok {check.__name__}", flush=True)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_checks(check for check in CHECKS if len(sys.argv) == 1 or check.__name__ in sys.argv[1:])

@@ -3,11 +3,11 @@
 Usage: equality.py OUT.json CASE...; a case is model:pp:dp:pipeline[:virtual_stages].
 """
 
-import json
 import sys
 
 import torch
 import torch.distributed as dist
+from launched import leave
 from models import batch, build
 
 import shardwright.torch as sw
@@ -124,11 +124,7 @@ def main() -> None:
         dist.all_gather(every, own)
         worst = torch.stack(every).max(dim=0).values.tolist()
         results[-1].update(zip(("loss", "gradient", "norm"), worst, strict=True))
-    if dist.get_rank() == 0:
-        with open(sys.argv[1], "w") as file:
-            json.dump(results, file)
-    dist.barrier()  # no rank closes its connections while another still talks
-    dist.destroy_process_group()
+    leave(results, sys.argv[1])
 
 
 if __name__ == "__main__":

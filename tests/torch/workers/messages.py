@@ -3,13 +3,13 @@
 Usage: messages.py OUT.json CASE...; a case is model:pp:dp:pipeline.
 """
 
-import json
 import sys
 import warnings
 
 import torch
 import torch.distributed as dist
 from dynamic import batch, build, reference
+from launched import leave
 
 import shardwright.torch as sw
 
@@ -89,11 +89,7 @@ def run(case: str) -> dict[str, object]:
 def main() -> None:
     dist.init_process_group("gloo")
     results = [run(case) for case in sys.argv[2:]]
-    if dist.get_rank() == 0:
-        with open(sys.argv[1], "w") as file:
-            json.dump(results, file)
-    dist.barrier()  # no rank closes its connections while another still talks
-    dist.destroy_process_group()
+    leave(results, sys.argv[1])
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
 import os
 import sys
-import time
 
 import torch
 from dynamic import batch, build
+from launched import dying
 
 import shardwright.torch as sw
 
@@ -32,17 +32,7 @@ def main() -> None:
     train_step(model, batch(0, 8))
     sw.barrier()
     if sw.rank() == VICTIM:
-        calls = []
-
-        def fail(*_: object) -> None:
-            calls.append(time.time())
-            if len(calls) == 3:
-                print(f"dying at {time.time():.3f}", flush=True)
-                if HOW == "exit":
-                    os._exit(7)
-                time.sleep(45)
-                os._exit(7)
-
+        fail = dying(HOW)
         held = {name.rpartition(".")[0] for name, _ in model.local_named_parameters()}
         for name in held:
             model.module.get_submodule(name).register_forward_pre_hook(fail)

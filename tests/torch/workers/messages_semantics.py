@@ -3,18 +3,7 @@
 import messages_dataflow
 import messages_errors
 import messages_randomness
-import torch.distributed as dist
-
-
-def main() -> None:
-    dist.init_process_group("gloo")
-    for check in (*messages_dataflow.CHECKS, *messages_randomness.CHECKS, *messages_errors.CHECKS):
-        check()
-        dist.barrier()
-        if dist.get_rank() == 0:
-            print(f"ok {check.__name__}", flush=True)
-    dist.destroy_process_group()
-
+from launched import run_checks
 
 if __name__ == "__main__":
-    main()
+    run_checks((*messages_dataflow.CHECKS, *messages_randomness.CHECKS, *messages_errors.CHECKS))

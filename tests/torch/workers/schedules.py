@@ -3,12 +3,12 @@
 Usage: schedules.py OUT.json. Every name in the registry, each with the sizes that it admits, and `auto`.
 """
 
-import json
 import sys
 from importlib import import_module
 
 import torch
 import torch.distributed as dist
+from launched import leave
 from models import every_kind_of_weight
 
 import shardwright.torch as sw
@@ -126,11 +126,7 @@ def main() -> None:
         virtual = sizes(name, dist.get_world_size())
         results[name] = None if virtual is None else run(name, virtual, loss, expected)
     results["auto, two stages a rank"] = run(AUTO, 2, loss, expected)
-    if dist.get_rank() == 0:
-        with open(sys.argv[1], "w") as file:
-            json.dump(results, file)
-    dist.barrier()  # no rank closes its connections while another still talks
-    dist.destroy_process_group()
+    leave(results, sys.argv[1])
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from launched import run_checks
 from models import batch, build
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -297,26 +298,19 @@ def data_is_shared_out() -> None:
     sw.shutdown()
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    for check in (
-        dropout_does_not_depend_on_the_split,
-        a_weighted_mean_over_unequal_microbatches,
-        gradients_add_up_over_steps,
-        evaluation_and_changing_shapes,
-        a_state_dict_goes_around,
-        from_the_meta_device,
-        from_an_init_function,
-        a_backend_compiles_a_plan,
-        wrong_inputs,
-        data_is_shared_out,
-    ):
-        check()
-        dist.barrier()
-        if dist.get_rank() == 0:
-            print(f"ok {check.__name__}", flush=True)
-    dist.destroy_process_group()
+CHECKS = (
+    dropout_does_not_depend_on_the_split,
+    a_weighted_mean_over_unequal_microbatches,
+    gradients_add_up_over_steps,
+    evaluation_and_changing_shapes,
+    a_state_dict_goes_around,
+    from_the_meta_device,
+    from_an_init_function,
+    a_backend_compiles_a_plan,
+    wrong_inputs,
+    data_is_shared_out,
+)
 
 
 if __name__ == "__main__":
-    main()
+    run_checks(CHECKS)

@@ -4,12 +4,12 @@ and every gradient with the unsplit model; counts what went over the wire.
 Usage: tensor_parallel.py OUT.json MODEL...; the model `compiled` is GPT-2 with a block compiled by torch.
 """
 
-import json
 import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from launched import leave
 from torch import nn
 from tp_models import batch, build
 
@@ -146,11 +146,7 @@ def main() -> None:
     if "compiled" in sys.argv[2:]:
         for case in ("least memory", "slow links"):
             results[f"compiled, {case}"] = run("gpt2", case, axis, compiled=True)
-    if dist.get_rank() == 0:
-        with open(sys.argv[1], "w") as file:
-            json.dump(results, file)
-    dist.barrier()  # no rank closes its connections while another still talks
-    dist.destroy_process_group()
+    leave(results, sys.argv[1])
 
 
 if __name__ == "__main__":

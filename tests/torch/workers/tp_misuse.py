@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from launched import leave
 from torch import nn
 from torch.nn import functional as F
 from tp_models import batch, build
@@ -390,11 +391,7 @@ def main() -> None:
         except Exception as error:  # every kind is shown: the caller says which are right
             found[name] = f"{type(error).__name__}: {error}"
         sw.shutdown()
-    if dist.get_rank() == 0:
-        with open(sys.argv[1], "w") as file:
-            json.dump(found, file)
-    dist.barrier()  # no rank closes its connections while another still talks
-    dist.destroy_process_group()
+    leave(found, sys.argv[1])
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ leaves its numbers for the launches.
     tp_training.py reference FOLDER MODEL...
 """
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from launched import leave
 from tp_models import batch, build
 
 import shardwright.torch as sw
@@ -174,10 +174,7 @@ def main() -> None:
         result["bytes"] = [other["bytes"] for other in every]
         result["reload"] = all(other["reload"] for other in every)
         results.append(result)
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(results))
-    dist.barrier()  # no rank closes its connections while another still talks
-    dist.destroy_process_group()
+    leave(results, out)
 
 
 if __name__ == "__main__":

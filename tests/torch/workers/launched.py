@@ -1,0 +1,45 @@
+"""What worker scripts share: checks one after the other, results of all ranks in one file, and a rank that dies."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+
+def run_checks(checks: Iterable[Callable[[], None]]) -> None:
+    """Run checks on all ranks, and print `ok NAME` for each; any failure ends the launch."""
+    dist.init_process_group("gloo")
+    for check in checks:
+        check()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print(f"ok {check.__name__}", flush=True)
+    dist.destroy_process_group()
+
+
+def leave(results: Any, out: str | Path) -> None:
+    """Write what the first rank found as JSON, and leave the group."""
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(results), encoding="utf-8")
+    dist.barrier()  # no rank closes its connections while another still talks
+    dist.destroy_process_group()
+
+
+def dying(how: str) -> Callable[..., None]:
+    """A hook that prints `dying at` in its third call, and then ends the process (`exit`) or answers no more."""
+    calls = []
+
+    def hook(*_: object) -> None:
+        calls.append(time.time())
+        if len(calls) == 3:
+            print(f"dying at {time.time():.3f}", flush=True)
+            if how == "exit":
+                os._exit(7)
+            time.sleep(45)
+            os._exit(7)
+
+    return hook
