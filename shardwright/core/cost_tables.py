@@ -11,9 +11,10 @@ from shardwright.core.cluster import Cluster
 from shardwright.core.cost.calibrated import calibrated
 from shardwright.core.cost.collectives import send_s
 from shardwright.core.cost.groups import Group
+from shardwright.core.cost.lying import as_they_lie
 from shardwright.core.cost.unit import UnitCost, seconds_of, unit_cost
 from shardwright.core.cost.unpriced import unpriced_text
-from shardwright.core.cost.work import PRECISION_BYTES, UnitWork, WorkCounter
+from shardwright.core.cost.work import PRECISION_BYTES, SharedValue, UnitWork, WorkCounter
 from shardwright.core.fold import Folded, Unit, crossing_bytes, fold
 from shardwright.core.graph import Graph
 from shardwright.core.hardware import Device, Link
@@ -326,7 +327,7 @@ class CostTables:
             recompute,
             self.repeated,
             host_bytes_per_s=place.device.host_link_bandwidth_bytes_per_s * HOST_LINK_EFFICIENCY,
-            shared=tuple((value, size_bytes(value.tensor) // tp) for value in self._read.shared),
+            shared=tuple((value, size_bytes(value.tensor) // ways) for value, ways in self._shared(tp)),
             arrivals=() if self.graph.capabilities.stages_are_programs else self._arrivals(tp, microbatch),
             twice_bytes=self._twice(units, microbatch) if self.graph.footprints else (),
             batch=tuple(
@@ -352,6 +353,22 @@ class CostTables:
             if parameter.trainable and len(users) == 1 and kinds.get(parameter.tensor) == {"gather"}:
                 found[users[0]] += self._entries(number, users[0], tp)
         return tuple(found)
+
+    def _gathered_stays(self, tp: int) -> bool:
+        """Whether what is gathered for an op and read by its backward is kept as it was gathered."""
+        return tp > 1 and not self.sequence_parallel(tp) and not self.graph.footprints
+
+    def _shared(self, tp: int) -> tuple[tuple[SharedValue, int], ...]:
+        """The values that several units hold in one memory, and in how many pieces they lie."""
+        if tp == 1:
+            return tuple((value, 1) for value in self._read.shared)
+        chosen, stays = self.chosen(tp), self._gathered_stays(tp)
+        return self._read.remembered(
+            ("shared", *self._layout_terms(tp)),
+            lambda: as_they_lie(
+                self.counter, self.folded.units, self._read.shared, chosen.realised, gathered_stays=stays
+            ),
+        )
 
     def _arrivals(self, tp: int, microbatch: int) -> tuple[int, ...]:
         """Of every shared value its bytes as a message of one microbatch."""
@@ -487,7 +504,7 @@ class CostTables:
                 microbatch,
                 self.precision,
                 layouts,
-                gathered_stays=tp > 1 and not self.sequence_parallel(tp) and not self.graph.footprints,
+                gathered_stays=self._gathered_stays(tp),
             ),
             place.device,
             self.precision,

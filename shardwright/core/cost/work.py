@@ -200,7 +200,7 @@ class WorkCounter:
 
         def kept_bytes(index: int, root: int) -> int:
             inputs = enumerate(graph.ops[index].inputs)
-            read = [cut.ways(index, i) for i, t in inputs if self._root(t) == root] if gathered_stays else []
+            read = [cut.ways(index, i) for i, t in inputs if self.memory_of(t) == root] if gathered_stays else []
             return max([memory(root), *(self.size_bytes(root, batch, precision) // ways for ways in read)])
 
         ops = range(unit.first_op, unit.end_op)
@@ -242,7 +242,7 @@ class WorkCounter:
         unfused -= sum(size for key, size in attended.items() if key not in kept)
         kept.update(attended)
         masks = {key: size * (PRECISION_BYTES[precision] - 1) for key, size in kept.items() if key < 0}
-        entering = {self._root(t): cut.entering_ways(t) for t in self._entering(unit, made_here)}
+        entering = {self.memory_of(t): cut.entering_ways(t) for t in self._entering(unit, made_here)}
         forward, backward, gathered, at_the_end = self._collectives(layouts, batch, precision)
         return UnitWork(
             products=tuple(products),
@@ -273,11 +273,11 @@ class WorkCounter:
         found = 0
         for index in ops:
             op = self.graph.ops[index]
-            trained = [self._root(t) in self._parameters and t in self._needs_gradient for t in op.inputs]
+            trained = [self.memory_of(t) in self._parameters and t in self._needs_gradient for t in op.inputs]
             if op.kind not in ("contraction", "gather") or not any(trained):
                 continue
             made = sum(held(index, len(op.inputs) + i) for i in range(len(op.outputs)))
-            given = {self._root(t): held(index, i) for i, t in enumerate(op.inputs) if not trained[i]}
+            given = {self.memory_of(t): held(index, i) for i, t in enumerate(op.inputs) if not trained[i]}
             weights = sum(held(index, i) for i, is_trained in enumerate(trained) if is_trained)
             within = set(cut.of_labels(index, op)) - {label for dims in op.output_labels for label in dims}
             found += max(made, weights - sum(given.values())) if within else made
@@ -303,7 +303,7 @@ class WorkCounter:
                 for root in self._kept.by(self.graph.ops[index]):
                     keepers.setdefault(root, {})[unit.index] = None
             for tensor in self._entering(unit, made_here):
-                enterers.setdefault(self._root(tensor), {})[unit.index] = None
+                enterers.setdefault(self.memory_of(tensor), {})[unit.index] = None
         unit_of = {index: unit.index for unit in units for index in range(unit.first_op, unit.end_op)}
         found = []
         for root in sorted(keepers.keys() | enterers.keys()):
@@ -324,7 +324,7 @@ class WorkCounter:
             if not readers or made is None:
                 continue
             last = self.graph.ops[max(readers)]
-            held = last.outputs[0] if last.kind == "concat" else self._root(tensor)
+            held = last.outputs[0] if last.kind == "concat" else self.memory_of(tensor)
             for unit in range(unit_of[made] + 1, unit_of[max(readers)]):
                 waiting[unit].add(held)
         return tuple(tuple(sorted(values)) for values in waiting)
@@ -369,7 +369,8 @@ class WorkCounter:
     def _is_read_by_a_product(self, tensor: int) -> bool:
         return any(self._is_far(user) for user in self._users.get(tensor, []))
 
-    def _root(self, tensor: int) -> int:
+    def memory_of(self, tensor: int) -> int:
+        """The tensor whose memory it shares, itself where it is no view."""
         return self._alias.get(tensor, tensor)
 
     def _product(self, op: Op, batch: int, ways: Mapping[int, int], size_bytes: int) -> Product:
@@ -408,7 +409,7 @@ class WorkCounter:
         made, and results that one of those reads."""
         moved, op = 0, self.graph.ops[index]
         for position, tensor in enumerate(op.inputs):
-            made = made_here.get(self._root(tensor))
+            made = made_here.get(self.memory_of(tensor))
             if made is None or self.graph.ops[made].kind in PRODUCT_KINDS:
                 # A lookup reads only the rows that it returns.
                 is_table = op.kind == "gather" and tensor == op.inputs[0]
@@ -436,7 +437,7 @@ class WorkCounter:
                 continue
             parent[index] = index
             for tensor in op.inputs:
-                if (before := chain.get(self._root(tensor))) is not None:
+                if (before := chain.get(self.memory_of(tensor))) is not None:
                     parent[root(before)] = index
             chain.update((tensor, index) for tensor in op.outputs)
         return sum(parent[op] == op for op in parent)

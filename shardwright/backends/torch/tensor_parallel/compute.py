@@ -221,6 +221,34 @@ def normalization(call: Call) -> bool:
     return True
 
 
+@rule("batch_norm")
+def batch_norm(call: Call) -> bool:
+    """Of pieces of the channels, each rank norms its own: what they are normed by is taken over everything else."""
+    if call.is_replicated:
+        as_recorded(call)
+        return True
+    layout = call.pieces[0][1]
+    place = call.split_of(0, 0)
+    if layout.signature.need or call.converts_between or len(call.site.ops) != len(call.pieces):
+        return False
+    if len(call.pieces) == 1 and call.pieces[0][0].kind == "elementwise":  # by the running statistics
+        as_recorded(call)
+        return True
+    if place is None or place.dim != 1:
+        return False
+    if call.argument("running_mean") is None or not call.argument("training"):
+        as_recorded(call)
+        return True
+    slots = call.slots()
+    args, _ = call.arguments(slots)
+    given, weight, bias, mean, variance, _training, momentum, eps, _cudnn = args
+    made = call.lowering.source.call(
+        statistics.batch_norm, given, weight, bias, mean, variance, momentum, eps, place, call.lowering.axis
+    )
+    call.give(len(call.pieces) - 1, 0, made)
+    return True
+
+
 @rule("embedding")
 def embedding(call: Call) -> bool:
     layout = call.pieces[0][1]

@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from shardwright.backends.torch.tensor_parallel.collectives import Axis
+from shardwright.backends.torch.tensor_parallel.pieces import piece_of, whole_of
 from shardwright.core.errors import MissingCapabilityError
+from shardwright.core.layout import Split
 
 
 class _Normalize(torch.autograd.Function):
@@ -102,4 +105,27 @@ def normalize(
 def softmax(source: torch.Tensor, dim: int, log: bool, axis: Axis, unit: str) -> torch.Tensor:
     """A rank's piece of a softmax, or of its logarithm."""
     made: torch.Tensor = _Softmax.apply(source, dim, log, axis, unit)  # type: ignore[no-untyped-call]
+    return made
+
+
+def batch_norm(
+    source: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor,
+    running_variance: torch.Tensor,
+    momentum: float,
+    eps: float,
+    place: Split,
+    axis: Axis,
+) -> torch.Tensor:
+    """A rank's channels, normed by the batch. Every rank holds the running statistics of all channels: each takes its
+    own on, and they are put together."""
+    channels = Split(0, place.blocks)
+    own = torch.stack([piece_of(r, channels, axis.size, axis.coordinate) for r in (running_mean, running_variance)])
+    made = F.batch_norm(source, own[0], own[1], weight, bias, True, momentum, eps)
+    with torch.no_grad():
+        every = axis.all_gather(own)
+        for number, running in enumerate((running_mean, running_variance)):
+            running.copy_(whole_of([of_rank[number] for of_rank in every], channels))
     return made
