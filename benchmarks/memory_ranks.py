@@ -98,13 +98,14 @@ def rank(name: str, plan: str) -> None:
     for _ in range(STEPS):
         optimizer.zero_grad()
         held = [p for _, p in model.local_named_parameters()]
-        with tracked.tracking(held, plain, batch.values()) as tracker:
+        there = [*held, *(b for _, b in model.local_named_buffers())]
+        with tracked.tracking(there, plain, batch.values()) as tracker:
             train_step(model, **batch)
             optimizer.step()
     peak = tracker.peak_bytes()
     optimizer.zero_grad()
     runtime.Recorder, model.runtime.recorders = Sampler, []  # type: ignore[misc]
-    with tracked.tracking(held, plain, batch.values()) as tracker:
+    with tracked.tracking(there, plain, batch.values()) as tracker:
         Sampler.tracker, Sampler.parameters, Sampler.samples = tracker, held, []
         train_step(model, **batch)
     everyone: list[Any] = [None] * swt.size()
@@ -145,7 +146,7 @@ def over_time(plan: Any, samples: list[list[dict[str, int]]]) -> tuple[str, str,
         until = {moment.end_s: moment.memory for moment in every[number]}
         for action, end_s, there in zip(timeline.actions[number], timeline.end_s[number], found, strict=True):
             use = until[float(end_s)]
-            stays = use.parameters_bytes + use.optimizer_bytes + use.batch_bytes
+            stays = use.parameters_bytes + use.optimizer_bytes + use.batch_bytes + use.model_buffers_bytes
             fullest.append(use.total_bytes / there["peak"])
             if there["gradients"]:
                 gradients.append(use.gradients_bytes / there["gradients"])

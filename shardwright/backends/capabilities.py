@@ -24,6 +24,7 @@ TORCH = Capabilities(
     shard_groups=False,
     gradients_when_made=True,
     bucket_bytes=25 * 2**20,  # as torch's DistributedDataParallel has it
+    replicas_norm_apart=True,
 )
 JAX = Capabilities(
     framework="jax",

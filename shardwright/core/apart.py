@@ -54,7 +54,7 @@ def _stage_bytes(
     kept = table.range_kept[first, first + 1 : end + 1]
     made = table.trained_from(first, end, before) * gradient_width
     whole = table.trained_from(first, end, after) * gradient_width
-    passes = kept + table.beside_bytes[first:end]
+    passes = kept + table.beside_bytes[first:end] + table.given_bytes(first, end)
     copied = np.append(whole[1:], 0)
     return StageBytes(
         int(kept[-1]),

@@ -42,6 +42,8 @@ class Capabilities:
     """Of a parameter that several pipeline ranks use, the one of its first stage alone holds the optimizer's states."""
     stages_are_programs: bool = False
     """A stage's backward is one compiled program, which adds the gradients to their sums when all are there."""
+    replicas_norm_apart: bool = False
+    """Each replica norms by its own samples, and remembers in fp64 the running statistics that it began a step with."""
 
     def lack(self, *, recompute: str, shard: int, shard_group: int | None, dp: int) -> str | None:
         """What the runtime lacks for a memory policy, as a user would pin it, or None."""

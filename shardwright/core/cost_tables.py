@@ -57,6 +57,8 @@ class _Reading:
         self.counter = WorkCounter(graph)
         self.shared = self.counter.shared(self.folded.units)
         self.batch_readers = self.counter.batch_readers(self.folded.units)
+        self.buffer_users = self.counter.buffer_users(self.folded.units)
+        self.remembered_bytes = tuple(map(self.counter.batch_statistics_bytes, self.folded.units))
         self.passing_by = self.counter.passing_by(self.folded.units)
         self.frame = Frame(self.folded, self.counter)
         self._work: dict[object, UnitWork] = {}
@@ -102,6 +104,7 @@ class _Reading:
             passing_bytes=held(footprint.passing, counted.passing_bytes, whole.passing_bytes),
             unfused_dropout_bytes=0,
             unfused_dropout_selective_bytes=0,
+            given_bytes=0,
             put_off_bytes=None,
         )
 
@@ -189,7 +192,6 @@ class CostTables:
         self._tables: dict[tuple[int, int, Recompute, Place], UnitTable] = {}
         self._costs: dict[tuple[int, int, Device, Group, bool], tuple[UnitCost, ...]] = {}
         self._held: dict[int, tuple[tuple[Tie, ...], int]] = {}
-        self._boundary: tuple[tuple[int, int], ...] | None = None
 
     def on(self, cluster: Cluster) -> "CostTables":
         """The same model and numbers on another cluster."""
@@ -334,8 +336,12 @@ class CostTables:
                 (given.size_bytes(microbatch), given.has_batch, by)
                 for given, by in ((self.graph.tensors[t], by) for t, by in self._read.batch_readers)
             ),
+            model_buffers=tuple((self.graph.tensors[t].size_bytes(1), by) for t, by in self._read.buffer_users),
+            remembered_bytes=self._read.remembered_bytes if self.graph.capabilities.replicas_norm_apart else (),
             batch_is_everywhere=not self.graph.capabilities.single_controller,
             waiting_bytes=tuple(sum(map(size_bytes, values)) for values in self._read.passing_by),
+            constant_bytes=tuple(fixed + slope * microbatch for fixed, slope in self._boundaries(flowing=False)),
+            given_stay=not self.graph.capabilities.stages_are_programs,
             ties_have_one_home=self.graph.capabilities.ties_have_one_home,
             found_bytes=PRECISION_BYTES[self.precision] if self.graph.capabilities.stages_are_programs else 0,
             looked_up=self._looked_up(tp) if self.graph.capabilities.stages_are_programs else (),
@@ -433,24 +439,24 @@ class CostTables:
             return whole
         return min(whole, send_s(size_bytes / tp, place.entering) + place.tensor_group.all_gather_s(size_bytes))
 
-    def _boundaries(self) -> tuple[tuple[int, int], ...]:
-        """For every unit the bytes that enter it from before: (fixed, for each sample)."""
-        if self._boundary is None:
-            counter, starts = self.counter, [unit.first_op for unit in self.folded.units]
+    def _boundaries(self, *, flowing: bool = True) -> tuple[tuple[int, int], ...]:
+        """For every unit the bytes that enter it from before, (fixed, for each sample), of values through which a
+        gradient flows; else of the others that earlier units made. (The batch, every stage has.)"""
+        counter, starts = self.counter, [unit.first_op for unit in self.folded.units]
 
-            def crossing(batch: int) -> list[int]:
-                def sent_bytes(tensor: int) -> int:
-                    if not counter.needs_gradient(tensor):
-                        return 0  # what needs no gradient comes from the inputs, which every stage has
-                    return counter.size_bytes(tensor, batch, self.precision)
+        def crossing(batch: int) -> list[int]:
+            def sent_bytes(tensor: int) -> int:
+                if counter.needs_gradient(tensor) is not flowing:
+                    return 0
+                return counter.size_bytes(tensor, batch, self.precision)
 
-                positions = crossing_bytes(self.graph, sent_bytes)
-                return [int(positions[start]) for start in starts]
+            positions = crossing_bytes(self.graph, sent_bytes)
+            return [int(positions[start]) for start in starts]
 
-            self._boundary = tuple(
-                (2 * one - two, two - one) for one, two in zip(crossing(1), crossing(2), strict=True)
-            )
-        return self._boundary
+        def find() -> tuple[tuple[int, int], ...]:
+            return tuple((2 * one - two, two - one) for one, two in zip(crossing(1), crossing(2), strict=True))
+
+        return self._read.remembered(("boundaries", self.precision, flowing), find)
 
     def _users(self) -> dict[int, tuple[int, ...]]:
         users: dict[int, list[int]] = {}

@@ -39,6 +39,8 @@ class MemoryUse:
     """The rank's part of the batch, of all microbatches: it is there all through the step."""
     copies_bytes: int = 0
     """What copies of gradients on their way to other replicas add to the peak: they come when activations go."""
+    model_buffers_bytes: int = 0
+    """What the model holds beside its parameters, such as running statistics, and what a replica remembers of these."""
 
     @property
     def classes(self) -> dict[str, int]:
@@ -47,6 +49,7 @@ class MemoryUse:
             "parameters": self.parameters_bytes,
             "gradients": self.gradients_bytes,
             "optimizer states": self.optimizer_bytes,
+            "model buffers": self.model_buffers_bytes,
             "batch": self.batch_bytes,
             "activations": self.activations_bytes,
             "buffers": self.buffers_bytes,
@@ -58,7 +61,7 @@ class MemoryUse:
         return sum(self.classes.values()) - self.apart_bytes
 
 
-STAYING = ("parameters", "gradients", "optimizer states", "batch")
+STAYING = ("parameters", "gradients", "optimizer states", "model buffers", "batch")
 """The classes that a schedule does not change."""
 
 

@@ -108,6 +108,7 @@ class MemoryFile(Section):
     host_bytes: Amount
     batch_bytes: Amount
     copies_bytes: Amount
+    model_buffers_bytes: Amount
 
 
 class PredictedFile(Section):

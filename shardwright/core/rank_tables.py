@@ -63,6 +63,8 @@ class _Held:
     """As `UnitTable.batch_bytes` has it."""
     away: int
     """Offloaded."""
+    buffers: tuple[int, ...]
+    """Of the model: where it is there once, and where it is replicated."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +241,7 @@ class RankTables:
                     host_bytes=own.away * count,
                     batch_bytes=own.batch[0] + own.batch[1] * request.microbatches,
                     copies_bytes=copied,
+                    model_buffers_bytes=own.buffers[request.is_replicated],
                 )
             )
         return tuple(found)
@@ -285,10 +288,14 @@ class RankTables:
                     # before, its passes hold already.
                     entering, together = (1, sum) if table.found_bytes else (2, max)
                     crossing = (0, *table.boundary_bytes[1:], 0)
-                    sent = together(entering * crossing[a] + 2 * crossing[b] for a, b in held)
+                    constant = (0, *table.constant_bytes[1:], 0) if table.constant_bytes else (0,) * len(crossing)
+                    sent = together(
+                        entering * crossing[a] + 2 * crossing[b] + constant[a] + constant[b] for a, b in held
+                    )
                 batch = table.batch_bytes(held)
                 away = max(sum(table.units[u].saved_bytes for u in table.offloaded if a <= u < b) for a, b in held)
-                found.append(_Held(elements, trained, updated, kept, working, sent, batch, away))
+                buffers = tuple(table.model_buffers_bytes(held, replicated=several) for several in (False, True))
+                found.append(_Held(elements, trained, updated, kept, working, sent, batch, away, buffers))
             self._holdings[key] = found
         return self._holdings[key]
 

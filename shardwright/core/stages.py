@@ -87,10 +87,18 @@ class UnitTable:
     batch: tuple[tuple[int, bool, tuple[int, ...]], ...] = ()
     """Of every tensor of the batch its bytes for one microbatch, whether each microbatch has its own part of it, and
     the units that read it."""
+    model_buffers: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Of every buffer of the model its bytes, and the units that use it."""
+    remembered_bytes: tuple[int, ...] = ()
+    """For every unit what each of several replicas remembers of its running statistics. Empty: nothing."""
     batch_is_everywhere: bool = False
     """Whether every rank is given the batch, whatever it reads of it."""
     waiting_bytes: tuple[int, ...] = ()
     """For every unit, of the gradients that pass it by: of values made before it and read after it. Empty: none."""
+    constant_bytes: tuple[int, ...] = ()
+    """For every unit, the bytes that enter it from before of values without a gradient. Empty: none."""
+    given_stay: bool = False
+    """Whether the gradients that a stage is given by the next stay to the end of its backward."""
     ties_have_one_home: bool = False
     """As in `Capabilities`."""
     found_bytes: int = 0
@@ -261,6 +269,11 @@ class UnitTable:
                 sizes[is_divided] += size
         return sizes[0], sizes[1]
 
+    def model_buffers_bytes(self, held: Sequence[tuple[int, int]], *, replicated: bool) -> int:
+        """Bytes of the model's buffers on a rank of these stages, with what it remembers where it is ``replicated``."""
+        used = sum(size for size, users in self.model_buffers if any(a <= unit < b for unit in users for a, b in held))
+        return used + (sum(sum(self.remembered_bytes[a:b]) for a, b in held) if replicated else 0)
+
     @cached_property
     def range_working(self) -> Matrix:
         """What the passes of one microbatch hold beside the kept activations. The backward of a unit finds the units
@@ -271,10 +284,26 @@ class UnitTable:
     def _range_passing(self) -> Matrix:
         return self._working(self.beside_bytes)
 
+    def given_bytes(self, first: int, end: int) -> NDArray[np.float64]:
+        """For every unit of a stage what its backward holds more as the gradients from the next stage stay: the last
+        unit reads them itself."""
+        found = np.zeros(end - first)
+        if self.given_stay and end < len(self.units):
+            found[:] = self.boundary_bytes[end]
+            found[-1] = self.units[end - 1].given_bytes
+        return found
+
     def _working(self, beside: NDArray[np.float64]) -> Matrix:
-        through = np.where(np.tri(len(beside), dtype=bool).T, self.range_kept[:-1, 1:] + beside, 0.0)
+        in_order = np.tri(len(beside), dtype=bool).T
+        last = np.where(in_order, self.range_kept[:-1, 1:] + beside, 0.0)
+        before = np.zeros_like(last)
+        before[:, 1:] = np.maximum.accumulate(last, axis=1)[:, :-1]
+        if self.given_stay:
+            before += np.where(before > 0, np.array([*self.boundary_bytes[1:], 0]), 0.0)
+            own = np.array([*(u.given_bytes for u in self.units[:-1]), 0])
+            last = np.where(in_order, last + own, 0.0)
         working: Matrix = np.zeros_like(self.range_kept)
-        working[:-1, 1:] = np.maximum(0.0, np.maximum.accumulate(through, axis=1) - self.range_kept[:-1, 1:])
+        working[:-1, 1:] = np.maximum(0.0, np.maximum(before, last) - self.range_kept[:-1, 1:])
         return working
 
     def stage_working(self, first: int, end: int, *, summed: bool = False) -> int:
@@ -340,6 +369,8 @@ class MemoryRequest:
     """Whether whole gradients are summed over a data axis."""
     microbatches: int = 1
     """Whose part of the batch lies on a rank all through a step."""
+    is_replicated: bool = False
+    """Whether there are several replicas."""
 
     @property
     def gradient_width(self) -> int:

@@ -12,6 +12,7 @@ from shardwright.core.amounts import bytes_text, count_text, seconds_text
 from shardwright.core.breakdown import RankStep
 from shardwright.core.compare import Comparison
 from shardwright.core.layout import Layout, Split
+from shardwright.core.memory import MemoryUse
 from shardwright.core.memory_over_time import Moment
 from shardwright.core.plan import Plan
 from shardwright.core.timeline import Timeline
@@ -83,34 +84,19 @@ def step_view(parts: Sequence[RankStep]) -> RenderableType:
 
 def memory_view(held: Sequence[Sequence[Moment]], step_s: float) -> RenderableType:
     """What every pipeline rank holds: by class where it is fullest, and all of it over the step."""
-    table = new_table(
-        "Memory at its fullest",
-        "rank",
-        ">parameters",
-        ">gradients",
-        ">optimizer",
-        ">activations",
-        ">batch, buffers",
-        ">together",
-    )
+    fullest = [max(moments, key=lambda moment: moment.memory.total_bytes).memory for moments in held]
+    classes = _classes(fullest)
+    table = new_table("Memory at its fullest", "rank", *(f">{name}" for name in classes), ">together")
     pictures = ["\nMemory over the step, of each rank's fullest"]
-    for rank, moments in enumerate(held):
-        full = max(moments, key=lambda moment: moment.memory.total_bytes)
-        use, most = full.memory, max(1, full.memory.total_bytes)
-        parts = (
-            use.parameters_bytes,
-            use.gradients_bytes,
-            use.optimizer_bytes,
-            use.activations_bytes,
-            use.batch_bytes + use.buffers_bytes + use.copies_bytes,
-        )
+    for rank, (moments, use) in enumerate(zip(held, fullest, strict=True)):
+        most = max(1, use.total_bytes)
         shares = [0.0] * BARS
         for moment in moments:
             first, last = (int(BARS * at / step_s) if step_s else 0 for at in (moment.start_s, moment.end_s))
             for bar in range(min(first, BARS - 1), min(last, BARS - 1) + 1):
                 shares[bar] = max(shares[bar], moment.memory.total_bytes / most)
         drawn = "".join(" ▁▂▃▄▅▆▇█"[round(8 * share)] for share in shares)
-        table.add_row(str(rank), *map(bytes_text, (*parts, use.total_bytes)))
+        table.add_row(str(rank), *(bytes_text(use.classes[name]) for name in classes), bytes_text(use.total_bytes))
         pictures.append(f"rank {rank}  {drawn}")
     return Group(table, Text("\n".join(pictures)))
 
@@ -184,19 +170,20 @@ def _memory(plan: Plan) -> Table:
     limit = plan.provenance.device_memory_bytes
     uses = plan.predicted.memory_by_stage_rank
     apart = [">not at once"] if any(use.apart_bytes for use in uses) else []
+    classes = _classes(uses)
     table = new_table(
-        f"Memory per rank (of {bytes_text(limit)})",
-        "pp", ">parameters", ">gradients", ">optimizer", ">activations", ">batch, buffers", *apart, ">total", ">used",
-    )  # fmt: skip
+        f"Memory per rank (of {bytes_text(limit)})", "pp", *(f">{name}" for name in classes), *apart, ">total", ">used"
+    )
     for rank, use in enumerate(uses):
-        sizes = [
-            use.parameters_bytes, use.gradients_bytes, use.optimizer_bytes, use.activations_bytes,
-            use.batch_bytes + use.buffers_bytes + use.copies_bytes,
-        ]  # fmt: skip
         less = [f"-{bytes_text(use.apart_bytes)}"] if apart else []
         total = (bytes_text(use.total_bytes), f"{use.total_bytes / limit:.1%}")
-        table.add_row(str(rank), *(bytes_text(size) for size in sizes), *less, *total)
+        table.add_row(str(rank), *(bytes_text(use.classes[name]) for name in classes), *less, *total)
     return table
+
+
+def _classes(uses: Sequence[MemoryUse]) -> list[str]:
+    """The classes of bytes of which some rank holds any."""
+    return [name for name in MemoryUse(0, 0, 0, 0, 0).classes if any(use.classes[name] for use in uses)]
 
 
 def _layouts(plan: Plan) -> Table:

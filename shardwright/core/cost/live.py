@@ -36,8 +36,9 @@ class LiveBytes:
         kept_by: Mapping[int, Collection[int]],
         mask_bytes: Mapping[int, int],
         size_of: Callable[[int], int],
-    ) -> int:
-        """The most bytes alive at once while the ops run forward and then backward, less all that is kept.
+    ) -> tuple[int, int]:
+        """The most bytes alive at once while the ops run forward and then backward, less all that is kept; the same
+        where the gradients that the backward is given stay to its end.
 
         Args:
             ops: the ops of one unit.
@@ -51,8 +52,11 @@ class LiveBytes:
                 first_keeper[root] = min(op, first_keeper.get(root, op))
         kept = sum(map(size_of, first_keeper)) + sum(mask_bytes.values())
         forward = self._forward_peak(ops, first_keeper, mask_bytes, size_of)
-        backward = kept + self._backward_peak(ops, first_keeper, mask_bytes, size_of)
-        return max(0, max(forward, backward) - kept)
+        backwards = (
+            self._backward_peak(ops, first_keeper, mask_bytes, size_of, given_stays=stays) for stays in (False, True)
+        )
+        alone, given = (max(0, forward - kept, backward) for backward in backwards)
+        return alone, given
 
     def _root(self, tensor: int) -> int:
         return self._alias.get(tensor, tensor)
@@ -86,7 +90,13 @@ class LiveBytes:
         return peak
 
     def _backward_peak(
-        self, ops: range, first_keeper: Mapping[int, int], mask_bytes: Mapping[int, int], size_of: Callable[[int], int]
+        self,
+        ops: range,
+        first_keeper: Mapping[int, int],
+        mask_bytes: Mapping[int, int],
+        size_of: Callable[[int], int],
+        *,
+        given_stays: bool,
     ) -> int:
         """The most bytes of gradients, counted from all that is kept, which the backward gives up as it goes."""
         released: dict[int, int] = {}
@@ -98,12 +108,14 @@ class LiveBytes:
                 users = self._users.get(tensor, ())
                 if tensor in self._needs_gradient and (not users or any(user not in ops for user in users)):
                     held.add(tensor, size_of(tensor))
-        peak = live = 0
+                    if given_stays:
+                        held.pin(tensor)
+        peak = live = of_bias = 0
         for index in reversed(ops):
             op = self.graph.ops[index]
             arriving = [t for t in op.outputs if t in held.memory]
             if arriving:
-                passing = 0
+                passing = of_bias if op.kind == "contraction" else 0
                 for tensor in dict.fromkeys(op.inputs):
                     if tensor not in self._needs_gradient:
                         continue
@@ -114,6 +126,8 @@ class LiveBytes:
                     else:
                         held.add(tensor, size_of(tensor))
                 peak = max(peak, live + held.bytes + passing)
+                # A product with its bias makes both gradients at once.
+                of_bias = passing if op.name.endswith("/bias") else 0
                 for tensor in arriving:
                     held.drop(tensor)
             live -= released.get(index, 0) + mask_bytes.get(index, 0)
@@ -153,6 +167,10 @@ class _Gradients:
         piece = self.memory[given]
         self.memory[tensor] = piece
         self._owners[piece] += 1
+
+    def pin(self, tensor: int) -> None:
+        """Keep the memory of a gradient to the end."""
+        self._owners[self.memory[tensor]] += 1
 
     def drop(self, tensor: int) -> None:
         piece = self.memory.pop(tensor)

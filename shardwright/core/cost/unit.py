@@ -50,6 +50,8 @@ class UnitCost:
     """What the optimizer's step on them takes of what is counted for it."""
     put_off_bytes: int | None = None
     """As of `UnitWork`; None: all that is saved."""
+    given_bytes: int = 0
+    """As of `UnitWork`."""
 
     @property
     def total_s(self) -> float:
@@ -117,6 +119,7 @@ def unit_cost(
         sum(map(collective_s, work.step_moved)) if collective_s is not None else 0.0,
         trained,
         put_off_bytes=work.put_off_bytes,
+        given_bytes=work.given_bytes,
     )
 
 

@@ -81,6 +81,8 @@ class UnitWork:
     """The gathers of operands that are kept in pieces, once more for the gradient of a weight."""
     step_moved: tuple[Collective, ...] = ()
     """Every collective over the tensor axis for the gradients of parameters, once a step."""
+    given_bytes: int = 0
+    """What ``passing_bytes`` is more by where the gradients that the unit is given stay to the end of its backward."""
     put_off_bytes: int | None = None
     """Between the two halves of a split backward: the operands and the gradients of results from which the second makes
     gradients of parameters. None: not known."""
@@ -224,7 +226,8 @@ class WorkCounter:
                 vector_again += moved if index in self._kept.computed_again else 0
             entries = self._kept.score_elements(op, batch)
             scores += entries * PRECISION_BYTES[precision] // share
-            statistics += self._kept.statistics(op, batch) // (share if not any(cut.combined(index, op)) else 1)
+            of_op = self._kept.statistics(op, batch) // (share if not any(cut.combined(index, op)) else 1)
+            statistics += of_op
             statistics += sum(held(index, i) * PRECISION_BYTES[precision] for i in self._kept.widened(op))
             if op.kind == "gather" and any(op.role(label) == "index" for label in cut.of_labels(index, op)):
                 # Of rows that lie on other ranks: places in the own piece, and which are there.
@@ -232,7 +235,7 @@ class WorkCounter:
             drops = self._kept.drops_scores(op)
             if drops:
                 copies = self._kept.unfused_elements(op, batch) - entries
-                unfused += copies * PRECISION_BYTES[precision] // share
+                unfused += copies * PRECISION_BYTES[precision] // share - of_op
             if roots := self._kept.by(op):
                 kept_by[index] = roots
                 found = attended if drops else kept
@@ -243,6 +246,7 @@ class WorkCounter:
         kept.update(attended)
         masks = {key: size * (PRECISION_BYTES[precision] - 1) for key, size in kept.items() if key < 0}
         entering = {self.memory_of(t): cut.entering_ways(t) for t in self._entering(unit, made_here)}
+        passing, passing_beside_given = self._live.beside_kept(ops, kept_by, mask_bytes, memory)
         forward, backward, gathered, at_the_end = self._collectives(layouts, batch, precision)
         return UnitWork(
             products=tuple(products),
@@ -258,7 +262,8 @@ class WorkCounter:
             selective_products=tuple(again),
             selective_vector_bytes=vector_again,
             entering_bytes=sum(self.size_bytes(t, batch, precision) // ways for t, ways in entering.items()),
-            passing_bytes=self._live.beside_kept(ops, kept_by, mask_bytes, memory),
+            passing_bytes=passing,
+            given_bytes=passing_beside_given - passing,
             forward_moved=(*forward, *small),
             backward_moved=backward,
             backward_gathered=gathered,
@@ -337,6 +342,31 @@ class WorkCounter:
             for tensor in self.graph.inputs
             if self.graph.tensors[tensor].role == "input"
         )
+
+    def buffer_users(self, units: Sequence[Unit]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Every buffer of the model that units use, and those units: that read it, or that run the module it is of."""
+        unit_of = {index: unit.index for unit in units for index in range(unit.first_op, unit.end_op)}
+        running: dict[str, set[int]] = {}
+        for index, op in enumerate(self.graph.ops):
+            running.setdefault(self.graph.calls[op.call].path, set()).add(unit_of[index])
+        found = []
+        for tensor, value in enumerate(self.graph.tensors):
+            if value.role == "buffer":
+                users = {unit_of[user] for user in self._users.get(tensor, ())}
+                users = users or running.get(value.name.rpartition(".")[0], set())
+                found.append((tensor, tuple(sorted(users))))
+        return tuple(found)
+
+    def batch_statistics_bytes(self, unit: Unit) -> int:
+        """Mean and variance in fp64 of what the unit's ops norm by the batch: what was known of them before a step."""
+        found = 0
+        for op in self.graph.ops[unit.first_op : unit.end_op]:
+            if op.kind == "normalization":
+                out = self.graph.tensors[op.outputs[0]]
+                dims = list(zip(out.shape(1), out.per_sample, op.output_labels[0], strict=True))
+                if any(each and op.role(label) == "statistic" for _, each, label in dims):
+                    found += 2 * 8 * math.prod(size for size, _, label in dims if op.role(label) != "statistic")
+        return found
 
     def _collectives(
         self, layouts: RealisedUnit | None, batch: int, precision: str

@@ -64,6 +64,7 @@ class Bounds:
             self.tables.graph.capabilities.bucket_bytes if travels else 0,
             travels,
             microbatches,
+            dp > 1,
         )
 
     @property

@@ -44,3 +44,25 @@ def test_the_gradient_of_a_table_that_is_looked_up_comes_when_the_passes_are_ove
     unit = replace(UNIT, passing_bytes=30, trained_elements=5)
     table = replace(TABLE, units=(unit,) * 3, shared=(), twice_bytes=(), found_bytes=4, looked_up=(5, 0, 0))
     assert [table.stage_working(0, 1), table.stage_working(1, 2), table.stage_working(0, 2)] == [30, 20 + 30, 20 + 30]
+
+
+def test_gradients_from_the_next_stage_stay_to_the_end_of_a_backward() -> None:
+    """The next stage gives 20 bytes. Of a unit that holds 8 beside what it keeps, and 2 more as they stay, and then
+    30 as the unit before it runs, they count beside those; after the last unit nothing is given."""
+    small, large = (replace(UNIT, passing_bytes=size, given_bytes=2) for size in (8, 130))
+    table = replace(TABLE, units=(large, small, small), shared=(), twice_bytes=(), given_stay=True)
+    assert table.range_working[1, 2] == 8 + 2
+    assert table.range_working[0, 2] == (100 + 130 + 20) - 200
+    assert table.range_working[2, 3] == 8
+    assert table.given_bytes(0, 2).tolist() == [20, 2]
+    without = replace(table, given_stay=False)
+    assert (without.range_working[1, 2], without.range_working[0, 2]) == (8, 30)
+    assert without.given_bytes(0, 2).tolist() == [0, 0]
+
+
+def test_the_models_buffers_lie_where_they_are_used() -> None:
+    """Running statistics of the first unit, a mask of the last two; each replica remembers the statistics."""
+    table = replace(TABLE, model_buffers=((16, (0,)), (5, (1, 2)), (7, ())), remembered_bytes=(32, 0, 0))
+    assert table.model_buffers_bytes([(0, 1)], replicated=False) == 16
+    assert table.model_buffers_bytes([(0, 1)], replicated=True) == 16 + 32
+    assert table.model_buffers_bytes([(1, 2), (2, 3)], replicated=True) == 5
