@@ -24,8 +24,9 @@ PRICE_OF_EVENNESS = 1.25
 """How much longer the slowest stage may take for it."""
 LEAST_SHARE = 0.5
 """What every stage has to do, of an equal share of the time, unless the slowest stage would take that much longer."""
-UNCOUNTED_BYTES = 1024
-"""Single numbers that no graph shows: losses and their seeds, an optimizer's count of its steps for each parameter."""
+UNCOUNTED_BYTES = 16 * 1024
+"""What no graph shows: losses and their seeds, an optimizer's count of its steps for each parameter, rows of statistics
+on their way between ranks."""
 MOST_TRIES = 4
 """Cuts tried with less memory each time, where what the matrices of a stage leave out does not fit beside it."""
 
