@@ -24,8 +24,6 @@ MESSAGES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
 """Bytes of the all-reduces measured, on every device."""
 CHAIN = 50
 """Small ops in one compiled function, for the time of one."""
-THREADS_FOR_EACH = 4
-"""Threads for each virtual device: programs of one device that wait at the same time, collectives inside them."""
 _KINDS: dict[str, Kind] = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "tpu": "tpu"}
 _DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
@@ -36,7 +34,7 @@ def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | No
     Every figure is the median of its runs after one that compiles. The devices of a CPU share its cores and memory, so
     there all of them run the same at the same time.
     """
-    _let_devices_wait()
+    _give_devices_a_thread_each()
     devices = jax.local_devices()
     kind: Kind = _KINDS.get(devices[0].platform, "gpu")
     busy = devices if kind == "cpu" else devices[:1]
@@ -92,17 +90,19 @@ def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | No
     )
 
 
-def _let_devices_wait() -> None:
-    """Give the CPU client threads enough for every virtual device to wait in a collective while others run.
+def _give_devices_a_thread_each() -> None:
+    """Let the CPU client have one thread for every virtual device, unless ``NPROC`` says otherwise.
 
-    XLA takes as many threads as the host has cores (or ``NPROC`` says), and a program that waits for its peers holds
-    one: on fewer cores than devices nobody is left to run the peers, and XLA ends the process after its timeout. This
-    has an effect only before JAX's first use of its devices.
+    XLA takes as many threads as the host has cores, at least one for every device, or as many as ``NPROC`` says. All of
+    its devices share them: products and other large kernels are divided among all threads, whichever device runs them.
+    With more threads than devices one device works on several cores, and with more threads than cores the parts of a
+    product wait for each other's thread to get a core, so that no two launches take the same time. This has an effect
+    only before JAX's first use of its devices.
     """
     forced = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     devices = max(int(forced.group(1)) if forced else 1, getattr(jax.config, "jax_num_cpu_devices", 1))
     if devices > 1:
-        os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, THREADS_FOR_EACH * devices)))
+        os.environ.setdefault("NPROC", str(devices))
 
 
 def _chain(values: jax.Array) -> jax.Array:
@@ -174,10 +174,8 @@ def _machine(devices: list[Any]) -> str:
     said = f"{devices[0].device_kind} ({platform.machine()}), jax {jax.__version__}"
     if devices[0].platform != "cpu":
         return said
-    threads = (
-        "a thread each" if "multi_thread_eigen=false" in os.environ.get("XLA_FLAGS", "") else "one pool of threads"
-    )
-    return f"{said}, {len(devices)} devices at work on {os.cpu_count()} cores, {threads}"
+    threads = os.environ.get("NPROC") or max(os.cpu_count() or 1, len(devices))
+    return f"{said}, {len(devices)} devices at work on {os.cpu_count()} cores, {threads} threads for all of them"
 
 
 def _memory_bytes(devices: list[Any]) -> int:
