@@ -22,13 +22,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-import numpy as np
 
 import shardwright as sw
 from shardwright.backends import protocol
@@ -51,8 +46,6 @@ COMPOSED: dict[str, dict[str, Any]] = {
 MICROBATCHES = 4
 QUIET = 0.04
 """Of the cores, what others may take while something is measured."""
-SLOWER = 1.15
-"""Of the time that products and copies take at best, what they may take before and after something is measured."""
 TWO_DEVICES = {
     "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
     "NPROC": "2",  # a thread for each device, as `shardwright profile` sets it by itself
@@ -157,6 +150,7 @@ def torch_parts(model: Any, plan: sw.Plan) -> Any:
 def jax_parts(_model: Any, plan: sw.Plan) -> Any:
     """The same in one process for all devices."""
     import jax
+    import numpy as np
 
     whole = plan.decision.batch
     return (
@@ -168,44 +162,18 @@ def jax_parts(_model: Any, plan: sw.Plan) -> Any:
 
 def launched(framework: str, arguments: list[str], folder: str) -> str:
     """What the command prints; ``folder`` is for what it compiles. Run again, at most twice, while something else took
-    more of the cores than `QUIET`, or the machine was slower before or after it than `SLOWER` allows."""
+    more of the cores than `QUIET`."""
     for _ in range(3):
-        slow = slowness()
         (busy, stolen), own = cpu_s(), sum(os.times()[:4])
         began = time.perf_counter()
         said = launched_once(framework, arguments, folder)
         (busy_after, stolen_after), own_after = cpu_s(), sum(os.times()[:4])
         others = (busy_after - busy) - (own_after - own) + (stolen_after - stolen)
         share = others / (time.perf_counter() - began) / (os.cpu_count() or 1)
-        slow = max(slow, slowness())
-        if share <= QUIET and slow <= SLOWER:
+        if share <= QUIET:
             break
-        print(f"<!-- others had {share:.0%} of the cores beside {arguments[-2]}, products took {slow:.2f} times as long "
-              "as at best: measured again -->", flush=True)  # fmt: skip
+        print(f"<!-- others had {share:.0%} of the cores beside {arguments[-1]}: measured again -->", flush=True)
     return said
-
-
-BEST: list[float] = []
-"""The least seconds of `slowness` so far."""
-
-
-def slowness() -> float:
-    """How many times as long products and copies take on all cores now as at best so far: when the host is busy, the
-    guest is not told."""
-    left, large = np.ones((512, 512), np.float32), np.ones(1 << 22, np.float32)
-
-    def once(_: int) -> float:
-        began = time.perf_counter()
-        for _ in range(4):
-            left @ left
-        large.copy()
-        return time.perf_counter() - began
-
-    cores = os.cpu_count() or 1
-    with ThreadPoolExecutor(cores) as threads:
-        seconds = statistics.median(threads.map(once, range(20 * cores)))
-    BEST[:] = [min([seconds, *BEST])]
-    return seconds / BEST[0]
 
 
 def cpu_s() -> tuple[float, float]:

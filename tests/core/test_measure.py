@@ -1,6 +1,7 @@
 """Units measured on a machine whose times are known."""
 
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -133,9 +134,25 @@ def test_an_optimizer_that_took_less_takes_that_share_of_whatever_it_does(monkey
         assert optimizer_s(known) == pytest.approx(0.4 * optimizer_s(counted)) != 0, given
 
 
-def test_what_no_optimizer_can_save_is_not_taken_off_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, units = measured(monkeypatch, Machine(beside_s=-0.01), 2, (1,), single=False)
+def test_what_no_optimizer_can_save_its_pipeline_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(beside_s=-0.001)
+    graph, units = measured(monkeypatch, machine, 2, (1,), single=False)
     assert {(unit.step_s, unit.update_share) for unit in units} == {(0.0, measure.LEAST_UPDATE)}
+    device = replace(load_device("cpu"), measured_units=units)
+    wrong = defaultdict(list)
+    for ran in machine.ran:
+        made = ran.decision
+        if made.virtual_stages > 1:
+            continue
+        planned = sw.plan(
+            graph, sw.Cluster(device, devices_per_node=2), batch=made.batch, pp=made.pp, dp=made.dp, tp=made.tp,
+            microbatch=made.microbatch, stage_starts=made.stage_starts, virtual_stages=1, schedule=made.schedule,
+            recompute="none", shard=0, precision="fp32",
+        )  # fmt: skip
+        wrong[made.pp].append((made.batch, planned.predicted.step_time_s / machine.step_s(ran) - 1))
+    for of_one in wrong.values():
+        (_, few), (_, many) = min(of_one), max(of_one)
+        assert few > 0 > many, "between the steps that ran the two errors cancel"
 
 
 def test_a_step_ends_with_the_rank_that_takes_longest_of_devices_that_measured_unlike(
