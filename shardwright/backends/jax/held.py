@@ -43,6 +43,10 @@ class _Account:
         """(stage, microbatch) → bytes on each of its devices."""
         self.leaving = np.zeros(len(devices), dtype=np.int64)
         """What a device's last action sent, which may be on its way still when the next begins."""
+        self.readers: dict[int, list[tuple[int, bool, int]]] = {}
+        """Device → what reads that, as `_name` has it."""
+        self.ran: dict[tuple[int, bool, int], int] = {}
+        """Actions that ran before, numbered in their order."""
 
     def run(self) -> tuple[int, ...]:
         for stage in range(len(self.pipeline.launches)):
@@ -80,14 +84,38 @@ class _Account:
         launch = self.pipeline.launches[part.stage].get(part.kind)
         if launch is None:
             return
-        microbatch = part.microbatch or 0
+        microbatch, name = part.microbatch or 0, _name(part)
+        places = self._places(part.stage)
+        self.ran[name] = len(self.ran)
+        if self._has_arrived(part):
+            self.leaving[places] = 0
         self._touch(part.stage, _beside_operands(launch.run.memory_analysis()))
-        self.leaving[self._places(part.stage)] = sum(self._sent(launch))
+        self.leaving[places] = sum(self._sent(launch))
+        targets = [target for _, users in launch.sends for target, *_ in users]
+        self.readers.update({place: [(target, *name[1:]) for target in targets] for place in places})
         for stage, size in self._made(launch, part.stage):
             self._hold(stage, size)
             self.local[stage, microbatch] = self.local.get((stage, microbatch), 0) + size
         if part.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
             self._hold(part.stage, -self.local.pop((part.stage, microbatch), 0))
+
+    def _has_arrived(self, part: Action) -> bool:
+        """Whether an action waits for something that came after all that its devices sent last was read."""
+        _, ahead, microbatch = _name(part)
+        sources = [
+            (stage, ahead, microbatch)
+            for stage, launches in enumerate(self.pipeline.launches)
+            for kind, launch in launches.items()
+            if (kind is Kind.FORWARD) is ahead
+            and any(target == part.stage for _, users in launch.sends for target, *_ in users)
+        ]
+
+        def is_read(reader: tuple[int, bool, int]) -> bool:
+            """By a stage of the same devices as a source, no later than that ran."""
+            after = [self.ran.get(s, -1) for s in sources if self._places(s[0]) == self._places(reader[0])]
+            return reader in self.ran and self.ran[reader] <= max(after, default=-1)
+
+        return all(is_read(reader) for place in self._places(part.stage) for reader in self.readers.get(place, ()))
 
     @staticmethod
     def _made(launch: Launch, stage: int) -> Iterable[tuple[int, int]]:
@@ -104,6 +132,11 @@ class _Account:
     def _sent(launch: Launch) -> Iterable[int]:
         made = list(zip(jax.tree.leaves(launch.run.out_info), launch.run.output_shardings, strict=True))
         return (_on_each(*made[position]) for position, _ in launch.sends)
+
+
+def _name(part: Action) -> tuple[int, bool, int]:
+    """(stage, whether forward, microbatch): what an action sends, those of the same direction and microbatch read."""
+    return part.stage, part.kind is Kind.FORWARD, part.microbatch or 0
 
 
 def _on_each(aval: Any, at: Any) -> int:
