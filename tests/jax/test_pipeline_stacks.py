@@ -61,6 +61,7 @@ def loss_fn(params: dict[str, Any], batch: dict[str, jax.Array]) -> jax.Array:
 SAMPLE = {name: jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32) for name in ("x", "y")}
 OPTIMIZERS = {
     "adamw": optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2)),
+    "every two": optax.MultiSteps(optax.adamw(1e-2), 2),  # branches by a count
     "lamb": optax.lamb(1e-2),  # takes norms of whole parameters, so of whole stacks
 }
 
@@ -75,6 +76,8 @@ def graph() -> sw.Graph:
     [
         ("adamw", 3, 1, 1, {}),
         ("adamw", 4, 1, 1, {}),  # which do not divide the six layers
+        ("every two", 2, 1, 1, {}),
+        ("adamw", 4, 2, 1, {"shard": 1}),  # pieces of one row, which replicas cannot share, and of two, which they can
         pytest.param("lamb", 2, 2, 2, {"recompute": "full"}, marks=pytest.mark.slow),
         pytest.param("adamw", 2, 1, 1, {"virtual_stages": 2, "schedule": "zbv"}, marks=pytest.mark.slow),
     ],

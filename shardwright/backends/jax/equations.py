@@ -94,11 +94,13 @@ def flatten(
     calls: list[TracedCall] | None = None,
     home: Home = lambda call: None,
     weights: Sequence[int | None] = (),
+    select: bool = False,
 ) -> FlatProgram:
     """The flat program of a closed jaxpr, without what no result needs.
 
     ``home`` says where a module call belongs; ``weights`` the stages of the first arguments, which are the model's
-    parameters (None: several). Without them, only jits are opened. Raises PlanError for a function with its own
+    parameters (None: several). Without them, only jits are opened. ``select`` opens branches too: all of them run, and
+    the index picks from their results. Raises PlanError for a function with its own
     derivative rule that holds several stages.
     """
     flat = FlatProgram()
@@ -109,7 +111,7 @@ def flatten(
     known = dict(zip(jaxpr.invars, flat.arguments, strict=True))
     known |= dict(zip(jaxpr.constvars, flat.constants, strict=True))
     held = dict(zip(flat.arguments, weights, strict=False))
-    flat.outputs = tuple(_Flattener(flat, calls if calls is not None else [], home, held).run(jaxpr, known))
+    flat.outputs = tuple(_Flattener(flat, calls if calls is not None else [], home, held, select).run(jaxpr, known))
     flat.equations = needed(flat.equations, (a for a in flat.outputs if isinstance(a, int)))
     return flat
 
@@ -192,8 +194,10 @@ def _checkpointed_loop(params: Mapping[str, Any], given: Sequence[Any]) -> list[
 
 
 class _Flattener:
-    def __init__(self, flat: FlatProgram, calls: list[TracedCall], home: Home, weights: dict[int, int | None]) -> None:
-        self.flat, self.calls, self.home, self.weights = flat, calls, home, weights
+    def __init__(
+        self, flat: FlatProgram, calls: list[TracedCall], home: Home, weights: dict[int, int | None], select: bool
+    ) -> None:
+        self.flat, self.calls, self.home, self.weights, self.select = flat, calls, home, weights, select
         self.traced = tuple(calls)
         self.casts: dict[int, Equation] = {}
         """Weights in another dtype → the cast."""
@@ -225,6 +229,8 @@ class _Flattener:
             return self._open(body, inputs, call, region)
         if name == "scan":
             return self._scan(equation, inputs, call, region)
+        if name == "cond" and self.select and not equation.effects:
+            return self._branches(equation, inputs, call, region)
         held = self._held(equation, inputs)
         if len(held) > 1:
             if name in CHECKPOINTS:
@@ -244,6 +250,16 @@ class _Flattener:
             names[variable] = self.flat.new(variable.aval)
             self.flat.constants[names[variable]] = value
         return self.run(jaxpr, names, call, region)
+
+    def _branches(self, equation: Any, inputs: list[Atom], call: int, region: Region | None) -> list[Atom]:
+        index, *operands = inputs
+        made = [self._open(body, operands, call, region) for body in equation.params["branches"]]
+        outputs = [self.flat.new(variable.aval) for variable in equation.outvars]
+        self.flat.equations += [
+            Equation(jax.lax.select_n_p, {}, (index, *cases), (out,), equation.ctx, region=region)
+            for *cases, out in zip(*made, outputs, strict=True)
+        ]
+        return list(outputs)
 
     def _keep(
         self,

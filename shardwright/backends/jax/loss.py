@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.convolutions import for_cpu_loops
@@ -95,8 +96,15 @@ def _three(returned: Any) -> Loss:
         )
     loss, weight, state = [*parts, None, None][:3]
     for name, value in (("loss", loss), ("weight", 1.0 if weight is None else weight)):
+        if not jnp.isscalar(value) and not hasattr(value, "dtype"):
+            raise PlanError(
+                f"the loss function returned a {name} that is a {type(value).__name__}: expected loss, (loss, weight) "
+                "or (loss, weight, state), the first two one number each; metrics are for a function of their own"
+            )
         if jnp.shape(value) != ():
             raise PlanError(f"the loss function returned a {name} of shape {jnp.shape(value)}: expected one number")
+    if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise PlanError(f"the loss function returned a loss of {jnp.result_type(loss)}: expected a floating number")
     return (
         jnp.asarray(loss, jnp.float32),
         jnp.asarray(1.0 if weight is None else weight, jnp.float32),
@@ -203,6 +211,11 @@ def accumulate(
 def accumulated_dtype(parameter: Any) -> Any:
     """In which the gradients of a parameter add up: at least fp32."""
     return jnp.promote_types(parameter.dtype, jnp.float32)
+
+
+def updated(optimizer: optax.GradientTransformation, gradients: Any, state: Any, params: Any, loss: Any) -> Any:
+    """An optimizer's updates and state; those that follow the loss (optax.contrib.reduce_on_plateau) are given it."""
+    return optax.with_extra_args_support(optimizer).update(gradients, state, params, value=loss)
 
 
 def _restore(piece: Any, dim: int | None) -> Any:

@@ -1,5 +1,6 @@
 """The optimizer, cut over stages: any optax transformation, traced over all parameters, gives what it gives unsplit."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from shardwright.backends.jax.compiled import Compiler
 from shardwright.backends.jax.equations import FlatProgram, flatten
 from shardwright.backends.jax.holding import Holding, Stack, StageMeshes
 from shardwright.backends.jax.layout import spread_over
+from shardwright.backends.jax.loss import updated
 from shardwright.backends.jax.placed import PlacedProgram
 from shardwright.backends.jax.unstack import Unstacked, unstack
 from shardwright.core.errors import PlanError
@@ -79,7 +81,9 @@ class OptimizerCut:
         by_leaf: dict[int, list[Holding]] = {}
         for holding in holdings:
             by_leaf.setdefault(holding.leaf, []).append(holding)
-        spread = spread_over("dp", params, shardings) if shard else shardings
+        leaves, structure = jax.tree.flatten(params)
+        least = jax.tree.unflatten(structure, [_least(leaf, by_leaf[n]) for n, leaf in enumerate(leaves)])
+        spread = spread_over("dp", least, shardings) if shard else shardings
         kept = spread if shard == 3 else shardings
         self.parameters = self._places(by_leaf, kept)
         self.gradients = self._places(by_leaf, spread if shard >= 2 else shardings)
@@ -149,11 +153,12 @@ class OptimizerCut:
             gathered: list[Any] = [None] * len(leaves)
             for (leaf, _), given in zip(merged, sums, strict=True):
                 gathered[leaf] = given if gathered[leaf] is None else gathered[leaf] + given
-            mean = [
+            mean: Any = [
                 jnp.zeros(p.shape, p.dtype) if g is None else (g / weight).astype(p.dtype)
                 for g, p in zip(gathered, jax.tree.leaves(params), strict=True)
             ]
-            updates, state = self.optimizer.update(jax.tree.unflatten(structure, mean), state, params)
+            mean = jax.tree.unflatten(structure, mean)
+            updates, state = updated(self.optimizer, mean, state, params, total / weight)
             _require_same_state(self.state, state)
             changed = optax.apply_updates(params, updates)
             return step + 1, jax.tree.leaves(state), jax.tree.leaves(changed), total / weight
@@ -171,7 +176,8 @@ class OptimizerCut:
         state_shapes = jax.tree.leaves(self.state)
         shared = [False] * len(merged) + [True] * 3 + [not leaf.shape or _is_random(leaf) for leaf in state_shapes]
         shared += [False] * len(self.parameters)
-        program = unstack(flatten(closed), [_rows(p) for p in arguments], [_rows(p) for p in outputs])
+        stacks = any(_rows(p) for p in self.parameters)  # a branch over whole stacks would gather them
+        program = unstack(flatten(closed, select=stacks), [_rows(p) for p in arguments], [_rows(p) for p in outputs])
         kept = {len(merged), len(merged) + 1, len(merged) + 2}
         return self._placed(program, arguments, shared, outputs, compiler, donate=True, keep=kept)
 
@@ -217,6 +223,12 @@ def _require_same_state(before: Any, after: Any) -> None:
             "compile the update once; give all parameters one dtype, or cast what the optimizer keeps to what it is at "
             "first"
         )
+
+
+def _least(leaf: Any, holdings: Sequence[Holding]) -> jax.ShapeDtypeStruct:
+    """The shape of a parameter; of a stack with as many rows as divide those of all its pieces."""
+    rows = [h.rows[1] - h.rows[0] for h in holdings if h.rows is not None]
+    return jax.ShapeDtypeStruct((math.gcd(*rows), *leaf.shape[1:]) if rows else leaf.shape, leaf.dtype)
 
 
 def _is_random(leaf: Any) -> bool:

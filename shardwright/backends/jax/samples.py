@@ -28,6 +28,12 @@ def resolve_batch_dims(sample: Any, batch_dims: Any) -> tuple[int | None, ...]:
     dim). Raises CaptureError when the leaves disagree on the batch size.
     """
     leaves, structure = jax.tree.flatten(sample)
+    for leaf, name in zip(leaves, flat_names(sample), strict=True):
+        if not hasattr(leaf, "shape"):
+            raise CaptureError(
+                f"{name or 'the sample'} is a {type(leaf).__name__}: give arrays (numpy.asarray), and what is "
+                "none to the function by itself (functools.partial)"
+            )
     if batch_dims is None or isinstance(batch_dims, int):
         dims = tuple((batch_dims or 0) if leaf.shape else None for leaf in leaves)
     else:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.holding import holdings_of
 from shardwright.backends.jax.layout import parameter_shardings, replicated
-from shardwright.backends.jax.loss import LossFunction, Microbatches
+from shardwright.backends.jax.loss import LossFunction, Microbatches, updated
 from shardwright.backends.jax.mesh import bind
 from shardwright.backends.jax.microbatch import CutMicrobatch, cut_microbatch
 from shardwright.backends.jax.spmd import SpmdLoss, block_plan
@@ -211,7 +211,8 @@ class SpmdTraining:
             (value, weight), found = jax.value_and_grad(total, has_aux=True)(params)
             mean = jax.tree.map(lambda g: g / weight, found)
             whole = stacking.unpack(params)
-            updates, state = self.optimizer.update(stacking.unpack(mean), states.unpack(optimizer), whole)
+            before = states.unpack(optimizer)
+            updates, state = updated(self.optimizer, stacking.unpack(mean), before, whole, value / weight)
             changed = optax.apply_updates(whole, updates)
             return number + 1, stacking.pack(changed), states.pack(state), value / weight
 

@@ -18,7 +18,7 @@ from shardwright.backends.capabilities import JAX as CAPABILITIES
 from shardwright.backends.jax.compiled import Compilation
 from shardwright.backends.jax.held import pipeline_bytes, program_bytes
 from shardwright.backends.jax.layout import optimizer_shardings, parameter_shardings, replicated, spread_over
-from shardwright.backends.jax.loss import LossFunction, Microbatches, accumulate
+from shardwright.backends.jax.loss import LossFunction, Microbatches, accumulate, updated
 from shardwright.backends.jax.mesh import bind
 from shardwright.backends.jax.pipeline import Pipeline, StepCounts
 from shardwright.backends.jax.pipelined import PipelinedStep, PipelinedTraining
@@ -183,6 +183,8 @@ class TrainStep:
 
     def _step_for(self, state: TrainState, batch: Any) -> tuple[Any, tuple[Any, ...]]:
         """The compiled step for a batch, and the batch's leaves."""
+        if not isinstance(state, TrainState):
+            raise PlanError(f"a {type(state).__name__} was given where a step takes the state that train.init made")
         state.require_alive()
         dims = resolve_batch_dims(batch, self.batch_dims)
         decision = self.plan.decision
@@ -193,7 +195,7 @@ class TrainStep:
                 f"microbatch {decision.microbatch} × {self.plan.microbatches} microbatches): give {decision.batch}, or "
                 f"plan with batch={size}"
             )
-        leaves, structure = jax.tree.flatten(batch)
+        leaves, structure = jax.tree.flatten(jax.tree.map(_of_no_mesh, batch))
         shapes = tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
         key = (structure, dims, shapes, jax.tree.structure(state))
         if key not in self._compiled:
@@ -412,7 +414,7 @@ class TrainStep:
 
         def step(state: TrainState, leaves: tuple[Any, ...]) -> tuple[TrainState, Loss]:
             loss, gradients, other = accumulate(microbatches, state, leaves, mesh=self.mesh, gradients_at=gradients_at)
-            updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
+            updates, optimizer = updated(self.optimizer, gradients, state.optimizer, state.params, loss)
             params = optax.apply_updates(state.params, updates)
             return replace(state, step=state.step + 1, params=params, optimizer=optimizer, other=other), loss
 
@@ -452,6 +454,13 @@ def _warn_of_precision(plan: Plan) -> None:
 def _require_sizes(plan: Plan, parts: Parts) -> None:
     """Raise PlanError for parameters that have not as many entries as the plan's."""
     shapes = dict(zip(parts.names, (leaf.shape for leaf in jax.tree.leaves(parts.params)), strict=True))
+    for name, leaf in zip(parts.names, jax.tree.leaves(parts.params), strict=True):
+        kind = getattr(leaf, "dtype", type(leaf).__name__)
+        if isinstance(kind, str) or not jnp.issubdtype(kind, jnp.inexact):
+            raise PlanError(
+                f"parameter {name} is {kind}, which has no gradient: give it as a floating array, or keep it in the "
+                "state or the batch"
+            )
     for unit, bound in enumerate(plan.binding("jax").units):
         slots = dict(plan.model.class_slots[plan.model.unit_classes[unit]])
         for role, name, _ in bound.parameters:
@@ -460,6 +469,16 @@ def _require_sizes(plan: Plan, parts: Parts) -> None:
                     f"parameter {name} has shape {shapes[name]}, and the plan is for a model where it has "
                     f"{math.prod(slots[role])} entries {slots[role]}: capture this model and plan again"
                 )
+
+
+def _of_no_mesh(leaf: Any) -> Any:
+    """A batch's array without explicit axes, which would ask how each of our reshapes lies."""
+    at = getattr(leaf, "sharding", None)
+    if not isinstance(leaf, jax.Array) or not isinstance(at, NamedSharding):
+        return leaf
+    if jax.sharding.AxisType.Explicit not in at.mesh.axis_types:
+        return leaf
+    return jax.device_put(leaf, NamedSharding(jax.sharding.Mesh(at.mesh.devices, at.mesh.axis_names), at.spec))
 
 
 def _arrays(parts: Parts) -> tuple[Any, Any, Any]:

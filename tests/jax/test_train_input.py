@@ -1,0 +1,94 @@
+"""What users give a step by mistake is named before anything runs, and what may be given in several forms is taken."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import shardwright.jax as sw
+from shardwright.core.errors import CaptureError, PlanError
+from tests.jax.chains import plan_of
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+WIDTH, BATCH = 4, 16
+
+
+def params() -> dict[str, jax.Array]:
+    return {f"w{number}": jax.random.normal(jax.random.key(number), (WIDTH, WIDTH)) / 2 for number in range(2)}
+
+
+def loss(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
+    x = batch["x"]
+    for weight in params.values():
+        x = x + jnp.tanh(x @ weight)
+    return (x**2).mean()
+
+
+BATCHES = [{"x": np.random.default_rng(step).standard_normal((BATCH, WIDTH)).astype(np.float32)} for step in range(3)]
+
+
+@pytest.fixture(scope="module")
+def graph() -> sw.Graph:
+    return sw.capture(loss, (jax.eval_shape(params), BATCHES[0]))
+
+
+def training(graph: sw.Graph, pp: int, run: Callable[..., Any] = loss, optimizer: Any = None) -> sw.TrainStep:
+    return sw.train_step(run, optimizer or optax.sgd(0.1), plan_of(graph, pp), devices=jax.devices()[:pp])
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda value: {"loss": value}, "a loss that is a dict"),
+        (lambda value: None, "a loss that is a NoneType"),
+        (lambda value: (value, {"accuracy": value}), "a weight that is a dict"),
+        (lambda value: (value > 0).astype(jnp.int32), "a loss of int32"),
+    ],
+)
+def test_what_is_no_loss(graph: sw.Graph, pp: int, returned: Callable[[jax.Array], Any], message: str) -> None:
+    train = training(graph, pp, lambda params, batch: returned(loss(params, batch)))
+    with pytest.raises(PlanError, match=message):
+        train(train.init(params()), BATCHES[0])
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_what_is_no_state_batch_or_parameter(graph: sw.Graph, pp: int) -> None:
+    train = training(graph, pp)
+    with pytest.raises(PlanError, match=r"a dict was given where a step takes the state that train\.init made"):
+        train(params(), BATCHES[0])  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match=r"scale is a float: give arrays \(numpy\.asarray\)"):
+        train(train.init(params()), {**BATCHES[0], "scale": 2.0})
+    with pytest.raises(PlanError, match="parameter w0 is int32, which has no gradient"):
+        train.init({**params(), "w0": jnp.zeros((WIDTH, WIDTH), jnp.int32)})
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_batch_on_a_mesh_of_the_users(graph: sw.Graph, axis_type: AxisType) -> None:
+    train = training(graph, 2)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    placed = jax.device_put(BATCHES[0], NamedSharding(mesh, PartitionSpec("data")))
+    _, given = train(train.init(params()), BATCHES[0])
+    _, found = train(train.init(params()), placed)
+    assert float(found) == float(given)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_an_optimizer_that_follows_the_loss(graph: sw.Graph, pp: int) -> None:
+    optimizer = optax.polyak_sgd()
+    train = training(graph, pp, optimizer=optimizer)
+    state, expected = train.init(params()), params()
+    kept = optimizer.init(expected)
+    for batch in BATCHES:
+        state, _ = train(state, batch)
+        value, gradients = jax.value_and_grad(loss)(expected, batch)
+        updates, kept = optimizer.update(gradients, kept, expected, value=value)
+        expected = optax.apply_updates(expected, updates)
+    for found, array in zip(jax.tree.leaves(train.params(state)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(found, array, rtol=1e-4, atol=1e-6)
