@@ -16,6 +16,7 @@ CASES = {
         "llama:1:1:2",
         "fused:1:1:2",
         "images:1:1:2",
+        "images:1:1:2:recompute",
         "gpt2:1:1:2:recompute",
         "llama:1:1:2:meta",
     ),

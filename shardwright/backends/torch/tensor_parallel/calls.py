@@ -227,6 +227,7 @@ class PartCall(nn.Module):
     def __init__(self, call: CallOnPieces) -> None:
         super().__init__()
         self.call, self.find = call, call.replay.held(call.module)
+        self.module = call.module  # whose buffers it uses
 
     def forward(self, *entering: torch.Tensor) -> tuple[torch.Tensor, ...]:
         values = dict(zip(self.call.given, entering, strict=True))

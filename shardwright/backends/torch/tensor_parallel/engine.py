@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +26,17 @@ log = logging.getLogger("shardwright")
 
 
 class UnitCall(nn.Module):
-    """A lowered unit, called where a module of the model would be."""
+    """A lowered unit, called where a module of the model would be.
 
-    def __init__(self, function: Callable[..., Any], held: tuple[int, ...], find: Held) -> None:
+    ``holders`` are the modules whose buffers it uses: recompute finds those in them that the first run writes to.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], held: tuple[int, ...], find: Held, holders: Iterable[nn.Module]
+    ) -> None:
         super().__init__()
         self.function, self.held, self.find = function, held, find
+        self.holders = nn.ModuleList(holders)
 
     def forward(self, *entering: torch.Tensor) -> Any:
         return self.function(*entering, *[self.find(t) for t in self.held])
@@ -90,7 +96,7 @@ class TensorParallel:
         starts = self.plan.decision.stage_starts
         for i, unit in enumerate(replay.units):
             self.stage_of_call[unit.name, 0] = sum(start <= i for start in starts) - 1
-            self._calls[unit.name] = UnitCall(unit.function, unit.held, find)
+            self._calls[unit.name] = UnitCall(unit.function, unit.held, find, replay.holders(self.model, unit))
         self.recompute |= {(replay.units[i].name, 0) for i in self.plan.recomputed_units}
         self.replays.append(replay)
         self._wanted = replay.parameters, replay.summed

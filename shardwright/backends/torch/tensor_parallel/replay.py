@@ -47,6 +47,13 @@ class Replay:
 
         return find
 
+    def holders(self, model: nn.Module, unit: Lowered) -> list[nn.Module]:
+        """The modules whose buffers a unit reads or writes."""
+        tensors = self.traced.graph.tensors
+        buffers = [t for t in unit.held if tensors[t].role == "buffer" and t not in self.traced.constants]
+        paths = dict.fromkeys(tensors[t].name.rpartition(".")[0] for t in buffers)
+        return [model.get_submodule(path) for path in paths]
+
 
 def lower_all(
     traced: Traced,
