@@ -87,9 +87,22 @@ def own_copy(leaf: Any, sharding: jax.sharding.Sharding | jax.Device) -> jax.Arr
     `jax.device_put` alone, even with ``may_alias=False``, hands an array's memory on where its device is one of several
     that are to hold all of it (JAX 0.10).
     """
+    over_processes = isinstance(sharding, jax.sharding.Sharding) and not sharding.is_fully_addressable
+    if over_processes and getattr(leaf, "is_fully_addressable", True):
+        return _over_processes(leaf, sharding)
     copied: Any = leaf.copy() if isinstance(leaf, np.ndarray) else jnp.array(leaf, copy=True)
     placed: jax.Array = jax.device_put(copied, sharding)
     return placed
+
+
+def _over_processes(leaf: Any, sharding: Any) -> jax.Array:
+    """An array that every process has, over the devices of all: `jax.device_put` takes no random keys there."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = _over_processes(jax.random.key_data(leaf), sharding)
+        keys: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        return keys
+    given = np.asarray(leaf)
+    return jax.make_array_from_callback(given.shape, sharding, lambda index: given[index])
 
 
 def require_like(found: Any, expected: Any) -> None:
