@@ -1,10 +1,11 @@
 """A model whose blocks are alike, and a step of it by one of several processes: `python -m tests.jax.spmd_model RANK
-PROCESSES PORT` prints the losses of two steps, the devices that hold the blocks, and what stages as programs of their
-own say to several processes."""
+PROCESSES PORT` prints the losses of two steps, the devices that hold the blocks, what stages as programs of their own
+say to several processes, and the losses of a plain function."""
 
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +71,37 @@ def plan_of(blocks: int, pp: int, dp: int = 1, **pins: object) -> sw.Plan:
     return sw.plan(graph, cluster, batch=BATCH, pp=pp, dp=dp, tp=1, **given)  # type: ignore[arg-type]
 
 
+def plain_params() -> dict[str, Any]:
+    def weight(number: int, shape: tuple[int, int]) -> jax.Array:
+        return jax.random.normal(jax.random.key(number), shape) / WIDTH
+
+    layers = [{"w": weight(number, (WIDTH, WIDTH))} for number in range(4)]
+    return {"embed": weight(4, (VOCABULARY, WIDTH)), "layers": layers, "head": weight(5, (WIDTH, VOCABULARY))}
+
+
+def plain_loss(params: dict[str, Any], batch: dict[str, jax.Array]) -> jax.Array:
+    x = params["embed"][batch["x"]]
+    for layer in params["layers"]:
+        x = x + jnp.tanh(x @ layer["w"])
+    return optax.softmax_cross_entropy_with_integer_labels(x @ params["head"], batch["y"]).mean()
+
+
+def plain_losses(pp: int) -> list[float]:
+    """Those of two steps on eight devices."""
+    graph = sw.capture(plain_loss, (jax.eval_shape(plain_params), batches(1)[0]))
+    plan = sw.plan(
+        graph, sw.Cluster("cpu", nodes=1, devices_per_node=8), batch=BATCH, pp=pp, dp=8 // pp, tp=1, microbatch=1,
+        precision="fp32", recompute="none", shard=0, schedule="gpipe", virtual_stages=1,
+    )  # fmt: skip
+    train = sw.train_step(plain_loss, optimizer(), plan)
+    state = train.init(plain_params())
+    losses = []
+    for batch in batches(2):
+        state, loss = train(state, batch)
+        losses.append(float(loss))
+    return losses
+
+
 def main(rank: int, processes: int, port: int) -> None:
     jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -86,6 +118,7 @@ def main(rank: int, processes: int, port: int) -> None:
         sw.train_step(loss_fn, optimizer(), plan_of(4, 4, 2), one_program=False)
     except sw.ShardwrightError as error:
         print(f"refused: {type(error).__name__}: {error}", flush=True)
+    print(f"plain {plain_losses(4)}", flush=True)
     jax.distributed.shutdown()
 
 

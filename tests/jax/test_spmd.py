@@ -15,8 +15,8 @@ import pytest
 from flax import nnx
 
 import shardwright.jax as sw
-from tests.jax.chains import Run, module_reference, named
-from tests.jax.spmd_model import batches, loss_fn, maker, optimizer, plan_of
+from tests.jax.chains import Run, module_reference, named, reference
+from tests.jax.spmd_model import batches, loss_fn, maker, optimizer, plain_loss, plain_params, plan_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -73,6 +73,7 @@ def test_two_processes_of_four_devices_each(expected: Run) -> None:
     finally:
         for worker in workers:
             worker.kill()
+    plain = reference(plain_loss, plain_params(), optimizer(), batches(2), 1)
     for text in said:
         match = re.search(r"losses \[(.*)\] devices 4", text)
         assert match, text
@@ -81,6 +82,9 @@ def test_two_processes_of_four_devices_each(expected: Run) -> None:
             r"refused: MissingCapabilityError: the plan has pp=4 over the devices of 2 processes, .*one_program=True"
         )
         assert re.search(refusal, text), text
+        match = re.search(r"plain \[(.*)\]", text)
+        assert match, text
+        np.testing.assert_allclose([float(x) for x in match[1].split(",")], plain.losses, rtol=1e-5)
 
 
 # --- bad input
