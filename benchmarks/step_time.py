@@ -4,11 +4,11 @@
     python benchmarks/step_time.py --framework jax
     python benchmarks/step_time.py --models gpt2 bert --plans composed
 
-torch: two processes of one thread each, Gloo. JAX: one process with two devices. For every model `shardwright profile
---model` runs first, on both at once; then plans are made with that profile and run, each alone in its processes, as
-plans that share them slow each other, and in several launches, the plans taking turns: a launch of few seconds may fall
-into a time when the host is busy (a product that stays in the cache then takes up to 1.7 times as long), or be slower
-from beginning to end. What counts is the median launch. The aim is 10%.
+torch: two processes of one thread each, Gloo. JAX: one process with two devices. A round is `shardwright profile
+--model`, on both at once, and then plans made with that profile and run, each alone in its processes, as plans that share them
+slow each other. There are several rounds, since how fast the machine is changes within minutes (products that stay in
+the cache take up to 1.7 times as long, while nothing else runs): a profile tells what plans take about when it was
+taken. What counts is the median round. The aim is 10%.
 
 ``--plans composed``: only plans of a form that the profile does not run itself.
 """
@@ -204,8 +204,8 @@ def main() -> int:
     parser.add_argument("--framework", choices=("torch", "jax"), default="torch")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--plans", nargs="+", choices=(*PLANS, *COMPOSED, "composed"), default=list(PLANS))
-    parser.add_argument("--steps", type=int, default=8, help="timed, of every plan in every launch")
-    parser.add_argument("--launches", type=int, default=3, help="of every plan, in turns")
+    parser.add_argument("--steps", type=int, default=8, help="timed, of every plan in every round")
+    parser.add_argument("--rounds", type=int, default=3, help="of a profile and a launch of every plan")
     parser.add_argument("--budget", type=float, default=5.0, help="seconds for the profile's own measurements")
     parser.add_argument("--write", type=Path, help="append the table to this file")
     parser.add_argument("--worker", nargs=3, metavar=("MODEL", "PLAN", "PROFILE"), help=argparse.SUPPRESS)
@@ -216,8 +216,8 @@ def main() -> int:
         worker(framework, *options.worker, options.steps)
         return 0
     lines = [
-        "| framework | model | plan | measured (quartiles) | predicted | error | pipeline | gradients | optimizer |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| framework | model | plan | measured | predicted | pipeline | gradients | optimizer | error | of rounds |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines), flush=True)
     errors = []
@@ -225,20 +225,21 @@ def main() -> int:
         for name in options.models:
             profile = str(Path(folder) / f"{name}.toml")
             size = str(len(next(iter(given(framework, name)[1].values()))))
-            launched(
-                framework,
-                ["-m", "shardwright", "profile", profile, "--framework", framework, "--budget", str(options.budget),
-                 "--model", target(framework, name), "--microbatch", size],
-                folder,
-            )  # fmt: skip
             runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
-            for kind in list(kinds) * options.launches:
-                arguments = [str(HERE), "--framework", framework, "--steps", str(options.steps),
-                             "--worker", name, kind, profile]  # fmt: skip
-                runs[kind].append(json.loads(launched(framework, arguments, folder).strip().splitlines()[-1]))
-                if len(runs[kind]) == options.launches:
-                    lines.append(row(f"{framework} | {name} | {kind}", runs[kind], errors))
-                    print(lines[-1], flush=True)
+            for _ in range(options.rounds):
+                launched(
+                    framework,
+                    ["-m", "shardwright", "profile", profile, "--framework", framework,
+                     "--budget", str(options.budget), "--model", target(framework, name), "--microbatch", size],
+                    folder,
+                )  # fmt: skip
+                for kind in kinds:
+                    arguments = [str(HERE), "--framework", framework, "--steps", str(options.steps),
+                                 "--worker", name, kind, profile]  # fmt: skip
+                    runs[kind].append(json.loads(launched(framework, arguments, folder).strip().splitlines()[-1]))
+            for kind in kinds:
+                lines.append(row(f"{framework} | {name} | {kind}", runs[kind], errors))
+                print(lines[-1], flush=True)
     within = sum(error <= 0.1 for error in errors)
     lines += ["", f"Within 10%: {within} of {len(errors)}; mean error {statistics.mean(errors):.1%}.", ""]
     print(lines[-2])
@@ -248,18 +249,18 @@ def main() -> int:
     return 0
 
 
-def row(what: str, runs: Sequence[dict[str, Any]], errors: list[float]) -> str:
-    """A line of the table: the median over launches of the median step; ``errors`` receives how far off it is."""
-    low, _, high = statistics.quantiles([seconds for run in runs for seconds in run["measured"]], n=4)
-    measured = statistics.median(statistics.median(run["measured"]) for run in runs)
-    said = runs[0]
-    error = said["predicted"] / measured - 1
+def row(what: str, rounds: Sequence[dict[str, Any]], errors: list[float]) -> str:
+    """A line of the table: medians over the rounds, of the error too; ``errors`` receives how large that is."""
+    own = [statistics.median(one["measured"]) for one in rounds]
+    of_rounds = [one["predicted"] / measured - 1 for one, measured in zip(rounds, own, strict=True)]
+    error = statistics.median(of_rounds)
     errors.append(abs(error))
-    parts = " | ".join(f"{said[part] * 1e3:.1f}" for part in ("pipeline", "data_parallel", "optimizer"))
-    return (
-        f"| {what} | {measured * 1e3:.1f} ({low * 1e3:.1f} to {high * 1e3:.1f}) | {said['predicted'] * 1e3:.1f} "
-        f"| {error:+.1%} | {parts} |"
-    )
+    cells = [f"{1e3 * statistics.median(own):.1f}"]
+    cells += [
+        f"{1e3 * statistics.median(one[part] for one in rounds):.1f}"
+        for part in ("predicted", "pipeline", "data_parallel", "optimizer")
+    ]
+    return f"| {what} | {' | '.join(cells)} | {error:+.1%} | {', '.join(f'{one:+.1%}' for one in of_rounds)} |"
 
 
 if __name__ == "__main__":
