@@ -5,10 +5,10 @@
     python benchmarks/step_time.py --models gpt2 bert --plans composed
 
 torch: two processes of one thread each, Gloo. JAX: one process with two devices. A round is `shardwright profile
---model`, on both at once, and then plans made with that profile and run, each alone in its processes, as plans that share them
-slow each other. There are several rounds, since how fast the machine is changes within minutes (products that stay in
-the cache take up to 1.7 times as long, while nothing else runs): a profile tells what plans take about when it was
-taken. What counts is the median round. The aim is 10%.
+--model`, on both at once, and then plans made with that profile and run, each alone in its processes, as plans that
+share them slow each other. There are several rounds, since how fast the machine is changes within minutes (products
+that stay in the cache take up to 1.7 times as long, while nothing else runs): a profile tells what plans take about
+when it was taken. What counts is the median round. The aim is 10%.
 
 ``--plans composed``: only plans of a form that the profile does not run itself.
 """

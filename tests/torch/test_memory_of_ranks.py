@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
 import shardwright as sw
+from shardwright.backends.torch.holding import place
 from shardwright.core.layout import Replicate
 from shardwright.core.realise import realise
 
@@ -33,6 +35,49 @@ def test_what_two_units_keep_whole_on_a_tensor_axis_counts_once() -> None:
     assert between > 0
     held = sum(plan.costs.classes[plan.costs.unit_classes[unit]].activation_bytes for unit in range(len(units)))
     assert held - plan.predicted.memory[0].activations_bytes == between
+
+
+class Scaled(nn.Module):
+    """A block with a buffer that it reads and one that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.register_buffer("scale", torch.ones(64))
+        self.register_buffer("unread", torch.zeros(1000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x)) * self.scale
+
+
+class Masked(nn.Module):
+    """Blocks, and buffers of the model itself, which no stage's modules hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(4))
+        self.register_buffer("mask", torch.ones(3000, 64))
+        self.register_buffer("unread", torch.zeros(5000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x * self.mask[0])
+        return x.pow(2).mean()
+
+
+def test_buffers_count_on_every_rank_that_holds_them() -> None:
+    """As the runtime places them."""
+    model = Masked()
+    graph = sw.capture(model, {"x": torch.randn(4, 64)})
+    pins = {"pp": 2, "dp": 1, "tp": 1, "schedule": "1f1b", "precision": "fp32", "recompute": "none", "shard": 0}
+    plan = sw.plan(graph, sw.Cluster("cpu", devices_per_node=2), batch=8, microbatch=4, **pins)
+    binding = plan.binding("torch")
+    calls = [[call.path for unit in units for call in binding.units[unit].calls] for units in plan.stage_units]
+    placed = place(model, calls, plan.parameter_stages("torch"), lambda stage: stage, 2)
+    buffers = dict(model.named_buffers())
+    held = [sum(buffers[name].nbytes for name, ranks in placed.buffers.items() if rank in ranks) for rank in range(2)]
+    assert min(held) > buffers["mask"].nbytes
+    assert [use.model_buffers_bytes for use in plan.predicted.memory] == held
 
 
 def test_replicas_remember_running_statistics() -> None:

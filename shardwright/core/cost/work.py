@@ -344,17 +344,20 @@ class WorkCounter:
         )
 
     def buffer_users(self, units: Sequence[Unit]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Every buffer of the model that units use, and those units: that read it, or that run the module it is of."""
+        """Every buffer of the model, and the units on whose ranks it lies: those that read it or call the module that
+        holds it. Where ranks run modules, one that no called module holds lies on all of them."""
+        runs_modules = not self.graph.capabilities.single_controller
         unit_of = {index: unit.index for unit in units for index in range(unit.first_op, unit.end_op)}
-        running: dict[str, set[int]] = {}
-        for index, op in enumerate(self.graph.ops):
-            running.setdefault(self.graph.calls[op.call].path, set()).add(unit_of[index])
         found = []
         for tensor, value in enumerate(self.graph.tensors):
-            if value.role == "buffer":
-                users = {unit_of[user] for user in self._users.get(tensor, ())}
-                users = users or running.get(value.name.rpartition(".")[0], set())
-                found.append((tensor, tuple(sorted(users))))
+            if value.role != "buffer":
+                continue
+            readers = {unit_of[user] for user in self._users.get(tensor, ())}
+            holding = {u.index for u in units for c in u.calls if not c.path or value.name.startswith(f"{c.path}.")}
+            if runs_modules and not holding:
+                holding = {unit.index for unit in units}
+            users = readers | holding if runs_modules else readers or holding
+            found.append((tensor, tuple(sorted(users))))
         return tuple(found)
 
     def batch_statistics_bytes(self, unit: Unit) -> int:
