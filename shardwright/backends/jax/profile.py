@@ -96,8 +96,7 @@ def _give_devices_a_thread_each() -> None:
     XLA takes as many threads as the host has cores, at least one for every device, or as many as ``NPROC`` says. All of
     its devices share them: products and other large kernels are divided among all threads, whichever device runs them.
     With more threads than devices one device works on several cores, and with more threads than cores the parts of a
-    product wait for each other's thread to get a core, so that no two launches take the same time. This has an effect
-    only before JAX's first use of its devices.
+    product wait for each other's thread to get a core. This has an effect only before JAX's first use of its devices.
     """
     forced = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     devices = max(int(forced.group(1)) if forced else 1, getattr(jax.config, "jax_num_cpu_devices", 1))
