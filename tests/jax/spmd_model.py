@@ -87,7 +87,7 @@ def plain_loss(params: dict[str, Any], batch: dict[str, jax.Array]) -> jax.Array
 
 
 def plain_losses(pp: int) -> list[float]:
-    """Those of two steps on eight devices."""
+    """Those of two steps on eight devices, the second with a batch on one device."""
     graph = sw.capture(plain_loss, (jax.eval_shape(plain_params), batches(1)[0]))
     plan = sw.plan(
         graph, sw.Cluster("cpu", nodes=1, devices_per_node=8), batch=BATCH, pp=pp, dp=8 // pp, tp=1, microbatch=1,
@@ -96,7 +96,8 @@ def plain_losses(pp: int) -> list[float]:
     train = sw.train_step(plain_loss, optimizer(), plan)
     state = train.init(plain_params())
     losses = []
-    for batch in batches(2):
+    first, second = batches(2)
+    for batch in (first, jax.device_put(second, jax.local_devices()[0])):
         state, loss = train(state, batch)
         losses.append(float(loss))
     return losses
@@ -119,6 +120,7 @@ def main(rank: int, processes: int, port: int) -> None:
     except sw.ShardwrightError as error:
         print(f"refused: {type(error).__name__}: {error}", flush=True)
     print(f"plain {plain_losses(4)}", flush=True)
+    print(f"alone {plain_losses(1)}", flush=True)
     jax.distributed.shutdown()
 
 

@@ -240,3 +240,35 @@ def test_an_optimizer_that_mixes_layers(graph: sw.Graph) -> None:
     train = sw.train_step(loss_fn, mixing, plan_of(graph, 2), devices=jax.devices()[:2])
     with pytest.raises(sw.ShardwrightError, match=r"mixes the layers of a stacked parameter.*cumsum"):
         train(train.init(params), batches(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("pp", "dp", "pins"),
+    [
+        (3, 1, {}),
+        pytest.param(2, 2, {"shard": 1, "virtual_stages": 2, "schedule": "interleaved-1f1b"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_loop_from_the_last_layer_to_the_first(pp: int, dp: int, pins: dict[str, Any]) -> None:
+    """The first stage holds the last rows. Layers differ in what they give the loss beside what they pass on."""
+
+    def loss(params: dict[str, Any], batch: dict[str, jax.Array]) -> jax.Array:
+        def layer(x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            x = x + jnp.tanh(x @ weights["w"] + weights["b"]) @ weights["out"]
+            return x, jnp.square(x).mean()
+
+        x, squares = jax.lax.scan(layer, params["embed"][batch["x"]], params["layers"], reverse=True)
+        losses = optax.softmax_cross_entropy_with_integer_labels(x @ params["head"], batch["y"])
+        return losses.mean() + jnp.dot(squares, jnp.arange(1.0, LAYERS + 1))
+
+    plan = plan_of(sw.capture(loss, (params(), SAMPLE)), pp, dp, **pins)
+    steps, optimizer = batches(3), OPTIMIZERS["adamw"]
+    expected = reference(loss, params(), optimizer, steps)
+    train = sw.train_step(loss, optimizer, plan, devices=jax.devices()[: plan.mesh.size])
+    state, losses = train.init(params() if dp == 1 else params), []
+    for batch in steps:
+        state, value = train(state, batch)
+        losses.append(float(value))
+    np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
+    for name, array in named(train.params(state)).items():
+        np.testing.assert_allclose(array, expected.params[name], rtol=1e-4, atol=1e-5, err_msg=name)

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shardwright.jax as sw
+from shardwright.backends.jax.samples import batch_sharding, put
 from shardwright.core.errors import CaptureError, PlanError
 from tests.jax.chains import plan_of
 
@@ -38,8 +39,11 @@ def graph() -> sw.Graph:
     return sw.capture(loss, (jax.eval_shape(params), BATCHES[0]))
 
 
-def training(graph: sw.Graph, pp: int, run: Callable[..., Any] = loss, optimizer: Any = None) -> sw.TrainStep:
-    return sw.train_step(run, optimizer or optax.sgd(0.1), plan_of(graph, pp), devices=jax.devices()[:pp])
+def training(
+    graph: sw.Graph, pp: int, run: Callable[..., Any] = loss, optimizer: Any = None, dp: int = 1, **pins: Any
+) -> sw.TrainStep:
+    plan = plan_of(graph, pp, dp, **pins)
+    return sw.train_step(run, optimizer or optax.sgd(0.1), plan, devices=jax.devices()[: pp * dp])
 
 
 @pytest.mark.parametrize("pp", [1, 2])
@@ -69,14 +73,51 @@ def test_what_is_no_state_batch_or_parameter(graph: sw.Graph, pp: int) -> None:
         train.init({**params(), "w0": jnp.zeros((WIDTH, WIDTH), jnp.int32)})
 
 
+@pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_a_batch_on_a_mesh_of_the_users(graph: sw.Graph, axis_type: AxisType) -> None:
-    train = training(graph, 2)
+def test_a_batch_on_a_mesh_or_device_of_the_users(graph: sw.Graph, axis_type: AxisType, pp: int) -> None:
+    train = training(graph, pp)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
-    placed = jax.device_put(BATCHES[0], NamedSharding(mesh, PartitionSpec("data")))
     _, given = train(train.init(params()), BATCHES[0])
-    _, found = train(train.init(params()), placed)
-    assert float(found) == float(given)
+    for at in (NamedSharding(mesh, PartitionSpec("data")), jax.devices()[5]):
+        _, found = train(train.init(params()), jax.device_put(BATCHES[0], at))
+        assert float(found) == float(given)
+
+
+def test_a_batch_that_lies_right_is_not_copied() -> None:
+    mesh = jax.make_mesh((2,), ("dp",))
+    placed = jax.device_put(BATCHES[0]["x"], batch_sharding(mesh, 0))
+    assert put(placed, batch_sharding(mesh, 0)) is placed
+    assert put(BATCHES[0]["x"], batch_sharding(mesh, 0)) is BATCHES[0]["x"]
+    moved = put(placed, batch_sharding(mesh, 1))
+    assert [shard.data.shape for shard in moved.addressable_shards] == [(BATCH, WIDTH // 2)] * 2
+    np.testing.assert_array_equal(moved, placed)
+
+
+@pytest.mark.parametrize(("of", "pp", "dp"), [((1, 1), 2, 1), ((1, 4), 1, 2)])
+def test_a_state_of_another_plan(graph: sw.Graph, of: tuple[int, int], pp: int, dp: int) -> None:
+    """Shards of the parameters over other devices; whole ones `jax.jit` moves by itself."""
+    train = training(graph, pp, dp=dp, shard=3)
+    state = training(graph, of[0], dp=of[1], shard=3).init(params())
+    for _ in range(2):  # before the step is compiled, and after
+        with pytest.raises(PlanError, match=r"where this plan keeps it .*another plan's.* train\.place\(state\)"):
+            train(state, BATCHES[0])
+        _, expected = train(train.init(params()), BATCHES[0])
+    _, found = train(train.place(state), BATCHES[0])
+    assert float(found) == float(expected)
+
+
+@pytest.mark.parametrize("optimizer", [None, optax.adam, optax.MultiSteps])
+def test_what_is_no_optimizer(graph: sw.Graph, optimizer: Any) -> None:
+    with pytest.raises(PlanError, match=r"optimizer is .*: give an optax transformation"):
+        sw.train_step(loss, optimizer, plan_of(graph, 1), devices=jax.devices()[:1])
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_step_inside_a_program(graph: sw.Graph, pp: int) -> None:
+    train = training(graph, pp)
+    with pytest.raises(PlanError, match=r"it compiles itself; call it outside"):
+        jax.jit(train)(train.init(params()), BATCHES[0])
 
 
 @pytest.mark.parametrize("pp", [1, 2])

@@ -318,9 +318,10 @@ class _Flattener:
         outer = dict(self.renumbered)
         scanned = inputs[params["num_consts"] + params["num_carry"] :]
         loop = layer_loop(self.calls, call) if any(self._is_weight(value) for value in scanned) else ""
+        rows = range(length)[::-1] if params["reverse"] else range(length)
         iterations = [
-            calls_of_iteration(self.calls, self.traced, body.jaxpr, position, call, outer, loop)
-            for position in range(length)
+            calls_of_iteration(self.calls, self.traced, body.jaxpr, position, call, outer, f"{loop}.{row}" * bool(loop))
+            for position, row in enumerate(rows)
         ]
         traced = {mark: outer.get(mark, mark) for mark in marks(body.jaxpr) if mark < len(self.traced)}
         stages = [self._homes((made or traced).values()) for made in iterations]

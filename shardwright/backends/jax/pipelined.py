@@ -135,6 +135,12 @@ class PipelinedTraining:
         params, states = put(state.params, optimizer.parameters), put(state.optimizer, optimizer.states)
         return replace(state, step=step, params=params, optimizer=states, random=random, other=other)
 
+    def places(self, state: TrainState) -> tuple[list[Any], list[Any]]:
+        """A state's parameters and optimizer values in pieces, and the sharding of each."""
+        optimizer = self._require(state)
+        held = [place.sharding for places in (*optimizer.parameters, *optimizer.states) for place in places]
+        return [*pieces(state.params), *pieces(state.optimizer)], held
+
     def _require(self, state: TrainState) -> OptimizerCut:
         """How a state's parameters and optimizer are kept. Raises PlanError unless it is a state of this plan."""
         shapes = self._shapes(state)

@@ -176,7 +176,9 @@ class _Flattener:
         loop = layer_loop(program.calls, call) if not program.weights.isdisjoint(scanned) else ""
         for position, index in enumerate(reversed(order) if params["reverse"] else order):
             outputs: list[int | None] = []
-            made = calls_of_iteration(program.calls, self.traced, body.jaxpr, position, call, outer, loop)
+            made = calls_of_iteration(
+                program.calls, self.traced, body.jaxpr, position, call, outer, f"{loop}.{index}" * bool(loop)
+            )
             self.renumbered = outer | made
             inside = made.get(ITERATION, call)
             slices = [self._slice(value, index, inside) for value in scanned]
@@ -239,27 +241,27 @@ def calls_of_iteration(
     position: int,
     call: int,
     outer: dict[int, int],
-    loop: str,
+    row: str,
 ) -> dict[int, int]:
     """New calls for one iteration of a loop's body, one for each that its equations name: as traced → new.
 
-    A loop over stacked weights (``loop`` is its path) is a row of layers: each iteration is a call of its own, around
-    those of its body, so that a cut keeps it whole. Of other loops (``loop`` is "") the first iteration keeps its calls
-    as ``traced``.
+    A loop over stacked weights is a row of layers: each iteration is a call of its own, around those of its body, so
+    that a cut keeps it whole. ``row`` is its path, the loop's and the number of the row that it reads (a reversed loop
+    begins with the last). Of other loops (``row`` is "") the first iteration keeps its calls as ``traced``.
     """
     made: dict[int, int] = {}
-    if not loop and position == 0:
+    if not row and position == 0:
         return made
-    if loop:
+    if row:
         made[ITERATION] = len(calls)
-        calls.append(TracedCall(f"{loop}.{position}", call, 0))
+        calls.append(TracedCall(row, call, 0))
     # JAX may hand back a body that it traced before, with the numbers of that time: unknown ones are left out.
     for number in sorted(mark for mark in marks(jaxpr) if mark < len(traced)):
         one = traced[number]
         moved = position == 0 and calls[number] is one
         if moved:  # its place in the list comes before the iteration around it
             calls[number] = TracedCall("", 0, 0)
-        fallback = made[ITERATION] if loop else outer.get(one.parent, one.parent)
+        fallback = made[ITERATION] if row else outer.get(one.parent, one.parent)
         occurrence = one.occurrence if moved else sum(other.path == one.path for other in calls)
         calls.append(TracedCall(one.path, made.get(one.parent, fallback), occurrence, one.whole_kind))
         made[number] = len(calls) - 1

@@ -1,10 +1,12 @@
-"""The batch dim of a sample's arrays."""
+"""The batch dim of a sample's arrays, and where a step takes them."""
 
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.tree import flat_names
 from shardwright.core.errors import CaptureError
@@ -81,3 +83,31 @@ def at_batch(sample: Any, dims: tuple[int | None, ...], size: int) -> Any:
         for leaf, dim in zip(leaves, dims, strict=True)
     ]
     return jax.tree.unflatten(structure, resized)
+
+
+def of_no_mesh(leaf: Any) -> Any:
+    """A batch's array without explicit axes, which would ask how each of our reshapes lies."""
+    at = getattr(leaf, "sharding", None)
+    if not isinstance(leaf, jax.Array) or not isinstance(at, NamedSharding):
+        return leaf
+    if jax.sharding.AxisType.Explicit not in at.mesh.axis_types:
+        return leaf
+    return jax.device_put(leaf, NamedSharding(jax.sharding.Mesh(at.mesh.devices, at.mesh.axis_names), at.spec))
+
+
+def batch_sharding(mesh: jax.sharding.Mesh, dim: int | None) -> NamedSharding:
+    """Along dp by the batch dim, whole everywhere without one."""
+    return NamedSharding(mesh, PartitionSpec() if dim is None else PartitionSpec(*([None] * dim), "dp"))
+
+
+def put(leaf: Any, sharding: NamedSharding) -> Any:
+    """A batch's array where a step takes it. Over several processes each gives the whole batch, and JAX compares what
+    they give (`jax.device_put`); one that lies right already (`jax.make_array_from_process_local_data`) stays."""
+    if isinstance(leaf, jax.Array):
+        if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+            return leaf
+        if leaf.is_fully_addressable and not sharding.is_fully_addressable:
+            leaf = np.asarray(leaf)
+    elif sharding.is_fully_addressable:
+        return leaf  # a jitted function takes it as it is
+    return jax.device_put(leaf, sharding)

@@ -18,6 +18,7 @@ from shardwright.backends.jax.layout import parameter_shardings, replicated
 from shardwright.backends.jax.loss import LossFunction, Microbatches, updated
 from shardwright.backends.jax.mesh import bind
 from shardwright.backends.jax.microbatch import CutMicrobatch, cut_microbatch
+from shardwright.backends.jax.samples import put
 from shardwright.backends.jax.spmd import SpmdLoss, block_plan
 from shardwright.backends.jax.state import Parts, TrainState, own_copy
 from shardwright.core.errors import MissingCapabilityError
@@ -180,14 +181,11 @@ class SpmdTraining:
         loss = SpmdLoss.of(micro, self.plan, self.mesh)
         stacking, states = self._stackings(parts)
         run = self._program(loss, stacking, states, micro)
-        along = NamedSharding(self.mesh, PartitionSpec(None, "dp"))
-        whole = replicated(self.mesh)
+        places = [NamedSharding(self.mesh, PartitionSpec(*(() if dim is None else (None, "dp")))) for dim in dims]
 
         def step(state: TrainState, leaves: Sequence[Any]) -> tuple[TrainState, jax.Array]:
-            given = [
-                jax.device_put(batch.split(leaf, dim), whole if dim is None else along)
-                for leaf, dim in zip(leaves, dims, strict=True)
-            ]
+            split = [batch.split(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
+            given = jax.device_put([put(leaf, at) for leaf, at in zip(split, places, strict=True)], places)
             number, params, optimizer, value = run(
                 state.step, state.params, state.optimizer, (state.random, state.other), given
             )

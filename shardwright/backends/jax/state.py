@@ -121,6 +121,18 @@ def require_like(found: Any, expected: Any) -> None:
             )
 
 
+def require_places(arrays: Any, shardings: Any) -> None:
+    """Raise PlanError unless the arrays of a state lie as those of this plan: trees of one structure."""
+    named, places = jax.tree_util.tree_leaves_with_path(arrays), jax.tree.leaves(shardings)
+    for (path, leaf), at in zip(named, places, strict=True):
+        if not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(at, leaf.ndim):
+            found = leaf.sharding if isinstance(leaf, jax.Array) else "in the host's memory"
+            raise PlanError(
+                f"array {jax.tree_util.keystr(path)} of the state is {found} where this plan keeps it {at}: the state "
+                "is another plan's, or was moved; put it there with state = train.place(state)"
+            )
+
+
 def fold_random(random: Any, step: jax.Array, microbatch: jax.Array) -> Any:
     """Random state for one microbatch: every key folded with (step, global microbatch), every counter at 0, so that a
     mask depends on nothing else."""

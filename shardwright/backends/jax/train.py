@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.capabilities import JAX as CAPABILITIES
 from shardwright.backends.jax.compiled import Compilation
@@ -22,7 +21,7 @@ from shardwright.backends.jax.loss import LossFunction, Microbatches, accumulate
 from shardwright.backends.jax.mesh import bind
 from shardwright.backends.jax.pipeline import Pipeline, StepCounts
 from shardwright.backends.jax.pipelined import PipelinedStep, PipelinedTraining
-from shardwright.backends.jax.samples import batch_size, resolve_batch_dims
+from shardwright.backends.jax.samples import batch_sharding, batch_size, of_no_mesh, put, resolve_batch_dims
 from shardwright.backends.jax.spmd_training import SpmdTraining
 from shardwright.backends.jax.state import (
     Parts,
@@ -32,11 +31,12 @@ from shardwright.backends.jax.state import (
     own_copy,
     put_together,
     require_like,
+    require_places,
     take_apart,
 )
 from shardwright.backends.jax.tensor_parallel import FusedParameters, TensorParallel
 from shardwright.backends.jax.watch import Watch
-from shardwright.core.errors import MissingCapabilityError, PlanError
+from shardwright.core.errors import MissingCapabilityError, PlanError, ShardwrightError
 from shardwright.core.plan import Plan
 from shardwright.core.timeline import Timeline
 
@@ -90,6 +90,8 @@ class TrainStep:
     ) -> None:
         _require_supported(plan)
         _warn_of_precision(plan)
+        if isinstance(optimizer, type) or not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+            raise PlanError(f"optimizer is {optimizer!r}: give an optax transformation, as optax.adam(1e-3) makes it")
         self.plan = plan
         self.optimizer = optimizer
         self.batch_dims = batch_dims
@@ -171,15 +173,32 @@ class TrainStep:
             step, leaves = self._step_for(state, batch)
             try:
                 yield step, leaves
-            except BaseException:
+            except BaseException as error:
                 if isinstance(step, PipelinedStep) and not step.pipeline.is_compiled:
                     step.pipeline.cancel()
                     self._compiled = {key: other for key, other in self._compiled.items() if other is not step}
+                if isinstance(error, ValueError) and not isinstance(error, ShardwrightError):
+                    self._require_places(state)
                 raise
+
+    def _require_places(self, state: TrainState) -> None:
+        """Raise PlanError when arrays of a state do not lie where this plan keeps them."""
+        stages = self._in_stages(state.graphdef)
+        if isinstance(stages, PipelinedTraining):
+            require_places(*stages.places(state))
+        elif stages is None:
+            at = self._shardings(Parts(state.params, state.random, state.other, state.graphdef))
+            require_places((state.params, state.optimizer), (at.params, at.optimizer))
 
     def _mesh_set_aside(self) -> Any:
         """A plan has meshes of its own; one that the caller has set, of whatever axis types, is theirs alone."""
-        return jax.set_mesh(NO_MESH)
+        try:
+            return jax.set_mesh(NO_MESH)
+        except ValueError as error:  # the only one: a program is being traced
+            raise PlanError(
+                "a training step was called inside jax.jit, jax.lax.scan or the like: it compiles itself; call it "
+                "outside of them, in a Python loop"
+            ) from error
 
     def _step_for(self, state: TrainState, batch: Any) -> tuple[Any, tuple[Any, ...]]:
         """The compiled step for a batch, and the batch's leaves."""
@@ -195,11 +214,13 @@ class TrainStep:
                 f"microbatch {decision.microbatch} × {self.plan.microbatches} microbatches): give {decision.batch}, or "
                 f"plan with batch={size}"
             )
-        leaves, structure = jax.tree.flatten(jax.tree.map(_of_no_mesh, batch))
+        leaves, structure = jax.tree.flatten(jax.tree.map(of_no_mesh, batch))
         shapes = tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
         key = (structure, dims, shapes, jax.tree.structure(state))
+        stages = self._in_stages(state.graphdef)
+        if stages is None:
+            leaves = [put(leaf, batch_sharding(self.mesh, dim)) for leaf, dim in zip(leaves, dims, strict=True)]
         if key not in self._compiled:
-            stages = self._in_stages(state.graphdef)
             compile_step = self._compile if stages is None else stages.step_for
             self._compiled[key] = compile_step(state, structure, dims, leaves)
         return self._compiled[key], tuple(leaves)
@@ -394,10 +415,6 @@ class TrainStep:
         parts = Parts(state.params, state.random, state.other, state.graphdef)
         FusedParameters.of(self.plan, parts.names).require(state)
         shardings = self._shardings(parts)
-        batch_shardings = tuple(
-            NamedSharding(self.mesh, PartitionSpec(*([None] * dim), "dp")) if dim is not None else replicated(self.mesh)
-            for dim in dims
-        )
         decision = self.plan.decision
         gradients_at = spread_over("dp", state.params, shardings.params) if decision.shard >= 2 else shardings.params
 
@@ -420,7 +437,7 @@ class TrainStep:
 
         return jax.jit(
             step,
-            in_shardings=(shardings, batch_shardings),
+            in_shardings=(shardings, tuple(batch_sharding(self.mesh, dim) for dim in dims)),
             out_shardings=(shardings, replicated(self.mesh)),
             donate_argnums=0,
         )
@@ -469,16 +486,6 @@ def _require_sizes(plan: Plan, parts: Parts) -> None:
                     f"parameter {name} has shape {shapes[name]}, and the plan is for a model where it has "
                     f"{math.prod(slots[role])} entries {slots[role]}: capture this model and plan again"
                 )
-
-
-def _of_no_mesh(leaf: Any) -> Any:
-    """A batch's array without explicit axes, which would ask how each of our reshapes lies."""
-    at = getattr(leaf, "sharding", None)
-    if not isinstance(leaf, jax.Array) or not isinstance(at, NamedSharding):
-        return leaf
-    if jax.sharding.AxisType.Explicit not in at.mesh.axis_types:
-        return leaf
-    return jax.device_put(leaf, NamedSharding(jax.sharding.Mesh(at.mesh.devices, at.mesh.axis_names), at.spec))
 
 
 def _arrays(parts: Parts) -> tuple[Any, Any, Any]:
