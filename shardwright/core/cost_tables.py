@@ -1,11 +1,9 @@
 """What units cost at every tensor degree and microbatch size: counted once, shared by all candidates of a search."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
 
 from shardwright.core.cluster import Cluster
 from shardwright.core.cost.calibrated import calibrated
@@ -14,19 +12,18 @@ from shardwright.core.cost.groups import Group
 from shardwright.core.cost.lying import as_they_lie
 from shardwright.core.cost.unit import UnitCost, seconds_of, unit_cost
 from shardwright.core.cost.unpriced import unpriced_text
-from shardwright.core.cost.work import PRECISION_BYTES, SharedValue, UnitWork, WorkCounter
-from shardwright.core.fold import Folded, Unit, crossing_bytes, fold
+from shardwright.core.cost.work import PRECISION_BYTES, SharedValue
+from shardwright.core.fold import Folded, Unit, crossing_bytes
 from shardwright.core.graph import Graph
+from shardwright.core.graph_reading import read
 from shardwright.core.hardware import Device, Link
 from shardwright.core.hardware.device import MeasuredUnit
 from shardwright.core.layout import Layout
 from shardwright.core.memory import Recompute, state_bytes_per_element
 from shardwright.core.pin import Pin
 from shardwright.core.pins import resolve
-from shardwright.core.realised import RealisedUnit
-from shardwright.core.solver import Frame
 from shardwright.core.stages import Tie, UnitTable
-from shardwright.core.structure import Binding, Structure, measured_name, structure_of
+from shardwright.core.structure import Binding, Structure, measured_name
 from shardwright.core.tensor_layouts import (
     AXIS,
     Rates,
@@ -42,97 +39,13 @@ from shardwright.core.tensor_layouts import (
     unsplit,
 )
 
-REMEMBERED_GRAPHS = 8
-REMEMBERED_LAYOUTS = 64
-Found = TypeVar("Found")
-
-
-class _Reading:
-    """What depends on a graph alone: its units, its structure, and the work of units as far as it was counted."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.folded = fold(graph)
-        self.structure, self.binding = structure_of(self.folded)
-        self.counter = WorkCounter(graph)
-        self.shared = self.counter.shared(self.folded.units)
-        self.batch_readers = self.counter.batch_readers(self.folded.units)
-        self.buffer_users = self.counter.buffer_users(self.folded.units)
-        self.remembered_bytes = tuple(map(self.counter.batch_statistics_bytes, self.folded.units))
-        self.passing_by = self.counter.passing_by(self.folded.units)
-        self.frame = Frame(self.folded, self.counter)
-        self._work: dict[object, UnitWork] = {}
-        self._found: dict[object, Any] = {}
-
-    def remembered(self, key: object, find: Callable[[], Found]) -> Found:
-        """What was found under this key before, or is found now."""
-        if key not in self._found:
-            if len(self._found) >= REMEMBERED_LAYOUTS:
-                self._found.clear()
-            self._found[key] = find()
-        found: Found = self._found[key]
-        return found
-
-    def work(
-        self, unit: Unit, batch: int, precision: str, layouts: RealisedUnit | None, *, gathered_stays: bool
-    ) -> UnitWork:
-        key = (unit.index, batch, precision, layouts, gathered_stays)
-        if key not in self._work:
-            counted = self.counter.count(unit, batch, precision, layouts, gathered_stays=gathered_stays)
-            self._work[key] = self._as_held(counted, unit, batch, precision, layouts)
-        return self._work[key]
-
-    def _as_held(
-        self, counted: UnitWork, unit: Unit, batch: int, precision: str, layouts: RealisedUnit | None
-    ) -> UnitWork:
-        """The bytes as the framework's runtime holds them, where the graph says: of a unit that ranks share, the share
-        that the ops say."""
-        if not self.graph.footprints:
-            return counted
-        footprint = self.graph.footprints[unit.fold_class]
-        whole = counted if layouts is None else self.counter.count(unit, batch, precision)
-        width = 1 - footprint.wide_share * (1 - PRECISION_BYTES[precision] / PRECISION_BYTES["fp32"])
-
-        def held(lines: Sequence[tuple[int, int]], ours: int, all_of_it: int) -> int:
-            most = max((fixed + each * batch for fixed, each in lines), default=0)
-            return round(max(0, most) * width * (ours / all_of_it if all_of_it else 1.0))
-
-        return replace(
-            counted,
-            saved_bytes=(saved := held([footprint.kept], counted.saved_bytes, whole.saved_bytes)),
-            saved_selective_bytes=min(saved, counted.saved_selective_bytes),
-            passing_bytes=held(footprint.passing, counted.passing_bytes, whole.passing_bytes),
-            unfused_dropout_bytes=0,
-            unfused_dropout_selective_bytes=0,
-            given_bytes=0,
-            put_off_bytes=None,
-        )
-
-
-_readings: OrderedDict[int, _Reading] = OrderedDict()
-
-
-def _read(graph: Graph) -> _Reading:
-    """The reading of a graph, made once for the graphs used last: plans of one model differ in what they pin.
-
-    Graphs are known by identity, each kept alive by its reading: to hash one means to walk through all of its ops.
-    """
-    found = _readings.get(id(graph))
-    if found is None:
-        found = _readings[id(graph)] = _Reading(graph)
-    _readings.move_to_end(id(graph))
-    while len(_readings) > REMEMBERED_GRAPHS:
-        _readings.popitem(last=False)
-    return found
-
-
 HOST_LINK_EFFICIENCY = 0.75
 """Of the bandwidth to the host's memory, that copies reach. Prior: as of the links over PCI Express."""
 
 
 def unpriced_of(graph: Graph) -> str | None:
     """What `unpriced_text` says of a graph, found once."""
-    return _read(graph).remembered("unpriced", lambda: unpriced_text(graph))
+    return read(graph).remembered("unpriced", lambda: unpriced_text(graph))
 
 
 LARGE_BYTES = 2**32
@@ -179,7 +92,7 @@ class CostTables:
         self.gradient_precision, self._sequence_parallel = gradient_precision, sequence_parallel
         self.device = cluster.device(0)
         self.precision = precision or _best_precision(cluster)
-        self._read = _read(graph)
+        self._read = read(graph)
         self.folded: Folded = self._read.folded
         self.structure: Structure = self._read.structure
         self.binding: Binding = self._read.binding
