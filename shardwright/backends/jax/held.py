@@ -91,7 +91,7 @@ class _Account:
             self.leaving[places] = 0
         self._touch(part.stage, _beside_operands(launch.run.memory_analysis()))
         self.leaving[places] = sum(self._sent(launch))
-        targets = [target for _, users in launch.sends for target, *_ in users]
+        targets = [target for _, target, _ in launch.sends]
         self.readers.update({place: [(target, *name[1:]) for target in targets] for place in places})
         for stage, size in self._made(launch, part.stage):
             self._hold(stage, size)
@@ -106,8 +106,7 @@ class _Account:
             (stage, ahead, microbatch)
             for stage, launches in enumerate(self.pipeline.launches)
             for kind, launch in launches.items()
-            if (kind is Kind.FORWARD) is ahead
-            and any(target == part.stage for _, users in launch.sends for target, *_ in users)
+            if (kind is Kind.FORWARD) is ahead and any(target == part.stage for _, target, _ in launch.sends)
         ]
 
         def is_read(reader: tuple[int, bool, int]) -> bool:
@@ -124,14 +123,13 @@ class _Account:
         for position, is_local, _ in launch.stays:
             if is_local:
                 yield stage, _on_each(*made[position])
-        for position, users in launch.sends:
-            for target, _, at in users:
-                yield target, _on_each(made[position][0], at)
+        for (position, target, _), at in zip(launch.sends, launch.route.targets, strict=True):
+            yield target, _on_each(made[position][0], at)
 
     @staticmethod
     def _sent(launch: Launch) -> Iterable[int]:
         made = list(zip(jax.tree.leaves(launch.run.out_info), launch.run.output_shardings, strict=True))
-        return (_on_each(*made[position]) for position, _ in launch.sends)
+        return (_on_each(*made[position]) for position in dict.fromkeys(position for position, *_ in launch.sends))
 
 
 def _name(part: Action) -> tuple[int, bool, int]:
@@ -140,7 +138,6 @@ def _name(part: Action) -> tuple[int, bool, int]:
 
 
 def _on_each(aval: Any, at: Any) -> int:
-    """Bytes of an array on each device of a sharding, or on the one device that it lies on."""
-    shape = tuple(aval.shape)
-    entries: int = math.prod(shape if isinstance(at, jax.Device) else at.shard_shape(shape))
+    """Bytes of an array on each device of a sharding."""
+    entries: int = math.prod(at.shard_shape(tuple(aval.shape)))
     return entries * int(getattr(aval.dtype, "itemsize", 8))

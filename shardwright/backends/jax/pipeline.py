@@ -1,7 +1,7 @@
 """Runs a cut training step under a core schedule: one process drives all stages, one dispatch per action.
 
 Dispatch is asynchronous: the host hands out actions in an order that agrees with every rank's own and with the flow of
-values, and devices run as soon as what they wait for is there. Between stages arrays go by `jax.device_put`.
+values, and devices run as soon as what they wait for is there. Between stages arrays go by `transfers`.
 
 What a rank runs, it runs one after the other and in the schedule's order: every function reads a number that the one
 before it made. GPUs do so by themselves; on CPUs JAX starts whatever has its operands, also two functions at a time on
@@ -9,7 +9,7 @@ one device, which then take the cores of a device whose result others wait for.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from shardwright.backends.jax.stage_functions import (
     StageFunctions,
     stage_functions,
 )
+from shardwright.backends.jax.transfers import Route
 from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.schedule.actions import Action, Kind
@@ -61,18 +62,31 @@ class Launch:
     function: StageFunction
     reads: tuple[tuple[bool, Key], ...]
     """(whether of the microbatch, key)."""
-    sends: tuple[tuple[int, tuple[tuple[int, Key, NamedSharding | jax.Device], ...]], ...]
-    """For every result that goes to other stages: its position, and (stage, key there, where it lies) of each."""
+    sends: tuple[tuple[int, int, Key], ...]
+    """For every result that goes to another stage: its position, the stage, and its key there."""
+    route: Route
+    """How those go."""
     stays: tuple[tuple[int, bool, Key], ...]
     """Results kept on the stage: position, whether for this microbatch, key."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StageRun:
     """What a stage has at hand during a step."""
 
-    shared: dict[Key, Any] = field(default_factory=dict)
-    local: dict[int, dict[Key, Any]] = field(default_factory=dict)
+    shared: dict[Key, Any]
+    local: list[dict[Key, Any]]
+    """Of every microbatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a stage takes from the state or the batch: from which of the step's arguments, and which array of it."""
+
+    stage: int
+    key: Key
+    argument: int
+    position: int
 
 
 class Pipeline:
@@ -91,6 +105,7 @@ class Pipeline:
     ) -> None:
         self.schedule, self.micro, self.optimizer, self.meshes = schedule, micro, optimizer, meshes
         self.order = order
+        self.parts = [part for action in order for part in action.flat]
         self.weights = {w.value: w for w in micro.cut.weights}
         self.spots = _spots(optimizer, micro)
         self.kept: list[dict[Key, Any]] = [{} for _ in range(len(meshes))]
@@ -114,6 +129,8 @@ class Pipeline:
             for rank, whole in zip(schedule.placement, meshes.whole, strict=True)
         }
         self.state_homes = self._state_homes()
+        self.owned, self.loads = self._loads()
+        self.load_targets = [self._sharding(load.stage, load.key) for load in self.loads]
         self.counts = StepCounts()
 
     def _holding_number(self, key: Key) -> int:
@@ -127,6 +144,23 @@ class Pipeline:
             value: next(s for s, part in enumerate(parts) if position in part.results) for value, position in changed
         }
 
+    def _loads(self) -> tuple[list[Load], list[Load]]:
+        """What stages take of the state and the batch: the parameters that they hold, and what is sent to them."""
+        micro = self.micro
+        arguments = ((micro.step,), [w.value for w in micro.cut.weights], (), micro.random, micro.state, micro.batch)
+        at = {value: (number, i) for number, values in enumerate(arguments) for i, value in enumerate(values)}
+        owned: list[Load] = []
+        sent: list[Load] = []
+        for stage, part in enumerate(micro.cut.parts):
+            for value in part.weights:
+                held = self.weights[value].holding.stage == stage
+                (owned if held else sent).append(Load(stage, ("weight", value, 0), *at[value]))
+            for value in part.sources:
+                key = micro.operands.key(value)
+                if key[0] != "m":
+                    sent.append(Load(stage, key, *at[value]))
+        return owned, sent
+
     # --- compiling
 
     def _sharding(self, stage: int, key: Key) -> NamedSharding:
@@ -139,11 +173,6 @@ class Pipeline:
         if kind in ("arrival", "departure", "cotangent", "arrival_gradient"):
             return NamedSharding(whole.mesh, self.micro.specs.get(number, PartitionSpec()))
         return whole
-
-    def _target(self, stage: int, key: Key) -> NamedSharding | jax.Device:
-        """Where a value goes. To one device it goes by the device itself, which asks half as much of the host."""
-        devices = self.meshes.devices(stage)
-        return devices[0] if len(devices) == 1 else self._sharding(stage, key)
 
     def _compile(self, recompute: str) -> None:
         """Trace everything and begin to compile it: what takes longest first, so that it is compiled while the rest is
@@ -243,22 +272,26 @@ class Pipeline:
         return lower(function.function, function.avals, into, out, function.donates)
 
     def _launch(self, stage: int, function: StageFunction, run: Any) -> Launch:
-        sends, stays = [], []
+        sends: list[tuple[int, int, Key]] = []
+        stays = []
         for position, key in enumerate(function.makes):
             kind, number, _ = key
             if kind == "departure":
                 users = [s for s, p in enumerate(self.micro.cut.parts)
                          if any(a.value == number and a.source == stage for a in p.arrivals)]  # fmt: skip
                 arriving: Key = ("arrival", number, 0)
-                sends.append((position, tuple((s, arriving, self._target(s, arriving)) for s in users)))
+                sends += [(position, user, arriving) for user in users]
             elif kind == "arrival_gradient":
                 arrival = next(a for a in self.micro.cut.parts[stage].arrivals if a.value == number)
                 back: Key = ("cotangent", number, stage)
-                sends.append((position, ((arrival.source, back, self._target(arrival.source, back)),)))
+                sends.append((position, arrival.source, back))
             elif key != MARKER:
                 stays.append((position, kind in LOCAL, key))
         reads = tuple((key[0] in LOCAL, key) for key in function.reads)
-        return Launch(run, function, reads, tuple(sends), tuple(stays))
+        made = [run.out_info[position] for position, *_ in sends]
+        lies = [run.output_shardings[position] for position, *_ in sends]
+        route = Route(made, lies, [self._sharding(user, key) for _, user, key in sends])
+        return Launch(run, function, reads, tuple(sends), route, tuple(stays))
 
     def _start_zeros(self, stage: int, shapes: dict[Key, Any]) -> Callable[[], Any]:
         """Begin with the program that makes a stage's sums and gradients zero; what waits for it."""
@@ -278,10 +311,9 @@ class Pipeline:
         same without the keys, and the loss. ``batch``: its leaves split into microbatches."""
         step, params, optimizer, random, other = state
         self.counts = StepCounts()
-        runs = self._begin(step, params, random, other, batch)
-        for action in self.order:
-            for part in action.flat:
-                self._act(runs, part, observe)
+        runs = self._begin((step,), params, (), random, other, batch)
+        for part in self.parts:
+            self._act(runs, part, observe)
         sums = [runs[self.sums[which]].shared[("sum", which, 0)] for which in (WEIGHT, TOTAL)]
         gradients = [runs[stage].shared[key] for stage, key in self.gradient_keys]
         homes = self.state_homes
@@ -297,31 +329,17 @@ class Pipeline:
         states = len(optimizer)
         return [made[0], made[1 + states : -1], made[1 : 1 + states], other], made[-1]
 
-    def _begin(
-        self, step: Any, params: Sequence[Any], random: Sequence[Any], other: Sequence[Any], batch: Sequence[Any]
-    ) -> list[StageRun]:
+    def _begin(self, *arguments: Sequence[Any]) -> list[StageRun]:
         """Put what a step needs where it needs it, in one transfer, and start all sums at zero."""
-        micro = self.micro
-        owned = {w.value: array for w, array in zip(micro.cut.weights, params, strict=True)}
-        sources = {micro.step: step} | dict(zip(micro.random, random, strict=True))
-        sources |= dict(zip(micro.batch, batch, strict=True)) | dict(zip(micro.state, other, strict=True))
-        runs = [StageRun() for _ in micro.cut.parts]
-        moves: list[tuple[int, Key, Any, NamedSharding]] = []
-        for stage, (part, run) in enumerate(zip(micro.cut.parts, runs, strict=True)):
-            for value in part.weights:
-                key: Key = ("weight", value, 0)
-                if self.weights[value].holding.stage == stage:
-                    run.shared[key] = owned[value]
-                else:
-                    moves.append((stage, key, owned[value], self._sharding(stage, key)))
-            for value in part.sources:
-                key = micro.operands.key(value)
-                if key[0] != "m":
-                    moves.append((stage, key, sources[value], self._sharding(stage, key)))
-        put = jax.device_put([m[2] for m in moves], [m[3] for m in moves]) if moves else []
-        self.counts.transfers += len(moves)
-        for (stage, key, _, _), array in zip(moves, put, strict=True):
-            runs[stage].shared[key] = array
+        microbatches = range(self.schedule.microbatches)
+        runs = [StageRun({}, [{} for _ in microbatches]) for _ in self.micro.cut.parts]
+        for own in self.owned:
+            runs[own.stage].shared[own.key] = arguments[own.argument][own.position]
+        moved = [arguments[load.argument][load.position] for load in self.loads]
+        put = jax.device_put(moved, self.load_targets) if moved else []
+        self.counts.transfers += len(moved)
+        for load, array in zip(self.loads, put, strict=True):
+            runs[load.stage].shared[load.key] = array
         for run, zeros, keys in zip(runs, self.zeros, self.zero_keys, strict=True):
             run.shared.update(zip(keys, zeros()() if keys else (), strict=True))
         self.counts.dispatches += len(runs)
@@ -329,32 +347,25 @@ class Pipeline:
 
     def _act(self, runs: list[StageRun], part: Action, observe: Observer | None) -> None:
         """Dispatch one action: run it, keep and send what it makes, let go of what nobody needs any more."""
-        m = part.microbatch or 0
-        own = runs[part.stage]
-        launch = self._launched(part.stage, part.kind)
+        stage, m = part.stage, part.microbatch or 0
+        launch = self._launched(stage, part.kind)
         if launch is None:
             return
-        local = own.local.setdefault(m, {})
-        shared = own.shared
-        rank = self.schedule.placement[part.stage]
-        shared[("m", 0, 0)], shared[MARKER] = self.numbers[part.stage][m], self.markers[rank]
+        shared, local = runs[stage].shared, runs[stage].local[m]
+        rank = self.schedule.placement[stage]
+        shared[("m", 0, 0)], shared[MARKER] = self.numbers[stage][m], self.markers[rank]
         made = launch.run(*[local[key] if is_local else shared[key] for is_local, key in launch.reads])
         self.markers[rank] = made[-1]
         self.counts.dispatches += 1
         for position, is_local, key in launch.stays:
             (local if is_local else shared)[key] = made[position]
-        values, places, targets = [], [], []
-        for position, users in launch.sends:
-            for stage, key, at in users:
-                values.append(made[position])
-                places.append(at)
-                targets.append((stage, key))
-        if values:
-            for (stage, key), array in zip(targets, jax.device_put(values, places), strict=True):
-                runs[stage].local.setdefault(m, {})[key] = array
-            self.counts.transfers += len(values)
+        if launch.sends:
+            sent = launch.route([made[position] for position, _, _ in launch.sends])
+            for (_, user, key), array in zip(launch.sends, sent, strict=True):
+                runs[user].local[m][key] = array
+            self.counts.transfers += len(sent)
         if part.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
-            own.local.pop(m).clear()  # whoever else knows it lets go of its arrays too
+            local.clear()  # whoever else knows it lets go of its arrays too
         if observe is not None:
             observe(part, rank, made[-1])
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -177,7 +178,8 @@ class PipelinedTraining:
             micro = cut_microbatch(self.plan, laid_out, shapes, leaves, holdings)
             recompute = decision.recompute
             pipeline = Pipeline(self.schedule, self.order, micro, optimizer, self.meshes, recompute=recompute)
-        return PipelinedStep(pipeline, microbatches)
+        fields = (state.step, state.params, state.optimizer, state.random)
+        return PipelinedStep(pipeline, microbatches, tuple(accumulate(len(pieces(tree)) for tree in fields)))  # type: ignore[arg-type]
 
     def _shapes(self, state: TrainState) -> Parts:
         """The model taken apart, as shapes."""
@@ -199,27 +201,25 @@ class PipelinedStep:
 
     pipeline: Pipeline
     microbatches: Microbatches
+    ends: tuple[int, int, int, int]
+    """Of the step, the parameters, the optimizer's state and the random state among the leaves of a state."""
 
     def __call__(
         self, state: TrainState, leaves: Sequence[Any], observe: Observer | None = None
     ) -> tuple[TrainState, jax.Array]:
         """One step on a state, which is used up."""
-        params, optimizer = pieces(state.params), pieces(state.optimizer)
+        held, structure = jax.tree.flatten(state)  # once: models' own containers are flattened by Python
+        ends = self.ends
+        step, params, optimizer, random, other = (
+            held[start:end] for start, end in zip((0, *ends), (*ends, len(held)), strict=True)
+        )
         _require_on_devices((*params, *optimizer))
-        given = [state.step, params, optimizer, jax.tree.leaves(state.random), jax.tree.leaves(state.other)]
         dims = self.microbatches.dims
         batch = [self.microbatches.split(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
-        (step, made, changed, other), loss = self.pipeline(given, batch, observe)
+        (number, made, changed, other), loss = self.pipeline([*step, params, optimizer, random, other], batch, observe)
         for leaf in (*params, *optimizer):
             leaf.delete()  # what was not donated: an array whose memory no result could take
-        rebuilt = replace(
-            state,
-            step=step,
-            params=jax.tree.unflatten(jax.tree.structure(state.params), made),
-            optimizer=jax.tree.unflatten(jax.tree.structure(state.optimizer), changed),
-            other=jax.tree.unflatten(jax.tree.structure(state.other), other),
-        )
-        return rebuilt, loss
+        return jax.tree.unflatten(structure, [number, *made, *changed, *random, *other]), loss
 
 
 def _require_on_devices(leaves: Sequence[Any]) -> None:

@@ -18,11 +18,14 @@ from shardwright.backends.jax.compiled import Compiler, lower
 from shardwright.backends.jax.equations import Equation, FlatProgram, aval_of, evaluate
 from shardwright.backends.jax.pieces import Piece, divided, prepared
 from shardwright.backends.jax.regroup import regrouped
+from shardwright.backends.jax.transfers import Route
 from shardwright.core.errors import PlanError
 
 SCALAR_BYTES = 16
 """Values up to this size are handed on from one piece of a mesh to its next, where larger ones are made again; and what
 follows from several meshes' is made on every mesh rather than on one."""
+_Pack = tuple[int, str, int]
+"""Packed values: the piece that gives them, their dtype, and the mesh that they are on."""
 
 
 class PlacedProgram:
@@ -56,6 +59,7 @@ class PlacedProgram:
             (value, piece.stage) for piece in self.pieces for value in piece.arguments
             if self.argument_homes[self.position[value]] != piece.stage
         })  # fmt: skip
+        self._plan()
 
     def _place_all(self, flat: FlatProgram, shared: Sequence[bool]) -> None:
         self.flat = flat
@@ -190,8 +194,7 @@ class PlacedProgram:
             avals = [self.flat.avals[v] for v in piece.arguments]
             shardings = [self._at(v, piece.stage) for v in piece.arguments]
             for source, name in self.bundles[number]:
-                count = sum(int(self.flat.avals[v].size) for v in self.packs[source][name])
-                avals.append(jax.ShapeDtypeStruct((count,), name))
+                avals.append(jax.ShapeDtypeStruct((self._length(source, name),), name))
                 shardings.append(self.whole[piece.stage])
             donate = tuple(
                 index
@@ -239,23 +242,46 @@ class PlacedProgram:
 
         return run
 
+    def _plan(self) -> None:
+        """What a call does, worked out beforehand: where every operand of a piece comes from, and what goes where
+        before the pieces of a level run."""
+        first = [(self.flat.avals[v], self.argument_shardings[self.position[v]], self._at(v, stage))
+                 for v, stage in self.first_moves]  # fmt: skip
+        self.first_route = Route(*zip(*first, strict=True)) if first else None
+        self.levels: list[tuple[list[int], list[_Pack], list[_Pack], Route | None]] = []
+        there = {(n, name, piece.stage) for n, piece in enumerate(self.pieces) for name in self.packs[n]}
+        for _, level in groupby(enumerate(self.pieces), key=lambda numbered: numbered[1].level):
+            numbers = [number for number, _ in level]
+            wanted = dict.fromkeys((*b, self.pieces[n].stage) for n in numbers for b in self.bundles[n])
+            targets = [key for key in wanted if key not in there]
+            sources = [(number, name, self.pieces[number].stage) for number, name, _ in targets]
+            ways = [(jax.ShapeDtypeStruct((self._length(number, name),), name), self.whole[stage], self.whole[target])
+                    for (number, name, stage), (_, _, target) in zip(sources, targets, strict=True)]  # fmt: skip
+            there.update(targets)
+            self.levels.append((numbers, sources, targets, Route(*zip(*ways, strict=True)) if ways else None))
+        moved = {key: index for index, key in enumerate(self.first_moves)}
+        self.operands = [
+            [(moved.get((v, piece.stage)), self.position[v]) for v in piece.arguments] for piece in self.pieces
+        ]
+
+    def _length(self, number: int, name: str) -> int:
+        """Of the values that a piece gives in one dtype, packed."""
+        return sum(int(self.flat.avals[value].size) for value in self.packs[number][name])
+
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
         """What the program returns, each on its mesh. Donated arguments are gone after it."""
         self.finish()
-        moved = self._move([(arguments[self.position[v]], self._at(v, stage)) for v, stage in self.first_moves])
-        away = dict(zip(self.first_moves, moved, strict=True))
+        away: list[Any] = []
+        if self.first_route is not None:
+            away = self.first_route([arguments[self.position[v]] for v, _ in self.first_moves])
         results: list[Any] = [None] * len(self.flat.outputs)
-        given: dict[tuple[int, str, int], Any] = {}
-        """Packed values, by the piece that gives them and the mesh that they are on."""
-        for _, level in groupby(enumerate(self.pieces), key=lambda numbered: numbered[1].level):
-            current = list(level)
-            wanted = dict.fromkeys((*b, piece.stage) for number, piece in current for b in self.bundles[number])
-            wanted = {key: None for key in wanted if key not in given}
-            sent = self._move([(given[source, name, self.pieces[source].stage], self.whole[stage])
-                               for source, name, stage in wanted])  # fmt: skip
-            given.update(zip(wanted, sent, strict=True))
-            for number, piece in current:
-                operands = [away.get((v, piece.stage), arguments[self.position[v]]) for v in piece.arguments]
+        given: dict[_Pack, Any] = {}
+        for numbers, sources, targets, route in self.levels:
+            if route is not None:
+                given.update(zip(targets, route([given[source] for source in sources]), strict=True))
+            for number in numbers:
+                piece = self.pieces[number]
+                operands = [arguments[at] if moved is None else away[moved] for moved, at in self.operands[number]]
                 operands += [given[(*b, piece.stage)] for b in self.bundles[number]]
                 made = piece.run(*operands)
                 for position, value in zip(piece.results, made, strict=False):
@@ -263,13 +289,6 @@ class PlacedProgram:
                 for name, packed in zip(self.packs[number], made[len(piece.results) :], strict=True):
                     given[number, name, piece.stage] = packed
         return results
-
-    @staticmethod
-    def _move(moves: Sequence[tuple[Any, NamedSharding]]) -> list[Any]:
-        if not moves:
-            return []
-        found: list[Any] = jax.device_put([value for value, _ in moves], [at for _, at in moves])
-        return found
 
     @property
     def dispatches(self) -> int:

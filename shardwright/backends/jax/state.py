@@ -31,13 +31,15 @@ class TrainState:
     order: Any = field(default=(), metadata={"static": True})
     """How fused matrices are held (`FusedParameters.order`): () in the model's own order."""
 
-    def require_alive(self) -> None:
-        """Raise PlanError when an earlier step took this state's memory."""
-        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(self)):
+    def require_alive(self) -> Any:
+        """The structure of the state as a tree. Raises PlanError when an earlier step took its memory."""
+        leaves, structure = jax.tree.flatten(self)
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
             raise PlanError(
                 "this state was already given to a step, which reused its memory: go on with the state that the step "
                 "returned, as in `state, loss = train(state, batch)`"
             )
+        return structure
 
 
 @dataclass(frozen=True, slots=True)

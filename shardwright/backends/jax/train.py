@@ -204,7 +204,7 @@ class TrainStep:
         """The compiled step for a batch, and the batch's leaves."""
         if not isinstance(state, TrainState):
             raise PlanError(f"a {type(state).__name__} was given where a step takes the state that train.init made")
-        state.require_alive()
+        form = state.require_alive()
         dims = resolve_batch_dims(batch, self.batch_dims)
         decision = self.plan.decision
         size = batch_size(batch, dims)
@@ -216,7 +216,7 @@ class TrainStep:
             )
         leaves, structure = jax.tree.flatten(jax.tree.map(of_no_mesh, batch))
         shapes = tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
-        key = (structure, dims, shapes, jax.tree.structure(state))
+        key = (structure, dims, shapes, form)
         stages = self._in_stages(state.graphdef)
         if stages is None:
             leaves = [put(leaf, batch_sharding(self.mesh, dim)) for leaf, dim in zip(leaves, dims, strict=True)]

@@ -1,0 +1,80 @@
+"""Arrays between stages: the same as by `jax.device_put`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardwright.backends.jax import transfers
+from shardwright.backends.jax.transfers import Route, direct_copy
+
+
+def meshes(devices: int) -> list[Mesh]:
+    given = np.array(jax.devices()[: 2 * devices]).reshape(2, devices, 1)
+    return [Mesh(half, ("dp", "tp")) for half in given]
+
+
+def placed(mesh: Mesh, *axes: str | None) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*axes))
+
+
+@pytest.fixture(params=["as JAX has it", "without"])
+def kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "without":
+        monkeypatch.setattr(transfers, "direct_copy", lambda: None)
+
+
+def test_this_jax_has_the_short_way() -> None:
+    assert direct_copy() is not None
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("axes", [((), ()), (("dp",), ("dp",)), ((None, "dp"), ("dp",)), ((), (None, "dp"))])
+def test_arrays_arrive_as_by_device_put(devices: int, axes: tuple[tuple[str | None, ...], ...]) -> None:
+    one, other = meshes(devices)
+    arrays = [jax.device_put(jnp.arange(24.0).reshape(4, 6) + n, placed(one, *axes[0])) for n in range(2)]
+    targets = [placed(other, *axes[1])] * 2
+    wanted = jax.device_put(arrays, targets)
+    found = Route(arrays, [a.sharding for a in arrays], targets)(arrays)
+    for array, same in zip(found, wanted, strict=True):
+        assert (array.sharding, array.committed, array.aval) == (same.sharding, same.committed, same.aval)
+        for shard, own in zip(array.addressable_shards, same.addressable_shards, strict=True):
+            assert shard.device == own.device
+            np.testing.assert_array_equal(shard.data, own.data)
+
+
+@pytest.mark.usefixtures("kept")
+def test_arrays_from_elsewhere_than_expected_arrive_too() -> None:
+    one, other = meshes(2)
+    array = np.arange(24.0, dtype=np.float32).reshape(4, 6)
+    route = Route([array], [placed(one, "dp")], [placed(other, "dp")])
+    given = [array, jax.device_put(array, placed(one, None, "dp")), jnp.asarray(array)]
+    for leaf in given:
+        (found,) = route([leaf])
+        assert found.sharding == placed(other, "dp")
+        np.testing.assert_array_equal(found, array)
+
+
+def test_random_keys_arrive() -> None:
+    one, other = meshes(2)
+    key = jax.device_put(jax.random.key(3), placed(one))
+    (found,) = Route([key], [key.sharding], [placed(other)])([key])
+    assert found.sharding == placed(other)
+    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(key))
+
+
+def test_what_lies_there_is_handed_on() -> None:
+    at = placed(meshes(2)[0], "dp")
+    array = jax.device_put(jnp.ones((4, 6)), at)
+    assert Route([array], [at], [at])([array])[0] is array
+
+
+def test_what_was_used_up_does_not_travel() -> None:
+    one, other = meshes(1)
+    array = jax.device_put(jnp.ones(3), placed(one))
+    route = Route([array], [array.sharding], [placed(other)])
+    array.delete()
+    with pytest.raises((RuntimeError, ValueError), match="deleted"):
+        route([array])
