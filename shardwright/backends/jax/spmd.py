@@ -139,6 +139,7 @@ class SpmdLoss:
         pieces = {v: batch[v] for v in blocks.shared if v in batch}
         shift = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
         entering = [early[v] for v in blocks.entering]
+        circular = self.rounds > 1
 
         def block(weights: list[Any], carried: list[Any], known: dict[int, Any]) -> tuple[list[Any], list[Any]]:
             values = {**self.micro.cut.flat.constants, **known}
@@ -155,38 +156,42 @@ class SpmdLoss:
         def rank_program(stacked: list[Any], entering: list[Any], shared: Any, sides: Any, pieces: Any) -> list[Any]:
             rank = jax.lax.axis_index("pp")
 
-            def tick(carry: tuple[list[Any], list[Any]], t: Any) -> tuple[tuple[list[Any], list[Any]], list[Any]]:
-                arrived, stored = carry
-                # Rank 0 keeps what the last rank sent until its next round comes to that microbatch.
-                back = t - ranks
-                stored = [
-                    jnp.where(
-                        (back >= 0) & (rank == 0),
-                        jax.lax.dynamic_update_index_in_dim(s, a, jnp.maximum(back, 0) % count, 0),
-                        s,
-                    )
-                    for s, a in zip(stored, arrived, strict=True)
-                ]
+            def tick(carry: tuple[list[Any], list[Any]], given: Any) -> tuple[tuple[list[Any], list[Any]], list[Any]]:
+                (arrived, stored), (t, first) = carry, given
                 here = jnp.clip(t - rank, 0, self.rounds * count - 1)
                 turn, m = here // count, here % count
 
                 def take(a: Any) -> Any:
                     return jax.lax.dynamic_index_in_dim(a, m, keepdims=False)
 
-                carried = [
-                    jnp.where(rank > 0, a, jnp.where(turn == 0, take(e), take(s)))
-                    for a, e, s in zip(arrived, entering, stored, strict=True)
-                ]
-                weights = [jax.lax.dynamic_index_in_dim(w[:, 0], turn, keepdims=False) for w in stacked]
+                if circular:
+                    # Rank 0 keeps what the last rank sent until its next round comes to that microbatch.
+                    back = t - ranks
+                    stored = [
+                        jnp.where(
+                            (back >= 0) & (rank == 0),
+                            jax.lax.dynamic_update_index_in_dim(s, a, jnp.maximum(back, 0) % count, 0),
+                            s,
+                        )
+                        for s, a in zip(stored, arrived, strict=True)
+                    ]
+                    first = [take(s) for s in stored]
+                    weights = [jax.lax.dynamic_index_in_dim(w[:, 0], turn, keepdims=False) for w in stacked]
+                else:
+                    weights = [w[0, 0] for w in stacked]
+                carried = [jnp.where(rank > 0, a, e) for a, e in zip(arrived, first, strict=True)]
                 known = {**shared, **{v: take(a) for v, a in sides.items()}, number: m}
                 known.update((v, take(a) if dims[v] else a) for v, a in pieces.items())
                 made, final = run(weights, carried, known)
                 return ([jax.lax.ppermute(y, "pp", shift) for y in made], stored), final
 
-            zeros = [jnp.zeros_like(e[0]) for e in entering], [jnp.zeros_like(e) for e in entering]
-            start = zeros
+            nothing = [jnp.zeros_like(e[0]) for e in entering]
             ticks = self.rounds * count + ranks - 1
-            _, finals = jax.lax.scan(tick, start, jnp.arange(ticks))
+            # What enters tick by tick has its gradient made tick by tick; a loop that picks from the whole of it would
+            # add to the whole of its gradient every time. With several rounds it waits where later ones will.
+            stored = entering if circular else []
+            first = [] if circular else [jnp.pad(e, [(0, ranks - 1), *[(0, 0)] * (e.ndim - 1)]) for e in entering]
+            _, finals = jax.lax.scan(tick, (nothing, stored), (jnp.arange(ticks), first))
             return [f[None, ticks - count :] for f in finals]
 
         whole, split = PartitionSpec(), PartitionSpec("pp")
