@@ -42,6 +42,7 @@ def test_stages_share_the_program_of_what_they_have_in_common() -> None:
     assert [(piece.stage, bool(piece.results)) for piece in rest] == [(0, True), (2, True)]
     assert train.compiled is not None
     assert train.compiled.programs - train.compiled.compiled == 2 + 2  # of three each one is compiled
+    assert not any(" copy(" in piece.run.as_text() for piece in updating)  # each array's memory becomes its successor's
 
 
 def test_sums_are_grouped_by_mesh() -> None:

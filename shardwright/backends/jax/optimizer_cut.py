@@ -1,8 +1,9 @@
 """The optimizer, cut over stages: any optax transformation, traced over all parameters, gives what it gives unsplit."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -179,7 +180,10 @@ class OptimizerCut:
         stacks = any(_rows(p) for p in self.parameters)  # a branch over whole stacks would gather them
         program = unstack(flatten(closed, select=stacks), [_rows(p) for p in arguments], [_rows(p) for p in outputs])
         kept = {len(merged), len(merged) + 1, len(merged) + 2}
-        return self._placed(program, arguments, shared, outputs, compiler, donate=True, keep=kept)
+        before = sum(len(held) for _, held in merged) + len(scalars)
+        count = sum(len(held) for held in (*self.states, *self.parameters))
+        successors = {1 + index: before + index for index in range(count)}
+        return self._placed(program, arguments, shared, outputs, compiler, donate=True, keep=kept, successors=successors)
 
     def _placed(
         self,
@@ -191,6 +195,7 @@ class OptimizerCut:
         *,
         donate: bool,
         keep: Any = frozenset(),
+        successors: Mapping[int, int] = MappingProxyType({}),
     ) -> PlacedProgram:
         flat: FlatProgram = program.flat
         places = [place for held in arguments for place in held]
@@ -204,6 +209,7 @@ class OptimizerCut:
             [p.sharding for p in results],
             self.meshes.whole,
             [donate and index not in keep for index, held in enumerate(arguments) for _ in held],
+            successors,
             compiler,
         )
 

@@ -6,7 +6,7 @@ scalars are made on each. Between pieces only small values are handed on; others
 twice.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -41,10 +41,11 @@ class PlacedProgram:
         output_shardings: Sequence[NamedSharding],
         whole: Sequence[NamedSharding],
         donate: Sequence[bool],
+        successors: Mapping[int, int],
         compiler: Compiler,
     ) -> None:
         """``shared`` arguments (scalars) are sent to whoever needs them beforehand; ``whole`` are the replicated
-        shardings of all meshes."""
+        shardings of all meshes; ``successors`` are outputs → the argument that each takes the place of."""
         self.whole, self.donate = list(whole), list(donate)
         self.position = {value: index for index, value in enumerate(flat.arguments)}
         self.argument_homes, self.argument_shardings = list(argument_homes), list(argument_shardings)
@@ -54,6 +55,8 @@ class PlacedProgram:
         self.maker: dict[int, Equation] = {v: e for e in self.flat.equations for v in e.outputs}
         pieces = prepared(self.flat, self._pieces(), self.home, SCALAR_BYTES)
         self.pieces = divided(self.flat, pieces, self.home, self._spot)
+        for piece in self.pieces:
+            piece.arguments = self._in_order_of_results(piece, successors)
         self._compile(compiler)
         self.first_moves = sorted({
             (value, piece.stage) for piece in self.pieces for value in piece.arguments
@@ -172,6 +175,13 @@ class PlacedProgram:
         piece.reads = tuple(reads)
 
     # --- compiling and running
+
+    def _in_order_of_results(self, piece: Piece, successors: Mapping[int, int]) -> tuple[int, ...]:
+        """A piece's arguments, first those that its results take the place of. JAX gives the memory of donated arguments
+        to results of their shape in the order in which both stand; memory that another result still reads would have to
+        be copied first."""
+        replaced = [self.flat.arguments[successors[r]] for r in piece.results if r in successors]
+        return tuple(dict.fromkeys([*(v for v in replaced if v in piece.arguments), *piece.arguments]))
 
     def _compile(self, compiler: Compiler) -> None:
         """Small values go from piece to piece packed, those of one dtype together."""
