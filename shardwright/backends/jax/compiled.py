@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,7 +42,8 @@ class Compiler:
         self._loaders = ThreadPoolExecutor(os.cpu_count() or 1)
         """Of their own, so that who waits for a program to be compiled keeps nobody from compiling."""
         self._counting = Lock()
-        self._known: dict[tuple[str, int], tuple[Devices, Future[Any]]] = {}
+        self._known: dict[tuple[Hashable, int], tuple[Devices, Future[Any]]] = {}
+        """Programs by their text, and by the likeness they were started with, and by the number of devices."""
 
     def __enter__(self) -> "Compiler":
         return self
@@ -67,28 +68,58 @@ class Compiler:
         """Begin with a program, and return what waits for it. One whose text is known, for as many devices, is not
         compiled again where it can be loaded on others, unless it calls Python, of which the text says no more than
         that."""
+        return self._start(lowered, devices, None)
+
+    def start_like(
+        self, likeness: Hashable | None, lower: Callable[[], jax.stages.Lowered], devices: Devices
+    ) -> Callable[[], Any]:
+        """As `start`, with what lowers a program: one whose ``likeness`` is known is not lowered again where it can be
+        loaded. None is like no other."""
+        first, running = self._known.get((likeness, len(devices)), (devices, None))
+        if likeness is None or running is None or not (devices == first or can_move(first)):
+            return self._start(lower(), devices, likeness)
+        self.done.programs += 1
+        loading = self._loaders.submit(_load, running, first, devices)
+
+        def wait() -> Any:
+            return loading.result() or self._compiled(lower())
+
+        return wait
+
+    def _start(self, lowered: jax.stages.Lowered, devices: Devices, likeness: Hashable | None) -> Callable[[], Any]:
         text = lowered.as_text()
         key = hashlib.sha256(text.encode()).hexdigest(), len(devices)
         self.done.programs += 1
         first, running = self._known.get(key, (devices, None))
         if running is None or CALLBACK.search(text) or not (devices == first or can_move(first)):
             self._count()
-            running = self._pool.submit(lowered.compile)
-            self._known[key] = devices, running
-            return running.result
-        return self._loaders.submit(self._load, lowered, running, first, devices).result
+            first, running = devices, self._pool.submit(lowered.compile)
+            self._known[key] = first, running
+            waiting = running
+        else:
+            waiting = self._loaders.submit(self._load_or_compile, lowered, running, first, devices)
+        if likeness is not None:
+            self._known[likeness, len(devices)] = first, running
+        return waiting.result
 
-    def _load(self, lowered: jax.stages.Lowered, running: Future[Any], first: Devices, devices: Devices) -> Any:
-        run = running.result()
-        found = run if devices == first else load_on(run, first, devices)
-        if found is None:
-            self._count()
-            found = lowered.compile()
-        return found
+    def _load_or_compile(
+        self, lowered: jax.stages.Lowered, running: Future[Any], first: Devices, devices: Devices
+    ) -> Any:
+        return _load(running, first, devices) or self._compiled(lowered)
+
+    def _compiled(self, lowered: jax.stages.Lowered) -> Any:
+        self._count()
+        return lowered.compile()
 
     def _count(self) -> None:
         with self._counting:
             self.done.compiled += 1
+
+
+def _load(running: Future[Any], first: Devices, devices: Devices) -> Any | None:
+    """A program for ``first`` once it is compiled, on other devices where it can be loaded there."""
+    run = running.result()
+    return run if devices == first else load_on(run, first, devices)
 
 
 @contextmanager

@@ -163,14 +163,16 @@ def evaluate(equations: Sequence[Equation], known: dict[int, Any], checkpoint_un
 
 
 def _bind_all(equations: Iterable[Equation], known: dict[int, Any], checkpoint_units: bool = False) -> None:
-    for equation in equations:
-        given = [known[atom] if isinstance(atom, int) else atom.val for atom in equation.inputs]
-        if checkpoint_units and equation.is_layers:
-            known.update(zip(equation.outputs, _checkpointed_loop(equation.params, given), strict=True))
-            continue
-        with equation.context.manager:
-            made = equation.primitive.bind(*given, **equation.primitive.get_bind_params(equation.params))
-        known.update(zip(equation.outputs, made if equation.primitive.multiple_results else [made], strict=True))
+    for context, members in groupby(equations, key=lambda equation: equation.context):
+        with context.manager:
+            for equation in members:
+                given = [known[atom] if isinstance(atom, int) else atom.val for atom in equation.inputs]
+                if checkpoint_units and equation.is_layers:
+                    made = _checkpointed_loop(equation.params, given)
+                else:
+                    made = equation.primitive.bind(*given, **equation.primitive.get_bind_params(equation.params))
+                    made = made if equation.primitive.multiple_results else [made]
+                known.update(zip(equation.outputs, made, strict=True))
 
 
 def _checkpointed_loop(params: Mapping[str, Any], given: Sequence[Any]) -> list[Any]:

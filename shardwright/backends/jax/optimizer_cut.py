@@ -181,9 +181,11 @@ class OptimizerCut:
         program = unstack(flatten(closed, select=stacks), [_rows(p) for p in arguments], [_rows(p) for p in outputs])
         kept = {len(merged), len(merged) + 1, len(merged) + 2}
         before = sum(len(held) for _, held in merged) + len(scalars)
-        count = sum(len(held) for held in (*self.states, *self.parameters))
-        successors = {1 + index: before + index for index in range(count)}
-        return self._placed(program, arguments, shared, outputs, compiler, donate=True, keep=kept, successors=successors)
+        followed = sum(len(held) for held in (*self.states, *self.parameters))
+        successors = {1 + index: before + index for index in range(followed)}
+        return self._placed(
+            program, arguments, shared, outputs, compiler, donate=True, keep=kept, successors=successors
+        )
 
     def _placed(
         self,

@@ -10,6 +10,7 @@ one device, which then take the cores of a device whose result others wait for.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.compiled import Compiler, lower, uncollected
 from shardwright.backends.jax.holding import StageMeshes
+from shardwright.backends.jax.likeness import TracedStages
 from shardwright.backends.jax.microbatch import CutMicrobatch
 from shardwright.backends.jax.optimizer_cut import OptimizerCut
 from shardwright.backends.jax.placed import PlacedProgram
@@ -28,7 +30,6 @@ from shardwright.backends.jax.stage_functions import (
     Key,
     StageFunction,
     StageFunctions,
-    stage_functions,
 )
 from shardwright.backends.jax.transfers import Route
 from shardwright.core.errors import ScheduleError
@@ -179,15 +180,15 @@ class Pipeline:
         traced, and what the step needs last in the end."""
         self.zeros: list[Callable[[], Any]] = []
         self.zero_keys: list[tuple[Key, ...]] = []
+        traced = TracedStages(
+            self.micro.cut,
+            self.micro.operands,
+            policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+            selective=recompute == "selective",
+            checkpoint_units=recompute == "full",
+        )
         for stage in range(len(self.meshes)):
-            own = stage_functions(
-                self.micro.cut,
-                stage,
-                self.micro.operands,
-                policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-                selective=recompute == "selective",
-                checkpoint_units=recompute == "full",
-            )
+            own = traced.of(stage)
             self._start(stage, own, Kind.FORWARD)
             shapes = _zero_shapes(own)
             self.zero_keys.append(tuple(shapes))
@@ -243,9 +244,12 @@ class Pipeline:
             follow()
             return
         devices = self.meshes.devices(stage)
+        into, out = self._shardings(stage, function)
+        likeness = None
+        if all(isinstance(at, NamedSharding) for at in (*into, *out)):
+            likeness = (function.function, tuple(at.spec for at in (*into, *out)))
         with uncollected():
-            lowered = self._lower(stage, function)
-        running = self._compiler.start(lowered, devices)
+            running = self._compiler.start_like(likeness, partial(self._lower, stage, function), devices)
 
         def wait() -> None:
             run = running()
@@ -263,13 +267,18 @@ class Pipeline:
             follow()
 
     def _lower(self, stage: int, function: StageFunction) -> jax.stages.Lowered:
+        into, out = self._shardings(stage, function)
+        return lower(function.function, function.avals, into, out, function.donates)
+
+    def _shardings(self, stage: int, function: StageFunction) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Of what a function reads and makes; None for what lies as the compiler puts it."""
         kept, alone = self.kept[stage], len(self.meshes.devices(stage)) == 1
         into = tuple(kept[key] if key in kept else self._sharding(stage, key) for key in function.reads)
         out = tuple(
             None if key[0] in ("kept", "between") and not alone else self._sharding(stage, key)
             for key in function.makes
         )
-        return lower(function.function, function.avals, into, out, function.donates)
+        return into, out
 
     def _launch(self, stage: int, function: StageFunction, run: Any) -> Launch:
         sends: list[tuple[int, int, Key]] = []
@@ -299,8 +308,11 @@ class Pipeline:
         def zeros() -> tuple[Any, ...]:
             return tuple(jnp.zeros(a.shape, a.dtype) for a in shapes.values())
 
-        lowered = lower(zeros, (), None, tuple(self._sharding(stage, key) for key in shapes), ())
-        return self._compiler.start(lowered, self.meshes.devices(stage))
+        places = tuple(self._sharding(stage, key) for key in shapes)
+        likeness = ("zeros", *((a.shape, a.dtype, at.spec) for a, at in zip(shapes.values(), places, strict=True)))
+        return self._compiler.start_like(
+            likeness, lambda: lower(zeros, (), None, places, ()), self.meshes.devices(stage)
+        )
 
     # --- running
 

@@ -6,7 +6,8 @@ scalars are made on each. Between pieces only small values are handed on; others
 twice.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax.sharding import NamedSharding
 
 from shardwright.backends.jax.compiled import Compiler, lower
 from shardwright.backends.jax.equations import Equation, FlatProgram, aval_of, evaluate
+from shardwright.backends.jax.likeness import signature
 from shardwright.backends.jax.pieces import Piece, divided, prepared
 from shardwright.backends.jax.regroup import regrouped
 from shardwright.backends.jax.transfers import Route
@@ -177,9 +179,9 @@ class PlacedProgram:
     # --- compiling and running
 
     def _in_order_of_results(self, piece: Piece, successors: Mapping[int, int]) -> tuple[int, ...]:
-        """A piece's arguments, first those that its results take the place of. JAX gives the memory of donated arguments
-        to results of their shape in the order in which both stand; memory that another result still reads would have to
-        be copied first."""
+        """A piece's arguments, first those that its results take the place of. JAX gives the memory of donated
+        arguments to results of their shape in the order in which both stand; memory that another result still reads
+        would have to be copied first."""
         replaced = [self.flat.arguments[successors[r]] for r in piece.results if r in successors]
         return tuple(dict.fromkeys([*(v for v in replaced if v in piece.arguments), *piece.arguments]))
 
@@ -216,8 +218,27 @@ class PlacedProgram:
             packed = [self.whole[piece.stage]] * len(self.packs[number])
             outs = [self.output_shardings[r] for r in piece.results] + packed
             shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-            lowered = lower(self._function(number, piece), shapes, tuple(shardings), tuple(outs), donate)
-            self._waiting[number] = compiler.start(lowered, tuple(self.whole[piece.stage].mesh.devices.flat))
+            lowering = partial(lower, self._function(number, piece), shapes, tuple(shardings), tuple(outs), donate)
+            likeness = self._likeness(number, piece)
+            if likeness is not None:
+                likeness = (likeness, tuple(at.spec for at in (*shardings, *outs)), donate)
+            devices = tuple(self.whole[piece.stage].mesh.devices.flat)
+            self._waiting[number] = compiler.start_like(likeness, lowering, devices)
+
+    def _likeness(self, number: int, piece: Piece) -> Hashable | None:
+        """Equal for pieces that make the same of what they are given, packed alike."""
+        bundled = [self.packs[source][name] for source, name in self.bundles[number]]
+        given = [*piece.arguments, *(value for values in bundled for value in values)]
+        packs = self.packs[number]
+        made = [
+            *(self.flat.outputs[r] for r in piece.results),
+            *(value for values in packs.values() for value in values),
+        ]
+        program = signature(self.flat, piece.equations, given, made)
+        if program is None:
+            return None
+        sizes = tuple(len(values) for values in (*bundled, *packs.values()))
+        return program, len(piece.arguments), len(piece.results), sizes
 
     def _packed(self, piece: Piece) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
