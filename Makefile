@@ -4,6 +4,9 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
+# Processes that share the tests: several of the tests start two to four of their own.
+WORKERS ?= 2
+
 # One thread per process: the tests start several processes, and machines have few cores.
 export OMP_NUM_THREADS ?= 1
 
@@ -48,9 +51,9 @@ imports: $(STAMP)  ## the import contract
 test-core: $(STAMP)  ## the tests that need no framework, within a minute
 	$(PY) -m pytest tests/core
 
-# One run, so that there is one closing line; tests/conftest.py puts the core's tests first.
+# One run, so that there is one closing line; tests/conftest.py orders the files. One process: make test-all WORKERS=0.
 test-all: $(STAMP)   ## every ordinary test
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)  ## the heavy checks
 	$(PY) -m pytest -m slow

@@ -1,11 +1,25 @@
-"""What every test shares: one thread per process, eight virtual JAX devices, the core first, the skip of GPU tests."""
+"""What every test shares: threads, virtual JAX devices, the order of the files, the skip of GPU tests."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-CORE = Path(__file__).parent / "core"
+TESTS = Path(__file__).parent
+LONGEST = (
+    "jax/test_tensor_parallel.py",
+    "jax/test_pipeline.py",
+    "torch/test_zoo.py",
+    "torch/test_tensor_parallel_training.py",
+    "torch/test_tensor_parallel.py",
+    "examples/test_examples.py",
+    "jax/test_equality.py",
+    "torch/test_schedules.py",
+    "torch/test_equality.py",
+    "torch/test_engine.py",
+    "jax/test_pipeline_models.py",
+)
+"""The files that take longest, the longest first: where processes share the files, they end together then."""
 
 # Read by the frameworks when they are first imported, so they are set before any test module is.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,14 +29,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs the network sh
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the core's tests first, and skip tests marked ``gpu`` where there is no CUDA device."""
-    items.sort(key=lambda item: not item.path.is_relative_to(CORE))  # a stable sort: nothing else moves
+    """Run the core's tests first, then the longest files; skip tests marked ``gpu`` where there is no CUDA device."""
+    items.sort(key=lambda item: _place(item.path.relative_to(TESTS)))  # a stable sort: nothing else moves
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items or _cuda_device_exists():  # torch is asked only when such a test exists
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in gpu_items:
         item.add_marker(skip)
+
+
+def _place(file: Path) -> int:
+    """Where among the files it runs."""
+    if file.parts[0] == "core":
+        return -1
+    return LONGEST.index(file.as_posix()) if file.as_posix() in LONGEST else len(LONGEST)
 
 
 def _cuda_device_exists() -> bool:

@@ -6,6 +6,7 @@ terms of partial values are random, so that nothing holds by luck but with asymm
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -379,3 +380,26 @@ def _really(function: Function, operands: Sequence[Array], chosen: Sequence[Sequ
     whole = whole_of(function, operands)[output]
     made = run_grid(function, operands, chosen, sizes, whole, places)
     return made is not None and len(made) > output and holds_twice(made[output], whole, places, sizes)
+
+
+Captured = tuple[Graph, Op, list[Function], list[Array]]
+"""An op, its functions over arrays (several where a rule must hold for several constants), its operands in order."""
+
+
+def check_one_axis(name: str, captured: Captured, ranks: int) -> None:
+    """Fails unless exactly the declared rules of an op hold along one axis."""
+    wrong, missing, count = compare_rules(*captured, ranks, 2)
+    assert not wrong, f"wrong rules of {name}: {wrong}"
+    assert not missing, f"missing rules of {name}: {missing}"
+    assert count > 1
+
+
+def check_two_axes(captured: dict[str, Captured], sizes: Sequence[int], declared: int, others: int) -> None:
+    """Fails unless all declared pairs of rules hold on a mesh of two axes, and none of at least ``others`` seeded
+    placements that are not declared; ``declared``: at least so many pairs must have been run."""
+    each = ceil(others / len(captured))
+    found = [compare_pairs(name, *case, sizes, 2, each) for name, case in captured.items()]
+    failures = [failure for of_case, _, _ in found for failure in of_case]
+    assert not failures, failures
+    assert sum(pairs for _, pairs, _ in found) > declared
+    assert sum(seeded for _, _, seeded in found) >= others

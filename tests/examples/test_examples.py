@@ -146,12 +146,13 @@ def plan_from_the_shell(model: str, output: Path) -> sw.Plan:
     return sw.Plan.load(output)
 
 
-def test_the_twins_of_gpt2_xl_are_planned_alike_from_the_shell(tmp_path: Path) -> None:
-    for name in ("gpt2_xl", "gpt2_xl_flax"):
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("gpt2_xl", marks=pytest.mark.slow)])
+def test_twins_are_planned_alike_from_the_shell(tmp_path: Path, model: str) -> None:
+    for name in (model, f"{model}_flax"):
         plan_from_the_shell(name, tmp_path / f"{name}.json")
     ran = python(
-        "-c", "from shardwright.cli import main; main()", "compare", tmp_path / "gpt2_xl.json",
-        tmp_path / "gpt2_xl_flax.json", "--exit-code", timeout_s=60,
+        "-c", "from shardwright.cli import main; main()", "compare", tmp_path / f"{model}.json",
+        tmp_path / f"{model}_flax.json", "--exit-code", timeout_s=60,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout
 

@@ -6,9 +6,9 @@ import jax
 import pytest
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def quick_compilation() -> Iterator[None]:
-    """For modules whose tests compile much and run little; `test_equality` and others run what users run."""
+    """For tests that compile much and run little; `test_equality` and others run what users run."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

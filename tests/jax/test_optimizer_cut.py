@@ -23,6 +23,8 @@ from tests.jax.chains import (
     require_same_run,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def test_stages_share_the_program_of_what_they_have_in_common() -> None:
     """Two blocks each; the first stage has the embedding beside them, the last the norm."""

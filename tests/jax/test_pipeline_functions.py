@@ -11,6 +11,8 @@ import pytest
 import shardwright.jax as sw
 from tests.jax.chains import named, plan_of, recording, reference, require_same_run
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 LAYERS, WIDTH, BATCH = 4, 8, 16
 
 

@@ -13,6 +13,8 @@ import shardwright.jax as sw
 from shardwright.core.errors import PlanError
 from tests.jax.chains import BATCH, VOCABULARY, WIDTH, Chain, batches, graph_of, plain_loss, plan_of
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 LAYERS = 4
 
 

@@ -13,6 +13,8 @@ import shardwright.jax as sw
 from shardwright.core.errors import PlanError
 from tests.jax.chains import BATCH, VOCABULARY, WIDTH, batches, named, plan_of, recording, require_same_gradients
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 Values = dict[str, Any]
 MICROBATCHES = 8
 

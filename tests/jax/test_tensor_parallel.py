@@ -22,6 +22,8 @@ from tests.jax import collectives, zoo_dropout
 from tests.jax.chains import named
 from tests.jax.plans import BATCH, CONFIG, batches, create, gpt2_graph, megatron, plan_of
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ACTIVATION_BYTES = 4 * zoo_dropout.BATCH * zoo_dropout.LENGTH * zoo_dropout.WIDTH
 
 

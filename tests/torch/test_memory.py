@@ -17,6 +17,8 @@ from transformers import (
 )
 
 import shardwright as sw
+from shardwright.core.cost.work import WorkCounter
+from shardwright.core.fold import fold
 
 BATCH, SEQUENCE, VOCABULARY, MICROBATCHES = 2, 64, 1024, 2
 
@@ -124,6 +126,42 @@ def test_a_steps_peak_is_predicted(build: Any, dropout: float) -> None:
     )
     # A thousandth: buffers of the model (position ids) and scalars are not counted.
     assert 0.999 * measured <= plan.predicted.peak_memory_bytes[0] <= 1.03 * measured
+
+
+class FewKeys(torch.nn.Module):
+    """Attention with dropout of 128 positions to the first few."""
+
+    def __init__(self, keys: int) -> None:
+        super().__init__()
+        self.qkv, self.out, self.keys = torch.nn.Linear(64, 3 * 64), torch.nn.Linear(64, 64), keys
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, *others = (part.unflatten(-1, (2, 32)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        key, value = (part[:, :, : self.keys].clone(memory_format=torch.contiguous_format) for part in others)
+        found = torch.nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
+        made: torch.Tensor = self.out(found.transpose(1, 2).flatten(2))
+        return made
+
+
+@pytest.mark.parametrize("keys", [1, 2, 128])
+def test_what_attention_with_dropout_keeps_on_a_cpu_is_counted(keys: int) -> None:
+    """To the byte, with so few keys too that it is less than what one kernel would keep."""
+    model, x = FewKeys(keys), torch.randn(4, 128, 64)
+    held: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(x).square().mean()
+    measured = sum(held.values()) - sum(held.get(t.data_ptr(), 0) for t in (x, *model.parameters()))
+    graph = sw.capture(model, x, lambda out: out.square().mean())
+    works = [WorkCounter(graph).count(unit, 4) for unit in fold(graph).units]
+    assert measured == sum(work.saved_bytes + work.unfused_dropout_bytes for work in works)
+    assert (sum(work.unfused_dropout_bytes for work in works) < 0) == (keys < 128)
+    loss.backward()
 
 
 @pytest.mark.filterwarnings("ignore:Module is None")

@@ -24,7 +24,9 @@ def twins(request: pytest.FixtureRequest) -> tuple[str, Graphs]:
     return request.param, TWINS[request.param]()
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize(
+    "cluster", [pytest.param("a node of 4", marks=pytest.mark.slow), "two nodes", "a node of small ones"]
+)
 def test_a_free_search_finds_one_plan(twins: tuple[str, Graphs], cluster: str) -> None:
     name, graphs = twins
     plans = [sw.plan(graph, CLUSTERS[cluster], batch=BATCHES.get(name, SAMPLES[cluster])) for graph in graphs]

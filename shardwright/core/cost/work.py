@@ -67,7 +67,8 @@ class UnitWork:
     """The traffic of the rest that it runs once more."""
     unfused_dropout_bytes: int
     """Kept beside ``saved_bytes`` where dropout is no kernel of its own: masks as wide as the values, and of attention
-    with dropout the softmax, the mask and their product."""
+    with dropout the softmax, the mask and their product in place of its result. Below 0 where keys are so few that
+    these are the smaller."""
     unfused_dropout_selective_bytes: int
     """The same beside ``saved_selective_bytes``."""
     entering_bytes: int
