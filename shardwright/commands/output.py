@@ -23,10 +23,13 @@ def print_json(document: Any) -> None:
 
 
 def print_view(*views: RenderableType) -> None:
-    """Tables and lines for people."""
+    """Tables and lines for people. Lines are left whole, so that a long path can be copied."""
     console = Console(highlight=False)
     for view in views:
-        console.print(Text(view) if isinstance(view, str) else view)
+        if isinstance(view, str):
+            console.print(Text(view), soft_wrap=True)
+        else:
+            console.print(view)
 
 
 def view_width() -> int:

@@ -21,7 +21,7 @@ def test_a_model_is_planned_and_saved(models: Path, tmp_path: Path, framework: s
     assert (plan.decision.pp, plan.decision.dp, plan.decision.tp, plan.decision.batch) == (2, 2, 1, 16)
     assert plan.provenance.captured_from == framework
     assert "pp 2 × dp 2 × tp 1" in ran.out
-    assert str(saved) in " ".join(ran.out.split())
+    assert f"saved to {saved}\n" in ran.out
     assert "made by with_loss" not in ran.out
 
 

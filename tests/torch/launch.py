@@ -29,9 +29,11 @@ def free_port() -> int:
 
 
 def environment() -> dict[str, str]:
+    """For the processes: one thread each, and no CUDA device, of which NCCL takes one for every rank."""
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
     paths = [str(ROOT), kept.get("PYTHONPATH", "")]
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    alike = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return kept | alike | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
 
 
 def run(command: list[str], timeout_s: float, extra: dict[str, str] | None = None) -> Outcome:

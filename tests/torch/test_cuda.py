@@ -34,9 +34,9 @@ def batch(device: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_allocators_peak_is_predicted(dropout: float) -> None:
-    left = torch.randn(64, 64, device="cuda", requires_grad=True)
-    (left @ left).sum().backward()  # makes the workspaces of the library, which are no model's
-    del left
+    layer, left = torch.nn.Linear(64, 64, device="cuda"), torch.randn(64, 64, device="cuda", requires_grad=True)
+    (left @ layer(left)).sum().backward()  # makes the workspaces of the library, which are no model's
+    del layer, left
     before = torch.cuda.memory_allocated()
     model, given = gpt2(dropout).cuda(), batch("cuda")
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)

@@ -139,13 +139,7 @@ def _state(cells: Cells, until: int) -> tuple[int, int]:
     """How many activations are held, and how many weight gradients owed, when a slot begins."""
     live = owed = 0
     for slot in range(min(cells), until):
-        action = cells.get(slot)
-        if action is None:
-            live -= owed > 0
-            owed -= owed > 0
-        else:
-            live += action.kind is F
-            owed += action.kind is I
+        live, owed = _after(cells.get(slot), live, owed)
     return live, owed
 
 
@@ -153,12 +147,13 @@ def _tail_peak(cells: Cells, live: int, owed: int, tail: int) -> int:
     """The most activations held from a slot on, with weight gradients in the free slots."""
     most = live
     for slot in range(tail, max(cells) + 1):
-        action = cells.get(slot)
-        if action is None:
-            live -= owed > 0
-            owed -= owed > 0
-        else:
-            live += action.kind is F
-            owed += action.kind is I
-            most = max(most, live)
+        live, owed = _after(cells.get(slot), live, owed)
+        most = max(most, live)
     return most
+
+
+def _after(action: Action | None, live: int, owed: int) -> tuple[int, int]:
+    """What is held and owed after a slot; a free one takes a weight gradient that is owed."""
+    if action is None:
+        return live - (owed > 0), owed - (owed > 0)
+    return live + (action.kind is F), owed + (action.kind is I)
