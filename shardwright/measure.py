@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import brentq, minimize_scalar
 
 from shardwright.api import capture, plan
 from shardwright.backends import protocol
@@ -24,7 +23,7 @@ from shardwright.core.graph import Graph
 from shardwright.core.hardware.device import MeasuredUnit
 from shardwright.core.measured import measured_costs
 from shardwright.core.plan import Plan
-from shardwright.core.simulate import simulate_schedule
+from shardwright.core.step_fit import StepFit, fit_steps
 from shardwright.core.structure import measured_name
 from shardwright.core.tensor_layouts import digest
 
@@ -33,10 +32,6 @@ MICROBATCHES = (2, 6)
 
 SECONDS, LEAST_STEPS, MOST_STEPS = 4.0, 3, 30
 """How long steps of the whole model are timed, and how many there are at least and at most."""
-
-LEAST_UPDATE = 0.25
-"""Of what is counted for the optimizer's step, what it takes at least: parameters that stay in a cache are at best a
-few times as fast. Where a step took less than that, its pipeline did (`_nearest_factor`)."""
 
 PARTS = ("every unit a stage", "in one stage", "in several stages")
 """How a model is run, at each size and degree."""
@@ -92,18 +87,6 @@ def measure_units(
 
 
 @dataclass(frozen=True, slots=True)
-class _Steps:
-    """What steps of the whole model took."""
-
-    factor: float
-    """By which units take longer than they say."""
-    beside_s: float
-    """Beside all microbatches, above what is counted for gradients and optimizer."""
-    update_share: float
-    """What the optimizer's step took of what is counted for it; 1 unless the whole step took less than is counted."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Setup:
     """What `measure_units` was given."""
 
@@ -127,7 +110,9 @@ class _Setup:
         seconds = self._actions_s(*self._compiled(each_a_stage))
         show(1)
         one_stage = [self._plan(microbatch, degree, count, starts=(0,), apart=False) for count in MICROBATCHES]
-        found = self._classes(each_a_stage, seconds, one_stage, self._compiled(one_stage[1]))
+        middle = _middle(each_a_stage, seconds)
+        steps = self._steps(one_stage, middle, self._compiled(one_stage[1]))
+        found = self._classes(each_a_stage, middle, one_stage[0], steps)
         sharing = self.cluster.world_size // degree
         pp = next((stages for stages in range(2, sharing + 1) if sharing % stages == 0), 1)
         if 1 < pp <= len(starts):
@@ -136,10 +121,11 @@ class _Setup:
             cut = many.decision.stage_starts
             whole = [self._plan(microbatch, degree, count, pp=pp, starts=cut, apart=False) for count in MICROBATCHES]
             running, batch = self._compiled(many)
-            stages = _as_stages(seconds, many, self._actions_s(running, batch))
+            middle = _middle(each_a_stage, _as_stages(seconds, many, self._actions_s(running, batch)))
             # Where no replicas are left out, what ran is what is timed whole.
             ran = (running, batch) if many.decision == whole[1].decision else self._compiled(whole[1])
-            found += self._classes(each_a_stage, stages, whole, ran)
+            in_stages = self._steps(whole, middle, ran, steps.update_share)
+            found += self._classes(each_a_stage, middle, whole[0], in_stages)
         return found
 
     def _actions_s(self, running: Sequence[protocol.Executable], batch: Any) -> list[tuple[float, float]]:
@@ -149,19 +135,13 @@ class _Setup:
         return list(zip(costs.forward_s, costs.backward_s, strict=True))
 
     def _classes(
-        self, each_a_stage: Plan, seconds: Sequence[tuple[float, float]], plans: Sequence[Plan], many: _Compiled
+        self, each_a_stage: Plan, seconds: Sequence[tuple[float, float]], ran: Plan, steps: StepFit
     ) -> list[MeasuredUnit]:
-        """The median of the units of every class, scaled to what steps of ``plans`` took: the same pipeline with few
-        and with ``many`` microbatches, which is compiled."""
+        """The units of every class, scaled to what ``steps`` of ``ran`` took."""
         decision, costs = each_a_stage.decision, each_a_stage.costs
-        taken: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
-        for unit_class, both in zip(costs.unit_classes, seconds, strict=True):
-            taken[unit_class].append(both)
-        middle = {own: tuple(map(statistics.median, zip(*runs, strict=True))) for own, runs in taken.items()}
-        steps = self._steps(plans, [middle[own] for own in costs.unit_classes], many)
         entries = [costs.classes[own].parameter_elements for own in costs.unit_classes]
         # A step takes what its fullest rank does: that one's units make up all of it.
-        fullest = max(sum(entries[unit] for unit in units) for units in plans[0].stage_units)
+        fullest = max(sum(entries[unit] for unit in units) for units in ran.stage_units)
         layouts = digest(decision.layouts, decision.sequence_parallel) if decision.tp > 1 else ""
         name = measured_name(self.graph.framework, each_a_stage.model.digest)
         return [
@@ -176,13 +156,21 @@ class _Setup:
                 layouts,
                 steps.beside_s * costs.classes[unit_class].parameter_elements / max(1, fullest),
                 steps.update_share,
-                in_stages=plans[0].decision.pp > 1,
+                in_stages=ran.decision.pp > 1,
+                idle_lent=steps.idle_lent,
             )
-            for unit_class, (forward, backward) in sorted(middle.items())
+            for unit_class, (forward, backward) in sorted(dict(zip(costs.unit_classes, seconds, strict=True)).items())
         ]
 
-    def _steps(self, plans: Sequence[Plan], seconds: Sequence[tuple[float, float]], many: _Compiled) -> "_Steps":
-        """What steps of few and of many microbatches take, against the pipeline simulated with units of ``seconds``.
+    def _steps(
+        self,
+        plans: Sequence[Plan],
+        seconds: Sequence[tuple[float, float]],
+        many: _Compiled,
+        update_share: float = 1.0,
+    ) -> StepFit:
+        """What steps of ``plans`` say, of units of ``seconds``: the same pipeline with few and with ``many``
+        microbatches, which is compiled.
 
         Steps of either take turns, so that what the machine does meanwhile slows both alike.
         """
@@ -197,14 +185,7 @@ class _Setup:
         # What a round's steps differ by, as the machine does not stay as fast from round to round.
         more_s = statistics.mean(float(np.median(times[:, 1] - times[:, 0])) for times in found)
         few_s = statistics.mean(float(np.median(times[:, 0])) for times in found)
-        factor = _factor(plans, seconds, more_s)
-        counted = plans[0].predicted
-        above_s = few_s - _makespan_s(plans[0], seconds, factor) - counted.data_parallel_s - counted.optimizer_s
-        if above_s >= (LEAST_UPDATE - 1) * counted.optimizer_s:
-            lack = -min(0.0, above_s) / counted.optimizer_s if counted.optimizer_s else 0.0
-            return _Steps(factor, max(0.0, above_s), 1.0 - lack)
-        tail_s = counted.data_parallel_s + LEAST_UPDATE * counted.optimizer_s
-        return _Steps(_nearest_factor(plans, seconds, (few_s, few_s + more_s), tail_s, factor), 0.0, LEAST_UPDATE)
+        return fit_steps(plans, seconds, few_s, more_s, update_share)
 
     def _compiled(self, planned: Plan) -> _Compiled:
         """The plan on all devices, after a step to warm up, and a batch for it: on each of their groups one of its own
@@ -267,6 +248,18 @@ def _at_once(running: Sequence[Given], run: Callable[[Given], Found]) -> list[Fo
         return list(threads.map(run, running))
 
 
+def _middle(each_a_stage: Plan, seconds: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """For every unit the median of its class."""
+    taken: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+    for unit_class, both in zip(each_a_stage.costs.unit_classes, seconds, strict=True):
+        taken[unit_class].append(both)
+    middle: dict[int, tuple[float, float]] = {}
+    for unit_class, runs in taken.items():
+        forward, backward = zip(*runs, strict=True)
+        middle[unit_class] = statistics.median(forward), statistics.median(backward)
+    return [middle[own] for own in each_a_stage.costs.unit_classes]
+
+
 def _as_stages(
     seconds: Sequence[tuple[float, float]], planned: Plan, stages: Sequence[tuple[float, float]]
 ) -> list[tuple[float, float]]:
@@ -277,49 +270,6 @@ def _as_stages(
         ahead, back = (sum(part) or 1.0 for part in zip(*own, strict=True))
         found += [(f * forward / ahead, b * backward / back) for f, b in own]
     return found
-
-
-def _makespan_s(planned: Plan, seconds: Sequence[tuple[float, float]], factor: float) -> float:
-    """Of the plan's pipeline, its units' forward and backward taking ``factor`` times so long, its messages what they
-    are predicted to take."""
-    stages = [[factor * sum(part) for part in zip(*(seconds[unit] for unit in units), strict=True)]
-              for units in planned.stage_units]  # fmt: skip
-    forward, half = tuple(ahead for ahead, _ in stages), tuple(back / 2 for _, back in stages)
-    costs = replace(planned.stage_costs(), forward_s=forward, input_grad_s=half, weight_grad_s=half)
-    return simulate_schedule(planned.build_schedule(), costs).makespan_s
-
-
-def _factor(plans: Sequence[Plan], seconds: Sequence[tuple[float, float]], more_s: float) -> float:
-    """By which units take longer than ``seconds`` where the second plan's pipeline takes ``more_s`` above the first's;
-    1 where no factor would do: messages alone take as long, or no unit took any time."""
-
-    def above_s(factor: float) -> float:
-        few, many = (_makespan_s(planned, seconds, factor) for planned in plans)
-        return many - few - more_s
-
-    if above_s(0.0) >= 0 or not sum(map(sum, seconds)):
-        return 1.0
-    most = 1.0
-    while above_s(most) < 0:
-        most *= 2
-    return float(brentq(above_s, 0.0, most))
-
-
-def _nearest_factor(
-    plans: Sequence[Plan], seconds: Sequence[tuple[float, float]], steps_s: Sequence[float], tail_s: float, most: float
-) -> float:
-    """By which units take longer than ``seconds``, at most ``most``, where the steps of both plans, with ``tail_s``
-    beside the pipeline, are least wrong by squared shares.
-
-    For steps that no factor explains: of a pipeline whose devices share a machine's cores, as a CPU's do in one
-    process, those that wait lend theirs to the others, so that filling and draining it take less than is simulated.
-    """
-
-    def wrong(factor: float) -> float:
-        pairs = zip(plans, steps_s, strict=True)
-        return sum(((_makespan_s(planned, seconds, factor) + tail_s) / took - 1) ** 2 for planned, took in pairs)
-
-    return float(minimize_scalar(wrong, bounds=(0.0, most), method="bounded").x)
 
 
 def _resized(sample: Any, given: int, wanted: int) -> Any:

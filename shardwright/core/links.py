@@ -16,6 +16,7 @@ class Links:
         self._places: dict[Mesh, tuple[tuple[Place, ...], ...]] = {}
         self._kinds: dict[Mesh, tuple[tuple[int, ...], ...]] = {}
         self._alike: dict[Mesh, tuple[tuple[int, ...], ...]] = {}
+        self._on_nodes: dict[Mesh, bool] = {}
         self._period = cluster.groups[0].devices_per_node if len(cluster.groups) == 1 else 0
 
     def alike(self, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
@@ -27,6 +28,17 @@ class Links:
                 found.setdefault((self.axis(mesh, pp, "dp"), kinds), []).append(pp)
             self._alike[mesh] = tuple(map(tuple, found.values()))
         return self._alike[mesh]
+
+    def pipelines_share_nodes(self, mesh: Mesh) -> bool:
+        """Whether there are several pipeline ranks, and those of one pipeline are alike and all on one node."""
+        if mesh not in self._on_nodes:
+            pp, node_of = mesh.axis_size("pp"), self.cluster.node_of
+            reach = (pp - 1) * mesh.stride("pp")
+            firsts = (rank for rank in range(mesh.size) if mesh.coordinates(rank)["pp"] == 0)
+            self._on_nodes[mesh] = (
+                pp > 1 and self.cluster.is_uniform and all(node_of(rank) == node_of(rank + reach) for rank in firsts)
+            )
+        return self._on_nodes[mesh]
 
     def axis(self, mesh: Mesh, pp: int, axis: str) -> Group:
         """The group along an axis of the first rank of a pipeline rank."""

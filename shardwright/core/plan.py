@@ -56,6 +56,8 @@ class Costs:
     """What the tensor layouts were chosen by: `core.realise` completes them by the same."""
     ranks: tuple["RankCosts", ...] = ()
     """For every pipeline rank its own seconds, where devices or links differ; empty where all ranks cost the same."""
+    idle_lent: float = 0.0
+    """As of `StageCosts`."""
 
     def on_rank(self, rank: int) -> "Costs":
         """What units cost on one pipeline rank."""
@@ -79,7 +81,7 @@ class Predicted:
     pipeline_s: float
     """Of it, the pipeline's forward and backward passes, bubbles included."""
     bubble_fraction: float
-    """Idle share of the pipeline time, averaged over ranks."""
+    """Idle share of the pipeline time, averaged over ranks, without what those at work were lent of it."""
     tensor_collective_s: float
     """Of the pipeline time, communication on the tensor axis on the slowest stage."""
     data_parallel_s: float
@@ -216,7 +218,14 @@ class Plan:
             kept.append(sum(c.activation_bytes for c in held))
             if stage:
                 transfer.append(costs.boundary_s[units[0]])
-        return StageCosts(tuple(forward), tuple(input_grad), tuple(weight_grad), tuple(transfer), tuple(kept))
+        return StageCosts(
+            tuple(forward),
+            tuple(input_grad),
+            tuple(weight_grad),
+            tuple(transfer),
+            tuple(kept),
+            idle_lent=self.costs.idle_lent,
+        )
 
     def binding(self, framework: str) -> Binding:
         """The framework's names. Raises PlanError when the plan is not bound to it."""

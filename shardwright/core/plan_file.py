@@ -96,6 +96,7 @@ def to_document(plan: p.Plan) -> dict[str, Any]:
                 {"classes": [_fields(c) for c in own.classes], "boundary_s": list(own.boundary_s)}
                 for own in plan.costs.ranks
             ],
+            "idle_lent": plan.costs.idle_lent,
         },
         "predicted": {
             "step_time_s": plan.predicted.step_time_s,
@@ -212,6 +213,7 @@ def _plan(file: PlanFile) -> p.Plan:
                 p.RankCosts(tuple(p.ClassCost(**_fields_of(c)) for c in own.classes), tuple(own.boundary_s))
                 for own in file.costs.ranks
             ),
+            file.costs.idle_lent,
         ),
         predicted=p.Predicted(
             step_time_s=file.predicted.step_time_s,

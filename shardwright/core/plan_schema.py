@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 FORMAT = "shardwright-plan"
-VERSION = 6
+VERSION = 7
 
 Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[int, Field(ge=0)]
@@ -96,6 +96,7 @@ class CostsFile(Section):
     boundary_s: list[Seconds]
     rates: RatesFile
     ranks: list[RankCostsFile]
+    idle_lent: Annotated[float, Field(ge=0, le=1)]
 
 
 class MemoryFile(Section):

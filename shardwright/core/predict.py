@@ -195,7 +195,7 @@ def least_makespan_s(costs: StageCosts, placement: Sequence[int], microbatches: 
 
     A rank starts when the first microbatch has come through the stages before its first one, and works on all
     microbatches. Where backwards are whole, what it does last is a backward of its first stage, which then goes on to
-    stage 0; split weight gradients may come after that.
+    stage 0; split weight gradients may come after that. What is lent of idle time takes that share of it off at most.
     """
     ranks = max(placement) + 1
     backward = costs.backward_s
@@ -215,4 +215,5 @@ def least_makespan_s(costs: StageCosts, placement: Sequence[int], microbatches: 
         heads[first[rank]] + work[rank] * microbatches + (0.0 if splits_backward else tails[first[rank]])
         for rank in range(ranks)
     )
-    return max(least) * (1 - 1e-9)
+    lent = costs.idle_lent
+    return ((1 - lent) * max(least) + lent * sum(work) * microbatches / ranks) * (1 - 1e-9)

@@ -75,6 +75,8 @@ class RankTables:
     tables: tuple[UnitTable, ...]
     limits_bytes: tuple[int, ...]
     """The memory of every pipeline rank's smallest device."""
+    idle_lent: float = 0.0
+    """As of `StageCosts`."""
 
     @property
     def ranks(self) -> int:
@@ -401,7 +403,8 @@ class RankTables:
             weight_grad.append(weights)
             kept.append(int(table.range_kept[a, b]))
         transfer = tuple(self.tables[placement[stage]].boundary_s[start] for stage, start in enumerate(starts) if stage)
-        return StageCosts(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer, tuple(kept))
+        passes = tuple(forward), tuple(input_grad), tuple(weight_grad)
+        return StageCosts(*passes, transfer, tuple(kept), idle_lent=self.idle_lent)
 
     def work(self, starts: Sequence[int], placement: Sequence[int]) -> list["RankWork"]:
         """What every rank does and holds, its stages together."""

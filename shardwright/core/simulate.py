@@ -4,7 +4,8 @@ Ranks and links are resources. A rank runs its actions in their order, each as s
 ordered pair of ranks has a link of its own (full duplex) that carries one tensor at a time, first in, first out, while
 the ranks go on computing. What a link carries is made by one rank in the order of that rank's actions, so every time
 follows from earlier ones: the engine advances each rank as far as it gets, and a rank that must wait is taken up again
-when what it waits for has a time. Each action is looked at once or twice, whatever the sizes.
+when what it waits for has a time. Each action is looked at once or twice, whatever the sizes. Of ranks that share a
+machine (`StageCosts.idle_lent`) the times found so are then read by another clock (`lent_clock`).
 """
 
 from collections import deque
@@ -15,6 +16,7 @@ from typing import Literal
 import numpy as np
 
 from shardwright.core.errors import ScheduleError
+from shardwright.core.lending import lent_clock
 from shardwright.core.schedule.actions import TRANSFER, Action, B, F, I, Kind, W
 from shardwright.core.schedule.complete import explain_stop
 from shardwright.core.schedule.costs import StageCosts
@@ -107,11 +109,19 @@ class Engine:
 
     def timeline(self) -> Timeline:
         rows = [slice(a, b) for a, b in pairwise(self.offset)]
+        start = [np.array(self.start[row], dtype=np.float64) for row in rows]
+        end = [np.array(self.end[row], dtype=np.float64) for row in rows]
+        transfers = self.transfers
+        if self.costs.idle_lent and self.offset[-1]:
+            clock = lent_clock(start, end, self.costs.idle_lent)
+            start, end = [clock(times) for times in start], [clock(times) for times in end]
+            moved = clock(np.array([row[5:] for row in transfers], dtype=np.float64).reshape(-1, 2)).tolist()
+            transfers = [(*row[:5], *times) for row, times in zip(transfers, moved, strict=True)]
         return Timeline(
             self.schedule.table,
-            tuple(np.array(self.start[row], dtype=np.float64) for row in rows),
-            tuple(np.array(self.end[row], dtype=np.float64) for row in rows),
-            TransferLog(self.transfers),
+            tuple(start),
+            tuple(end),
+            TransferLog(transfers),
             self.costs.activation_bytes,
             tuple(np.array(self.cause[row], dtype=np.int64) for row in rows),
             np.array(self.transfer_cause, dtype=np.int64),

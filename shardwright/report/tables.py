@@ -127,7 +127,8 @@ def _heading(plan: Plan) -> Text:
         f"given: {', '.join(plan.provenance.pinned) or 'nothing, all was searched'}",
         f"step {seconds_text(p.step_time_s)} = "
         + " + ".join(f"{name} {seconds_text(value)}" for name, value in terms.items() if value),
-        f"of the pipeline, idle {p.bubble_fraction:.1%}, tensor collectives {seconds_text(p.tensor_collective_s)}",
+        f"of the pipeline, idle {p.bubble_fraction:.1%}, tensor collectives {seconds_text(p.tensor_collective_s)}"
+        + (f"; ranks at work get {plan.costs.idle_lent:.0%} of what idle ones leave" if plan.costs.idle_lent else ""),
     ]
     if plan.provenance.left_out:
         why = "left out" if plan.is_pinned("devices") else "not worth using, left out"

@@ -2,10 +2,12 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import shardwright as sw
+from shardwright.core.breakdown import break_down
 from shardwright.core.cost.calibrated import calibrated
 from shardwright.core.cost.unit import UnitCost
 from shardwright.core.errors import ClusterError
@@ -90,6 +92,42 @@ def test_pipelines_take_what_ran_in_stages_and_other_plans_what_ran_whole() -> N
     assert planned(whole + in_stages, pp=1, dp=2).predicted.pipeline_s == pytest.approx(4 * 1.5 * units)
 
 
+def test_idle_time_is_lent_among_ranks_of_one_node(tmp_path: Path) -> None:
+    graph = decoder(2, 32, 4, 64, 16)
+    pins = {"microbatch": 1, "precision": "fp32", "recompute": "none", "shard": 0, "tp": 1, "schedule": "1f1b"}
+    device = load_device("cpu")
+    plain = sw.plan(graph, sw.Cluster(device), batch=8, **pins)
+    name, classes = measured_name(graph.framework, plain.model.digest), sorted(set(plain.costs.unit_classes))
+    units = tuple(MeasuredUnit(name, c, "fp32", 1, 0.5 + c, 1.0, in_stages=True, idle_lent=0.6) for c in classes)
+    kinds = replace(device, measured_units=units), replace(device, measured_units=units, name="another")
+
+    def planned(cluster: sw.Cluster, pp: int, batch: int = 6) -> sw.Plan:
+        return sw.plan(graph, cluster, batch=batch * (cluster.world_size // pp), pp=pp, **pins)
+
+    one_node, two_nodes = sw.Cluster(kinds[0], devices_per_node=2), sw.Cluster(kinds[0], nodes=2)
+    groups = [replace(one_node.groups[0], device=kind, devices_per_node=1) for kind in kinds]
+    unlike = sw.Cluster.of_groups(groups, "shared-memory")
+    both = sw.Cluster(kinds[0], nodes=2, devices_per_node=2)
+    for cluster, pp in ((two_nodes, 2), (unlike, 2), (one_node, 1), (both, 4)):
+        assert planned(cluster, pp).costs.idle_lent == 0.0
+    assert planned(both, 2).costs.idle_lent == 0.6, "each pipeline is on a node of its own"
+    for batch in (1, 6, 40):
+        plan = planned(one_node, 2, batch)
+        costs = plan.stage_costs()
+        assert costs.idle_lent == plan.costs.idle_lent == 0.6
+        alone_s = sw.simulate(plan, replace(costs, idle_lent=0.0)).makespan_s
+        work_s = batch * sum(costs.forward_s + costs.backward_s) / 2
+        lent_s = sw.simulate(plan).makespan_s
+        assert work_s < lent_s < alone_s
+        assert lent_s == pytest.approx(0.4 * alone_s + 0.6 * work_s, rel=1e-4), "but for messages"
+        assert plan.predicted.pipeline_s == pytest.approx(lent_s, rel=1e-6)
+        assert plan.predicted.bubble_fraction == pytest.approx(1 - work_s / lent_s, rel=1e-6)
+        for part in break_down(plan):
+            assert part.total_s == pytest.approx(plan.predicted.step_time_s, rel=1e-6)
+        plan.save(tmp_path / "plan.json")
+        assert sw.Plan.load(tmp_path / "plan.json").stage_costs() == costs
+
+
 def test_the_search_finds_the_pipeline_that_ran_faster_in_stages() -> None:
     graph = decoder(2, 32, 4, 64, 16)
     pins = {"batch": 16, "microbatch": 1, "precision": "fp32", "recompute": "none", "shard": 0, "tp": 1}
@@ -110,6 +148,10 @@ def test_a_run_that_cannot_be_is_refused() -> None:
         run(0, 1.0, 1.0)
     with pytest.raises(ClusterError, match="forward_s"):
         run(1, -1.0, 1.0)
+    with pytest.raises(ClusterError, match="idle_lent must be a finite number at least 0 and at most 1"):
+        MeasuredUnit("digest", 0, "fp32", 1, 1.0, 1.0, in_stages=True, idle_lent=1.5)
+    with pytest.raises(ClusterError, match="one stage, which has no idle time"):
+        MeasuredUnit("digest", 0, "fp32", 1, 1.0, 1.0, idle_lent=0.5)
 
 
 def test_runs_that_shared_a_unit_stand_for_it_where_it_is_shared_alike_and_nowhere_else() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import shardwright as sw
 from shardwright import measure
+from shardwright.core import step_fit
 from shardwright.core.hardware import Device, load_device
 from shardwright.core.plan import Predicted
 from shardwright.core.simulate import simulate_schedule
@@ -30,6 +31,8 @@ class Machine:
     beside_s: float = 0.01
     updated: float = 1.0
     """What the optimizer's step takes of what is counted for it."""
+    lent: float = 0.0
+    """Of idle time, what ranks at work get."""
     ran: list[sw.Plan] = field(default_factory=list)
     devices: set[int] = field(default_factory=set)
     clock: threading.local = field(default_factory=threading.local)
@@ -50,7 +53,9 @@ class Machine:
         # Units of one class alike, the others not; of several ranks each does its part.
         each = [whole_s * (1 + own) / plan.decision.tp for own in plan.costs.unit_classes]
         forward = tuple(sum(each[unit] for unit in units) for units in plan.stage_units)
-        costs = replace(plan.stage_costs(), forward_s=forward, input_grad_s=forward, weight_grad_s=forward)
+        costs = replace(
+            plan.stage_costs(), forward_s=forward, input_grad_s=forward, weight_grad_s=forward, idle_lent=self.lent
+        )
         return simulate_schedule(plan.build_schedule(), costs)
 
     def step_s(self, plan: sw.Plan) -> float:
@@ -85,7 +90,11 @@ def measured(
     )
 
 
-@pytest.mark.parametrize("machine", [Machine(), Machine(beside_s=0.0, updated=0.4)], ids=["more", "less"])
+@pytest.mark.parametrize(
+    "machine",
+    [Machine(), Machine(beside_s=0.0, updated=0.4), Machine(beside_s=0.0, lent=0.7)],
+    ids=["more", "less", "shared"],
+)
 @pytest.mark.parametrize("single", [True, False], ids=["one process", "a process for each"])
 @pytest.mark.parametrize(("world", "degrees"), [(1, (1,)), (2, (1, 2)), (3, (1,)), (4, (1, 2)), (6, (1, 2))])
 def test_plans_that_were_measured_get_their_own_steps_back(
@@ -134,10 +143,30 @@ def test_an_optimizer_that_took_less_takes_that_share_of_whatever_it_does(monkey
         assert optimizer_s(known) == pytest.approx(0.4 * optimizer_s(counted)) != 0, given
 
 
-def test_what_no_optimizer_can_save_its_pipeline_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(beside_s=-0.001)
+@pytest.mark.parametrize("lent", [0.3, 1.0])
+def test_pipelines_of_ranks_that_share_a_machine_take_what_they_would(
+    monkeypatch: pytest.MonkeyPatch, lent: float
+) -> None:
+    """Between the two numbers of microbatches that ran and beyond, and under a schedule that did not run."""
+    machine = Machine(beside_s=0.0, lent=lent)
+    graph, units = measured(monkeypatch, machine, 2, (1,), single=True)
+    assert {unit.idle_lent for unit in units if not unit.in_stages} == {0.0}
+    assert [unit.idle_lent for unit in units if unit.in_stages] == pytest.approx([lent] * (len(units) // 2), rel=0.1)
+    ran = next(plan.decision for plan in machine.ran if plan.decision.pp == 2)
+    cluster = sw.Cluster(replace(load_device("cpu"), measured_units=units), devices_per_node=2)
+    pins = {"microbatch": 2, "recompute": "none", "shard": 0, "precision": "fp32", "pp": 2, "dp": 1, "tp": 1}
+    for microbatches, schedule in ((1, "1f1b"), (4, "1f1b"), (16, "1f1b"), (5, "gpipe")):
+        asked = pins | {"batch": 2 * microbatches, "schedule": schedule, "stage_starts": ran.stage_starts}
+        plain = sw.plan(graph, sw.Cluster("cpu", devices_per_node=2), **asked)
+        found = sw.plan(graph, cluster, **asked)
+        assert found.predicted.step_time_s == pytest.approx(machine.step_s(plain), rel=1e-3)
+
+
+def test_what_neither_optimizer_nor_idle_time_can_save_the_units_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(beside_s=-0.003)
     graph, units = measured(monkeypatch, machine, 2, (1,), single=False)
-    assert {(unit.step_s, unit.update_share) for unit in units} == {(0.0, measure.LEAST_UPDATE)}
+    assert {(unit.step_s, unit.update_share) for unit in units} == {(0.0, step_fit.LEAST_UPDATE)}
+    assert {unit.idle_lent for unit in units} == {0.0, 1.0}
     device = replace(load_device("cpu"), measured_units=units)
     wrong = defaultdict(list)
     for ran in machine.ran:

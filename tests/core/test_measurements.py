@@ -49,7 +49,7 @@ def test_the_file_gives_back_what_was_measured(tmp_path: Path) -> None:
 def test_units_come_back_with_all_that_is_said_of_them(tmp_path: Path) -> None:
     units = (
         MeasuredUnit("torch:digest", 0, "fp32", 4, 0.5, 1.0, step_s=0.25, update_share=0.5),
-        MeasuredUnit("jax:digest", 1, "fp32", 4, 0.5, 1.0, 2, "split", in_stages=True),
+        MeasuredUnit("jax:digest", 1, "fp32", 4, 0.5, 1.0, 2, "split", in_stages=True, idle_lent=0.75),
     )
     measurements(units=units).save(tmp_path / "here.toml")
     assert load_profile(tmp_path / "here.toml").device.measured_units == units

@@ -32,8 +32,9 @@ class JaxExecutable:
         self.state: TrainState = self.train.init(model, seed=seed)
 
     def step(self, batch: Any) -> float:
-        """One update on the global batch; its loss."""
+        """One update on the global batch, which has ended; its loss."""
         self.state, loss = self.train(self.state, batch)
+        jax.block_until_ready(self.state)
         return float(loss)
 
     def timelines(self, batch: Any, steps: int) -> tuple[Timeline, ...]:

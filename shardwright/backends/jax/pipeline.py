@@ -8,6 +8,7 @@ before it made. GPUs do so by themselves; on CPUs JAX starts whatever has its op
 one device, which then take the cores of a device whose result others wait for.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +42,10 @@ LOCAL = frozenset({"arrival", "kept", "between", "cotangent"})
 """Kinds of operand that belong to one microbatch; the others are a stage's for the whole step."""
 FOLLOWING = {Kind.FORWARD: (Kind.BACKWARD, Kind.INPUT_GRAD), Kind.INPUT_GRAD: (Kind.WEIGHT_GRAD,)}
 """Functions that take what another keeps, which on several devices lies as the compiler put it."""
+MOST_AHEAD = 8
+"""Actions that a rank of several CPU devices is handed before they are done. XLA's CPU client lets a device have 32
+programs under way; one for several devices that finds them full waits in a thread of the pool that runs programs, and
+where that has no more threads than devices, none is left for those that others wait for in a collective."""
 Observer = Callable[[Action, int, jax.Array], None]
 """Called with every action once it is dispatched, its rank, and an array that is there when it is done."""
 
@@ -132,6 +137,11 @@ class Pipeline:
         self.state_homes = self._state_homes()
         self.owned, self.loads = self._loads()
         self.load_targets = [self._sharding(load.stage, load.key) for load in self.loads]
+        devices = meshes.devices(0)
+        self.under_way: dict[int, deque[jax.Array]] | None = None
+        """For every rank of several CPU devices what is there when its last actions are done."""
+        if len(devices) > 1 and devices[0].platform == "cpu":
+            self.under_way = {rank: deque(maxlen=MOST_AHEAD) for rank in self.markers}
         self.counts = StepCounts()
 
     def _holding_number(self, key: Key) -> int:
@@ -323,6 +333,8 @@ class Pipeline:
         same without the keys, and the loss. ``batch``: its leaves split into microbatches."""
         step, params, optimizer, random, other = state
         self.counts = StepCounts()
+        if self.under_way is not None:
+            jax.block_until_ready([self.under_way[rank].pop() for rank in self.under_way if self.under_way[rank]])
         runs = self._begin((step,), params, (), random, other, batch)
         for part in self.parts:
             self._act(runs, part, observe)
@@ -369,6 +381,10 @@ class Pipeline:
         made = launch.run(*[local[key] if is_local else shared[key] for is_local, key in launch.reads])
         self.markers[rank] = made[-1]
         self.counts.dispatches += 1
+        if self.under_way is not None:
+            if len(self.under_way[rank]) == MOST_AHEAD:
+                self.under_way[rank].popleft().block_until_ready()
+            self.under_way[rank].append(made[-1])
         for position, is_local, key in launch.stays:
             (local if is_local else shared)[key] = made[position]
         if launch.sends:

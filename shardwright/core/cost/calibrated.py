@@ -18,7 +18,7 @@ def calibrated(
     with_collectives: bool = False,
 ) -> UnitCost:
     """``cost`` with its seconds multiplied by measured over predicted, what a step takes once added, and the
-    share of its optimizer's step that was measured.
+    shares that were measured: of its optimizer's step, and of idle time that is lent.
 
     Args:
         cost: of one microbatch of ``microbatch`` samples, on the whole unit or on one rank's part of it.
@@ -40,10 +40,13 @@ def calibrated(
         ratios = [t / e if e > 0 else 1.0 for t, e in zip(taken, expected, strict=True)]
         return float(np.interp(np.log(microbatch), at, ratios))
 
+    def between(taken: list[float]) -> float:
+        return float(np.interp(np.log(microbatch), at, taken))
+
     forward = factor([run.forward_s for run in runs], [c.forward_s for c in said])
     backward = factor([run.backward_s for run in runs], [c.input_grad_s + c.weight_grad_s for c in said])
     entries = max(1, said[0].parameter_elements)
-    once = float(np.interp(np.log(microbatch), at, [run.step_s for run in runs])) * cost.parameter_elements / entries
+    once = between([run.step_s for run in runs]) * cost.parameter_elements / entries
     passes = 0.0 if with_collectives else cost.collective_s / 2
     return replace(
         cost,
@@ -53,7 +56,8 @@ def calibrated(
         weight_grad_s=cost.weight_grad_s * backward,
         selective_s=cost.selective_s * forward,
         step_s=cost.step_s + once,
-        update_share=float(np.interp(np.log(microbatch), at, [run.update_share for run in runs])),
+        update_share=between([run.update_share for run in runs]),
+        idle_lent=between([run.idle_lent for run in runs]),
     )
 
 

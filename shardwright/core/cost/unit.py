@@ -48,6 +48,8 @@ class UnitCost:
     """Of the parameter entries, those that have gradients."""
     update_share: float = 1.0
     """What the optimizer's step on them takes of what is counted for it."""
+    idle_lent: float = 0.0
+    """As of `StageCosts`: in a pipeline, what ranks at work get of what idle ones leave."""
     put_off_bytes: int | None = None
     """As of `UnitWork`; None: all that is saved."""
     given_bytes: int = 0

@@ -49,6 +49,8 @@ class MeasuredUnit:
     update_share: what the optimizer's step takes of what is counted for it: below 1 where a step took less than is
         counted, as small parameters stay in a cache.
     in_stages: it ran in a pipeline of several stages, not in one stage.
+    idle_lent: of a pipeline whose ranks share a machine, how much of what idle ranks left unused those at work got
+        (`StageCosts`).
 
     Raises ClusterError for a count or a time that cannot be.
     """
@@ -64,6 +66,7 @@ class MeasuredUnit:
     step_s: float = 0.0
     update_share: float = 1.0
     in_stages: bool = False
+    idle_lent: float = 0.0
 
     def __post_init__(self) -> None:
         owner = f"unit class {self.unit_class} of model {self.model}"
@@ -77,6 +80,9 @@ class MeasuredUnit:
         for name in ("forward_s", "backward_s", "step_s"):
             check.positive(owner, name, getattr(self, name), zero_allowed=True)
         check.positive(owner, "update_share", self.update_share, at_most=1.0)
+        check.positive(owner, "idle_lent", self.idle_lent, zero_allowed=True, at_most=1.0)
+        if self.idle_lent and not self.in_stages:
+            raise ClusterError(f"{owner}: idle_lent={self.idle_lent} of a run in one stage, which has no idle time")
 
 
 @dataclass(frozen=True, slots=True)

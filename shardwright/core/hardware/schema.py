@@ -165,6 +165,7 @@ class UnitTable(_Section):
     step_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     update_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     in_stages: bool = False
+    idle_lent: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
 class ProfileFile(DeviceTable):

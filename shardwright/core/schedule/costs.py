@@ -22,9 +22,11 @@ class StageCosts:
             long as one after the other) to 1 (as long as the longer).
         whole_backward_s: seconds of a full backward, one per stage, where that is not the sum of its halves: splitting
             costs something on most devices. Default: the sum.
+        idle_lent: how much of what idle ranks leave unused those at work get, from 0 (each has a device of its own) to
+            1 (they share one machine, and each is as fast as its part of it is large).
 
     Raises:
-        ScheduleError: lengths differ, or a cost is negative or not finite.
+        ScheduleError: lengths differ, a cost is negative or not finite, or a share is none.
     """
 
     forward_s: tuple[float, ...]
@@ -34,6 +36,7 @@ class StageCosts:
     activation_bytes: tuple[int, ...]
     overlap: float = 0.0
     whole_backward_s: tuple[float, ...] | None = None
+    idle_lent: float = 0.0
 
     def __post_init__(self) -> None:
         stages = len(self.forward_s)
@@ -41,7 +44,7 @@ class StageCosts:
             raise ScheduleError("costs of 0 stages were given: expected one entry per stage, for at least one stage")
         for field in fields(self):
             values = getattr(self, field.name)
-            if field.name == "overlap" or values is None:
+            if field.name in ("overlap", "idle_lent") or values is None:
                 continue
             expected = stages - 1 if field.name == "transfer_s" else stages
             what = "boundary" if field.name == "transfer_s" else "stage"
@@ -55,8 +58,9 @@ class StageCosts:
                     raise ScheduleError(f"{given}: expected finite and 0 or more")
             kind = int if field.name == "activation_bytes" else float
             object.__setattr__(self, field.name, tuple(kind(value) for value in values))
-        if not 0 <= self.overlap <= 1:
-            raise ScheduleError(f"overlap={self.overlap}: expected a share between 0 and 1")
+        for name in ("overlap", "idle_lent"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ScheduleError(f"{name}={getattr(self, name)}: expected a share between 0 and 1")
 
     @classmethod
     def uniform(

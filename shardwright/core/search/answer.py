@@ -75,6 +75,7 @@ def as_plan(
             best.tables.tables[-1].boundary_s,
             tables.rates(decision.tp),
             ranks,
+            best.tables.idle_lent,
         ),
         predicted=best.predicted,
         alternatives=tuple(alternatives),

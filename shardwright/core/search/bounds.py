@@ -44,10 +44,17 @@ class Bounds:
                 found.append(kinds[0] if len(kinds) == 1 else max(kinds, key=lambda table: float(table.seconds.sum())))
             limits = tuple(self.links.memory_bytes(shape.mesh, pp) for pp in range(len(found)))
             # Meshes whose ranks cost the same have the same cuts.
+            lent = self._idle_lent(shape, found)
             self._ranked[key] = self._alike.setdefault(
-                (tuple(map(id, found)), limits), RankTables(tuple(found), limits)
+                (tuple(map(id, found)), limits, lent), RankTables(tuple(found), limits, lent)
             )
         return self._ranked[key]
+
+    def _idle_lent(self, shape: Shape, tables: Sequence[UnitTable]) -> float:
+        """What ranks at work get of what idle ones of their pipeline leave, as far as it was measured: nothing where
+        they are unlike, or not all on one node."""
+        lent = min(unit.idle_lent for table in tables for unit in table.units)
+        return lent if lent and self.links.pipelines_share_nodes(shape.mesh) else 0.0
 
     def memory_request(self, policy: Policy, dp: int, microbatches: int) -> MemoryRequest:
         """What decides the bytes of a parameter under a policy, and of the batch."""
@@ -109,7 +116,7 @@ class Bounds:
     def shape_bound_s(self, shape: Shape) -> float:
         """Seconds below which no step gets with these degrees and this microbatch, whatever is kept in memory."""
         recompute = next(mode for mode in RECOMPUTES if self.request.recompute in ("auto", mode))
-        return self._fluid_s(shape, recompute) * shape.microbatches * SAFE
+        return self._lending_s(shape, recompute, self._fluid_s(shape, recompute) * shape.microbatches) * SAFE
 
     def bound_s(
         self, shape: Shape, policies: Sequence[Policy], virtual_stages: int = 0, *, split: bool = True
@@ -125,6 +132,7 @@ class Bounds:
         pipeline = self._fluid_s(shape, recompute) * shape.microbatches
         if virtual_stages == 1:
             pipeline = max(pipeline, self._filled_s(shape, recompute, split=split))
+        pipeline = self._lending_s(shape, recompute, pipeline)
         pp = shape.mesh.axis_size("pp")
         first = self._first(shape, recompute)
         entries = float(first.range_trained[0, -1]) / pp, float(first.range_elements[0, -1]) / pp
@@ -153,6 +161,15 @@ class Bounds:
         request = self.memory_request(policy, dp, shape.microbatches)
         may_be_apart = self.when_made and policy.shard < 2 and shape.microbatches <= 2 * pp * virtual_stages
         return request.held_bytes, request.trained_bytes - (request.gradient_width if may_be_apart else 0)
+
+    def _lending_s(self, shape: Shape, recompute: Recompute, pipeline_s: float) -> float:
+        """The bound of a pipeline where idle time is lent, from that of one where it is not."""
+        first = self._first(shape, recompute)
+        lent = self._idle_lent(shape, [first])
+        if not lent:
+            return pipeline_s
+        work_s = float(first.seconds.sum()) * shape.microbatches / shape.mesh.axis_size("pp")
+        return (1 - lent) * pipeline_s + lent * work_s
 
     def _filled_s(self, shape: Shape, recompute: Recompute, *, split: bool) -> float:
         """Seconds below which no pipeline of one stage per rank gets, filling and draining included."""

@@ -11,6 +11,7 @@ from shardwright.core.cluster import NodeGroup
 from shardwright.core.decision import Decision, placement_of
 from shardwright.core.errors import ScheduleError
 from shardwright.core.hardware import load_profile
+from shardwright.core.hardware.device import MeasuredUnit
 from shardwright.core.links import Links
 from shardwright.core.predict import StepModel
 from shardwright.core.rank_tables import RankWork
@@ -19,6 +20,7 @@ from shardwright.core.schedule import Schedule, schedule_names
 from shardwright.core.search.best_first import Search
 from shardwright.core.search.find import tables_of
 from shardwright.core.search.space import Policy, splits_backward
+from shardwright.core.structure import measured_name
 from tests.core.toy import decoder
 
 GRAPH = decoder(layers=3, hidden=256, heads=8, vocabulary=1024, sequence=128)
@@ -40,15 +42,30 @@ def mixed(devices: int, *, crossed: bool = False) -> Cluster:
     return Cluster.of_groups(groups, "ethernet-10g")
 
 
+def lending(share: float) -> Cluster:
+    """A node whose devices share their cores: units ran in a pipeline."""
+    device = load_profile("cpu").device
+    request = Request(batch=8, precision="fp32")
+    tables = tables_of(GRAPH, Cluster(device), request)
+    name = measured_name(GRAPH.framework, tables.structure.digest)
+    units = tuple(
+        MeasuredUnit(name, own, "fp32", 1, 1e-3 * (1 + own), 5e-3, in_stages=True, idle_lent=share)
+        for own in sorted(set(tables.variants(1)))
+    )
+    return Cluster(replace(device, measured_units=units), devices_per_node=4)
+
+
 @pytest.mark.parametrize(
     ("cluster", "frozen"),
     [
+        (lending(0.6), False),
+        (lending(1.0), False),
         (Cluster("t4", devices_per_node=4), False),
         (Cluster(TIGHT, devices_per_node=4), False),
         (Cluster(TIGHT, devices_per_node=4), True),
         (mixed(2), True),
     ],
-    ids=["roomy", "tight", "tight and frozen", "mixed and frozen"],
+    ids=["lending", "lending all", "roomy", "tight", "tight and frozen", "mixed and frozen"],
 )
 def test_no_bound_is_above_what_it_bounds(cluster: Cluster, frozen: bool) -> None:
     capabilities = replace(GRAPH.capabilities, bucket_bytes=2**20, gradients_when_made=True)
@@ -56,7 +73,7 @@ def test_no_bound_is_above_what_it_bounds(cluster: Cluster, frozen: bool) -> Non
     request = Request(batch=8, precision="fp32")
     search = Search(tables_of(graph, cluster, request), cluster, request)
     scorer, space = search.scorer, search.space
-    simulated = unfit = unlimited = 0
+    simulated = unfit = unlimited = lent = 0
     for shape in space.shapes():
         pp, dp, _ = shape.degrees
         of_shape = scorer.bounds.shape_bound_s(shape)
@@ -80,12 +97,14 @@ def test_no_bound_is_above_what_it_bounds(cluster: Cluster, frozen: bool) -> Non
                     assert max(of_kind, cut.bound_s) <= draft.bound_s * (1 + 1e-9), cut
                     assert draft.bound_s <= seconds, cut
                     simulated += 1
+                    lent += done.tables.idle_lent > 0
                     policy = Policy(made.recompute, made.shard, made.shard_group)
                     free = scorer.without_limit(shape, policy, pipelining)
                     if free is not None and free.decision == made:
                         assert free.predicted.step_time_s <= seconds * (1 + 1e-9), cut
                         unlimited += 1
     assert simulated > 100
+    assert (lent > 50) == bool(cluster.device(0).measured_units)
     assert unlimited > 50
     assert unfit or cluster.memory_bytes(0) > TIGHT.memory_bytes
 

@@ -3,6 +3,8 @@
 How much is tried depends on the size alone, never on a clock: the same request gives the same schedule everywhere.
 """
 
+from dataclasses import replace
+
 from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule.auto.construct import construct, habits
 from shardwright.core.schedule.auto.evaluate import Evaluator
@@ -38,7 +40,8 @@ def shortest(sizes: Sizes) -> Placed:
     Raises:
         ScheduleError: a rank's limit does not hold one microbatch; says the least that does.
     """
-    costs = sizes.costs or StageCosts.uniform(sizes.stages)
+    # Of one work, what is shorter alone is also shorter where idle time is lent.
+    costs = replace(sizes.costs or StageCosts.uniform(sizes.stages), idle_lent=0.0)
     placements = [looped(sizes.ranks, sizes.virtual_stages)]
     if sizes.virtual_stages == 2 and sizes.ranks > 1:
         placements.append(vee(sizes.ranks, 2))
