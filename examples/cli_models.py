@@ -2,8 +2,8 @@
 
     shardwright plan examples/cli_models.py:gpt2_xl --cluster h100 --nodes 64 --devices-per-node 8 --batch 512
 
-None of them takes memory for its weights: torch's are on the meta device, Flax's are shapes. A framework is imported by
-the functions that use it.
+None but `gpt2_tiny` takes memory for its weights: torch's are on the meta device, Flax's are shapes. A framework is
+imported by the functions that use it.
 """
 
 from typing import Any
@@ -62,6 +62,17 @@ def gpt2_flax() -> tuple[Any, Any, Any]:
 def gpt2_xl_flax() -> tuple[Any, Any, Any]:
     """The twin of `gpt2_xl` in Flax NNX."""
     return _gpt2_flax(n_layer=48, n_embd=1600, n_head=25)
+
+
+def gpt2_tiny() -> tuple[Any, Any]:
+    """A GPT-2 with weights, for what runs it: `shardwright profile --model`."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokens = torch.zeros(2, 64, dtype=torch.long)
+    sizes = {"n_layer": 4, "n_embd": 64, "n_head": 4, "vocab_size": 256, "n_positions": 64}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **ends)), {"input_ids": tokens, "labels": tokens}
 
 
 def _gpt2(**sizes: int) -> tuple[Any, Any]:

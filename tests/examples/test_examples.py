@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -155,6 +156,21 @@ def test_twins_are_planned_alike_from_the_shell(tmp_path: Path, model: str) -> N
         tmp_path / f"{model}_flax.json", "--exit-code", timeout_s=60,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout
+
+
+@pytest.mark.slow
+def test_the_planning_guides_commands_that_measure(tmp_path: Path) -> None:
+    """As they stand in it, on one rank."""
+    guide = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    (profiled,) = re.findall(r"shardwright profile machine\.toml --model (\S+)", guide)
+    (planned,) = re.findall(r"shardwright plan (\S+) --cluster machine\.toml", guide)
+    machine, run = tmp_path / "machine.toml", ("-m", "shardwright")
+    for command in (
+        (*run, "profile", machine, "--budget", 1, "--model", profiled),
+        (*run, "plan", planned, "--cluster", machine, "--devices-per-node", 1, "--batch", 8),
+    ):
+        ran = python(*command, timeout_s=200)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 @pytest.mark.slow
