@@ -170,11 +170,12 @@ class PipelinedTraining:
             self.plan.microbatches,
             decision.loss_scope == "replica",
         )
-        self._require(state)
-        shapes = self._shapes(state)
-        holdings, optimizer = self.placed(shapes.params, shapes.names)
-        laid_out = TensorParallel.lay_out(microbatches, self.plan, self.meshes.meshes[0].abstract_mesh, shapes.names)
         with uncollected():
+            self._require(state)
+            shapes = self._shapes(state)
+            holdings, optimizer = self.placed(shapes.params, shapes.names)
+            mesh = self.meshes.meshes[0].abstract_mesh
+            laid_out = TensorParallel.lay_out(microbatches, self.plan, mesh, shapes.names)
             micro = cut_microbatch(self.plan, laid_out, shapes, leaves, holdings)
             recompute = decision.recompute
             pipeline = Pipeline(self.schedule, self.order, micro, optimizer, self.meshes, recompute=recompute)
