@@ -36,12 +36,12 @@ class Frame:
 
     @cached_property
     def shared(self) -> tuple[int, ...]:
-        """The tensors of the parameters that units of several classes use."""
+        """The tensors of the parameters that several units use."""
         users: dict[int, set[int]] = {}
         for unit in self.folded.units:
             for parameter in unit.parameters:
-                users.setdefault(self.graph.parameters[parameter].tensor, set()).add(unit.fold_class)
-        return tuple(t for t, classes in users.items() if len(classes) > 1)
+                users.setdefault(self.graph.parameters[parameter].tensor, set()).add(unit.index)
+        return tuple(tensor for tensor, units in users.items() if len(units) > 1)
 
     @cached_property
     def main(self) -> tuple[int | None, ...]:
