@@ -5,7 +5,7 @@
 
 Megatron (arXiv 1909.08053, section 3) all-reduces the activation [batch, sequence, hidden] once per sublayer forward
 and once backward; a ring moves 2(n-1)·|T| bytes for each. The memory limit lets a rank hold 30% more than the
-lightest layouts need, so that weights are split. Fails if a block moves more than the formula.
+lightest layouts need (ViT: 5%), so that weights are split. Fails if a block moves more than the formula.
 """
 
 import argparse
@@ -70,6 +70,9 @@ ALL_REDUCES = {"t5": 7}
 what the encoder gave it as well."""
 NOT_JUDGED = {"mixtral"}
 """Megatron's formula is for dense blocks: an expert block handles every token twice."""
+SLACK = {"vit": 1.05}
+"""Of the bytes of the lightest layouts, what a rank may hold: 1.3 unless named. That lets one matrix of ViT stay whole.
+"""
 
 
 def solved(name: str, ranks: int) -> tuple[sw.Graph, Solution, float]:
@@ -80,7 +83,7 @@ def solved(name: str, ranks: int) -> tuple[sw.Graph, Solution, float]:
     folded, counter = fold(graph), WorkCounter(graph)
     setting = Setting((AxisCost("tp", ranks, 2e11, 5e-6),), flops_per_s=4e14, memory_bytes_per_s=1.5e12, batch=BATCH)
     started = time.perf_counter()
-    limit = 1.3 * lightest_bytes(folded, setting, counter)
+    limit = SLACK.get(name, 1.3) * lightest_bytes(folded, setting, counter)
     found = solve(folded, setting, memory_limit_bytes=limit, counter=counter)
     return graph, found, time.perf_counter() - started
 

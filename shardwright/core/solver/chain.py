@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +14,20 @@ from shardwright.core.layout import Layout, Placement, Split
 from shardwright.core.realised import RealisedUnit
 from shardwright.core.rules.axes import Dim, DimGroup
 from shardwright.core.solver.frame import Frame
+from shardwright.core.solver.limited import Part, Row
 from shardwright.core.solver.network import Choices
 from shardwright.core.solver.prices import Setting
 from shardwright.core.solver.problem import Move, R, UnitProblem
 
 Pins = Mapping[int, tuple[Placement | None, ...]]
 """Tensor of a parameter → its placement on every axis, None where it is free."""
+
+GAP = 0.005
+"""The gap above which a price's answer is not enough."""
+LIGHTEST = 1e3
+"""A price in seconds for a byte at which nothing but bytes counts."""
+ROUNDING = 1e-12
+"""How far sums of bytes and seconds may be off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +55,10 @@ class Solution:
     weight_bytes: float
     """Parameters' state and kept activations of one microbatch on one rank."""
     gap: float
-    """(time - bound) / time; 0 without a memory limit that binds."""
+    """(time - bound) / time, the price of bytes in both: no layouts within the limit take less than the bound."""
+
+    def objective(self, price_s_per_byte: float) -> float:
+        return self.time_s + price_s_per_byte * self.weight_bytes
 
     def layouts(self) -> dict[int, Layout]:
         return {tensor: layout for unit in self.units for tensor, layout in unit.parameters}
@@ -64,44 +75,57 @@ def solve(
 ) -> Solution:
     """Layouts of least time, and ``price_s_per_byte`` for every byte of weight, whose weight stays within the limit.
 
-    Exact without a binding limit. With one, a price on bytes is bisected and the distance from the bound stated
-    (`gap`).
+    Exact without a binding limit. With one, a price on bytes is bisected (Everett 1963); where that leaves a `gap`
+    above `GAP`, HiGHS is asked, if the model is small enough for it (`limited`). The gap is true of either answer.
     Parameters that units share are placed alike. Raises PlanError when nothing fits or pins contradict each other.
     """
-    chain = _Chain(Frame(folded, counter), setting)
-    free = _best_agreeing(chain, dict(pins or {}), price_s_per_byte)
-    if free.weight_bytes <= memory_limit_bytes:
-        return free
-    low, high = 0.0, free.time_s / memory_limit_bytes * 1e4
-    best = _best_agreeing(chain, dict(pins or {}), high)
-    if best.weight_bytes > memory_limit_bytes:
+    chain, own, limit = _Chain(Frame(folded, counter), setting), price_s_per_byte, memory_limit_bytes
+    pinned, most = dict(pins or {}), limit * (1 + ROUNDING)
+    free, bound = _best_agreeing(chain, pinned, own)
+    if free.weight_bytes <= most:
+        return replace(free, gap=_gap(free, own, bound))
+    low, high = 0.0, free.time_s / max(limit, 1.0) * 1e4
+    best, _ = _best_agreeing(chain, pinned, own + high)
+    if best.weight_bytes > most:
+        low, high = high, LIGHTEST
+        best, _ = _best_agreeing(chain, pinned, high)
+    if best.weight_bytes > most:
         raise PlanError(
-            f"the lightest layouts need {best.weight_bytes / 1e9:.2f} GB of {memory_limit_bytes / 1e9:.2f} GB: use "
+            f"the lightest layouts need {best.weight_bytes / 1e9:.2f} GB of {limit / 1e9:.2f} GB: use "
             "more ranks, more stages, or shard parameters"
         )
-    bound = free.time_s
     for _ in range(16):
         price = (low * high) ** 0.5 if low else high / 30
-        tried = _best_agreeing(chain, dict(pins or {}), price)
-        bound = max(bound, tried.time_s + price * (tried.weight_bytes - memory_limit_bytes))
-        if tried.weight_bytes <= memory_limit_bytes:
+        tried, least = _best_agreeing(chain, pinned, own + price)
+        bound = max(bound, least * (1 - ROUNDING) - price * limit)
+        if tried.weight_bytes <= most:
             high = price
-            best = tried if tried.time_s < best.time_s else best
+            best = min(best, tried, key=lambda found: found.objective(own))
         else:
             low = price
         if low and high / low < 1.05:
             break
-    return Solution(best.units, best.time_s, best.weight_bytes, max(0.0, 1 - bound / best.time_s))
+    if _gap(best, own, bound) > GAP:
+        chosen, proven = chain.row(pinned).least_within(limit, own, best.objective(own))
+        bound = max(bound, proven)
+        if chosen is not None and (found := chain.chosen(pinned, chosen)).weight_bytes <= most:
+            best = min(best, found, key=lambda found: found.objective(own))
+    return replace(best, gap=_gap(best, own, bound))
+
+
+def _gap(found: Solution, price: float, bound: float) -> float:
+    value = found.objective(price)
+    return max(0.0, (value - bound) / value) if value else 0.0
 
 
 def solve_at(frame: Frame, setting: Setting, price_s_per_byte: float, pins: Pins | None = None) -> Solution:
     """`solve` without a limit, on a graph that was read before."""
-    return _best_agreeing(_Chain(frame, setting), dict(pins or {}), price_s_per_byte)
+    return _best_agreeing(_Chain(frame, setting), dict(pins or {}), price_s_per_byte)[0]
 
 
 def lightest_bytes(folded: Folded, setting: Setting, counter: WorkCounter | None = None) -> float:
     """The least that parameters' state and kept activations can weigh on one rank: no smaller limit can be met."""
-    return _best_agreeing(_Chain(Frame(folded, counter), setting), {}, 1e3).weight_bytes
+    return _best_agreeing(_Chain(Frame(folded, counter), setting), {}, LIGHTEST)[0].weight_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,24 +148,24 @@ def alternatives(
     return _Chain(frame, setting).alternatives(solution, unit, dict(pins or {}), price_s_per_byte)
 
 
-def _best_agreeing(chain: "_Chain", pins: dict[int, tuple[Placement | None, ...]], price: float) -> Solution:
-    """The best in which every shared parameter has one placement: those on which units differ are tried in turn."""
+def _best_agreeing(
+    chain: "_Chain", pins: dict[int, tuple[Placement | None, ...]], price: float
+) -> tuple[Solution, float]:
+    """The best in which every shared parameter has one placement: those on which units differ are tried in turn. With
+    a bound of its objective, which is that of the answer itself unless several parameters had to be tried."""
     found = chain.solve(pins, price)
-    for tensor in chain.frame.shared:
-        if tensor in pins and None not in pins[tensor]:
-            continue
-        seen = {dict(unit.parameters)[tensor] for unit in found.units if tensor in dict(unit.parameters)}
-        if len(seen) < 2:
-            continue
+    bound: float | None = None
+    while (tensor := chain.contested(found)) is not None:
         tried = []
         for places in chain.choices(tensor):
             with suppress(PlanError):  # what one of its units cannot do
                 tried.append((chain.solve({**pins, tensor: places}, price), places))
         if not tried:
             raise PlanError(f"no layout of {chain.folded.graph.tensors[tensor].name} suits all units that share it")
-        found, places = min(tried, key=lambda item: item[0].time_s + price * item[0].weight_bytes)
+        found, places = min(tried, key=lambda item: item[0].objective(price))
         pins = {**pins, tensor: places}
-    return found
+        bound = found.objective(price) if bound is None else bound
+    return found, found.objective(price) if bound is None else bound
 
 
 @dataclass(frozen=True)
@@ -152,8 +176,8 @@ class _Step:
     """Least cost by (layout that enters, layout that leaves); a dim has size 1 where nothing is to choose."""
     choices: Choices
     problem: UnitProblem
-    enters: bool
-    leaves: bool
+    enters: int | None
+    leaves: int | None
 
 
 class _Chain:
@@ -164,6 +188,14 @@ class _Chain:
         self._problems: dict[object, UnitProblem] = {}
         self._tables: dict[object, tuple[NDArray[np.float64], Choices]] = {}
         self._answers: dict[tuple[int, tuple[int, ...]], tuple[RealisedUnit, tuple[Move, ...]]] = {}
+
+    def contested(self, found: Solution) -> int | None:
+        """A shared parameter that units place differently."""
+        lies: dict[int, set[Layout]] = {}
+        for unit in found.units:
+            for tensor, layout in unit.parameters:
+                lies.setdefault(tensor, set()).add(layout)
+        return next((tensor for tensor in self.frame.shared if len(lies[tensor]) > 1), None)
 
     def choices(self, tensor: int) -> list[tuple[Placement | None, ...]]:
         """Every placement that some unit allows a shared parameter."""
@@ -239,21 +271,24 @@ class _Chain:
         """Least cost by (layout that enters, layout that leaves); dims of size 1 where nothing is to choose."""
         problem = self._problem(index, pins)
         enters, leaves = self._border_nodes(problem, index)
-        fixed = {
-            node: next(i for i, (value, _) in enumerate(problem.options[node]) if all(p == R for p in value))
-            for node in (*problem.entering.values(), *problem.leaving.values())
-            if node not in (enters, leaves)
-        }
         kept = [node for node in (enters, leaves) if node is not None]
         key = (id(problem), price, enters, leaves)
         if key not in self._tables:
-            self._tables[key] = problem.network.tables(kept, price, fixed)
+            self._tables[key] = problem.network.tables(kept, price, self._crossing_whole(problem, kept))
         table, choices = self._tables[key]
         shape = (
             1 if enters is None else len(problem.options[enters]),
             1 if leaves is None else len(problem.options[leaves]),
         )
-        return _Step(table.reshape(shape), choices, problem, enters is not None, leaves is not None)
+        return _Step(table.reshape(shape), choices, problem, enters, leaves)
+
+    def _crossing_whole(self, problem: UnitProblem, chosen: Sequence[int | None]) -> dict[int, int]:
+        """The nodes of what crosses a border beside the values whose layouts are chosen, each with its whole option."""
+        return {
+            node: next(i for i, (value, _) in enumerate(problem.options[node]) if all(p == R for p in value))
+            for node in (*problem.entering.values(), *problem.leaving.values())
+            if node not in chosen
+        }
 
     def _node(self, problem: UnitProblem, nodes: Mapping[int, int], tensor: int | None, index: int) -> int | None:
         """The node of a border's tensor. A problem stands for all units of its class: tensors are matched by place."""
@@ -281,14 +316,41 @@ class _Chain:
         for best in reversed(came):
             borders.append(int(best[borders[-1]]))
         borders.reverse()
-        units, total, weight = [], 0.0, 0.0
+        chosen = []
         for i, step in enumerate(steps):
-            kept = [borders[i]] if step.enters else []
-            chosen = step.choices([*kept, borders[i + 1]] if step.leaves else kept)
-            cost, weighs = step.problem.network.total(chosen)
+            kept = [] if step.enters is None else [borders[i]]
+            chosen.append(step.choices(kept if step.leaves is None else [*kept, borders[i + 1]]))
+        return self.chosen(pins, chosen)
+
+    def chosen(self, pins: Pins, chosen: Sequence[tuple[int, ...]]) -> Solution:
+        """The layouts that an option for every node of every unit stands for."""
+        units, total, weight = [], 0.0, 0.0
+        for i, options in enumerate(chosen):
+            problem = self._problem(i, pins)
+            cost, weighs = problem.network.total(options)
             total, weight = total + cost, weight + weighs
-            units.append(self._solution(i, step.problem, chosen, step.choices))
+            units.append(self._solution(i, problem, options))
         return Solution(tuple(units), total, weight, 0.0)
+
+    def row(self, pins: Pins) -> Row:
+        """All units as one network."""
+        parts = []
+        for unit in self.folded.units:
+            problem = self._problem(unit.index, pins)
+            renamed = self._renamed(problem, unit.index)
+            parameters = {
+                renamed[t]: (node, [value for value, _ in problem.options[node]])
+                for t, node in problem.choice_of_tensor.items()
+                if t in problem.parameters
+            }
+            ends = self._border_nodes(problem, unit.index)
+            parts.append(Part(problem.network, *ends, self._crossing_whole(problem, ends), parameters))
+        return Row.of(parts)
+
+    def _renamed(self, problem: UnitProblem, index: int) -> dict[int, int]:
+        """The parameters of a problem's own unit → those of a unit like it."""
+        parameters, mine = self.folded.graph.parameters, self.folded.units[index].parameters
+        return {parameters[a].tensor: parameters[b].tensor for a, b in zip(problem.unit.parameters, mine, strict=True)}
 
     def alternatives(
         self, solution: Solution, unit: int, pins: Pins, price: float
@@ -326,20 +388,13 @@ class _Chain:
             if np.isfinite(table[i])
         }
 
-    def _solution(self, index: int, problem: UnitProblem, chosen: tuple[int, ...], choices: Choices) -> UnitSolution:
-        mine, own = self.folded.units[index], problem.unit
-        graph = self.folded.graph
-        renamed = {
-            graph.parameters[a].tensor: graph.parameters[b].tensor
-            for a, b in zip(own.parameters, mine.parameters, strict=True)
-        }
+    def _solution(self, index: int, problem: UnitProblem, chosen: tuple[int, ...]) -> UnitSolution:
+        renamed = self._renamed(problem, index)
         layouts = tuple((renamed[t], layout) for t, layout in problem.parameter_layouts(chosen).items())
-
-        def border(nodes: Sequence[int]) -> Layout:
-            found = [n for n in nodes if n in choices.kept]
-            return problem.layout(problem.options[found[0]][chosen[found[0]]][0]) if found else Layout()
-
-        enters, leaves = border([*problem.entering.values()]), border([*problem.leaving.values()])
+        enters, leaves = (
+            Layout() if node is None else problem.layout(problem.options[node][chosen[node]][0])
+            for node in self._border_nodes(problem, index)
+        )
         like, moves = self._realised(problem, chosen)
         return UnitSolution(index, chosen, layouts, enters, leaves, moves, like)
 
