@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import shardwright.jax as sw
+from shardwright.backends.jax.spmd import _learning_if
+from tests.jax import spmd_model
 from tests.jax.chains import Run, module_reference, named, reference
 from tests.jax.spmd_model import batches, loss_fn, maker, optimizer, plain_loss, plain_params, plan_of
 
@@ -54,6 +57,60 @@ def test_losses_and_parameters_are_the_unsplit_models(expected: Run, pp: int, dp
         assert tree["stacks"]
         for stack in tree["stacks"]:
             assert stack.addressable_shards[0].data.size * pp == stack.size
+
+
+class Directed(nnx.Module):
+    """A block of the direction of its input, which has no derivative at zero."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(spmd_model.WIDTH, spmd_model.WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        return x + jnp.tanh(self.up(x / jnp.linalg.norm(x, axis=-1, keepdims=True)))
+
+
+TWICE = {"schedule": "looped-bfs", "virtual_stages": 2}
+
+
+@pytest.mark.parametrize(
+    "cases", [[({}, True), (TWICE, True)], pytest.param([({}, False), (TWICE, False)], marks=pytest.mark.slow)]
+)
+def test_ranks_without_work_learn_nothing(
+    monkeypatch: pytest.MonkeyPatch, cases: list[tuple[dict[str, Any], bool]]
+) -> None:
+    """While the pipeline fills and drains, with one round and with two; and stages as programs of their own."""
+    monkeypatch.setattr(spmd_model, "Block", Directed)
+    expected = module_reference(loss_fn, maker(BLOCKS), optimizer(), batches(2))
+    for pins, one_program in cases:
+        train = sw.train_step(
+            loss_fn, optimizer(), plan_of(BLOCKS, 2, **pins), devices=jax.devices()[:2], one_program=one_program
+        )
+        state = train.init(maker(BLOCKS))
+        losses = []
+        for batch in batches(2):
+            state, loss = train(state, batch)
+            losses.append(float(loss))
+        np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
+        after = named(nnx.state(train.params(state), nnx.Param))
+        for name, value in expected.params.items():
+            np.testing.assert_allclose(after[name], value, rtol=2e-3, atol=2e-5, err_msg=name)
+
+
+def test_gradients_pass_where_there_is_work() -> None:
+    """Of a function whose derivative at zero is infinite; integers and random keys are left as they are."""
+    fixed = {"ids": jnp.arange(2), "key": jax.random.key(0)}
+
+    def roots(x: jax.Array, busy: jax.Array, scale: float) -> jax.Array:
+        given = _learning_if(busy, {"x": x, **fixed})
+        assert given["ids"] is fixed["ids"]
+        assert given["key"] is fixed["key"]
+        return scale * jnp.sqrt(given["x"]).sum()
+
+    slope = jax.jit(jax.value_and_grad(roots))
+    for busy, scale, wanted in ((False, 0.0, [0, 0]), (False, 1.0, [0, 0]), (True, 1.0, [np.inf, 0.25])):
+        value, found = slope(jnp.array([0.0, 4.0]), jnp.bool_(busy), scale)
+        assert value == 2 * scale
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_two_processes_of_four_devices_each(expected: Run) -> None:

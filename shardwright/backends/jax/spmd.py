@@ -182,15 +182,16 @@ class SpmdLoss:
                 carried = [jnp.where(rank > 0, a, e) for a, e in zip(arrived, first, strict=True)]
                 known = {**shared, **{v: take(a) for v, a in sides.items()}, number: m}
                 known.update((v, take(a) if dims[v] else a) for v, a in pieces.items())
-                made, final = run(weights, carried, known)
+                made, final = run(*_learning_if(here == t - rank, (weights, carried, known)))
                 return ([jax.lax.ppermute(y, "pp", shift) for y in made], stored), final
 
-            nothing = [jnp.zeros_like(e[0]) for e in entering]
+            # While a rank has nothing to do it runs on the first or the last microbatch, from which nothing is learnt.
+            nothing, last = [e[0] for e in entering], [jnp.repeat(e[-1:], ranks - 1, 0) for e in entering]
             ticks = self.rounds * count + ranks - 1
             # What enters tick by tick has its gradient made tick by tick; a loop that picks from the whole of it would
             # add to the whole of its gradient every time. With several rounds it waits where later ones will.
             stored = entering if circular else []
-            first = [] if circular else [jnp.pad(e, [(0, ranks - 1), *[(0, 0)] * (e.ndim - 1)]) for e in entering]
+            first = [] if circular else [jnp.concatenate(both) for both in zip(entering, last, strict=True)]
             _, finals = jax.lax.scan(tick, (nothing, stored), (jnp.arange(ticks), first))
             return [f[None, ticks - count :] for f in finals]
 
@@ -204,3 +205,14 @@ class SpmdLoss:
             check_vma=False,  # equations are bound as they were traced, without the casts that the check asks for
         )
         return [made[-1] for made in mapped(list(stacked), entering, shared, sides, pieces)]
+
+
+def _learning_if(busy: jax.Array, values: Any) -> Any:
+    """Values as they are, with gradients where ``busy``, and zeros elsewhere. A gradient of zero that went through the
+    stage would not stay zero: where a derivative of the stage is infinite, zero times it is NaN."""
+
+    def passed(a: Any) -> Any:
+        inexact = jnp.issubdtype(a.dtype, jnp.inexact)
+        return jax.lax.select(busy, a, jax.lax.stop_gradient(a)) if inexact else a
+
+    return jax.tree.map(passed, values)
