@@ -1,6 +1,8 @@
 """Programs that are alike are compiled once, and moved to the devices of the others."""
 
 import gc
+import threading
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -11,6 +13,7 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import SingleDeviceSharding
 
+from shardwright.backends.jax import compiled
 from shardwright.backends.jax.compiled import Compiler, lower, uncollected
 from shardwright.backends.jax.moved import load_on
 
@@ -24,7 +27,7 @@ def lowered(device: jax.Device) -> jax.stages.Lowered:
 def test_programs_that_are_alike_are_compiled_once() -> None:
     devices = jax.devices()[:3]
     with Compiler() as compiler:
-        waiting = [compiler.start(lowered(device), (device,)) for device in devices]
+        waiting = [compiler.start(partial(lowered, device), (device,)) for device in devices]
         runs = [wait() for wait in waiting]
     assert (compiler.done.programs, compiler.done.compiled) == (3, 1)
     x = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)
@@ -40,7 +43,7 @@ def test_a_jax_that_keeps_programs_otherwise_is_named(monkeypatch: pytest.Monkey
     devices = jax.devices()[:2]
     message = rf"JAX {jax.__version__} .*_JaxPjrtUnpickler.*one by one.*[Uu]se jax 0\.10"
     with Compiler() as compiler:
-        waiting = [compiler.start(lowered(device), (device,)) for device in devices]
+        waiting = [compiler.start(partial(lowered, device), (device,)) for device in devices]
         with pytest.warns(UserWarning, match=message):
             runs = [wait() for wait in waiting]
     assert (compiler.done.programs, compiler.done.compiled) == (2, 2)
@@ -63,7 +66,9 @@ def test_programs_from_jaxs_persistent_cache_run_on_every_device(tmp_path: Path)
                 waiting = []
                 for device in devices:
                     at = SingleDeviceSharding(device)
-                    program = lower(lambda x: (jax.nn.softmax(jax.nn.softmax(x @ x) @ x),), (shape,), (at,), (at,), ())
+                    program = partial(
+                        lower, lambda x: (jax.nn.softmax(jax.nn.softmax(x @ x) @ x),), (shape,), (at,), (at,), ()
+                    )
                     waiting.append(compiler.start(program, (device,)))
                 runs = [wait() for wait in waiting]
             for device, run in zip(devices, runs, strict=True):
@@ -97,23 +102,67 @@ def test_programs_with_callbacks_each_have_their_own() -> None:
         return lower(run, (jax.ShapeDtypeStruct((), jnp.float32),), (at,), (at,), ())
 
     with Compiler() as compiler:
-        waiting = [compiler.start(program(number), (device,)) for number in range(2)]
+        waiting = [compiler.start(partial(program, number), (device,)) for number in range(2)]
         for wait in waiting:
             jax.block_until_ready(wait()(jnp.float32(0)))
     jax.effects_barrier()
     assert seen == [0, 1]
 
 
+def test_alike_programs_with_callbacks_are_compiled_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They cannot be loaded on other devices: none waits for another to be compiled."""
+    devices, compile_, compiling = jax.devices()[:3], jax.stages.Lowered.compile, []
+    shape = jax.ShapeDtypeStruct((), jnp.float32)
+
+    def function(x: jax.Array) -> tuple[jax.Array]:
+        return (jax.pure_callback(np.cos, shape, x),)
+
+    def program(device: jax.Device) -> jax.stages.Lowered:
+        at = SingleDeviceSharding(device)
+        return lower(function, (shape,), (at,), (at,), ())
+
+    def seen(self: jax.stages.Lowered) -> jax.stages.Compiled:
+        compiling.append(threading.current_thread())
+        return compile_(self)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", seen)
+    with Compiler() as compiler:
+        waiting = [compiler.start(partial(program, device), (device,), "cosine") for device in devices]
+        runs = [wait() for wait in waiting]
+    assert (compiler.done.programs, compiler.done.compiled, len(compiling)) == (3, 3, 3)
+    assert threading.current_thread() not in compiling
+    for device, run in zip(devices, runs, strict=True):
+        (found,) = run(jax.device_put(jnp.float32(2), device))
+        assert found.devices() == {device}
+        np.testing.assert_allclose(found, np.cos(2), rtol=1e-6)
+
+
+def test_a_program_that_cannot_be_loaded_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it is asked for, as zeros are in every step."""
+    monkeypatch.setattr(compiled, "load_on", lambda *given: None)
+    devices, made = jax.devices()[:2], []
+
+    def lowering(device: jax.Device) -> jax.stages.Lowered:
+        made.append(device)
+        return lowered(device)
+
+    with Compiler() as compiler:
+        waiting = [compiler.start(partial(lowering, device), (device,), "alike") for device in devices]
+        runs = [[wait() for wait in waiting] for _ in range(3)]
+    assert made == devices
+    assert (compiler.done.programs, compiler.done.compiled) == (2, 2)
+    assert all(again[1] is runs[0][1] for again in runs)
+
+
 def test_a_program_that_does_not_compile_is_told_to_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """At every call, the program's own error; programs that would be loaded from it say the same."""
-    failed = [lowered(device) for device in jax.devices()[:2]]
 
     def refuse(self: jax.stages.Lowered) -> None:
         raise RuntimeError("out of registers")
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
     with Compiler() as compiler:
-        waiting = [compiler.start(one, (device,)) for one, device in zip(failed, jax.devices(), strict=False)]
+        waiting = [compiler.start(partial(lowered, device), (device,)) for device in jax.devices()[:2]]
     for wait in 2 * waiting:
         with pytest.raises(RuntimeError, match="out of registers"):
             wait()

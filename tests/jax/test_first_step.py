@@ -3,6 +3,7 @@ the others and leaves nothing behind."""
 
 import os
 import threading
+from functools import partial
 from typing import Any
 
 import jax
@@ -207,6 +208,28 @@ def test_another_length_is_another_step(graph: Graph) -> None:
     assert len(train._compiled) == 2
 
 
+def test_steps_after_the_first_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a JAX whose programs cannot be loaded on other devices, too."""
+    monkeypatch.setattr(compiled, "load_on", lambda *given: None)
+
+    def init() -> list[jax.Array]:
+        return [jax.random.normal(jax.random.key(number), (4, 4)) for number in range(3)]
+
+    def loss(params: list[jax.Array], batch: jax.Array) -> jax.Array:
+        for weight in params:
+            batch = jnp.tanh(batch @ weight)
+        return (batch**2).mean()
+
+    batch = np.ones((4, 4), np.float32)
+    graph = sw.capture(loss, (jax.eval_shape(init), batch))
+    train = sw.train_step(loss, optax.sgd(0.1), plan_of(graph, 3, batch=4), devices=jax.devices()[:3])
+    state, counts = train.init(init()), []
+    for _ in range(3):
+        state, _ = train(state, batch)
+        counts.append(train.compiled.compiled)
+    assert counts == [counts[0]] * 3
+
+
 # --- the compiler
 
 
@@ -226,8 +249,8 @@ def test_nothing_is_loaded_by_who_starts_a_program(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(compiled, "load_on", loading)
     first, second = jax.devices()[:2]
     with Compiler() as compiler:
-        compiler.start(doubled(first), (first,))()
-        found = compiler.start(doubled(second), (second,))()
+        compiler.start(partial(doubled, first), (first,))()
+        found = compiler.start(partial(doubled, second), (second,))()
     assert len(loaders) == 1
     assert threading.current_thread() not in loaders
     assert found(jax.device_put(jnp.ones(8), second))[0].devices() == {second}
@@ -245,7 +268,7 @@ def test_programs_that_cannot_be_loaded_are_compiled_beside_each_other(monkeypat
     monkeypatch.setattr(jax.stages.Lowered, "compile", compiling)
     devices = jax.devices()[:2]
     with Compiler() as compiler:
-        waiting = [compiler.start(doubled(device), (device,)) for device in devices]
+        waiting = [compiler.start(partial(doubled, device), (device,)) for device in devices]
         for wait in waiting:
             wait()
     assert (compiler.done.programs, compiler.done.compiled) == (2, 2)

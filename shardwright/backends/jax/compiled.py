@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from threading import Lock
 from types import TracebackType
 from typing import Any
@@ -64,23 +65,22 @@ class Compiler:
         for pool in (self._pool, self._loaders):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def start(self, lowered: jax.stages.Lowered, devices: Devices) -> Callable[[], Any]:
-        """Begin with a program, and return what waits for it. One whose text is known, for as many devices, is not
-        compiled again where it can be loaded on others, unless it calls Python, of which the text says no more than
-        that."""
-        return self._start(lowered, devices, None)
-
-    def start_like(
-        self, likeness: Hashable | None, lower: Callable[[], jax.stages.Lowered], devices: Devices
+    def start(
+        self, lower: Callable[[], jax.stages.Lowered], devices: Devices, likeness: Hashable | None = None
     ) -> Callable[[], Any]:
-        """As `start`, with what lowers a program: one whose ``likeness`` is known is not lowered again where it can be
-        loaded. None is like no other."""
+        """Begin with a program, given what lowers it, and return what waits for it.
+
+        One whose text is known, for as many devices, is not compiled again where it can be loaded on others, unless it
+        calls Python, of which the text says no more than that. One whose ``likeness`` is known is not lowered again
+        either; None is like no other.
+        """
         first, running = self._known.get((likeness, len(devices)), (devices, None))
         if likeness is None or running is None or not (devices == first or can_move(first)):
             return self._start(lower(), devices, likeness)
         self.done.programs += 1
         loading = self._loaders.submit(_load, running, first, devices)
 
+        @cache
         def wait() -> Any:
             return loading.result() or self._compiled(lower())
 
@@ -91,14 +91,15 @@ class Compiler:
         key = hashlib.sha256(text.encode()).hexdigest(), len(devices)
         self.done.programs += 1
         first, running = self._known.get(key, (devices, None))
-        if running is None or CALLBACK.search(text) or not (devices == first or can_move(first)):
+        calls_python = CALLBACK.search(text) is not None
+        if running is None or calls_python or not (devices == first or can_move(first)):
             self._count()
             first, running = devices, self._pool.submit(lowered.compile)
             self._known[key] = first, running
             waiting = running
         else:
             waiting = self._loaders.submit(self._load_or_compile, lowered, running, first, devices)
-        if likeness is not None:
+        if likeness is not None and not calls_python:  # what calls Python cannot be loaded on other devices
             self._known[likeness, len(devices)] = first, running
         return waiting.result
 

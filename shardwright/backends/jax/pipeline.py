@@ -259,7 +259,7 @@ class Pipeline:
         if all(isinstance(at, NamedSharding) for at in (*into, *out)):
             likeness = (function.function, tuple(at.spec for at in (*into, *out)))
         with uncollected():
-            running = self._compiler.start_like(likeness, partial(self._lower, stage, function), devices)
+            running = self._compiler.start(partial(self._lower, stage, function), devices, likeness)
 
         def wait() -> None:
             run = running()
@@ -320,9 +320,7 @@ class Pipeline:
 
         places = tuple(self._sharding(stage, key) for key in shapes)
         likeness = ("zeros", *((a.shape, a.dtype, at.spec) for a, at in zip(shapes.values(), places, strict=True)))
-        return self._compiler.start_like(
-            likeness, lambda: lower(zeros, (), None, places, ()), self.meshes.devices(stage)
-        )
+        return self._compiler.start(partial(lower, zeros, (), None, places, ()), self.meshes.devices(stage), likeness)
 
     # --- running
 

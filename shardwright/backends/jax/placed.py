@@ -223,7 +223,7 @@ class PlacedProgram:
             if likeness is not None:
                 likeness = (likeness, tuple(at.spec for at in (*shardings, *outs)), donate)
             devices = tuple(self.whole[piece.stage].mesh.devices.flat)
-            self._waiting[number] = compiler.start_like(likeness, lowering, devices)
+            self._waiting[number] = compiler.start(lowering, devices, likeness)
 
     def _likeness(self, number: int, piece: Piece) -> Hashable | None:
         """Equal for pieces that make the same of what they are given, packed alike."""
