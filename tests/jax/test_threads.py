@@ -1,11 +1,23 @@
-"""Pipelines where XLA has no more threads than devices, in a process of their own: the number is set once."""
+"""Pipelines where XLA has no more threads than devices, in a process of their own: the number is set once. And what
+keeps them going: a rank's actions under way are bounded."""
 
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+
+import shardwright.jax as sw
+from shardwright.backends.jax import pipeline
+from tests.jax.chains import plan_of
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -48,3 +60,48 @@ def test_a_rank_of_several_devices_is_not_handed_more_than_its_threads_get_throu
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("loss")
+
+
+@dataclass(eq=False)
+class Marker:
+    """What an action makes last, and whether it was waited for."""
+
+    array: jax.Array
+    done: bool = False
+
+    def block_until_ready(self) -> None:
+        self.done = True
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_no_more_than_the_bound_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every one of three steps of twelve actions a rank."""
+    monkeypatch.setattr(pipeline, "MOST_AHEAD", 3)
+
+    def loss(params: list[jax.Array], batch: jax.Array) -> jax.Array:
+        for weight in params:
+            batch = jnp.tanh(batch @ weight)
+        return (batch**2).mean()
+
+    params, batch = [jnp.eye(4), 2 * jnp.eye(4)], np.ones((24, 4), np.float32)
+    graph = sw.capture(loss, (params, batch))
+    train = sw.train_step(loss, optax.sgd(0.1), plan_of(graph, 2, 2, batch=24), devices=jax.devices()[:4])
+    state, _ = train(train.init(params), batch)
+    under_way: dict[int, list[int]] = {0: [], 1: []}
+    for rank, launches in enumerate(train.pipeline.launches):
+        made: list[Marker] = []
+
+        def run(*given: Any, launch: Any, made: list[Marker], rank: int) -> Any:
+            *results, marker = launch.run(*(a.array if isinstance(a, Marker) else a for a in given))
+            made.append(Marker(marker))
+            newest = max((i for i, other in enumerate(made) if other.done), default=-1)
+            under_way[rank].append(len(made) - 1 - newest)  # one that is done comes after all before it
+            return [*results, made[-1]]
+
+        for kind, launch in launches.items():
+            launches[kind] = replace(launch, run=partial(run, launch=launch, made=made, rank=rank))
+    for _ in range(3):
+        state, _ = train(state, batch)
+    for counts in under_way.values():
+        assert len(counts) == 3 * 12
+        assert max(counts) == 4  # three, and the one that was just handed over

@@ -1,5 +1,6 @@
 """What users give a step by mistake is named before anything runs, and what may be given in several forms is taken."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -100,8 +101,11 @@ def test_a_state_of_another_plan(graph: sw.Graph, of: tuple[int, int], pp: int, 
     train = training(graph, pp, dp=dp, shard=3)
     state = training(graph, of[0], dp=of[1], shard=3).init(params())
     for _ in range(2):  # before the step is compiled, and after
-        with pytest.raises(PlanError, match=r"where this plan keeps it .*another plan's.* train\.place\(state\)"):
+        with pytest.raises(PlanError, match=r"another plan's.* train\.place\(state\)") as error:
             train(state, BATCHES[0])
+        places = re.search(r"is on (cpu:.*) as .* where this plan keeps it on (cpu:.*) as ", str(error.value))
+        assert places
+        assert places[1] != places[2]
         _, expected = train(train.init(params()), BATCHES[0])
     _, found = train(train.place(state), BATCHES[0])
     assert float(found) == float(expected)

@@ -1,9 +1,12 @@
 """Arrays between stages: the same as by `jax.device_put`."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.lib import xla_client
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardwright.backends.jax import transfers
@@ -27,6 +30,36 @@ def kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_this_jax_has_the_short_way() -> None:
     assert direct_copy() is not None
+
+
+def test_it_is_tried_from_one_device_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, targets = xla_client.batched_copy_array_to_devices_with_sharding, []
+
+    def seen(arrays: Any, devices: Any, shardings: Any, *given: Any) -> Any:
+        targets.extend(zip(arrays, shardings, strict=True))
+        return copy(arrays, devices, shardings, *given)
+
+    monkeypatch.setattr(xla_client, "batched_copy_array_to_devices_with_sharding", seen)
+    assert direct_copy.__wrapped__() is not None
+    ((array, target),) = targets
+    assert not array.sharding.device_set & target.device_set
+
+
+@pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("UNIMPLEMENTED: CopyArrays"), TypeError("5 arguments")])
+def test_a_jax_that_refuses_it_copies_by_device_put(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def refuse(*given: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(xla_client, "batched_copy_array_to_devices_with_sharding", refuse)
+        found_way = direct_copy.__wrapped__()
+    assert found_way is None
+    monkeypatch.setattr(transfers, "direct_copy", lambda: found_way)
+    one, other = meshes(2)
+    array = jax.device_put(jnp.arange(4.0), placed(one, "dp"))
+    (found,) = Route([array], [array.sharding], [placed(other, "dp")])([array])
+    assert found.sharding == placed(other, "dp")
+    np.testing.assert_array_equal(found, np.arange(4.0))
 
 
 @pytest.mark.usefixtures("kept")

@@ -23,7 +23,11 @@ NUMBERED = frozenset({"m", "kept", "between", "sum", "marker"})
 def signature(
     flat: FlatProgram, equations: Iterable[Equation], inputs: Sequence[int], outputs: Iterable[Atom]
 ) -> Hashable | None:
-    """What equations make of inputs, whatever values are called. None where that cannot be told."""
+    """What equations make of inputs, whatever values are called. None where that cannot be told.
+
+    Parameters of equations that Python calls equal, such as 0.0 and -0.0, are taken as equal; constants are compared
+    bit by bit.
+    """
     names = {value: position for position, value in enumerate(inputs)}
     parts: dict[Any, int] = {}
     """Units and regions, numbered in the order in which they come."""

@@ -8,9 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from shardwright.backends.jax.tree import dotted, parameter_names
 from shardwright.core.errors import PlanError
+
+NAMED_DEVICES = 8
+"""How many an error says by name."""
 
 
 @jax.tree_util.register_dataclass
@@ -128,11 +132,21 @@ def require_places(arrays: Any, shardings: Any) -> None:
     named, places = jax.tree_util.tree_leaves_with_path(arrays), jax.tree.leaves(shardings)
     for (path, leaf), at in zip(named, places, strict=True):
         if not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(at, leaf.ndim):
-            found = leaf.sharding if isinstance(leaf, jax.Array) else "in the host's memory"
+            found = _described(leaf.sharding) if isinstance(leaf, jax.Array) else "in the host's memory"
             raise PlanError(
-                f"array {jax.tree_util.keystr(path)} of the state is {found} where this plan keeps it {at}: the state "
-                "is another plan's, or was moved; put it there with state = train.place(state)"
+                f"array {jax.tree_util.keystr(path)} of the state is {found} where this plan keeps it "
+                f"{_described(at)}: the state is another plan's, or was moved; put it there with "
+                "state = train.place(state)"
             )
+
+
+def _described(sharding: jax.sharding.Sharding) -> str:
+    """The devices too, which JAX does not say of a NamedSharding."""
+    devices: list[jax.Device] = sorted(sharding.device_set, key=lambda device: device.id)
+    named = ", ".join(f"{device.platform}:{device.id}" for device in devices[:NAMED_DEVICES])
+    more = f" and {len(devices) - NAMED_DEVICES} more" if len(devices) > NAMED_DEVICES else ""
+    split = f"{sharding.spec} over {dict(sharding.mesh.shape)}" if isinstance(sharding, NamedSharding) else sharding
+    return f"on {named}{more} as {split}"
 
 
 def fold_random(random: Any, step: jax.Array, microbatch: jax.Array) -> Any:

@@ -29,11 +29,14 @@ def direct_copy() -> Copy | None:
             made: list[Any] = copy(arrays, [at._internal_device_list for at in targets], targets, [reuse] * len(arrays))
             return made
 
-        mesh = jax.sharding.Mesh([jax.local_devices()[0]], "all")
-        at = NamedSharding(mesh, jax.sharding.PartitionSpec())
-        (found,) = run([jax.device_put(7, at)], [at])
-        return run if int(found) == 7 and found.sharding == at else None
-    except (ImportError, AttributeError, TypeError, ValueError):
+        devices = jax.local_devices()
+        here, there = (
+            NamedSharding(jax.sharding.Mesh([device], "all"), jax.sharding.PartitionSpec())
+            for device in (devices[0], devices[-1])
+        )
+        (found,) = run([jax.device_put(7, here)], [there])
+        return run if int(found) == 7 and found.sharding == there else None
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):  # JAX's own errors are the last
         return None
 
 
@@ -59,9 +62,6 @@ class Route:
             found: list[Any] = jax.device_put(list(arrays), self.targets) if arrays else []
             return found
         return list(arrays) if self._still else self._copy(arrays, self.targets)
-
-    def __len__(self) -> int:
-        return len(self.targets)
 
 
 def _split_alike(aval: Any, source: jax.sharding.Sharding, target: NamedSharding) -> bool:
