@@ -1,5 +1,6 @@
 """What worker scripts share: checks one after the other, results of all ranks in one file, and a rank that dies."""
 
+import gc
 import json
 import os
 import time
@@ -27,6 +28,7 @@ def leave(results: Any, out: str | Path) -> None:
         Path(out).write_text(json.dumps(results), encoding="utf-8")
     dist.barrier()  # no rank closes its connections while another still talks
     dist.destroy_process_group()
+    gc.collect()  # a group that something still refers to keeps threads, which can abort an interpreter that ends
 
 
 def dying(how: str) -> Callable[..., None]:
