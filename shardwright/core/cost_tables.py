@@ -1,5 +1,6 @@
 """What units cost at every tensor degree and microbatch size: counted once, shared by all candidates of a search."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -335,9 +336,10 @@ class CostTables:
 
     @property
     def repeated(self) -> tuple[bool, ...]:
-        """For every unit whether there are others like it."""
-        members = self.folded.classes
-        return tuple(len(members[unit.fold_class]) > 1 for unit in self.folded.units)
+        """For every unit whether there are others like it, as a plan tells them apart (`Plan.recomputed_units`): layers
+        of one stack, which read different rows of it, are alike."""
+        members = Counter(self.structure.unit_classes)
+        return tuple(members[held] > 1 for held in self.structure.unit_classes)
 
     def _send_s(self, size_bytes: int, tp: int, place: Place) -> float:
         """Seconds of a message from the stage before, all ranks of the stage sending theirs at once.

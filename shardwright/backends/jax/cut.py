@@ -8,7 +8,7 @@ uses them, however far.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,7 @@ def cut(
     state that cannot be read and written on one stage.
     """
     weight_stages = {value: planned.get(name, ()) for value, name in zip(weights, names, strict=True)}
-    placer = _Placer(flat, stages, weight_stages, state)
+    placer = Placer(flat, stages, weight_stages, state)
     placed = placer.run()
     _refuse_ordered_effects(flat.equations, placed)
     where = dict(zip((id(e) for e in flat.equations), placed, strict=True))
@@ -110,13 +110,20 @@ def cut(
     return Cut(flat, _parts(flat, per_stage, producer, home, held, live, state), tuple(held), live)
 
 
-class _Placer:
+class Placer:
     """Decides the stage of every equation: a number, or None for one that is made wherever it is needed."""
 
     def __init__(
-        self, flat: FlatProgram, stages: int, weight_stages: Mapping[int, tuple[int, ...]], state: Mapping[int, Carried]
+        self,
+        flat: FlatProgram,
+        stages: int,
+        weight_stages: Mapping[int, tuple[int, ...]],
+        state: Mapping[int, Carried],
+        own: Callable[[Equation], int | None] = lambda equation: equation.stage,
     ) -> None:
+        """own: the stage of an equation that is known before."""
         self.flat, self.stages, self.weight_stages, self.state = flat, stages, weight_stages, state
+        self.own = own
         self.anywhere: set[int] = set(flat.constants) | set(flat.arguments) - set(state) - set(weight_stages)
         """Values without activations or weights in them, which any stage can make."""
         self.following: set[int] = set(state)
@@ -127,7 +134,8 @@ class _Placer:
         self.of_weights: dict[int, frozenset[int]] = {w: frozenset(s) for w, s in weight_stages.items()}
         """Values made of weights alone → the stages of those weights."""
 
-    def run(self) -> list[int | None]:
+    def once(self) -> tuple[list[int | None], list[int]]:
+        """The stage of every equation, and the positions of those without one that follow the state."""
         equations = self.flat.equations
         fixed = [self._fixed(equation) for equation in equations]
         tail = self._only_for_state()
@@ -145,9 +153,14 @@ class _Placer:
                 placed.append(None)
                 continue
             least = max((stage_of.get(value, 0) for value in equation.values), default=0)
-            stage = least if index in tail and equation.stage is None else max(least, wished[index])
+            stage = least if index in tail and self.own(equation) is None else max(least, wished[index])
             placed.append(stage)
             stage_of.update((value, stage) for value in equation.outputs)
+        return placed, following
+
+    def run(self) -> list[int | None]:
+        """The stage of every equation. Raises PlanError for a stage without work, and for state on several."""
+        placed, following = self.once()
         once = {index: stage for index, stage in enumerate(placed) if stage is not None}
         self.homes = follow(self.flat, once, following, self.state, self.stages)
         placed = [once.get(index) for index in range(len(placed))]
@@ -162,8 +175,9 @@ class _Placer:
     def _fixed(self, equation: Equation) -> int | str | frozenset[int]:
         """A stage, "anywhere", or, where it is open, the stages of the weights that it reads."""
         inputs = list(equation.values)
-        if equation.stage is not None:
-            return equation.stage
+        own = self.own(equation)
+        if own is not None:
+            return own
         light = not equation.effects and _is_light(equation, self.flat)
         if light and all(value in self.anywhere for value in inputs):
             self.anywhere.update(equation.outputs)

@@ -49,7 +49,7 @@ class Equation:
     region: Region | None = None
     effects: frozenset[Any] = frozenset()
     is_layers: bool = False
-    """A loop over stacked weights: every iteration is a unit."""
+    """A loop over stacked weights: every iteration is a unit, or several, that may be recomputed by itself."""
 
     @property
     def values(self) -> Iterator[int]:
@@ -71,6 +71,8 @@ class FlatProgram:
     arguments: tuple[int, ...] = ()
     constants: dict[int, Any] = field(default_factory=dict)
     outputs: tuple[Atom, ...] = ()
+    looped_units: set[int] = field(default_factory=set)
+    """Those that are iterations of loops over stacked weights."""
 
     def new(self, aval: Any) -> int:
         self.avals.append(aval)
@@ -272,13 +274,15 @@ class _Flattener:
         region: Region | None,
         held: Collection[int] = (),
         avals: Sequence[Any] | None = None,
+        is_layers: bool | None = None,
     ) -> list[Atom]:
         outputs = tuple(self.flat.new(aval) for aval in avals or [v.aval for v in equation.outvars])
         stage, unit = self.home(call) or (next(iter(held)) if len(held) == 1 else None, None)
         effects = frozenset(getattr(equation, "effects", ()))
-        is_layers = equation.primitive.name == "scan" and any(
-            self._is_weight(value) for value in inputs[params["num_consts"] + params["num_carry"] :]
-        )
+        if is_layers is None:
+            is_layers = equation.primitive.name == "scan" and any(
+                self._is_weight(value) for value in inputs[params["num_consts"] + params["num_carry"] :]
+            )
         self.flat.equations.append(
             Equation(
                 equation.primitive,
@@ -312,7 +316,8 @@ class _Flattener:
 
     def _scan(self, equation: Any, inputs: list[Atom], call: int, region: Region | None) -> Sequence[Atom]:
         """A scan whose iterations belong to several stages becomes a scan for each stage, over its slice of what is
-        scanned; an iteration that itself lies on several is opened."""
+        scanned; an iteration that itself lies on several is opened. So it does where layers that are recomputed and
+        layers that are not follow each other."""
         params = equation.params
         length, body = params["length"], params["jaxpr"]
         if length > UNROLL_LIMIT:
@@ -327,10 +332,13 @@ class _Flattener:
         ]
         traced = {mark: outer.get(mark, mark) for mark in marks(body.jaxpr) if mark < len(self.traced)}
         stages = [self._homes((made or traced).values()) for made in iterations]
+        units = [self._units(made.values()) if loop else frozenset[int]() for made in iterations]
+        self.flat.looped_units.update(*units)
         held = set().union(*stages)
-        if len(held) <= 1:
-            return self._keep(equation, params, inputs, call, region, held)
-        return _ScanCutter(self, equation, inputs, call, region, iterations, stages).run()
+        if len(held) <= 1 and len({bool(own) for own in units}) <= 1:
+            again = any(units) if loop else None
+            return self._keep(equation, params, inputs, call, region, held, is_layers=again)
+        return _ScanCutter(self, equation, inputs, call, region, iterations, stages, units).run()
 
     def _is_weight(self, value: Atom) -> bool:
         return isinstance(value, int) and (value in self.weights or value in self.casts)
@@ -338,6 +346,10 @@ class _Flattener:
     def _homes(self, numbers: Iterable[int]) -> frozenset[int]:
         homes = (self.home(number) for number in numbers)
         return frozenset(home[0] for home in homes if home is not None)
+
+    def _units(self, numbers: Iterable[int]) -> frozenset[int]:
+        homes = (self.home(number) for number in numbers)
+        return frozenset(home[1] for home in homes if home is not None and home[1] is not None)
 
 
 class _ScanCutter:
@@ -352,9 +364,10 @@ class _ScanCutter:
         region: Region | None,
         iterations: Sequence[dict[int, int]],
         stages: Sequence[frozenset[int]],
+        units: Sequence[frozenset[int]],
     ) -> None:
         self.flattener, self.equation, self.call, self.region = flattener, equation, call, region
-        self.iterations, self.stages = iterations, stages
+        self.iterations, self.stages, self.units = iterations, stages, units
         params = equation.params
         self.fixed = inputs[: params["num_consts"]]
         self.carry = inputs[params["num_consts"] : params["num_consts"] + params["num_carry"]]
@@ -377,11 +390,13 @@ class _ScanCutter:
         return [*self.carry, *stacked]
 
     def _segments(self) -> list[tuple[int, int]]:
-        """Runs of iterations, in the order in which they run, that lie on one stage; or single ones that do not."""
+        """Runs of iterations, in the order in which they run, that lie on one stage and are all recomputed or none; or
+        single ones that lie on several."""
         found: list[tuple[int, int]] = []
         for position, stages in enumerate(self.stages):
-            same = found and len(stages) == 1 and self.stages[found[-1][0]] == stages
-            if same:
+            first = found[-1][0] if found else position
+            same = len(stages) == 1 and self.stages[first] == stages
+            if found and same and bool(self.units[first]) == bool(self.units[position]):
                 found[-1] = (found[-1][0], position + 1)
             else:
                 found.append((position, position + 1))
@@ -397,7 +412,7 @@ class _ScanCutter:
             changed = {**params, "length": length, "unroll": min(params["unroll"], length)}
             return self.flattener._keep(
                 self.equation, changed, [*self.fixed, *self.carry, *rows], self.call, self.region,
-                self.stages[start], avals,
+                self.stages[start], avals, bool(self.units[start]),
             )  # fmt: skip
         squeezed = [self._squeeze(row) for row in rows]
         before = self.flattener.renumbered

@@ -16,6 +16,7 @@ from shardwright.backends.jax.loss import Microbatches
 from shardwright.backends.jax.stage_functions import Operands
 from shardwright.backends.jax.state import Parts
 from shardwright.backends.jax.trace import Recorder, TracedCall
+from shardwright.backends.jax.units import name_units
 from shardwright.core.errors import PlanError
 from shardwright.core.plan import Plan
 
@@ -63,6 +64,7 @@ def cut_microbatch(
     flat.outputs = (*flat.outputs[:2], *(atom for *_, atom in changed))
     carried = {value: Carried(name, 2 + position) for position, (value, name, _) in enumerate(changed)}
     _refuse_closed_over(flat, parts, weights)
+    name_units(flat, plan, dict(zip(weights, names, strict=True)), carried)
     found = cut(flat, plan.stages, weights, names, planned, holdings, carried)
     specs = {}
     if microbatches.replicas > 1:

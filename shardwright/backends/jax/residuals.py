@@ -14,7 +14,7 @@ from shardwright.backends.jax.equations import Equation, FlatProgram
 CHEAP = frozenset(
     {"abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "div", "eq"}
     | {"expand_dims", "ge", "gt", "integer_pow", "iota", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or"}
-    | {"reshape", "select_n", "sign", "square", "squeeze", "stop_gradient", "sub", "transpose", "xor"}
+    | {"reshape", "select_n", "sign", "slice", "square", "squeeze", "stop_gradient", "sub", "transpose", "xor"}
 )
 """Arithmetic that fuses with what reads it. Transcendental functions, products and reductions are kept."""
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "scan", "while"})
