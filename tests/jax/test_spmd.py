@@ -32,6 +32,20 @@ def expected() -> Run:
     return module_reference(loss_fn, maker(BLOCKS), optimizer(), batches(2))
 
 
+def trained_as(expected: Run, train: sw.TrainStep) -> sw.TrainState:
+    """The state after two steps, whose losses and parameters are those expected."""
+    state = train.init(maker(BLOCKS))
+    losses = []
+    for batch in batches(2):
+        state, loss = train(state, batch)
+        losses.append(float(loss))
+    np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
+    after = named(nnx.state(train.params(state), nnx.Param))
+    for name, value in expected.params.items():
+        np.testing.assert_allclose(after[name], value, rtol=2e-3, atol=2e-5, err_msg=name)
+    return state
+
+
 @pytest.mark.parametrize(
     ("pp", "dp", "pins"),
     [
@@ -44,15 +58,7 @@ def test_losses_and_parameters_are_the_unsplit_models(expected: Run, pp: int, dp
     plan = plan_of(BLOCKS, pp, dp, **pins)
     devices = jax.devices()[: plan.mesh.size]
     train = sw.train_step(loss_fn, optimizer(), plan, devices=devices, one_program=True)
-    state = train.init(maker(BLOCKS))
-    losses = []
-    for batch in batches(2):
-        state, loss = train(state, batch)
-        losses.append(float(loss))
-    np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
-    after = named(nnx.state(train.params(state), nnx.Param))
-    for name, value in expected.params.items():
-        np.testing.assert_allclose(after[name], value, rtol=2e-3, atol=2e-5, err_msg=name)
+    state = trained_as(expected, train)
     for tree in (state.params, state.optimizer):  # every device holds its share of the blocks
         assert tree["stacks"]
         for stack in tree["stacks"]:
@@ -85,15 +91,7 @@ def test_ranks_without_work_learn_nothing(
         train = sw.train_step(
             loss_fn, optimizer(), plan_of(BLOCKS, 2, **pins), devices=jax.devices()[:2], one_program=one_program
         )
-        state = train.init(maker(BLOCKS))
-        losses = []
-        for batch in batches(2):
-            state, loss = train(state, batch)
-            losses.append(float(loss))
-        np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
-        after = named(nnx.state(train.params(state), nnx.Param))
-        for name, value in expected.params.items():
-            np.testing.assert_allclose(after[name], value, rtol=2e-3, atol=2e-5, err_msg=name)
+        trained_as(expected, train)
 
 
 def test_gradients_pass_where_there_is_work() -> None:
