@@ -21,7 +21,7 @@ _NO_INTER_REGION = "a cluster of several regions needs inter_region: the name of
 class NodeGroup:
     """Nodes that are alike: how many, what each holds, and the link inside each.
 
-    Raises ClusterError when a count is not an integer of at least 1.
+    Raises ClusterError when a count is not an integer of at least 1, or the device or link is not one.
     """
 
     device: Device
@@ -34,6 +34,9 @@ class NodeGroup:
     def __post_init__(self) -> None:
         check.whole("cluster", "nodes", self.nodes, at_least=1)
         check.whole("cluster", "devices_per_node", self.devices_per_node, at_least=1)
+        for name, kind in (("device", Device), ("intra_node", Link), ("region", str)):
+            if not isinstance(given := getattr(self, name), kind):
+                raise ClusterError(f"a group of nodes needs {name} as a {kind.__name__}; given {given!r}")
 
     @property
     def devices(self) -> int:
@@ -101,9 +104,11 @@ class Cluster:
         link between them."""
         if not groups:
             raise ClusterError("a cluster needs at least one group of nodes; given none")
+        for group in groups:
+            if not isinstance(group, NodeGroup):
+                raise ClusterError(f"a cluster is made of groups of nodes, each a NodeGroup; given {group!r}")
         self = object.__new__(cls)
-        between = [load_link(link) if isinstance(link, str) else link for link in (inter_node, inter_region)]
-        self._settle(tuple(groups), *between)
+        self._settle(tuple(groups), _link(inter_node), _link(inter_region))
         return self
 
     def _settle(self, groups: tuple[NodeGroup, ...], inter_node: Link | None, inter_region: Link | None) -> None:
@@ -281,13 +286,17 @@ def _resolve(
     else:
         profile = device if isinstance(device, Profile) else load_profile(device)
         device, usual = profile.device, (profile.intra_node, profile.inter_node)
-    inside = (load_link(intra_node) if isinstance(intra_node, str) else intra_node) or usual[0]
-    outside = (load_link(inter_node) if isinstance(inter_node, str) else inter_node) or usual[1]
+    inside, outside = _link(intra_node) or usual[0], _link(inter_node) or usual[1]
     if inside is None:
         raise ClusterError(
             f"device {device.name!r} is not in the catalogue, so it needs intra_node: the name of a link, or a Link"
         )
     return device, inside, outside
+
+
+def _link(given: str | Link | None) -> Link | None:
+    """A link by name or value. Raises ClusterError for an unknown name, or what is no link."""
+    return given if given is None or isinstance(given, Link) else load_link(given)
 
 
 def _usual_links(device: Device) -> tuple[Link, Link] | tuple[None, None]:

@@ -144,6 +144,12 @@ def test_impossible_questions_are_refused() -> None:
         ({"devices_per_node": 2.0}, "devices_per_node must be an integer of at least 1; given 2.0"),
         ({"nodes": True}, "nodes must be an integer"),
         ({"intra_node": "nvlink33"}, "link 'nvlink33' is not known; did you mean 'nvlink3'"),
+        ({"device": 4}, "hardware is the name of a profile, the path of a profile file or a Device; given 4"),
+        (
+            {"intra_node": 150e9},
+            "a link is the name of a known one, or a Link with bandwidth and latency; given 15",
+        ),
+        ({"inter_node": load_device("t4")}, "a link is the name of a known one, or a Link"),
         ({"device": dataclasses.replace(load_device("t4"), name="mine")}, "'mine' is not in the catalogue"),
         (
             {"device": dataclasses.replace(load_device("t4"), name="mine"), "intra_node": "pcie3"},
@@ -155,6 +161,18 @@ def test_an_impossible_cluster_is_refused(arguments: dict[str, object], message:
     with pytest.raises(ClusterError) as caught:
         Cluster(**({"device": "t4", "nodes": 2, "devices_per_node": 2} | arguments))  # type: ignore[arg-type]
     assert message in str(caught.value)
+
+
+def test_groups_that_are_none_are_refused() -> None:
+    known, inside = load_device("t4"), load_link("pcie3")
+    with pytest.raises(ClusterError, match="needs device as a Device; given 't4'"):
+        NodeGroup("t4", 1, 4, inside)  # type: ignore[arg-type]
+    with pytest.raises(ClusterError, match="needs intra_node as a Link; given 'pcie3'"):
+        NodeGroup(known, 1, 4, "pcie3")  # type: ignore[arg-type]
+    with pytest.raises(ClusterError, match="each a NodeGroup; given"):
+        Cluster.of_groups([known])  # type: ignore[list-item]
+    with pytest.raises(ClusterError, match="preset 4 is not known; did you mean 'p4d'"):
+        Cluster.preset(4)  # type: ignore[arg-type]
 
 
 def test_one_node_of_a_new_device_needs_no_link_between_nodes() -> None:

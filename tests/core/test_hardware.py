@@ -115,6 +115,11 @@ def test_a_precision_that_the_device_lacks_is_refused() -> None:
         ({"peak_flops_per_s": {"bf61": 1e12}}, "precision 'bf61' is not known; did you mean 'bf16'"),
         ({"peak_flops_per_s": {"bf16": math.inf}}, "peak_flops_per_s.bf16 must be a finite number"),
         ({"peak_flops_per_s": {"bf16": True}}, "peak_flops_per_s.bf16 must be a finite number"),
+        ({"peak_flops_per_s": {16: 1e12}}, "precision 16 is not known"),
+        (
+            {"peak_flops_per_s": 312e12},
+            "peak_flops_per_s gives a peak for each precision, {'bf16': NUMBER}; given 3",
+        ),
         ({"reserved_memory_bytes": 2**40}, "must be below memory_bytes"),
         ({"kind": "gpus"}, "kind 'gpus' is not known; did you mean 'gpu'"),
         ({"price_usd_per_hour": -1.0}, "price_usd_per_hour must be"),
@@ -194,6 +199,22 @@ def test_a_profile_file_of_ones_own(tmp_path) -> None:
         ("format = 1", "format = 2", "format 2 is newer than this version reads (1)"),
         ("format = 1", "", "format: missing"),
         ("[links]", "[links", "is not a TOML hardware profile"),
+        ("format = 1", "format = 0", "there is no format 0; this version reads format 1"),
+        ("matmul_efficiency = {", "matmul_efficency = {", "matmul_efficiency: missing; add matmul_efficiency = { val"),
+        ("value = 0.868", "value = 86.8", "matmul_efficiency: 86.8 is not plausible, expected 0.001 to 1; the unit"),
+        ("value = 0.868", "value = 1e-30", "matmul_efficiency: 1e-30 is not plausible"),
+        ("value = 108", "value = 1e300", "compute_units: 1e+300 is not plausible, expected 1 to 100000; the unit is"),
+        ("value = 64", "value = -1", "tile_depth: -1 is not plausible, expected 0 to 4096; the unit is contracted"),
+        (
+            'inter_node = "ib-hdr200"',
+            "inter_node = { bandwidth_bytes_per_s = 25e9, latency_s = 9.6 }",
+            "links.inter_node: custom.latency_s: 9.6 is not plausible, expected 0 to 1; the unit is seconds",
+        ),
+        (
+            "[links]",
+            '[[products]]\nprecision = "bf16"\nm = 1\nn = 1\nk = 1\nflops_per_s = 250.0\n[links]',
+            "products.0.flops_per_s: 250 is not plausible",
+        ),
     ],
 )  # fmt: skip
 def test_a_faulty_profile_file_is_refused_with_the_path_inside_it(tmp_path, old: str, new: str, message: str) -> None:

@@ -31,6 +31,8 @@ def load_profile(name: str | Path) -> Profile:
     Raises ClusterError when there is no such profile (with the nearest name), or the file is not valid (with the path
     inside it).
     """
+    if not isinstance(name, str | Path):
+        raise ClusterError(f"hardware is the name of a profile, the path of a profile file or a Device; given {name!r}")
     if isinstance(name, Path) or name.endswith(".toml"):
         return profile_of(schema.read_toml(Path(name), "hardware profile"), str(name))
     return _known_profile(name)
@@ -43,10 +45,11 @@ def load_device(name: str | Path) -> Device:
 
 def load_link(name: str) -> Link:
     """The link called ``name``. Raises ClusterError when there is none (with the nearest name)."""
-    try:
-        return _links()[name]
-    except KeyError:
-        raise ClusterError(f"link {name!r} is not known; {nearest(name, _links())}") from None
+    if not isinstance(name, str):
+        raise ClusterError(f"a link is the name of a known one, or a Link with bandwidth and latency; given {name!r}")
+    if name not in _links():
+        raise ClusterError(f"link {name!r} is not known; {nearest(name, _links())}")
+    return _links()[name]
 
 
 def preset_names() -> tuple[str, ...]:
@@ -56,10 +59,9 @@ def preset_names() -> tuple[str, ...]:
 
 def load_preset(name: str) -> schema.PresetTable:
     """The kind of node called ``name``. Raises ClusterError when there is none (with the nearest name)."""
-    try:
-        return _presets()[name]
-    except KeyError:
-        raise ClusterError(f"preset {name!r} is not known; {nearest(name, _presets())}") from None
+    if not isinstance(name, str) or name not in _presets():
+        raise ClusterError(f"preset {name!r} is not known; {nearest(str(name), _presets())}")
+    return _presets()[name]
 
 
 @cache
@@ -82,13 +84,16 @@ def profile_of(document: dict[str, Any], source: str) -> Profile:
     """The profile in a document, as a profile file holds it. Raises ClusterError that names ``source`` and the path of
     each fault inside it."""
     table = schema.parse(schema.ProfileFile, document, source)
-    try:
-        links = {}
-        for place in ("intra_node", "inter_node"):
-            given = getattr(table.links, place)
-            links[place] = load_link(given) if isinstance(given, str) else schema.to_link(given.name, given, source)
-    except ClusterError as error:
-        raise ClusterError(f"{source}: links: {error}") from None
+    links = {}
+    for place in ("intra_node", "inter_node"):
+        given = getattr(table.links, place)
+        if isinstance(given, str):
+            try:
+                links[place] = load_link(given)
+            except ClusterError as error:
+                raise ClusterError(f"{source}: links: {error}") from None
+        else:
+            links[place] = schema.to_link(given.name, given, f"{source}: links.{place}")
     return Profile(device=schema.to_device(table, source), **links)
 
 

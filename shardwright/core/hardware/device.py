@@ -143,13 +143,19 @@ class Device:
                 f"{owner}: reserved_memory_bytes ({self.reserved_memory_bytes}) must be below memory_bytes "
                 f"({self.memory_bytes})"
             )
+        if self.peak_flops_per_s and not isinstance(self.peak_flops_per_s, Mapping):
+            raise ClusterError(
+                f"{owner}: peak_flops_per_s gives a peak for each precision, {{'bf16': NUMBER}}; "
+                f"given {self.peak_flops_per_s!r}"
+            )
         if not self.peak_flops_per_s:
             raise ClusterError(
                 f"{owner}: peak_flops_per_s must name at least one of {', '.join(PRECISIONS)}; given none"
             )
         for precision, peak in self.peak_flops_per_s.items():
             if precision not in PRECISIONS:
-                raise ClusterError(f"{owner}: precision {precision!r} is not known; {nearest(precision, PRECISIONS)}")
+                known = nearest(str(precision), PRECISIONS)
+                raise ClusterError(f"{owner}: precision {precision!r} is not known; {known}")
             check.positive(owner, f"peak_flops_per_s.{precision}", peak)
         check.positive(owner, "memory_bandwidth_bytes_per_s", self.memory_bandwidth_bytes_per_s)
         check.positive(owner, "kernel_launch_s", self.kernel_launch_s, zero_allowed=True)

@@ -11,26 +11,12 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 from shardwright.core.errors import ClusterError, nearest
 from shardwright.core.hardware.device import Device, Kind, MeasuredProduct, MeasuredUnit
 from shardwright.core.hardware.link import Link, Sharing
+from shardwright.core.hardware.plausible import check_plausible
 
 FORMAT = 1
 """The version of profile, link and cluster files that this version writes, and the newest that it reads."""
 
 _SET_BY_USER = "user: set in code"
-
-# Outside these a number in a hand-written file is almost surely in another unit (80 for 80 GB, 400 for 400 Gb/s).
-_PLAUSIBLE = {
-    "memory_bytes": (1e8, 1e14),
-    "reserved_memory_bytes": (0.0, 1e12),
-    "peak_flops_per_s": (1e8, 1e17),
-    "memory_bandwidth_bytes_per_s": (1e7, 1e15),
-    "host_link_bandwidth_bytes_per_s": (1e6, 1e14),
-    "bandwidth_bytes_per_s": (1e5, 1e14),
-    "kernel_launch_s": (0.0, 0.1),
-    "dispatch_s": (0.0, 0.1),
-    "tile_depth": (0.0, 4096.0),
-    "latency_s": (0.0, 10.0),
-    "price_usd_per_hour": (0.0, 1e4),
-}
 
 
 class _Section(BaseModel):
@@ -217,6 +203,8 @@ def parse(section: type[SectionT], document: object, source: str, *, assumed: tu
     newer = document.get("format") if isinstance(document, dict) else None
     if isinstance(newer, int) and newer > FORMAT:
         raise ClusterError(f"{source}: format {newer} is newer than this version reads ({FORMAT}); upgrade shardwright")
+    if isinstance(newer, int) and newer < 1:
+        raise ClusterError(f"{source}: there is no format {newer}; this version reads format {FORMAT}")
     try:
         return section.model_validate(document)
     except ValidationError as error:
@@ -230,10 +218,12 @@ def _fault(section: type[BaseModel], fault: Any, assumed: tuple[str | int, ...])
     path = ".".join(str(part) for part in shown) or "(top)"
     if fault["type"] == "extra_forbidden":
         return f"{path}: unknown key; {nearest(str(location[-1]), _keys_at(section, location[:-1]))}"
+    wanted = '{ value = NUMBER, origin = "KIND: which one" }'
     if fault["type"] == "missing":
-        return f"{path}: missing"
+        field = section.model_fields.get(str(location[0])) if len(location) == 1 else None
+        is_constant = field is not None and field.annotation is Constant
+        return f"{path}: missing; add {path} = {wanted}" if is_constant else f"{path}: missing"
     if fault["type"] == "model_type" and fault["ctx"]["class_name"] == Constant.__name__:
-        wanted = '{ value = NUMBER, origin = "KIND: which one" }'
         return f"{path}: expected a number and where it comes from, {wanted}; given {fault['input']!r}"
     return f"{path}: {fault['msg']}; given {fault['input']!r}"
 
@@ -258,22 +248,6 @@ def _inner_section(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def check_plausible(source: str, path: str, value: float) -> None:
-    """Raise ClusterError when ``value`` cannot be in the unit that its name states."""
-    name = next((part for part in reversed(path.split(".")) if part in _PLAUSIBLE), None)
-    if name is None:
-        return
-    low, high = _PLAUSIBLE[name]
-    if not low <= value <= high:
-        unit = "bytes" if name.endswith("_bytes") else "seconds" if name.endswith("_s") and "per" not in name else None
-        if name.startswith("price"):
-            unit = "US dollars for one device and hour"
-        unit = unit or ("FLOPs per second" if "flops" in name else "bytes per second")
-        raise ClusterError(
-            f"{source}: {path}: {value:g} is not plausible, expected {low:g} to {high:g}; the unit is {unit}"
-        )
-
-
 def to_device(table: DeviceTable, source: str) -> Device:
     """The device that ``table`` describes. Raises ClusterError that names the path of the fault."""
     constants: dict[str, Constant] = {
@@ -282,6 +256,10 @@ def to_device(table: DeviceTable, source: str) -> Device:
     peaks = {f"peak_flops_per_s.{precision}": constant for precision, constant in table.peak_flops_per_s.items()}
     for path, constant in (constants | peaks).items():
         check_plausible(source, path, constant.value)
+    for place in ("products", "units"):
+        for index, measured in enumerate(getattr(table, place, ())):
+            for name, value in measured:
+                check_plausible(source, f"{place}.{index}.{name}", value)
     numbers: dict[str, Any] = {name: constant.value for name, constant in constants.items()}
     for name in ("memory_bytes", "reserved_memory_bytes", "compute_units"):
         if name not in numbers:
