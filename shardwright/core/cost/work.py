@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from shardwright.core.cost.kept import Kept, aliases
 from shardwright.core.cost.live import LiveBytes
+from shardwright.core.cost.opaque import most_flops, result_of
 from shardwright.core.cost.pieces import Pieces
 from shardwright.core.fold import Unit
 from shardwright.core.graph import ITEM_BYTES, Graph, Op
@@ -19,6 +20,8 @@ PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 FREE_KINDS = frozenset({"view", "create"})
 PRODUCT_KINDS = frozenset({"contraction", "attention"})
+_ALONE_KINDS = PRODUCT_KINDS | {"opaque"}
+"""Kernels of their own, into which no elementwise op is fused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ class SharedValue:
 
 def contraction_flops(graph: Graph, op: Op, batch: int) -> int:
     """2 · (product of all label sizes) for a contraction; both products of an attention; of an op that nothing is known
-    of, those of the product that its operands would allow; 0 for other kinds."""
+    of, the most that such operands are usually for; 0 for other kinds."""
     if op.kind == "contraction":
         return 2 * math.prod(graph.label_sizes(op, batch).values())
     if op.kind == "attention":
@@ -121,16 +124,7 @@ def contraction_flops(graph: Graph, op: Op, batch: int) -> int:
         sizes = graph.label_sizes(op, batch)
         keys = math.prod(sizes[x] for x in set(labels[1]) - set(labels[0]) - {-1})  # -1: one head for all queries
         return 2 * keys * (math.prod(query) + math.prod(query[:-1]) * value[-1])
-    return _most_flops(graph, op, batch) if op.kind == "opaque" else 0
-
-
-def _most_flops(graph: Graph, op: Op, batch: int) -> int:
-    """Of a product of the two largest operands with this result: m·k, k·n and m·n entries give m·n·k."""
-    sizes = sorted(graph.tensors[t].elements(batch) for t in op.inputs if graph.tensors[t].is_floating)
-    if len(sizes) < 2 or not op.outputs:
-        return 0
-    result = max(graph.tensors[t].elements(batch) for t in op.outputs)
-    return 2 * math.isqrt(sizes[-1] * sizes[-2] * result)
+    return most_flops(graph, op, batch) if op.kind == "opaque" else 0
 
 
 def forward_flops(graph: Graph, batch: int) -> int:
@@ -216,7 +210,7 @@ class WorkCounter:
                 whole = graph.label_sizes(op, batch)[label]
                 size = 2 * self.size_bytes(op.outputs[0], batch, precision) // whole
                 small.append(Collective("all_reduce", size, axis))
-            if op.kind in PRODUCT_KINDS or (op.kind == "opaque" and contraction_flops(graph, op, batch)):
+            if op.kind in _ALONE_KINDS:
                 size = sum(held(index, i) for i in range(operands))
                 products.append(self._product(op, batch, cut.of_labels(index, op), size))
                 if index in self._kept.computed_again:
@@ -409,11 +403,14 @@ class WorkCounter:
 
     def _product(self, op: Op, batch: int, ways: Mapping[int, int], size_bytes: int) -> Product:
         flops = contraction_flops(self.graph, op, batch) // math.prod(ways.values())
-        if op.kind in ("attention", "opaque"):
+        has_backward = any(t in self._needs_gradient for t in op.inputs)
+        if op.kind == "attention":
             # Five products against two: the scores are computed again (FlashAttention, arXiv 2205.14135).
-            often = 2.5 if op.kind == "attention" else 2.0
-            back = often if any(t in self._needs_gradient for t in op.inputs) else 0.0
-            return Product(flops, size_bytes, 0, 0, 0, 0, back, 0.0)
+            return Product(flops, size_bytes, 0, 0, 0, 0, 2.5 if has_backward else 0.0, 0.0)
+        if op.kind == "opaque":
+            shape = result_of(self.graph, op, batch).shape(batch)
+            m, n = max(1, math.prod(shape[:-1])), max(1, *shape[-1:])
+            return Product(flops, size_bytes, 1, m, n, -(-flops // (2 * m * n)), 2.0 if has_backward else 0.0, 0.0)
         trained = [t for t in op.inputs if t in self._needs_gradient]
         weights = [t for t in trained if self._is_weight(t)]
         sizes = {label: max(1, size // ways.get(label, 1)) for label, size in self.graph.label_sizes(op, batch).items()}
@@ -444,7 +441,7 @@ class WorkCounter:
         moved, op = 0, self.graph.ops[index]
         for position, tensor in enumerate(op.inputs):
             made = made_here.get(self.memory_of(tensor))
-            if made is None or self.graph.ops[made].kind in PRODUCT_KINDS:
+            if made is None or self.graph.ops[made].kind in _ALONE_KINDS:
                 # A lookup reads only the rows that it returns.
                 is_table = op.kind == "gather" and tensor == op.inputs[0]
                 moved += held(index, len(op.inputs) if is_table else position)
@@ -467,7 +464,7 @@ class WorkCounter:
 
         for index in range(unit.first_op, unit.end_op):
             op = self.graph.ops[index]
-            if op.kind in FREE_KINDS or op.kind in PRODUCT_KINDS:
+            if op.kind in FREE_KINDS or op.kind in _ALONE_KINDS:
                 continue
             parent[index] = index
             for tensor in op.inputs:
@@ -481,4 +478,4 @@ class WorkCounter:
         op = self.graph.ops[user]
         if op.kind == "view":
             return any(self._is_far(u) for t in op.outputs for u in self._users.get(t, []))
-        return op.kind in PRODUCT_KINDS
+        return op.kind in _ALONE_KINDS
