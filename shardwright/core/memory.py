@@ -128,6 +128,11 @@ def recomputed_s(unit: UnitCost, recompute: Mode) -> float:
     return unit.selective_s if recompute == "selective" else 0.0
 
 
+def collectives_s(unit: UnitCost, recompute: Mode) -> float:
+    """Seconds of one microbatch's collectives over the tensor axis, with those that full recompute runs again."""
+    return unit.collective_s + (unit.forward_collective_s if recompute == "full" else 0.0)
+
+
 def live_microbatches(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
     """For every rank how many activations of one stage are live at most. Schedules settle: beyond a few rounds of the
     pipeline the count is constant or grows evenly, so long ones are extrapolated from short ones."""

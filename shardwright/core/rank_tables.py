@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from shardwright.core.apart import stages_bytes
 from shardwright.core.cost.unit import UnitCost
 from shardwright.core.errors import PlanError
-from shardwright.core.memory import MemoryUse, state_bytes
+from shardwright.core.memory import MemoryUse, collectives_s, state_bytes
 from shardwright.core.partition.exact import Matrix, min_max_cut, spread_cut
 from shardwright.core.schedule import StageCosts
 from shardwright.core.stages import MemoryRequest, UnitTable
@@ -414,7 +414,7 @@ class RankTables:
             before, units = found[rank], table.units[a:b]
             found[rank] = RankWork(
                 before.seconds + sum(table.passes_s(a, b)),
-                before.collective_s + sum(u.collective_s for u in units),
+                before.collective_s + sum(map(collectives_s, units, table.modes[a:b])),
                 before.once_s + sum(u.step_s for u in units),
                 before.elements + int(table.range_trained[a, b]),
                 before.held_elements + int(table.range_elements[a, b]),

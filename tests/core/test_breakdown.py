@@ -1,10 +1,15 @@
 """The parts of a step add up, and each is what it says."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 import shardwright as sw
 from shardwright import Cluster
 from shardwright.core.breakdown import break_down
+from shardwright.core.cluster import NodeGroup
+from shardwright.core.hardware import load_device, load_link
 from tests.core.toy import decoder
 
 USUAL = {"schedule": "1f1b", "virtual_stages": 1, "placement_order": "PDT"}
@@ -26,6 +31,26 @@ def test_the_parts_add_up_to_the_step_on_every_rank(pins: dict[str, int]) -> Non
         assert min(part.transfer_s, part.bubble_s) >= 0
         assert (part.tensor_s > 0) == (plan.decision.tp > 1)
     assert max(part.tensor_s for part in parts) == pytest.approx(plan.predicted.tensor_collective_s)
+
+
+def test_replicas_on_unlike_devices_take_the_time_of_the_slower(tmp_path: Path) -> None:
+    fast, slow = (NodeGroup(load_device(name), 1, 4, load_link("nvlink2")) for name in ("a100-80gb", "v100"))
+    pins: dict[str, Any] = {"pp": 1, "dp": 8, "tp": 1, "batch": 64, "microbatch": 2, "shard": 0, "precision": "fp16"}
+    for groups in ((fast, slow), (slow, fast)):
+        plan = sw.plan(GRAPH, Cluster.of_groups(groups, "efa-400g"), **pins)
+        plan.save(tmp_path / "plan.json")
+        (part,) = break_down(sw.Plan.load(tmp_path / "plan.json"))
+        assert part.total_s == pytest.approx(plan.predicted.step_time_s, rel=1e-6)
+
+
+def test_full_recompute_runs_collectives_of_the_forward_again() -> None:
+    pins: dict[str, Any] = {"pp": 1, "dp": 1, "tp": 4, "batch": 16, "microbatch": 4, "sequence_parallel": False}
+    cluster = Cluster("a100-80gb", devices_per_node=4)
+    plans = [sw.plan(GRAPH, cluster, recompute=recompute, **pins) for recompute in ("none", "full")]
+    once, again = (plan.predicted.tensor_collective_s for plan in plans)
+    assert 1.3 * once < again < 1.5 * once  # of the layers, half are the forward's; the rest of the model runs once
+    for plan in plans:
+        assert break_down(plan)[0].tensor_s == pytest.approx(plan.predicted.tensor_collective_s)
 
 
 def test_slow_links_are_transfers_and_few_microbatches_are_bubbles() -> None:

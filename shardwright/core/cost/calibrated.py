@@ -51,6 +51,7 @@ def calibrated(
     return replace(
         cost,
         collective_s=cost.collective_s * (forward + backward) / 2 if with_collectives else cost.collective_s,
+        forward_collective_s=cost.forward_collective_s * (forward if with_collectives else 1.0),
         forward_s=_scaled(cost.forward_s, min(passes, cost.forward_s), forward),
         input_grad_s=_scaled(cost.input_grad_s, min(passes, cost.input_grad_s), backward),
         weight_grad_s=cost.weight_grad_s * backward,

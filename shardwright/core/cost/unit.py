@@ -54,6 +54,8 @@ class UnitCost:
     """As of `UnitWork`; None: all that is saved."""
     given_bytes: int = 0
     """As of `UnitWork`."""
+    forward_collective_s: float = 0.0
+    """Of ``collective_s`` the forward's part, which full recompute runs again."""
 
     @property
     def total_s(self) -> float:
@@ -83,14 +85,14 @@ def unit_cost(
     """
     forward = input_grad = weight_grad = 0.0
     for product in work.products:
-        ahead, back, weights = _product_times(product, device, precision)
-        forward, input_grad, weight_grad = forward + ahead, input_grad + back, weight_grad + weights
+        once, back, weights = _product_times(product, device, precision)
+        forward, input_grad, weight_grad = forward + once, input_grad + back, weight_grad + weights
     launches = work.kernels * device.kernel_launch_s
     vector = work.vector_bytes / device.vector_bandwidth_bytes_per_s
     forward += vector + launches
     input_grad += 2 * vector + launches
     weight_grad += launches + gradient_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
-    collective = 0.0
+    collective = ahead = 0.0
     issued = float(work.kernels)
     if collective_s is not None:
         ahead, back = sum(map(collective_s, work.forward_moved)), sum(map(collective_s, work.backward_moved))
@@ -122,6 +124,7 @@ def unit_cost(
         trained,
         put_off_bytes=work.put_off_bytes,
         given_bytes=work.given_bytes,
+        forward_collective_s=ahead,
     )
 
 

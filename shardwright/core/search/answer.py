@@ -8,7 +8,7 @@ from shardwright.core.cluster import Cluster
 from shardwright.core.cost.unit import UnitCost
 from shardwright.core.cost_tables import HOST_LINK_EFFICIENCY, Place
 from shardwright.core.decision import Decision, pinned_summary, summarize
-from shardwright.core.memory import kept_bytes, recomputed_s, unit_recompute
+from shardwright.core.memory import collectives_s, kept_bytes, recomputed_s, unit_recompute
 from shardwright.core.plan import Alternative, ClassCost, Costs, Plan, Predicted, Provenance, RankCosts
 from shardwright.core.search.defaults import Default
 from shardwright.core.search.scoring import Scored, Scorer
@@ -27,8 +27,7 @@ def as_plan(
     ``left_out``: devices that are not worth using. ``elsewhere``: the best choices on other parts of the cluster.
     """
     tables, decision = scorer.tables, best.decision
-    places = [kinds[0] for kinds in scorer.links.places(decision.mesh)]
-    first = _costs_at(scorer, best, places[0])
+    first = _costs_at(scorer, best, _place_of(scorer, best, 0))
     ranks: tuple[RankCosts, ...] = ()
     if not best.tables.is_uniform:
         ranks = tuple(
@@ -135,22 +134,24 @@ def _costs_at(scorer: Scorer, best: Scored, place: Place) -> tuple[ClassCost, ..
         mode = unit_recompute(decision.recompute, tables.repeated[variants.index(variant)])
         backward = cost.input_grad_s + recomputed_s(cost, mode)
         kept = kept_bytes(cost, mode)
-        found.append(_class_cost(cost, backward, kept))
+        found.append(_class_cost(cost, backward, kept, collectives_s(cost, mode)))
     if decision.kept_units or decision.offloaded_units:
         found += [
-            _class_cost(c, c.input_grad_s, kept_bytes(c, "none"))
+            _class_cost(c, c.input_grad_s, kept_bytes(c, "none"), c.collective_s)
             for c in tables.class_costs(decision.tp, decision.microbatch, place)
         ]
     if decision.offloaded_units:
         rate = place.device.host_link_bandwidth_bytes_per_s * HOST_LINK_EFFICIENCY
         found += [
-            _class_cost(c, c.input_grad_s, 0, c.saved_bytes / rate)
+            _class_cost(c, c.input_grad_s, 0, c.collective_s, c.saved_bytes / rate)
             for c in tables.class_costs(decision.tp, decision.microbatch, place)
         ]
     return tuple(found)
 
 
-def _class_cost(cost: UnitCost, input_grad_s: float, activation_bytes: int, swapped_s: float = 0.0) -> ClassCost:
+def _class_cost(
+    cost: UnitCost, input_grad_s: float, activation_bytes: int, collective_s: float, swapped_s: float = 0.0
+) -> ClassCost:
     return ClassCost(
         forward_s=cost.forward_s,
         input_grad_s=input_grad_s,
@@ -159,7 +160,7 @@ def _class_cost(cost: UnitCost, input_grad_s: float, activation_bytes: int, swap
         parameter_elements=cost.parameter_elements,
         trained_elements=cost.trained_elements,
         swapped_s=swapped_s,
-        collective_s=cost.collective_s,
+        collective_s=collective_s,
     )
 
 
