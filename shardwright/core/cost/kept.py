@@ -69,6 +69,9 @@ class Kept:
         match op.kind:
             case "contraction":  # each operand is read for the gradient of the other
                 wanted = [t for t in op.inputs if any(other != t for other in trained)]
+            case "elementwise" if base_name(op) == "mul" and len(op.inputs) == 2:  # likewise
+                pairs = zip(op.inputs, reversed(op.inputs), strict=True)
+                wanted = [t for t, other in pairs if other in trained and self._is_as_made(t)]
             case "attention":
                 wanted = [*op.inputs[:3], *op.outputs]
             case "softmax":
@@ -80,8 +83,7 @@ class Kept:
             case "gather" | "scatter":
                 wanted = list(op.inputs[1:])
             case "elementwise" if not self._is_linear(op):
-                # A normalised value is computed again from the norm's input, which is kept already.
-                wanted = [t for t in op.inputs if self._kind_of_producer(t) != "normalization"]
+                wanted = [t for t in op.inputs if self._is_as_made(t)]
         roots = dict.fromkeys(self.roots.get(t, t) for t in wanted)
         # The batch is there anyway, all of a step.
         return [t for t in roots if t not in self._parameters and self.graph.tensors[t].role == "activation"]
@@ -174,9 +176,10 @@ class Kept:
             tensor = op.inputs[0]
         return []
 
-    def _kind_of_producer(self, tensor: int) -> str:
+    def _is_as_made(self, tensor: int) -> bool:
+        """Whether it is no normalised value: that is computed again from the norm's input, which is kept already."""
         made = self.graph.producer.get(tensor)
-        return "" if made is None else self.graph.ops[made].kind
+        return made is None or self.graph.ops[made].kind != "normalization"
 
     def _is_linear(self, op: Op) -> bool:
         """Sums, casts and products by a constant need no operand again."""

@@ -4,7 +4,7 @@ import pytest
 
 from shardwright.core.cost.work import WorkCounter, forward_flops
 from shardwright.core.fold import fold
-from tests.core.toy import decoder
+from tests.core.toy import Builder, decoder
 
 LAYERS, HIDDEN, HEADS, VOCABULARY, SEQUENCE = 3, 32, 4, 64, 16
 
@@ -64,3 +64,23 @@ def test_a_first_layer_needs_no_gradient_of_its_input() -> None:
     first, second = WorkCounter(graph).count(unit, 2).products
     assert (first.backward_input, first.backward_weight) == (0.0, 1.0)
     assert (second.backward_input, second.backward_weight) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("role", ["buffer", "input"])
+def test_a_product_with_what_is_not_trained_keeps_that_alone(role) -> None:
+    """As the cosines of rotary positions, which are there anyway: what they turn is not read again."""
+    b = Builder()
+    x = b.elementwise("scale", b.input("x", -1, 4, 8, dtype="float32"), b.parameter("scale", 8))
+    fixed = b.tensor((4, 8), role, "cosines")
+    y = b.elementwise("aten.mul.Tensor", x, fixed)
+    graph = b.build(b.elementwise("aten.mul.Tensor", y, b.parameter("weight", 8)))
+    counter = WorkCounter(graph)
+    (unit,) = fold(graph).units
+    assert counter.count(unit, 2).saved_bytes == 2 * 4 * 8 * 4  # y, for the gradient of the weight
+
+
+def test_a_square_keeps_what_it_squares() -> None:
+    b = Builder()
+    x = b.elementwise("scale", b.input("x", -1, 4, 8, dtype="float32"), b.parameter("scale", 8))
+    graph = b.build(b.elementwise("aten.mul.Tensor", x, x))
+    assert WorkCounter(graph).count(fold(graph).units[0], 2).saved_bytes == 2 * 4 * 8 * 4
