@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from shardwright.backends.jax.barriers import keeping_barriers
 from shardwright.backends.jax.moved import Devices, can_move, load_on
 
 CALLBACK = re.compile(r"custom_call @xla_\w*python\w*callback")
@@ -143,5 +144,12 @@ def lower(
     JAX would warn of."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        jitted = jax.jit(function, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate)
+        devices = {device for at in jax.tree.leaves((in_shardings, out_shardings)) for device in at.device_set}
+        jitted = jax.jit(
+            function,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            donate_argnums=donate,
+            compiler_options=keeping_barriers(devices),
+        )
         return jitted.lower(*avals)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardwright.backends.jax.barriers import keeping_barriers
 from shardwright.backends.jax.holding import holdings_of
 from shardwright.backends.jax.layout import parameter_shardings, replicated
 from shardwright.backends.jax.loss import LossFunction, Microbatches, updated
@@ -216,4 +217,5 @@ class SpmdTraining:
 
         whole = replicated(self.mesh)
         places = (whole, stacking.shardings, states.shardings, whole)
-        return jax.jit(step, out_shardings=places, donate_argnums=(1, 2))
+        options = keeping_barriers(self.mesh.devices.flat)
+        return jax.jit(step, out_shardings=places, donate_argnums=(1, 2), compiler_options=options)

@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 
 from shardwright.backends.capabilities import JAX as CAPABILITIES
+from shardwright.backends.jax.barriers import keeping_barriers
 from shardwright.backends.jax.compiled import Compilation
 from shardwright.backends.jax.held import pipeline_bytes, program_bytes
 from shardwright.backends.jax.layout import optimizer_shardings, parameter_shardings, replicated, spread_over
@@ -440,6 +441,7 @@ class TrainStep:
             in_shardings=(shardings, tuple(batch_sharding(self.mesh, dim) for dim in dims)),
             out_shardings=(shardings, replicated(self.mesh)),
             donate_argnums=0,
+            compiler_options=keeping_barriers(self.mesh.devices.flat),
         )
 
 
