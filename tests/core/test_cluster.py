@@ -144,6 +144,7 @@ def test_impossible_questions_are_refused() -> None:
         ({"devices_per_node": 2.0}, "devices_per_node must be an integer of at least 1; given 2.0"),
         ({"nodes": True}, "nodes must be an integer"),
         ({"intra_node": "nvlink33"}, "link 'nvlink33' is not known; did you mean 'nvlink3'"),
+        ({"device": "p4d"}, "'p4d' is a kind of node, not of hardware: write Cluster.preset('p4d', nodes=…)"),
         ({"device": 4}, "hardware is the name of a profile, the path of a profile file or a Device; given 4"),
         (
             {"intra_node": 150e9},

@@ -76,6 +76,8 @@ def _presets() -> dict[str, schema.PresetTable]:
 def _known_profile(name: str) -> Profile:
     known = profile_names()
     if name not in known:
+        if name in _presets():
+            raise ClusterError(f"{name!r} is a kind of node, not of hardware: write Cluster.preset({name!r}, nodes=…)")
         raise ClusterError(f"hardware {name!r} is not known; {nearest(name, known)}")
     return profile_of(_read(f"profiles/{name}.toml"), f"profiles/{name}.toml")
 
