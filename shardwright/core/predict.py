@@ -55,7 +55,7 @@ class StepModel:
         work = [rank.seconds * decision.microbatches for rank in ranks]
         pipeline = pipeline_s if pipeline_s is not None else max(work)
         reduce_s, update_s = self.tail(mesh, decision, ranks, pipeline)
-        reduce_s += self._tied_s(mesh, tables.tied(starts, placement))
+        reduce_s += self._tied_s(decision, tables.tied(starts, placement))
         return Predicted(
             step_time_s=pipeline + reduce_s + update_s,
             pipeline_s=pipeline,
@@ -79,7 +79,7 @@ class StepModel:
         first = decisions[0]
         pipeline = max(rank.seconds for rank in ranks) * first.microbatches if pipeline_s is None else pipeline_s
         mesh = first.mesh
-        shared = pipeline + self._tied_s(mesh, tied)
+        shared = pipeline + self._tied_s(first, tied)
         return [shared + sum(self.tail(mesh, decision, ranks, pipeline)) for decision in decisions]
 
     def tail(self, mesh: Mesh, decision: Decision, ranks: Sequence[RankWork], pipeline_s: float) -> tuple[float, float]:
@@ -165,12 +165,12 @@ class StepModel:
         exposed = max(0.0, each * decision.microbatches - pipeline_s * HIDDEN_SHARE)
         return exposed + (across.all_reduce_s(reduced / ways) if across is not None and reduced else 0.0)
 
-    def _tied_s(self, mesh: Mesh, tied: Sequence[tuple[tuple[int, ...], int]]) -> float:
+    def _tied_s(self, decision: Decision, tied: Sequence[tuple[tuple[int, ...], int]]) -> float:
         """Seconds to add up the gradients of parameters that several pipeline ranks hold."""
-        total = 0.0
+        width, total = PRECISION_BYTES[decision.gradient_precision or self.precision], 0.0
         for ranks, elements in tied:
-            group = self.cluster.group([mesh.rank({"pp": rank}) for rank in ranks])
-            total += group.all_reduce_s(elements * PRECISION_BYTES[self.precision])
+            group = self.cluster.group([decision.mesh.rank({"pp": rank}) for rank in ranks])
+            total += group.all_reduce_s(elements * width)
         return total
 
 

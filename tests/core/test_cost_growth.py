@@ -80,3 +80,15 @@ def test_a_collective_without_a_cost_is_refused_by_name() -> None:
     seconds = seconds_of(Group(8, 1, load_link("nvlink3")), 8)
     with pytest.raises(ClusterError, match=r"'all_gatter' has no cost: did you mean 'all_gather'\? known: all_gather"):
         seconds(Collective("all_gatter", 1 << 20))
+
+
+def test_tied_gradients_are_added_up_in_the_precision_of_all_gradients() -> None:
+    """Where there are no replicas the table that the first and the last stage share is all that is reduced."""
+    pins = {"pp": 8, "dp": 1, "tp": 8, "batch": 32, "microbatch": 1, "shard": 0, "recompute": "full"}
+    cluster = sw.Cluster.preset("dgx-a100", nodes=8)
+    half, whole = (
+        sw.plan(GRAPH, cluster, precision="fp16", gradient_precision=kept, schedule="1f1b", **pins).predicted  # type: ignore[arg-type]
+        for kept in ("fp16", "fp32")
+    )
+    assert half.data_parallel_s > 0
+    assert whole.data_parallel_s == pytest.approx(2 * half.data_parallel_s, rel=0.05)
