@@ -178,6 +178,8 @@ class Footprint:
 
     kept: tuple[int, int]
     """From forward to backward, what enters the unit and is read again included."""
+    kept_selective: tuple[int, int]
+    """The same under selective recompute."""
     passing: tuple[tuple[int, int], ...]
     """What the backward holds beside that at each of its moments that may be the fullest: which one is, depends on the
     batch."""

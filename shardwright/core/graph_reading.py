@@ -70,7 +70,9 @@ class Reading:
         return replace(
             counted,
             saved_bytes=(saved := held([footprint.kept], counted.saved_bytes, whole.saved_bytes)),
-            saved_selective_bytes=min(saved, counted.saved_selective_bytes),
+            saved_selective_bytes=min(
+                saved, held([footprint.kept_selective], counted.saved_selective_bytes, whole.saved_selective_bytes)
+            ),
             passing_bytes=held(footprint.passing, counted.passing_bytes, whole.passing_bytes),
             unfused_dropout_bytes=0,
             unfused_dropout_selective_bytes=0,

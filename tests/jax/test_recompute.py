@@ -196,8 +196,36 @@ def test_one_stage_of_no_modules_keeps_what_enters_its_units_too(name: str) -> N
     entering, inside = MICROBATCH * WIDTH * 4, MICROBATCH * 4 * WIDTH * 4
     assert full <= (LAYERS + 2) * entering
     assert full + 2 * inside <= one
+    products = kept_bytes(trained(case, recomputing(graph, 1, "selective"), expected))
+    assert LAYERS * inside <= products <= LAYERS * (inside + 2 * entering)  # none keeps two of them in every layer
     predicted, without = (recomputing(graph, 1, what).predicted.memory_by_stage_rank[0] for what in ("full", "none"))
     assert predicted.activations_bytes < without.activations_bytes / 2
+
+
+class Switched(Block):
+    def __call__(self, x: jax.Array, deep: bool) -> jax.Array:
+        y = jnp.sin(self.i(x))
+        return x + self.o(jnp.tanh(y) if deep else y)
+
+
+class SwitchedTower(nnx.Module):
+    def __init__(self) -> None:
+        self.layers = nnx.List([Switched(nnx.Rngs(seed)) for seed in range(LAYERS)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for number, one in enumerate(self.layers):
+            x = one(x, number % 2 == 0)
+        return x
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_what_a_unit_branches_on_stays_a_python_value(recompute: str) -> None:
+    def of_params(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        return of_model(nnx.merge(nnx.graphdef(SwitchedTower()), params), batch)
+
+    case = Case(SwitchedTower, of_model, of_params)
+    expected = reference(of_params, case.params, optax.sgd(1e-2), batches(), MICROBATCH)
+    trained(case, recomputing(case.graph(), 1, recompute), expected)
 
 
 # --- dropout, statistics, ties and skips

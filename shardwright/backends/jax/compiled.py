@@ -20,8 +20,8 @@ from typing import Any
 
 import jax
 
-from shardwright.backends.jax.barriers import keeping_barriers
 from shardwright.backends.jax.moved import Devices, can_move, load_on
+from shardwright.backends.jax.recompute import keeping_barriers
 
 CALLBACK = re.compile(r"custom_call @xla_\w*python\w*callback")
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from shardwright.backends.jax.program import ITERATION, UNROLL_LIMIT, calls_of_iteration, layer_loop, marks
+from shardwright.backends.jax.recompute import POLICIES
 from shardwright.backends.jax.trace import TracedCall, call_number
 from shardwright.core.errors import PlanError
 
@@ -134,21 +135,22 @@ def needed(equations: Sequence[Equation], wanted: Iterable[int]) -> list[Equatio
     return kept[::-1]
 
 
-def evaluate(equations: Sequence[Equation], known: dict[int, Any], checkpoint_units: bool = False) -> None:
+def evaluate(equations: Sequence[Equation], known: dict[int, Any], recompute: str = "none") -> None:
     """Run equations; ``known`` holds what they read and receives what they make.
 
-    ``checkpoint_units`` keeps of every unit only what enters it, and runs it again in the backward pass.
+    ``recompute``: what is kept of every equation's ``unit``, and what is computed again in the backward pass, as of
+    `POLICIES`; "none" keeps all.
     """
 
     def region_of(equation: Equation) -> tuple[int, int]:
-        unit = -1 if equation.unit is None or not checkpoint_units else equation.unit
+        unit = -1 if equation.unit is None or recompute == "none" else equation.unit
         return (id(equation.region) if equation.region else 0), unit
 
     for (_, unit), members in groupby(equations, key=region_of):
         group = list(members)
         region = group[0].region
         if region is None and unit < 0:
-            _bind_all(group, known, checkpoint_units)
+            _bind_all(group, known, recompute)
             continue
         made = [value for equation in group for value in equation.outputs]
         inside = set(made)
@@ -159,27 +161,28 @@ def evaluate(equations: Sequence[Equation], known: dict[int, Any], checkpoint_un
             _bind_all(group, local)
             return [local[value] for value in made]
 
-        policy, prevent_cse = (region.policy, region.prevent_cse) if region else (None, True)
+        policy, prevent_cse = (region.policy, region.prevent_cse) if region else (POLICIES[recompute], True)
         kept: Any = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
         known.update(zip(made, kept(*(known[value] for value in read)), strict=True))
 
 
-def _bind_all(equations: Iterable[Equation], known: dict[int, Any], checkpoint_units: bool = False) -> None:
+def _bind_all(equations: Iterable[Equation], known: dict[int, Any], recompute: str = "none") -> None:
     for context, members in groupby(equations, key=lambda equation: equation.context):
         with context.manager:
             for equation in members:
                 given = [known[atom] if isinstance(atom, int) else atom.val for atom in equation.inputs]
-                if checkpoint_units and equation.is_layers:
-                    made = _checkpointed_loop(equation.params, given)
+                if recompute != "none" and equation.is_layers:
+                    made = _checkpointed_loop(equation.params, given, recompute)
                 else:
                     made = equation.primitive.bind(*given, **equation.primitive.get_bind_params(equation.params))
                     made = made if equation.primitive.multiple_results else [made]
                 known.update(zip(equation.outputs, made, strict=True))
 
 
-def _checkpointed_loop(params: Mapping[str, Any], given: Sequence[Any]) -> list[Any]:
-    """A scan that keeps what enters each iteration."""
-    body: Any = jax.checkpoint(jex_core.jaxpr_as_fun(params["jaxpr"]), prevent_cse=False)
+def _checkpointed_loop(params: Mapping[str, Any], given: Sequence[Any], recompute: str) -> list[Any]:
+    """A scan whose iterations are units."""
+    run = jex_core.jaxpr_as_fun(params["jaxpr"])
+    body: Any = jax.checkpoint(run, policy=POLICIES[recompute], prevent_cse=False)
     fixed, carried = params["num_consts"], params["num_carry"]
 
     def step(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:

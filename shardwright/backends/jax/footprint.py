@@ -6,6 +6,7 @@ backward holds beside that follows from its equations, with chains of elementwis
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -51,14 +52,15 @@ def footprints(
     _, binding = structure_of(folded)
     classes = [unit.fold_class for unit in folded.units]
     pairs = {both: first for first, both in reversed(list(enumerate(pairwise(classes))))}
-    found, together = [], []
+    found, selective, together = [], [], []
     try:
         for closed, program in traces:
             whole = partial(_Stages, graph, closed, program.traced, names, binding.units)
             stages = whole(range(len(classes)))
             found.append([_bytes(stages.functions(unit)) for unit in firsts])
+            selective.append([_kept_bytes(stages.functions(unit, "selective")) for unit in firsts])
             halves = [whole([(unit + odd) // 2 for unit in range(len(classes))]) for odd in (0, 1)]
-            together.append([_bytes(halves[first % 2].functions((first + 1) // 2))[0] for first in pairs.values()])
+            together.append([_kept_bytes(halves[first % 2].functions((first + 1) // 2)) for first in pairs.values()])
     except (ShardwrightError, ValueError, TypeError, NotImplementedError):
         # What cannot be cut, or has no derivative (JAX says so in any of these ways), no pipeline trains either: the
         # core counts by kinds of op.
@@ -71,10 +73,11 @@ def footprints(
     return tuple(
         Footprint(
             kept=(3 * kept - 2 * kept_3, kept_3 - kept),
+            kept_selective=(3 * again - 2 * again_3, again_3 - again),
             passing=_fullest(passing, passing_3),
             wide_share=wide / kept_3 if kept_3 else 0.0,
         )
-        for (kept, passing, _), (kept_3, passing_3, wide) in zip(*found, strict=True)
+        for (kept, passing, _), (kept_3, passing_3, wide), again, again_3 in zip(*found, *selective, strict=True)
     ), tuple(twice)
 
 
@@ -112,8 +115,14 @@ class _Stages:
             {},
         )
 
-    def functions(self, stage: int) -> StageFunctions:
-        return stage_functions(self.cut, stage, Operands({}, {}, -1, {}))
+    def functions(self, stage: int, recompute: str = "none") -> StageFunctions:
+        """Of a stage as one unit that keeps what ``recompute`` says; what has side effects is never done again."""
+        parts = list(self.cut.parts)
+        equations = tuple(
+            replace(equation, unit=None if equation.effects else stage) for equation in parts[stage].equations
+        )
+        parts[stage] = replace(parts[stage], equations=equations)
+        return stage_functions(replace(self.cut, parts=tuple(parts)), stage, Operands({}, {}, -1, {}), recompute)
 
 
 def _homes(units: Sequence[UnitBinding], calls: list[TracedCall], stage_of_unit: Sequence[int]) -> Home:
@@ -148,10 +157,17 @@ def _fullest(at_2: Sequence[int], at_3: Sequence[int]) -> tuple[tuple[int, int],
 def _bytes(functions: StageFunctions) -> tuple[int, list[int], int]:
     """(kept from forward to backward, what enters it and is read again included; held by the backward beside that, at
     every moment; of what is kept, bytes in fp32)."""
+    wide = [aval for aval in _kept(functions) if aval.dtype == jax.numpy.float32]
+    return _kept_bytes(functions), held_bytes(functions.backward), sum(map(_size, wide))
+
+
+def _kept_bytes(functions: StageFunctions) -> int:
+    return sum(map(_size, _kept(functions)))
+
+
+def _kept(functions: StageFunctions) -> list[Any]:
     backward = functions.backward
-    kept = [aval for key, aval in zip(backward.reads, backward.avals, strict=True) if key[0] in ("kept", "arrival")]
-    wide = [aval for aval in kept if aval.dtype == jax.numpy.float32]
-    return sum(map(_size, kept)), held_bytes(backward), sum(map(_size, wide))
+    return [aval for key, aval in zip(backward.reads, backward.avals, strict=True) if key[0] in ("kept", "arrival")]
 
 
 def _size(aval: Any) -> int:

@@ -64,15 +64,15 @@ def signature(
 class TracedStages:
     """The functions of every stage; those of stages that are alike are traced once."""
 
-    def __init__(self, cut: Cut, operands: Operands, **options: Any) -> None:
-        self.cut, self.operands, self.options = cut, operands, options
+    def __init__(self, cut: Cut, operands: Operands, recompute: str) -> None:
+        self.cut, self.operands, self.recompute = cut, operands, recompute
         self._known: dict[Hashable, tuple[StageFunctions, list[int], list[tuple[int, int]]]] = {}
 
     def of(self, stage: int) -> StageFunctions:
         """Of a stage that is like an earlier one: that one's, which read and make this one's operands."""
         kind, values, users = self._described(stage)
         if kind is None or kind not in self._known:
-            found = stage_functions(self.cut, stage, self.operands, **self.options)
+            found = stage_functions(self.cut, stage, self.operands, self.recompute)
             if kind is not None:
                 self._known[kind] = found, values, users
             return found

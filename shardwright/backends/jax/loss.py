@@ -13,6 +13,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.convolutions import for_cpu_loops
+from shardwright.backends.jax.recompute import computed_again
 from shardwright.backends.jax.state import Parts, TrainState, fold_random, put_together, take_apart
 from shardwright.backends.jax.trace import Recorder, linen_calls, nnx_calls, recomputed
 from shardwright.core.errors import PlanError
@@ -32,7 +33,7 @@ class LossFunction:
     precision: str
     recompute: str
     blocks: frozenset[str]
-    """The modules whose calls are recomputed whole in the backward pass: those of the plan's units."""
+    """The modules whose calls are computed again in the backward pass: those of the plan's units."""
     recorder: Recorder | None = None
     """Marks module calls, for a program that is cut."""
     laid_out: Callable[..., Loss] | None = None
@@ -49,7 +50,7 @@ class LossFunction:
         names = {p.name for p in parameters}
         keywords = frozenset({"rngs", "state"} if open_ended else names & {"rngs", "state"})
         units = plan.binding("jax").units
-        blocks = frozenset(call.path for unit in plan.recomputed_units for call in units[unit].calls)
+        blocks = frozenset(call.path for unit in computed_again(plan) for call in units[unit].calls)
         # A precision that nobody asked for is what the planner counted with, not an order to change the model.
         precision = plan.decision.precision if plan.is_pinned("precision") else "as given"
         # A pipeline recomputes by stage and unit, whatever the model is made of.
@@ -57,16 +58,6 @@ class LossFunction:
         return cls(function, keywords, precision, recompute, blocks)
 
     def __call__(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> Loss:
-        if self.recompute == "selective":
-            # Products of activations with activations (attention) are made again, products with weights are kept:
-            # selective recomputation as of arXiv 2205.05198, section 5.
-            policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-            run: Any = jax.checkpoint(self._run, policy=policy, static_argnums=(3,))
-            made: Loss = run(params, random, other, graphdef, batch)
-            return made
-        return self._run(params, random, other, graphdef, batch)
-
-    def _run(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> Loss:
         if self.laid_out is not None:
             return self.laid_out(self, params, random, other, graphdef, batch)
         return self.plain(params, random, other, graphdef, batch)
@@ -78,7 +69,7 @@ class LossFunction:
         if graphdef is not None:
             model = put_together(Parts(params, random, other, graphdef))
             marking = nnx_calls(model, self.recorder) if self.recorder else nullcontext()
-            with marking, recomputed(model, self.blocks if self.recompute == "full" else ()):
+            with marking, recomputed(model, self.blocks, self.recompute):
                 loss, weight, _ = _three(self.function(model, batch))
             return loss, weight, take_apart(model, 0, None).other
         extra = {name: value for name, value in (("rngs", random), ("state", other)) if name in self.keywords}

@@ -13,6 +13,7 @@ from shardwright.backends.jax.cut import Cut, cut
 from shardwright.backends.jax.equations import FlatProgram, Home, flatten
 from shardwright.backends.jax.holding import Holding
 from shardwright.backends.jax.loss import Microbatches
+from shardwright.backends.jax.recompute import computed_again
 from shardwright.backends.jax.stage_functions import Operands
 from shardwright.backends.jax.state import Parts
 from shardwright.backends.jax.trace import Recorder, TracedCall
@@ -121,7 +122,7 @@ def _homes(plan: Plan, calls: list[TracedCall]) -> Home:
     """Where a module call belongs: what the plan says of it, or of the nearest call around it.
 
     Only units that are recomputed are named as units."""
-    again = set(plan.recomputed_units)
+    again = set(computed_again(plan))
     found: dict[tuple[str, int], tuple[int, int | None]] = {}
     for stage, held in enumerate(plan.stage_units):
         for unit in held:

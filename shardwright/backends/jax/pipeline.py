@@ -190,13 +190,7 @@ class Pipeline:
         traced, and what the step needs last in the end."""
         self.zeros: list[Callable[[], Any]] = []
         self.zero_keys: list[tuple[Key, ...]] = []
-        traced = TracedStages(
-            self.micro.cut,
-            self.micro.operands,
-            policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-            selective=recompute == "selective",
-            checkpoint_units=recompute == "full",
-        )
+        traced = TracedStages(self.micro.cut, self.micro.operands, recompute)
         for stage in range(len(self.meshes)):
             own = traced.of(stage)
             self._start(stage, own, Kind.FORWARD)

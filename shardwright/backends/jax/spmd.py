@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardwright.backends.jax.alike import Alike, alike
 from shardwright.backends.jax.equations import evaluate
 from shardwright.backends.jax.microbatch import CutMicrobatch
+from shardwright.backends.jax.recompute import POLICIES
 from shardwright.backends.jax.stage_functions import TOTAL, WEIGHT
 from shardwright.core.errors import MissingCapabilityError, PlanError
 from shardwright.core.plan import Plan
@@ -111,7 +112,7 @@ class SpmdLoss:
 
         def prologue(m: Any) -> dict[int, Any]:
             known = at(m)
-            evaluate(before.equations, known, self.recompute == "full")
+            evaluate(before.equations, known, self.recompute)
             return {value: known[value] for value in before.departures}
 
         early = jax.lax.map(prologue, jnp.arange(self.microbatches))
@@ -121,7 +122,7 @@ class SpmdLoss:
             known = at(m)
             known.update((value, early[value][m]) for value in before.departures)
             known.update((value, late[number][m]) for number, (value, _) in enumerate(self.blocks.final))
-            evaluate(after.equations, known, self.recompute == "full")
+            evaluate(after.equations, known, self.recompute)
             total, weight = (flat.outputs[which] for which in (TOTAL, WEIGHT))
             return tuple(known[a] if isinstance(a, int) else jnp.asarray(a.val, jnp.float32) for a in (total, weight))  # type: ignore[return-value]
 
@@ -150,8 +151,7 @@ class SpmdLoss:
 
         run: Any = block
         if self.recompute != "none":
-            policy = None if self.recompute == "full" else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-            run = jax.checkpoint(block, policy=policy)
+            run = jax.checkpoint(block, policy=POLICIES[self.recompute])
 
         def rank_program(stacked: list[Any], entering: list[Any], shared: Any, sides: Any, pieces: Any) -> list[Any]:
             rank = jax.lax.axis_index("pp")

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardwright.backends.jax.barriers import keeping_barriers
 from shardwright.backends.jax.holding import holdings_of
 from shardwright.backends.jax.layout import parameter_shardings, replicated
 from shardwright.backends.jax.loss import LossFunction, Microbatches, updated
 from shardwright.backends.jax.mesh import bind
 from shardwright.backends.jax.microbatch import CutMicrobatch, cut_microbatch
+from shardwright.backends.jax.recompute import keeping_barriers
 from shardwright.backends.jax.samples import put
 from shardwright.backends.jax.spmd import SpmdLoss, block_plan
 from shardwright.backends.jax.state import Parts, TrainState, own_copy

@@ -87,24 +87,15 @@ def stage_functions(
     cut: Cut,
     stage: int,
     operands: Operands,
-    *,
-    policy: Any = None,
-    selective: bool = False,
-    checkpoint_units: bool = False,
+    recompute: str = "none",
 ) -> StageFunctions:
-    """The functions of a stage.
-
-    ``selective`` wraps it in a `jax.checkpoint` with ``policy``; ``checkpoint_units`` keeps what enters each unit.
-    """
-    return _Builder(cut, stage, operands, policy, selective, checkpoint_units).build()
+    """The functions of a stage, whose units keep what ``recompute`` says (`evaluate`)."""
+    return _Builder(cut, stage, operands, recompute).build()
 
 
 class _Builder:
-    def __init__(
-        self, cut: Cut, stage: int, operands: Operands, policy: Any, selective: bool, checkpoint_units: bool
-    ) -> None:
-        self.cut, self.stage, self.operands = cut, stage, operands
-        self.policy, self.selective, self.checkpoint_units = policy, selective, checkpoint_units
+    def __init__(self, cut: Cut, stage: int, operands: Operands, recompute: str) -> None:
+        self.cut, self.stage, self.operands, self.recompute = cut, stage, operands, recompute
         self.part: StagePart = cut.parts[stage]
         flat = cut.flat
         self.weights = [v for v in self.part.weights if v in cut.live]
@@ -139,7 +130,7 @@ class _Builder:
             fixed = [*self.fixed_weights, *self.fixed_arrivals, *self.part.sources]
             known = dict(zip(self.weights, weights, strict=True)) | dict(zip(self.arriving, arriving, strict=True))
             known |= dict(zip(fixed, rest, strict=True)) | self.cut.flat.constants
-            evaluate(self.part.equations, known, self.checkpoint_units)
+            evaluate(self.part.equations, known, self.recompute)
             live = [known[v] for v in self.leaving]
             if self.has_total:
                 live.append(self._output(known, TOTAL))
@@ -150,10 +141,9 @@ class _Builder:
         def forward(*given: Any) -> Any:
             weights, arriving = given[: split[0]], given[split[1] : until]
             rest = [*given[split[0] : split[1]], *given[until:]]
-            inner: Any = lambda w, a: run(w, a, rest)  # noqa: E731
-            if self.selective:
-                inner = jax.checkpoint(inner, policy=self.policy)
-            live, derivative, others = jax.vjp(inner, list(weights), list(arriving), has_aux=True)
+            live, derivative, others = jax.vjp(
+                lambda w, a: run(w, a, rest), list(weights), list(arriving), has_aux=True
+            )
             leaves, structure = jax.tree.flatten(derivative)
             structures.append(structure)
             return [*live, *others], leaves

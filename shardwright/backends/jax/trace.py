@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import optax
 from flax import linen, nnx
 
+from shardwright.backends.jax.recompute import POLICIES
+
 CALL_MARK = "shardwright:call:"
 BOX_MARK = "shardwright:box:"
 """Prefix of the name of a jitted function whose equations become one op."""
@@ -120,29 +122,41 @@ def _marking(original: Callable[..., Any], recorder: Recorder) -> Callable[..., 
 
 
 @contextmanager
-def recomputed(model: nnx.Module, paths: Collection[str]) -> Iterator[None]:
-    """Calls of the modules at ``paths`` keep only their inputs, and run again in the backward pass. ``model`` must be a
-    private copy: it is written to."""
-    chosen = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model) if path}
+def recomputed(model: nnx.Module, paths: Collection[str], recompute: str) -> Iterator[None]:
+    """Calls of the modules at ``paths`` keep what ``recompute`` says (`evaluate`), and run again in the backward pass.
+    ``model`` must be a private copy: it is written to."""
+    if recompute == "none":
+        yield
+        return
+    chosen = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
     classes = set()
     for path in chosen.keys() & set(paths):
         setattr(chosen[path], PATH_ATTRIBUTE, path)
         classes.add(type(chosen[path]))
     with ExitStack() as undo:
         for cls in classes:
-            undo.enter_context(_attribute(cls, "__call__", _recomputing(cls.__call__, frozenset(paths))))
+            undo.enter_context(
+                _attribute(cls, "__call__", _recomputing(cls.__call__, frozenset(paths), POLICIES[recompute]))
+            )
         yield
         for path in chosen.keys() & set(paths):
             delattr(chosen[path], PATH_ATTRIBUTE)
 
 
-def _recomputing(original: Callable[..., Any], paths: frozenset[str]) -> Callable[..., Any]:
+def _recomputing(original: Callable[..., Any], paths: frozenset[str], policy: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, PATH_ATTRIBUTE, "") not in paths:
+        if getattr(self, PATH_ATTRIBUTE, None) not in paths:
             return original(self, *args, **kwargs)
-        run: Any = nnx.remat(lambda module, *given: original(module, *given, **kwargs))
-        return run(self, *args)
+        # What Python may branch on stays a Python value; keywords are not traced either.
+        plain = [isinstance(argument, bool | int | float | str | None) for argument in args]
+
+        def same(module: Any, *traced: Any) -> Any:
+            rest = iter(traced)
+            return original(module, *(a if p else next(rest) for a, p in zip(args, plain, strict=True)), **kwargs)
+
+        run: Any = nnx.remat(same, policy=policy)
+        return run(self, *(argument for argument, p in zip(args, plain, strict=True) if not p))
 
     return call
 

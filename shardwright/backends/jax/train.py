@@ -14,7 +14,6 @@ import optax
 from flax import nnx
 
 from shardwright.backends.capabilities import JAX as CAPABILITIES
-from shardwright.backends.jax.barriers import keeping_barriers
 from shardwright.backends.jax.compiled import Compilation
 from shardwright.backends.jax.held import pipeline_bytes, program_bytes
 from shardwright.backends.jax.layout import optimizer_shardings, parameter_shardings, replicated, spread_over
@@ -22,6 +21,7 @@ from shardwright.backends.jax.loss import LossFunction, Microbatches, accumulate
 from shardwright.backends.jax.mesh import bind
 from shardwright.backends.jax.pipeline import Pipeline, StepCounts
 from shardwright.backends.jax.pipelined import PipelinedStep, PipelinedTraining
+from shardwright.backends.jax.recompute import keeping_barriers
 from shardwright.backends.jax.samples import batch_sharding, batch_size, of_no_mesh, put, resolve_batch_dims
 from shardwright.backends.jax.spmd_training import SpmdTraining
 from shardwright.backends.jax.state import (
@@ -151,7 +151,7 @@ class TrainStep:
     def _in_stages(self, graphdef: Any) -> PipelinedTraining | SpmdTraining | None:
         """What trains in stages; None for a step that is one jitted function. Of a plain function no module can be told
         to run again, but the units of its program can, on one stage."""
-        if self._pipelined is None and graphdef is None and self.plan.decision.recompute == "full":
+        if self._pipelined is None and graphdef is None and self.plan.decision.recompute != "none":
             devices = list(self.mesh.devices.flatten())
             self._pipelined = PipelinedTraining(self._loss, self.optimizer, self.plan, devices)
         return self._pipelined

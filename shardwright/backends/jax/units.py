@@ -12,6 +12,7 @@ from dataclasses import replace
 from shardwright.backends.jax.carried import Carried
 from shardwright.backends.jax.cut import Placer
 from shardwright.backends.jax.equations import Equation, FlatProgram
+from shardwright.backends.jax.recompute import computed_again
 from shardwright.core.plan import Plan
 
 
@@ -21,7 +22,7 @@ def name_units(flat: FlatProgram, plan: Plan, weights: Mapping[int, str], state:
     weights: the arguments that are parameters, and their names; state: those that carry what the model changes. Warns
     of units that no equation turns out to be of: they keep their activations.
     """
-    missing = set(plan.recomputed_units) - {equation.unit for equation in flat.equations} - flat.looped_units
+    missing = set(computed_again(plan)) - {equation.unit for equation in flat.equations} - flat.looped_units
     if not missing:
         return
     users: dict[str, list[int]] = {}
