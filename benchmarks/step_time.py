@@ -1,14 +1,17 @@
-"""Measured step times of two-rank plans against what a profile of this machine predicts.
+"""Measured step times of two-rank plans against what profiles of this machine predict.
 
-    python benchmarks/step_time.py [--models gpt2 ncf] [--steps 8] [--write benchmarks/results/step_time.md]
+    python benchmarks/step_time.py [--models gpt2 ncf] [--write benchmarks/results/step_time.md]
     python benchmarks/step_time.py --framework jax
     python benchmarks/step_time.py --models gpt2 bert --plans composed
 
-torch: two processes of one thread each, Gloo. JAX: one process with two devices. A round is `shardwright profile
---model`, on both at once, and then plans made with that profile and run, each alone in its processes, as plans that
-share them slow each other. There are several rounds, since how fast the machine is changes within minutes (products
-that stay in the cache take up to 1.7 times as long, while nothing else runs): a profile tells what plans take about
-when it was taken. What counts is the median round. The aim is 10%.
+torch: two processes of one thread each, Gloo. JAX: one process with two devices. Profiles (`shardwright profile
+--model`, on both at once) and rounds take turns; a round runs every plan, each alone in its processes, as plans that
+share them slow each other.
+
+How fast the machine is changes within minutes (products that stay in the cache take up to 1.7 times as long, while
+nothing else runs): a profile tells what plans take about when it was taken. So what was measured in a round is held
+against the mean of what the profiles before and after it predict, and what counts is the median over the rounds. The
+aim is 10%.
 
 ``--plans composed``: only plans of a form that the profile does not run itself.
 """
@@ -22,11 +25,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import shardwright as sw
 from shardwright.backends import protocol
+from shardwright.core.plan import Predicted
 
 HERE = Path(__file__).resolve()
 MODELS = ("gpt2", "bert", "t5", "resnet", "ncf")
@@ -44,6 +49,8 @@ COMPOSED: dict[str, dict[str, Any]] = {
 }
 """Of another form: what is measured is put together otherwise."""
 MICROBATCHES = 4
+WARM = 6
+"""Steps of a launch that are not timed: in the first ones memory comes from the system."""
 QUIET = 0.04
 """Of the cores, what others may take while something is measured."""
 TWO_DEVICES = {
@@ -99,28 +106,22 @@ def target(framework: str, name: str) -> str:
     return f"{HERE}:model_{name}" if framework == "torch" else f"{HERE.with_name('jax_models.py')}:{name}"
 
 
-def worker(framework: str, name: str, kind: str, profile: str, steps: int) -> None:
-    """Steps of one plan, alone in its processes; prints what was measured and predicted."""
+def worker(framework: str, name: str, file: str, steps: int) -> None:
+    """Steps of a plan, alone in its processes; prints the seconds they took."""
     model, sample, loss = given(framework, name)
-    plan = planned(sw.capture(model, sample, loss), len(next(iter(sample.values()))), profile, (PLANS | COMPOSED)[kind])
+    plan = sw.Plan.load(file)
     own, first, settle = (torch_parts if framework == "torch" else jax_parts)(model, plan)
     batch = {key: own(value) for key, value in sample.items()}
     running = protocol.load(framework).compile(plan, model, loss=loss)
     seconds = []
-    for step in range(steps + 2):
+    for step in range(WARM + steps):
         began = time.perf_counter()
         running.step(batch)  # gives the loss of all ranks, so that none is ahead by more than its optimizer
         settle(running)
-        if step >= 2:
+        if step >= WARM:
             seconds.append(time.perf_counter() - began)
-    if not first:
-        return
-    parts = plan.predicted
-    found = {
-        "measured": seconds, "predicted": parts.step_time_s, "pipeline": parts.pipeline_s,
-        "data_parallel": parts.data_parallel_s, "optimizer": parts.optimizer_s,
-    }  # fmt: skip
-    print(json.dumps(found))
+    if first:
+        print(json.dumps(seconds))
 
 
 def planned(graph: sw.Graph, size: int, profile: str, asked: dict[str, Any]) -> sw.Plan:
@@ -160,7 +161,7 @@ def jax_parts(_model: Any, plan: sw.Plan) -> Any:
     )
 
 
-def launched(framework: str, arguments: list[str], folder: str) -> str:
+def launched(framework: str, arguments: list[str], folder: Path) -> str:
     """What the command prints; ``folder`` is for what it compiles. Run again, at most twice, while something else took
     more of the cores than `QUIET`."""
     for _ in range(3):
@@ -172,7 +173,7 @@ def launched(framework: str, arguments: list[str], folder: str) -> str:
         share = others / (time.perf_counter() - began) / (os.cpu_count() or 1)
         if share <= QUIET:
             break
-        print(f"<!-- others had {share:.0%} of the cores beside {arguments[-1]}: measured again -->", flush=True)
+        print(f"<!-- others had {share:.0%} of the cores beside {arguments[0]}: measured again -->", flush=True)
     return said
 
 
@@ -184,7 +185,7 @@ def cpu_s() -> tuple[float, float]:
     return (user + nice + system + irq + softirq) / ticks_per_s, steal / ticks_per_s
 
 
-def launched_once(framework: str, arguments: list[str], folder: str, timeout_s: float = 900) -> str:
+def launched_once(framework: str, arguments: list[str], folder: Path, timeout_s: float = 900) -> str:
     command = [sys.executable]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if framework == "torch":
@@ -192,7 +193,7 @@ def launched_once(framework: str, arguments: list[str], folder: str, timeout_s: 
     else:
         environment |= TWO_DEVICES
         # Of a plan's launches the first compiles.
-        environment |= {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        environment |= {"JAX_COMPILATION_CACHE_DIR": str(folder), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=timeout_s, env=environment)
     if done.returncode:
         raise SystemExit(f"{' '.join(arguments)} failed:\n{done.stderr[-3000:]}")
@@ -204,11 +205,11 @@ def main() -> int:
     parser.add_argument("--framework", choices=("torch", "jax"), default="torch")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--plans", nargs="+", choices=(*PLANS, *COMPOSED, "composed"), default=list(PLANS))
-    parser.add_argument("--steps", type=int, default=8, help="timed, of every plan in every round")
-    parser.add_argument("--rounds", type=int, default=3, help="of a profile and a launch of every plan")
+    parser.add_argument("--steps", type=int, default=12, help="timed, of every plan in every round")
+    parser.add_argument("--rounds", type=int, default=3, help="of a launch of every plan and a profile")
     parser.add_argument("--budget", type=float, default=5.0, help="seconds for the profile's own measurements")
     parser.add_argument("--write", type=Path, help="append the table to this file")
-    parser.add_argument("--worker", nargs=3, metavar=("MODEL", "PLAN", "PROFILE"), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=2, metavar=("MODEL", "PLAN"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     framework = options.framework
     kinds = list(COMPOSED) if "composed" in options.plans else options.plans
@@ -220,28 +221,21 @@ def main() -> int:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines), flush=True)
-    errors = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name in options.models:
-            profile = str(Path(folder) / f"{name}.toml")
-            size = str(len(next(iter(given(framework, name)[1].values()))))
-            runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
-            for _ in range(options.rounds):
-                launched(
-                    framework,
-                    ["-m", "shardwright", "profile", profile, "--framework", framework,
-                     "--budget", str(options.budget), "--model", target(framework, name), "--microbatch", size],
-                    folder,
-                )  # fmt: skip
-                for kind in kinds:
-                    arguments = [str(HERE), "--framework", framework, "--steps", str(options.steps),
-                                 "--worker", name, kind, profile]  # fmt: skip
-                    runs[kind].append(json.loads(launched(framework, arguments, folder).strip().splitlines()[-1]))
-            for kind in kinds:
-                lines.append(row(f"{framework} | {name} | {kind}", runs[kind], errors))
+    found: list[Rounds] = []
+    for name in options.models:
+        with tempfile.TemporaryDirectory() as folder:
+            for kind, rounds in measured(framework, name, kinds, Path(folder), options).items():
+                found.append(rounds)
+                lines.append(f"| {framework} | {name} | {kind} | {rounds.row()} |")
                 print(lines[-1], flush=True)
-    within = sum(error <= 0.1 for error in errors)
-    lines += ["", f"Within 10%: {within} of {len(errors)}; mean error {statistics.mean(errors):.1%}.", ""]
+    errors = [abs(rounds.error) for rounds in found]
+    single = [abs(error) for rounds in found for error in rounds.errors]
+    lines += [
+        "",
+        f"Within 10%: {within(errors)} of {len(errors)} rows, {within(single)} of {len(single)} rounds; mean error "
+        f"of a row {statistics.mean(errors):.1%}, of a round {statistics.mean(single):.1%}.",
+        "",
+    ]
     print(lines[-2])
     if options.write:
         with options.write.open("a") as file:
@@ -249,18 +243,73 @@ def main() -> int:
     return 0
 
 
-def row(what: str, rounds: Sequence[dict[str, Any]], errors: list[float]) -> str:
-    """A line of the table: medians over the rounds, of the error too; ``errors`` receives how large that is."""
-    own = [statistics.median(one["measured"]) for one in rounds]
-    of_rounds = [one["predicted"] / measured - 1 for one, measured in zip(rounds, own, strict=True)]
-    error = statistics.median(of_rounds)
-    errors.append(abs(error))
-    cells = [f"{1e3 * statistics.median(own):.1f}"]
-    cells += [
-        f"{1e3 * statistics.median(one[part] for one in rounds):.1f}"
-        for part in ("predicted", "pipeline", "data_parallel", "optimizer")
-    ]
-    return f"| {what} | {' | '.join(cells)} | {error:+.1%} | {', '.join(f'{one:+.1%}' for one in of_rounds)} |"
+def within(errors: Sequence[float]) -> int:
+    return sum(error <= 0.1 for error in errors)
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What one plan was measured to take, and predicted to take by the profiles before and after every round."""
+
+    measured_s: list[float]
+    predicted: list[Predicted]
+
+    @property
+    def errors(self) -> list[float]:
+        """Of every round."""
+        both = zip(self.predicted, self.predicted[1:], strict=False)
+        return [
+            (before.step_time_s + after.step_time_s) / 2 / measured - 1
+            for (before, after), measured in zip(both, self.measured_s, strict=True)
+        ]
+
+    @property
+    def error(self) -> float:
+        return statistics.median(self.errors)
+
+    def row(self) -> str:
+        """Of the table: medians over the rounds, of the error too."""
+        parts = ("step_time_s", "pipeline_s", "data_parallel_s", "optimizer_s")
+        of_parts = (statistics.median(getattr(one, part) for one in self.predicted) for part in parts)
+        cells = [f"{1e3 * seconds:.1f}" for seconds in (statistics.median(self.measured_s), *of_parts)]
+        return " | ".join([*cells, f"{self.error:+.1%}", ", ".join(f"{error:+.1%}" for error in self.errors)])
+
+
+def measured(
+    framework: str, name: str, kinds: Sequence[str], folder: Path, options: argparse.Namespace
+) -> dict[str, Rounds]:
+    """Of every kind of plan."""
+    model, sample, loss = given(framework, name)
+    graph, size = sw.capture(model, sample, loss), len(next(iter(sample.values())))
+    file = str(folder / "plan.json")
+    found = {kind: Rounds([], []) for kind in kinds}
+
+    def profiled() -> dict[str, sw.Plan]:
+        """The plans by a new profile."""
+        profile = str(folder / "profile.toml")
+        launched(
+            framework,
+            ["-m", "shardwright", "profile", profile, "--framework", framework, "--budget", str(options.budget),
+             "--model", target(framework, name), "--microbatch", str(size)],
+            folder,
+        )  # fmt: skip
+        plans = {kind: planned(graph, size, profile, (PLANS | COMPOSED)[kind]) for kind in kinds}
+        for kind, plan in plans.items():
+            found[kind].predicted.append(plan.predicted)
+        return plans
+
+    plans = profiled()
+    for number in range(options.rounds):
+        for kind in kinds if number % 2 == 0 else reversed(kinds):
+            plans[kind].save(file)
+            said = launched(
+                framework,
+                [str(HERE), "--framework", framework, "--steps", str(options.steps), "--worker", name, file],
+                folder,
+            )
+            found[kind].measured_s.append(statistics.median(json.loads(said.strip().splitlines()[-1])))
+        plans = profiled()
+    return found
 
 
 if __name__ == "__main__":
