@@ -212,7 +212,9 @@ def main() -> int:
     parser.add_argument("--worker", nargs=2, metavar=("MODEL", "PLAN"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     framework = options.framework
-    kinds = list(COMPOSED) if "composed" in options.plans else options.plans
+    kinds = options.plans
+    if "composed" in kinds:  # PyTorch's runtime has no shared optimizer
+        kinds = [kind for kind, asked in COMPOSED.items() if framework == "jax" or "shard" not in asked]
     if options.worker:
         worker(framework, *options.worker, options.steps)
         return 0
