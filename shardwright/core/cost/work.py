@@ -409,7 +409,7 @@ class WorkCounter:
             return Product(flops, size_bytes, 0, 0, 0, 0, 2.5 if has_backward else 0.0, 0.0)
         if op.kind == "opaque":
             shape = result_of(self.graph, op, batch).shape(batch)
-            m, n = max(1, math.prod(shape[:-1])), max(1, *shape[-1:])
+            m, n = max(1, math.prod(shape[:-1])), max(1, math.prod(shape[-1:]))
             return Product(flops, size_bytes, 1, m, n, -(-flops // (2 * m * n)), 2.0 if has_backward else 0.0, 0.0)
         trained = [t for t in op.inputs if t in self._needs_gradient]
         weights = [t for t in trained if self._is_weight(t)]

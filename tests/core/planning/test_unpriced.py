@@ -77,6 +77,13 @@ def test_an_unknown_op_of_integers_is_not_free() -> None:
     assert forward_flops(unknown((-1, 8), (-1, 8), dtype="int64"), BATCH) == 2 * BATCH * 8
 
 
+@pytest.mark.parametrize("result", [(), (1,), (-1,), (-1, 0)])
+def test_an_unknown_op_of_few_results_has_a_time(result: tuple[int, ...]) -> None:
+    graph = unknown(result, (-1, 8))
+    (product,) = WorkCounter(graph).count(fold(graph).units[0], BATCH).products
+    assert min(product.m, product.n, product.k, product.flops) > 0
+
+
 def test_a_step_is_no_shorter_than_with_the_product_that_it_may_be() -> None:
     cluster = sw.Cluster("a100-80gb")
     pinned: dict[str, Any] = {"batch": 8, "pp": 1, "dp": 1, "tp": 1, "microbatch": 8}
