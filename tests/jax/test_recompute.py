@@ -203,29 +203,50 @@ def test_one_stage_of_no_modules_keeps_what_enters_its_units_too(name: str) -> N
 
 
 class Switched(Block):
-    def __call__(self, x: jax.Array, deep: bool) -> jax.Array:
-        y = jnp.sin(self.i(x))
-        return x + self.o(jnp.tanh(y) if deep else y)
+    def __call__(
+        self, x: jax.Array, deep: bool, act: Any, shape: tuple[int, ...], dtype: Any, *, norm: nnx.Module, scale: Any
+    ) -> jax.Array:
+        y = norm(act(self.i(x)).reshape(-1, *shape).astype(dtype).reshape(len(x), -1))
+        return x + self.o(jnp.tanh(y) if deep else y) * scale
 
 
 class SwitchedTower(nnx.Module):
-    def __init__(self) -> None:
+    def __init__(self, norm: Callable[..., nnx.Module] = nnx.LayerNorm) -> None:
         self.layers = nnx.List([Switched(nnx.Rngs(seed)) for seed in range(LAYERS)])
+        self.norm = norm(4 * WIDTH, rngs=nnx.Rngs(0))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         for number, one in enumerate(self.layers):
-            x = one(x, number % 2 == 0)
+            x = one(x, number % 2 == 0, jnp.sin, (2, 2 * WIDTH), jnp.float32, norm=self.norm, scale=x.mean())
         return x
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_what_a_unit_branches_on_stays_a_python_value(recompute: str) -> None:
+def test_what_a_unit_is_given_is_an_array_a_module_or_a_python_value(recompute: str) -> None:
+    """What it branches on, functions, shapes and dtypes stay as they are."""
+
     def of_params(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         return of_model(nnx.merge(nnx.graphdef(SwitchedTower()), params), batch)
 
     case = Case(SwitchedTower, of_model, of_params)
     expected = reference(of_params, case.params, optax.sgd(1e-2), batches(), MICROBATCH)
     trained(case, recomputing(case.graph(), 1, recompute), expected)
+
+
+def test_statistics_that_a_unit_is_given_are_those_of_a_model_that_keeps_all() -> None:
+    def states(recompute: str) -> list[Any]:
+        case = Case(lambda: SwitchedTower(nnx.BatchNorm), of_model, of_model)
+        plan = recomputing(case.graph(), 1, recompute)
+        train = sw.train_step(of_model, optax.sgd(1e-2), plan, devices=jax.devices()[:1])
+        state = train.init(case.create())
+        for batch in batches():
+            state, _ = train(state, batch)
+        return jax.tree.leaves((state.params, state.other))
+
+    kept = states("none")
+    for recompute in ("selective", "full"):
+        for mine, its in zip(states(recompute), kept, strict=True):
+            np.testing.assert_allclose(mine, its, rtol=1e-5, atol=1e-6)
 
 
 # --- dropout, statistics, ties and skips

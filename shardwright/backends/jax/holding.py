@@ -116,10 +116,14 @@ class StageMeshes:
             )
         processes = {device.process_index for device in given}
         if len(processes) > 1:
+            d = plan.decision
+            fix = "stages that are alike, which one program over all processes runs (one_program=True)"
+            if d.pp == 1:
+                fix = f"an nnx.Module, or plan with recompute='none': it is {d.recompute!r}"
             raise MissingCapabilityError(
-                f"the plan has pp={plan.decision.pp} over the devices of {len(processes)} processes, and stages that "
-                "are programs of their own run in one process: give devices=jax.local_devices(), or stages that are "
-                "alike, which one program over all processes runs (one_program=True)"
+                f"the plan has pp={d.pp} over the devices of {len(processes)} processes, and stages that are programs "
+                "of their own, as what a plain function or a Linen model computes again is, run in one process: give "
+                f"devices=jax.local_devices(), or {fix}"
             )
         axes = [plan.mesh.names.index(name) for name in ("pp", "dp", "tp")]
         grid = np.array(given, dtype=object).reshape(plan.mesh.sizes).transpose(axes)

@@ -143,20 +143,30 @@ def recomputed(model: nnx.Module, paths: Collection[str], recompute: str) -> Ite
             delattr(chosen[path], PATH_ATTRIBUTE)
 
 
+def _has_state(value: Any) -> bool:
+    """Whether it is a module, random streams or a variable, which a call may change."""
+    return isinstance(value, nnx.Pytree | nnx.Variable)
+
+
 def _recomputing(original: Callable[..., Any], paths: frozenset[str], policy: Any) -> Callable[..., Any]:
+    """The call, computed again in the backward pass. Arrays and what has state are handed through; all else that it is
+    given, as a function, a shape or what Python branches on, stays the value that it is."""
+
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(self, PATH_ATTRIBUTE, None) not in paths:
             return original(self, *args, **kwargs)
-        # What Python may branch on stays a Python value; keywords are not traced either.
-        plain = [isinstance(argument, bool | int | float | str | None) for argument in args]
+        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_has_state)
+        traced = [_has_state(leaf) or isinstance(leaf, jax.Array) for leaf in leaves]
 
-        def same(module: Any, *traced: Any) -> Any:
-            rest = iter(traced)
-            return original(module, *(a if p else next(rest) for a, p in zip(args, plain, strict=True)), **kwargs)
+        def same(module: Any, *given: Any) -> Any:
+            rest = iter(given)
+            every = [next(rest) if is_traced else leaf for leaf, is_traced in zip(leaves, traced, strict=True)]
+            positional, named = jax.tree.unflatten(structure, every)
+            return original(module, *positional, **named)
 
         run: Any = nnx.remat(same, policy=policy)
-        return run(self, *(argument for argument, p in zip(args, plain, strict=True) if not p))
+        return run(self, *(leaf for leaf, is_traced in zip(leaves, traced, strict=True) if is_traced))
 
     return call
 
