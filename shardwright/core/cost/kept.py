@@ -64,14 +64,15 @@ class Kept:
         """The activations (as memory: views resolved) that the backward of the op reads."""
         if not any(t in self._needs_gradient for t in op.inputs):
             return []
-        trained = [t for t in op.inputs if t in self._needs_gradient]
+        trained = [place for place, t in enumerate(op.inputs) if t in self._needs_gradient]
+        # Of a product each operand is read for the gradient of the others.
+        factors = [t for place, t in enumerate(op.inputs) if any(other != place for other in trained)]
         wanted: list[int] = []
         match op.kind:
-            case "contraction":  # each operand is read for the gradient of the other
-                wanted = [t for t in op.inputs if any(other != t for other in trained)]
-            case "elementwise" if base_name(op) == "mul" and len(op.inputs) == 2:  # likewise
-                pairs = zip(op.inputs, reversed(op.inputs), strict=True)
-                wanted = [t for t, other in pairs if other in trained and self._is_as_made(t)]
+            case "contraction":
+                wanted = factors
+            case "elementwise" if base_name(op) == "mul":
+                wanted = [t for t in factors if self._is_as_made(t)]
             case "attention":
                 wanted = [*op.inputs[:3], *op.outputs]
             case "softmax":

@@ -4,6 +4,7 @@ import pytest
 
 from shardwright.core.cost.work import WorkCounter, forward_flops
 from shardwright.core.fold import fold
+from shardwright.core.rules import labels as L
 from tests.core.toy import Builder, decoder
 
 LAYERS, HIDDEN, HEADS, VOCABULARY, SEQUENCE = 3, 32, 4, 64, 16
@@ -53,8 +54,6 @@ def test_work_grows_linearly_with_the_batch(graph) -> None:
 
 
 def test_a_first_layer_needs_no_gradient_of_its_input() -> None:
-    from tests.core.toy import Builder
-
     b = Builder()
     x = b.input("x", -1, 4, 8, dtype="float32")
     y = b.linear(x, b.parameter("w", 8, 8), None, 8)
@@ -84,3 +83,10 @@ def test_a_square_keeps_what_it_squares() -> None:
     x = b.elementwise("scale", b.input("x", -1, 4, 8, dtype="float32"), b.parameter("scale", 8))
     graph = b.build(b.elementwise("aten.mul.Tensor", x, x))
     assert WorkCounter(graph).count(fold(graph).units[0], 2).saved_bytes == 2 * 4 * 8 * 4
+
+
+def test_a_matrix_times_its_own_transpose_keeps_it() -> None:
+    b = Builder()
+    x = b.elementwise("scale", b.input("x", -1, 8, dtype="float32"), b.parameter("scale", 8))
+    graph = b.build(b.op("contraction", "einsum", [x, x], (-1, 8, 8), L.contraction("bi", "bj", "bij")))
+    assert WorkCounter(graph).count(fold(graph).units[0], 2).saved_bytes == 2 * 8 * 4
