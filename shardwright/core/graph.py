@@ -41,10 +41,12 @@ TensorRole = Literal["parameter", "buffer", "input", "activation", "constant"]
 ITEM_BYTES = {
     "float64": 8, "int64": 8, "uint64": 8, "complex64": 8, "complex128": 16,
     "float32": 4, "int32": 4, "uint32": 4,
-    "bfloat16": 2, "float16": 2, "int16": 2, "uint16": 2,
-    "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "key": 8,
+    "bfloat16": 2, "float16": 2, "int16": 2, "uint16": 2, "complex32": 4,
+    "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1, "key": 8,
 }  # fmt: skip
-FLOATING = frozenset({"float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
+FLOATING = frozenset(name for name in ITEM_BYTES if name.startswith(("float", "bfloat")))
+COMPLEX = frozenset(name for name in ITEM_BYTES if name.startswith("complex"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,13 @@ class Tensor:
 
     @property
     def is_floating(self) -> bool:
+        """Whether the entries are real floating-point numbers, which a precision applies to."""
         return self.dtype in FLOATING
+
+    @property
+    def carries_gradients(self) -> bool:
+        """Whether gradients can flow through a tensor of this dtype: a real or a complex floating-point one."""
+        return self.dtype in FLOATING or self.dtype in COMPLEX
 
     @property
     def has_batch(self) -> bool:

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright.backends.torch import marks
 from shardwright.backends.torch.align import Alignment
+from shardwright.backends.torch.autograd_questions import AutogradQuestions
 from shardwright.backends.torch.guards import READING
 from shardwright.backends.torch.record import Recorder, dtype_name
 from shardwright.backends.torch.refusals import REAL_LIMIT_BYTES
@@ -206,6 +207,7 @@ class _Session:
                     self._calls(recorder),
                     recorder,
                     _Readings(recorder) if self.with_values else nullcontext(),
+                    AutogradQuestions(recorder),
                     torch._C._AutoDispatchBelowAutograd(),
                 ):
                     output = self.model(*args, **kwargs)

@@ -39,6 +39,27 @@ def require_hooks_fire(modules: Mapping[str, nn.Module], unit_paths: Iterable[st
                 )
 
 
+def require_whole_gradients(model: nn.Module, microbatches: int, ranks: int, tensor_ranks: int) -> None:
+    """Raise CaptureError for a user's hook on a parameter that is called with something else than its gradient.
+
+    One that waits for the gradient (``register_post_accumulate_grad_hook``) is called after the first microbatch
+    already, and before replicas are summed. On the tensor axis one that changes it (``register_hook``) is called with a
+    piece of the gradient, or with one term of a sum.
+    """
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None) and max(microbatches, ranks) > 1:
+            raise CaptureError(
+                f"there is a hook on {name} by register_post_accumulate_grad_hook: it would run before the gradient is "
+                f"whole, which is after all {microbatches} microbatches and all ranks. Take it off, and do after the "
+                f"step what it does"
+            )
+        if parameter._backward_hooks and tensor_ranks > 1:
+            raise CaptureError(
+                f"there is a hook on {name} by register_hook: on a tensor axis of {tensor_ranks} ranks it would be "
+                f"given pieces or terms of the gradient. Take it off, and change parameter.grad after the step"
+            )
+
+
 def _ends(path: str) -> list[int]:
     """Where the paths of the modules that hold a module end."""
     holder = path.rpartition(".")[0]

@@ -11,6 +11,7 @@ from shardwright.backends.torch.holding import Holding
 from shardwright.backends.torch.mesh import BoundMesh
 from shardwright.backends.torch.overlap import Exchange
 from shardwright.backends.torch.tensor_parallel.shards import Shards
+from shardwright.backends.torch.transfer import as_carried
 from shardwright.backends.torch.watch import Watch
 from shardwright.core.errors import ShardwrightError
 
@@ -92,24 +93,25 @@ class Gradients:
         """To the home, summed there in the order of holders, and back: the same bits on every holder."""
         me, home = self.holding.rank, holders[0]
         present = torch.tensor([0 if parameter.grad is None else 1], dtype=torch.int32, device=parameter.device)
-        total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        total = own.resolve_conj().resolve_neg().contiguous()
         if me != home:
             peer = self.bound.peer("pp", home)
             for tensor in (present, total):
-                dist.send(tensor, peer)
+                dist.send(as_carried(tensor), peer)
             for tensor in (present, total):
-                dist.recv(tensor, peer)
+                dist.recv(as_carried(tensor), peer)
         else:
             other, more = torch.empty_like(total), torch.empty_like(present)
             for holder in holders[1:]:
                 peer = self.bound.peer("pp", holder)
                 dist.recv(more, peer)
-                dist.recv(other, peer)
+                dist.recv(as_carried(other), peer)
                 present += more
                 total += other
             for holder in holders[1:]:
                 for tensor in (present, total):
-                    dist.send(tensor, self.bound.peer("pp", holder))
+                    dist.send(as_carried(tensor), self.bound.peer("pp", holder))
         parameter.grad = total if int(present) else None
 
     def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
@@ -128,7 +130,7 @@ class Gradients:
         infinite = math.isinf(norm_type)
         own = torch.zeros((), dtype=torch.float32, device=device)
         if counted:
-            norms = torch.stack([torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) for g in counted])
+            norms = torch.stack([_norm(g, norm_type) for g in counted])
             own = norms.max() if infinite else norms.pow(norm_type).sum()
         for axis in ("pp", "tp"):
             if self.bound.size(axis) == 1:
@@ -145,3 +147,10 @@ class Gradients:
             if parameter.grad is not None:
                 parameter.grad.mul_(scale.to(parameter.grad.dtype))
         return norm
+
+
+def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The norm in float32; that of complex entries is of their absolute values."""
+    entries = gradient.abs() if gradient.is_complex() else gradient
+    norm: torch.Tensor = torch.linalg.vector_norm(entries, norm_type, dtype=torch.float32)
+    return norm

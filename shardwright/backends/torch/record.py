@@ -120,6 +120,8 @@ class Recorder(TorchDispatchMode):
         self._kept: list[torch.Tensor] = []
         self._drawn: set[int] = set()
         """Tensors that follow from random numbers alone; all of them are kept."""
+        self._flowing: set[int] = set()
+        """Tensors through which gradients would flow to a parameter or an input; all of them are kept."""
 
     # -- module calls --------------------------------------------------------------------------------------------
 
@@ -139,6 +141,15 @@ class Recorder(TorchDispatchMode):
             self.failed_path = self.path
         if len(self._stack) > 1:
             self._stack.pop()
+
+    def refuse(self, reason: str) -> None:
+        """The model does something that a graph of ops does not hold; ``reason`` says what. A plan does without it."""
+
+    def flows(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor would require a gradient if autograd kept its graph."""
+        if id(tensor) in self._flowing:
+            return True
+        return self._root(tensor) in self._flowing if id(tensor) in self._views else tensor.requires_grad
 
     def note_reading(self) -> None:
         """The innermost module call reads a value, or makes a tensor whose shape depends on values."""
@@ -261,6 +272,7 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **kwargs) if without_kernel is None else without_kernel(func, *args, **kwargs)
         written = [t for name in known.writes for t in _tensors(_argument(known, name, args, kwargs))]
         outputs = list(_tensors(result))
+        self._note_flow(known, inputs, outputs, written)
         if all(id(t) in self._drawn for t in inputs) if inputs else known.draws:
             self._drawn.update(map(id, outputs))
             self._kept += outputs
@@ -301,6 +313,20 @@ class Recorder(TorchDispatchMode):
                     inputs[0], self._root(inputs[0]), template, known.name, self._stack[-1], i, numbers[0]
                 )
         return result
+
+    def _note_flow(
+        self, known: Func, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor],
+        written: Sequence[torch.Tensor],
+    ) -> None:  # fmt: skip
+        if known.name.endswith(".detach") or not torch.is_grad_enabled() or not any(map(self.flows, inputs)):
+            return
+        changed = {id(tensor) for tensor in written}
+        for tensor in (*outputs, *written):
+            if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+                self._flowing.add(id(tensor))
+                self._kept.append(tensor)
+                if id(tensor) in changed:
+                    self._flowing.add(self._root(tensor))
 
     def _template(
         self,
@@ -368,6 +394,8 @@ def shares_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
 def _same_geometry(first: torch.Tensor, second: torch.Tensor) -> bool:
     return (
         first.dtype == second.dtype
+        and first.is_conj() == second.is_conj()
+        and first.is_neg() == second.is_neg()
         and first.stride() == second.stride()
         and first.storage_offset() == second.storage_offset()
     )

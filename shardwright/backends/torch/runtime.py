@@ -14,7 +14,13 @@ from torch import nn
 
 from shardwright.backends.torch.agreement import compare_over, signed
 from shardwright.backends.torch.batch_norm import RunningStatistics, norm_over_replicas
-from shardwright.backends.torch.checks import ModuleTree, require_alike, require_hooks_fire, require_results
+from shardwright.backends.torch.checks import (
+    ModuleTree,
+    require_alike,
+    require_hooks_fire,
+    require_results,
+    require_whole_gradients,
+)
 from shardwright.backends.torch.compiling import Compiler
 from shardwright.backends.torch.data_parallel import Gradients
 from shardwright.backends.torch.fake_state import find_model_call
@@ -415,6 +421,8 @@ class Runtime:
         for program in programs:
             require_results(program, self.bound.size("pp"))
         require_hooks_fire(self.holding.modules, {path for held in stage_map.calls for path, _ in held})
+        if programs[0].losses:
+            require_whole_gradients(self.model, len(divisions), self.bound.mesh.size, self.bound.size("tp"))
         digest = hashlib.blake2b("\n".join(text_of(program) for program in programs).encode(), digest_size=8)
         different = compare_over("pp", {"program": signed(digest)}, self.bound, self.watch).get("program")
         if different:

@@ -272,7 +272,7 @@ class Mailroom:
 
 def as_carried(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as every backend can carry it: bool and complex have no kernels."""
-    whole = tensor.contiguous().resolve_conj()
+    whole = tensor.resolve_conj().resolve_neg().contiguous()
     if whole.dtype is torch.bool:
         return whole.view(torch.uint8)
     return torch.view_as_real(whole) if whole.dtype.is_complex else whole

@@ -121,6 +121,7 @@ def _can_defer(given: Any, weight: Any) -> bool:
         and weight.requires_grad
         and torch.is_grad_enabled()
         and type(given) in (torch.Tensor, nn.Parameter)
+        and not (given.is_complex() or weight.is_complex())  # whose gradients are products with conjugates
         and not torch._C._are_functorch_transforms_active()
     )
 

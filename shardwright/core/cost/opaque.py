@@ -18,7 +18,7 @@ def most_flops(graph: Graph, op: Op, batch: int) -> int:
     """
     tensors = [graph.tensors[t] for t in (*op.inputs, *op.outputs)]
     given, made = tensors[: len(op.inputs)], max(1, _entries(result_of(graph, op, batch), batch))
-    values = [value for value in given if value.is_floating or value.dtype.startswith("complex")]
+    values = [value for value in given if value.carries_gradients]
     found = [made]
     if values:
         sizes = sorted(_entries(value, batch) for value in values)

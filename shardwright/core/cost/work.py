@@ -153,7 +153,7 @@ class WorkCounter:
         needing.update(t for t in self.graph.inputs if self.graph.tensors[t].role == "activation")
         for op in self.graph.ops:
             if any(t in needing for t in op.inputs):
-                needing.update(t for t in op.outputs if self.graph.tensors[t].is_floating)
+                needing.update(t for t in op.outputs if self.graph.tensors[t].carries_gradients)
         return needing
 
     def needs_gradient(self, tensor: int) -> bool:

@@ -62,7 +62,7 @@ class Prices:
         self._conversions: dict[tuple[int, Places, Places, bool], float] = {}
 
     def flows(self, tensor: int) -> bool:
-        return self.counter.needs_gradient(tensor) and self.graph.tensors[tensor].is_floating
+        return self.counter.needs_gradient(tensor) and self.graph.tensors[tensor].carries_gradients
 
     def local(self, tensor: int, places: Places) -> float:
         """Bytes of a rank's piece."""

@@ -197,7 +197,7 @@ class Call:
         lowering = self.lowering
         if tensor is None or tensor not in lowering.at:
             raise NotReplayableError(f"{self.site.name} reads a tensor that the captured graph does not follow")
-        if lowering.traced.graph.tensors[tensor].is_floating and lowering.place[tensor] != R:
+        if lowering.traced.graph.tensors[tensor].carries_gradients and lowering.place[tensor] != R:
             raise NotReplayableError(f"{self.site.name} reads a split tensor that the captured graph does not follow")
         return lowering.hop(lowering.at[tensor], Hop((lowering.place[tensor], R), None))
 
@@ -208,7 +208,7 @@ class Call:
         if not self.site.grad:
             var = self.lowering.source.call(torch.Tensor.detach, var)
         if whole and place != R:
-            flows = self.lowering.traced.graph.tensors[tensor].is_floating
+            flows = self.lowering.traced.graph.tensors[tensor].carries_gradients
             var = self.lowering.hop(var, Hop((R, place), (dual(place), R) if flows else None))
         self.lowering.made(tensor, var, place)
 

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as functional
 
 from shardwright.backends.torch.tensor_parallel.pieces import piece_of, whole_of
+from shardwright.backends.torch.transfer import as_carried
 from shardwright.core.conversions import table_bytes
 from shardwright.core.errors import LayoutError
 from shardwright.core.layout import Partial, Placement, Replicate, Split
@@ -62,16 +63,16 @@ class Axis:
         """The sum or maximum over all ranks; ``tensor`` is overwritten."""
         if torch.compiler.is_compiling():
             return _functional(functional.all_reduce(tensor, reduction, self.name))
-        tensor = tensor.contiguous()
+        tensor = _own_memory(tensor)
         self.note(key, 2 * (self.size - 1) * tensor.numel() * tensor.element_size())
         op = dist.ReduceOp.SUM if reduction == "sum" else dist.ReduceOp.MAX
-        dist.all_reduce(tensor, op=op, group=self.group)
+        dist.all_reduce(as_carried(tensor), op=op, group=self.group)
         return tensor
 
     def begin_sum(self, tensor: torch.Tensor, key: tuple[str, str]) -> tuple[torch.Tensor, Callable[[], Any]]:
         """The sum over all ranks, which is there once the function that comes with it was called; ``tensor`` is
         overwritten."""
-        tensor = tensor.contiguous()
+        tensor = _own_memory(tensor)
         self.note(key, 2 * (self.size - 1) * tensor.numel() * tensor.element_size())
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         return tensor, work.wait
@@ -81,9 +82,8 @@ class Axis:
         if torch.compiler.is_compiling():
             whole = _functional(functional.all_gather_tensor(tensor.unsqueeze(0).contiguous(), 0, self.name))
             return list(whole.unbind(0))
-        tensor = tensor.contiguous()
         received = list(tensor.new_empty((self.size, *tensor.shape)).unbind(0))
-        dist.all_gather(received, tensor, group=self.group)
+        dist.all_gather([as_carried(t) for t in received], as_carried(tensor), group=self.group)
         return received
 
     def convert(
@@ -126,12 +126,12 @@ class Axis:
         return whole_of([tensor if r == self.coordinate else empty for r in range(self.size)], before)
 
     def _reduce_scatter(self, tensor: torch.Tensor, after: Split) -> torch.Tensor:
-        sent = [piece_of(tensor, after, self.size, r).contiguous() for r in range(self.size)]
+        sent = [_own_memory(piece_of(tensor, after, self.size, r)) for r in range(self.size)]
         if torch.compiler.is_compiling():
             summed = functional.reduce_scatter_tensor(torch.stack(sent), "sum", 0, self.name)
             return _functional(summed).squeeze(0)
         received = torch.empty_like(sent[self.coordinate])
-        dist.reduce_scatter(received, sent, group=self.group)
+        dist.reduce_scatter(as_carried(received), [as_carried(t) for t in sent], group=self.group)
         return received
 
     def _all_to_all(self, tensor: torch.Tensor, before: Split, after: Split) -> torch.Tensor:
@@ -141,8 +141,13 @@ class Axis:
                 list(_functional(functional.all_to_all_single(sent, None, None, self.name)).unbind(0)), before
             )
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
+        dist.all_to_all_single(as_carried(received), as_carried(sent), group=self.group)
         return whole_of(list(received.unbind(0)), before)
+
+
+def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, with every conjugate and minus that torch puts off carried out: what is sent is the memory."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def _functional(made: torch.Tensor) -> torch.Tensor:

@@ -72,6 +72,7 @@ def _plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether nothing else has its own way with the product: autocast, a compiler, a backward that is split."""
     return not (
         x.dtype is not weight.dtype
+        or x.is_complex()
         or torch.is_autocast_enabled(x.device.type)
         or torch.compiler.is_compiling()
         or weight_gradients.may_be_put_off()

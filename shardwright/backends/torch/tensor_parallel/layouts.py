@@ -115,7 +115,7 @@ def _whole(graph: Graph, unit: Unit, found: RealisedUnit, tensor: int, shared: H
         return Hop((shared.value[1], R), None if shared.gradient is None else (R, shared.gradient[0]))
     index = graph.producer[tensor]
     place = found.signatures[index - unit.first_op][0].outputs[graph.ops[index].outputs.index(tensor)]
-    return Hop((place, R), (R, dual(place)) if graph.tensors[tensor].is_floating else None)
+    return Hop((place, R), (R, dual(place)) if graph.tensors[tensor].carries_gradients else None)
 
 
 def _hop(link: Link) -> Hop:

@@ -126,7 +126,7 @@ def _value(
 ) -> Value:
     described = replay.traced.graph.tensors[tensor]
     dtype: torch.dtype = getattr(torch, described.dtype)
-    flows = described.is_floating and counter.needs_gradient(tensor)
+    flows = described.carries_gradients and counter.needs_gradient(tensor)
     return Value(local_shape(described.shape(replay.batch), place, ranks), dtype, flows, step, None, memory)
 
 

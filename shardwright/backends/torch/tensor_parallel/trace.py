@@ -134,6 +134,9 @@ class TracingRecorder(Recorder):
         self._finished: dict[int, int] = {}
         self._held: list[tuple[int, torch.Tensor]] = []
 
+    def refuse(self, reason: str) -> None:
+        raise NotReplayableError(reason)
+
     def note_written(self) -> None:
         """After the run: which tensors of the model hold something else now."""
         for number, tensor in self._held:
@@ -402,13 +405,29 @@ def _merged(small: Any, large: Any, draft: _Draft) -> Any:
 
 
 def _functional(func: Any, known: Func) -> Any:
-    """The op that returns what an in-place op writes."""
+    """The op that returns what an in-place op, or one with ``out=``, writes."""
     if not known.writes:
         return func
     base = func._schema.name.partition("::")[2]
+    if known.writes[0] == "out":
+        return _without_out(func)
     packet = getattr(torch.ops.aten, base[:-1], None) if base.endswith("_") and not base.endswith("__") else None
     overload = getattr(packet, func._overloadname, None) if packet is not None else None
     return func if overload is None else overload
+
+
+def _without_out(func: Any) -> Any:
+    """The overload of an op with the same arguments but ``out``."""
+
+    def kinds(overload: Any) -> list[tuple[str, str]]:
+        return [(a.name, str(a.type)) for a in overload._schema.arguments if a.alias_info is None]
+
+    packet = func.overloadpacket
+    for name in packet.overloads():
+        overload = getattr(packet, name)
+        if overload is not func and kinds(overload) == kinds(func) and not overload._schema.is_mutable:
+            return overload
+    raise NotReplayableError(f"{func._schema.name} writes into a tensor that it is given by out=")
 
 
 @contextmanager

@@ -1,0 +1,84 @@
+"""One training step of each model of `accepted_models`, split, against the plain model in this process.
+
+Usage: accepted.py AXIS:RANKS [NAME...]; prints `ok NAME` for each.
+"""
+
+import copy
+import sys
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accepted_models import CASES, Case
+
+import shardwright.torch as sw
+from shardwright.backends.torch.unsplit import seeded_by_rule
+from tests.comparison import Comparison
+
+MICROBATCHES, WAIT_S = 2, 60.0
+
+
+def part(batch: dict[str, Any], m: int) -> dict[str, Any]:
+    return {k: v.chunk(MICROBATCHES)[m] if isinstance(v, torch.Tensor) and v.dim() else v for k, v in batch.items()}
+
+
+def plain_step(model: torch.nn.Module, batch: dict[str, Any], case: Case) -> list[float]:
+    losses = []
+    for m in range(MICROBATCHES):
+        with seeded_by_rule(model, seed=0, step=0, microbatch=m):
+            loss = case.loss(model, part(batch, m))
+        (loss / MICROBATCHES).backward()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def check(name: str, case: Case, keys: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, batch = case.make()
+    plain = copy.deepcopy(model)
+    wanted = plain_step(plain, batch, case)
+    keys = {"microbatches": MICROBATCHES, "wait_timeout_s": WAIT_S, "pipeline": case.schedule, **keys}
+    sw.init(keys)
+
+    @sw.step
+    def train_step(model: Any, batch: Any) -> Any:
+        loss = case.loss(model, batch)
+        model.backward(loss)
+        return loss
+
+    split = sw.DistributedModel(model)
+    found = [float(loss) for loss in train_step(split, batch).outputs]
+    runtime = split.runtime
+    shards, tensor = runtime.gradients.shards, runtime.tensor
+    held = {}
+    for key, parameter in sorted(split.local_named_parameters()):
+        in_pieces = shards is not None and parameter.grad is not None
+        held[key] = shards.whole(key, parameter.grad) if in_pieces else parameter.grad
+    same = Comparison(f"{name} under {keys}")
+    same.losses(found, wanted)
+    same.gradients(held, {n: p.grad for n, p in plain.named_parameters()}, part=True)
+    reports: list[Any] = [None] * sw.size()
+    dist.all_gather_object(reports, same.report())
+    Comparison.of_ranks(reports).require("losses", "gradients")
+    assert (runtime.messages is None) == (case.mode == "recorded"), runtime.messages
+    if tensor is not None:
+        assert (not tensor.by_calls_because) == case.on_pieces, tensor.by_calls_because
+    sw.shutdown()
+
+
+def main() -> None:
+    axis, ranks = sys.argv[1].split(":")
+    key = {"pp": "pipeline_parallel_degree", "tp": "tensor_parallel_degree"}[axis]
+    warnings.filterwarnings("ignore")
+    dist.init_process_group("gloo")
+    for name in sys.argv[2:] or CASES:
+        check(name, CASES[name], {key: int(ranks)})
+        if dist.get_rank() == 0:
+            print(f"ok {name}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
