@@ -52,11 +52,3 @@ def require_folder(path: Path | None) -> None:
         raise ShardwrightError(f"{path} cannot be written: there is no folder {path.parent}; make it first")
     if path is not None and path.is_dir():
         raise ShardwrightError(f"{path} cannot be written: it is a folder; name a file in it")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file. Raises ShardwrightError when the system does not let it."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ShardwrightError(f"{path} cannot be written: {error.strerror}") from error

@@ -10,7 +10,7 @@ import typer
 from shardwright.api import capture
 from shardwright.backends.capabilities import runtimes_of
 from shardwright.commands.model_file import load_model
-from shardwright.commands.output import JsonOption, print_json, print_view, require_folder, write_text
+from shardwright.commands.output import JsonOption, print_json, print_view, require_folder
 from shardwright.commands.progress import DelayedProgress
 from shardwright.core.cluster import Cluster
 from shardwright.core.decision import LossScope
@@ -227,10 +227,10 @@ def plan_command(
         bar.stage("searching")
         studied = make_study(graph, whole, request, tokens) if study else None
         plan = studied.plan if studied is not None else make_plan(graph, whole, request, bar.update)
-    from shardwright.core.plan_file import to_document, to_text
+    from shardwright.core.plan_file import to_document
 
     if output is not None:
-        write_text(output, to_text(plan))
+        plan.save(output)
     from shardwright.report.study import study_document, study_view
 
     if json:

@@ -7,11 +7,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from shardwright.commands.output import JsonOption, print_json, print_view, require_folder, write_text
-from shardwright.core.errors import ScheduleError
+from shardwright.commands.output import JsonOption, print_json, print_view, require_folder
+from shardwright.core.errors import ScheduleError, ShardwrightError
 from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
 from shardwright.core.schedule.files import to_csv
 from shardwright.core.simulate import simulate_schedule
+from shardwright.core.text_files import write_text
 from shardwright.core.timeline import Timeline
 
 _LEAST_WIDTH = 40
@@ -129,17 +130,17 @@ def _save(
     """Write the files that were asked for; their kinds and paths."""
     saved: dict[str, str] = {}
     if csv is not None:
-        write_text(csv, to_csv(schedule))
+        write_text(csv, to_csv(schedule), ShardwrightError)
         saved["csv"] = str(csv)
     if svg is not None:
         from shardwright.report.svg import timeline_svg
 
-        write_text(svg, timeline_svg(timeline, title=schedule.name))
+        write_text(svg, timeline_svg(timeline, title=schedule.name), ShardwrightError)
         saved["svg"] = str(svg)
     if trace is not None:
         from shardwright.report.perfetto import perfetto_trace
 
-        write_text(trace, json_format.dumps(perfetto_trace(timeline)))
+        write_text(trace, json_format.dumps(perfetto_trace(timeline)), ShardwrightError)
         saved["trace"] = str(trace)
     return saved
 

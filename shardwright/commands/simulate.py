@@ -15,11 +15,12 @@ from shardwright.commands.output import (
     print_view,
     require_folder,
     view_width,
-    write_text,
 )
 from shardwright.core.breakdown import break_down
+from shardwright.core.errors import ShardwrightError
 from shardwright.core.memory_over_time import Moment, memory_over_time
 from shardwright.core.plan import Plan
+from shardwright.core.text_files import write_text
 
 
 def simulate_command(
@@ -42,14 +43,14 @@ def simulate_command(
     if svg is not None:
         from shardwright.report.svg import timeline_svg
 
-        write_text(svg, timeline_svg(timeline, title=f"{loaded.model_name}: {loaded.summary()}"))
+        write_text(svg, timeline_svg(timeline, title=f"{loaded.model_name}: {loaded.summary()}"), ShardwrightError)
         saved["svg"] = str(svg)
     if trace is not None:
         import json as json_format
 
         from shardwright.report.perfetto import perfetto_trace
 
-        write_text(trace, json_format.dumps(perfetto_trace(timeline)))
+        write_text(trace, json_format.dumps(perfetto_trace(timeline)), ShardwrightError)
         saved["trace"] = str(trace)
     if json:
         print_json(

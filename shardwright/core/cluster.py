@@ -12,6 +12,7 @@ from shardwright.core import cluster_file
 from shardwright.core.cost.groups import Group
 from shardwright.core.errors import ClusterError
 from shardwright.core.hardware import Device, Link, Profile, check, load_link, load_preset, load_profile, profile_names
+from shardwright.core.text_files import path_of
 
 _NO_INTER_NODE = "a cluster of several nodes needs inter_node: the name of a link, or a Link"
 _NO_INTER_REGION = "a cluster of several regions needs inter_region: the name of a link, or a Link"
@@ -127,7 +128,7 @@ class Cluster:
     @classmethod
     def load(cls, path: str | Path) -> "Cluster":
         """The cluster in the TOML file at ``path``. Raises ClusterError that names the path of a fault inside it."""
-        return cls.from_document(cluster_file.read(Path(path)), source=str(path))
+        return cls.from_document(cluster_file.read(path_of(path, ClusterError)), source=str(path))
 
     @classmethod
     def from_document(cls, document: dict[str, Any], source: str = "cluster") -> "Cluster":
@@ -154,8 +155,8 @@ class Cluster:
         return cluster_file.document(groups, self.inter_node, self.inter_region)
 
     def save(self, path: str | Path) -> None:
-        """Write the TOML file that ``load`` reads."""
-        cluster_file.write(Path(path), self.to_document())
+        """Write the TOML file that ``load`` reads. Raises ClusterError when it cannot be written."""
+        cluster_file.write(path_of(path, ClusterError), self.to_document())
 
     @property
     def world_size(self) -> int:

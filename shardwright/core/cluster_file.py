@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwright.core.errors import ClusterError
 from shardwright.core.hardware import Device, Link, link_names, load_device, load_link, profile_names, schema
+from shardwright.core.text_files import write_text
 
 _GROUP_KEYS = tuple(schema.GroupTable.model_fields)
 
@@ -82,8 +83,8 @@ def document(groups: Sequence[Group], inter_node: Link | None, inter_region: Lin
 
 
 def write(path: Path, contents: dict[str, Any]) -> None:
-    """Write ``contents`` as TOML."""
-    path.write_text("\n".join(_toml_lines(contents, ())).lstrip("\n") + "\n", encoding="utf-8")
+    """Write ``contents`` as TOML, whole or not at all. Raises ClusterError when it cannot be written."""
+    write_text(path, "\n".join(_toml_lines(contents, ())).lstrip("\n") + "\n", ClusterError)
 
 
 def _link(given: "str | schema.UserLinkTable | None", source: str) -> str | Link | None:

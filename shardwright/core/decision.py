@@ -1,18 +1,21 @@
 """What a plan decides: degrees, microbatches, stages, layouts, schedule and memory policy."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
+from shardwright.core.cost.work import PRECISION_BYTES
 from shardwright.core.errors import PlanError, ScheduleError, nearest
 from shardwright.core.layout import Layout
-from shardwright.core.memory import Recompute
+from shardwright.core.memory import OPTIMIZER_STATES, Recompute
 from shardwright.core.mesh import Mesh
 from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
 from shardwright.core.schedule.catalogue import FAMILIES
+from shardwright.core.schedule.checks import require_trains
 from shardwright.core.schedule.family import Sizes
 from shardwright.core.schedule.files import from_csv
+from shardwright.core.schedule.schedule import require_buildable
 
 LossScope = Literal["replica", "global"]
 
@@ -57,7 +60,7 @@ class Decision:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise PlanError(f"{name}={value!r}: expected a whole number of at least 1")
-        require_schedule(self.schedule)
+        self._require_words()
         if self.batch % (self.dp * self.microbatch):
             raise PlanError(
                 f"batch={self.batch} is not a multiple of dp · microbatch = {self.dp} · {self.microbatch}: "
@@ -71,8 +74,12 @@ class Decision:
             raise PlanError(f"stage_starts rise from 0: given {self.stage_starts}")
         if self.shard not in (0, 1, 2, 3):
             raise PlanError(f"shard={self.shard!r}: expected 0 (nothing), 1 (optimizer), 2 (gradients), 3 (parameters)")
-        if sorted(self.placement_order) != ["D", "P", "T"]:
+        if not isinstance(self.placement_order, str) or sorted(self.placement_order) != ["D", "P", "T"]:
             raise PlanError(f"placement_order={self.placement_order!r}: expected an order of the letters D, P and T")
+        for name in ("kept_units", "offloaded_units"):
+            units = getattr(self, name)
+            if len(set(units)) != len(units):
+                raise PlanError(f"{name}={list(units)}: expected each unit once")
         if self.kept_units and self.recompute != "full":
             raise PlanError(
                 f"kept_units={list(self.kept_units)} with recompute={self.recompute!r}: they are units that keep their "
@@ -83,13 +90,67 @@ class Decision:
                 f"offloaded_units={list(self.offloaded_units)} with recompute={self.recompute!r} and kept_units="
                 f'{list(self.kept_units)}: they are units that are neither kept nor recomputed, under recompute="full"'
             )
+        self._require_sharding()
+        self._require_runnable_schedule()
+
+    def _require_words(self) -> None:
+        """Raise PlanError for a field whose value is none of those that it may have."""
+        options: dict[str, tuple[Collection[object], str]] = {
+            "recompute": (get_args(Recompute), ""),
+            "precision": (PRECISION_BYTES, ""),
+            "gradient_precision": ((None, *PRECISION_BYTES), ", or None for that of the parameters"),
+            "optimizer": (OPTIMIZER_STATES, ""),
+            "loss_scope": (get_args(LossScope), ""),
+        }
+        require_schedule(self.schedule)
+        for name, (known, beside) in options.items():
+            value = getattr(self, name)
+            if not isinstance(value, str | None) or value not in known:
+                words = [word for word in known if isinstance(word, str)]
+                raise PlanError(f"{name}={value!r}: {nearest(str(value), words)}{beside}")
+        if not isinstance(self.sequence_parallel, bool):
+            raise PlanError(f"sequence_parallel={self.sequence_parallel!r}: expected True or False")
+
+    def _require_sharding(self) -> None:
+        """Raise PlanError for a shard group that the data axis does not have, or that shares nothing."""
+        group = self.shard_group
+        if group is None:
+            return
+        if type(group) is not int or group < 1 or self.dp % group:
+            raise PlanError(f"shard_group={group!r} does not divide dp={self.dp}: use a divisor of {self.dp}")
+        if group > 1 and self.shard == 0:
+            raise PlanError(
+                f"shard=0 and shard_group={group}: nothing is sharded that a group could share; leave out shard_group, "
+                f"or take shard=1, 2 or 3"
+            )
+
+    def _require_runnable_schedule(self) -> None:
+        """Raise PlanError for a schedule that does not train, or not with these sizes."""
+        try:
+            require_buildable(self.stages, self.microbatches)
+        except ScheduleError as error:
+            raise PlanError(
+                f"batch={self.batch}, dp={self.dp} and microbatch={self.microbatch} make {self.microbatches} "
+                f"microbatches: {error}"
+            ) from error
+        family = FAMILIES.get(self.schedule)
+        if family is not None and not family.trains:
+            raise PlanError(f"schedule {self.schedule!r} has no backward passes, and a plan trains: take another")
+        if family is not None:
+            reason = family.refusal(Sizes(self.pp, self.microbatches, self.virtual_stages))
+            if reason is not None:
+                raise PlanError(f"schedule {self.schedule!r} does not admit these sizes: {reason}")
         if bool(self.generated) != (self.schedule == AUTO):
             raise PlanError(
                 f"schedule {self.schedule!r} with {len(self.generated)} rows of generated actions: {AUTO!r} has them, "
                 f"and no other schedule"
             )
         if self.generated:
-            schedule = self.build_schedule(None)
+            try:
+                schedule = generated_schedule(self.generated)
+                require_trains(schedule)
+            except ScheduleError as error:
+                raise PlanError(f"the generated schedule cannot be run: {error}") from error
             sizes = (schedule.ranks, schedule.stages, schedule.microbatches)
             if sizes != (self.pp, self.stages, self.microbatches):
                 raise PlanError(
@@ -105,7 +166,7 @@ class Decision:
     def build_schedule(self, costs: StageCosts | None) -> Schedule:
         """The table of actions. Raises ScheduleError when the schedule does not admit the sizes."""
         if self.generated:
-            return from_csv("\n".join(self.generated), AUTO)
+            return generated_schedule(self.generated)
         return Schedule.build(
             self.schedule,
             ranks=self.pp,
@@ -118,7 +179,7 @@ class Decision:
     def stage_ranks(self) -> tuple[int, ...]:
         """For every stage the pipeline rank that holds it."""
         if self.generated:
-            return self.build_schedule(None).placement
+            return generated_schedule(self.generated).placement
         return placement_of(self.schedule, self.pp, self.virtual_stages)
 
     @property
@@ -145,6 +206,13 @@ def placement_of(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, .
     if (reason := family.refusal(Sizes(ranks, 2 * ranks, virtual_stages))) is not None:
         raise ScheduleError(f"{schedule} does not admit these sizes: {reason}")
     return family.placement(ranks, virtual_stages)
+
+
+@lru_cache(maxsize=16)
+def generated_schedule(rows: tuple[str, ...]) -> Schedule:
+    """The schedule that a plan stores row by row, read and checked once: decisions are made anew in many places. Raises
+    ScheduleError for one that is not whole or does not end."""
+    return from_csv("\n".join(rows), AUTO)
 
 
 def summarize(decision: Decision) -> str:

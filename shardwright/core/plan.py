@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shardwright.core.amounts import bytes_text, seconds_text
 from shardwright.core.decision import Decision, summarize
-from shardwright.core.errors import PlanError, nearest
+from shardwright.core.errors import PlanError, PlanFileError, nearest
 from shardwright.core.fold import CallRef, fold
 from shardwright.core.graph import Graph
 from shardwright.core.layout import Layout
@@ -23,6 +23,7 @@ from shardwright.core.structure import (
     structure_of,
 )
 from shardwright.core.tensor_layouts import Rates, SlotAlternatives
+from shardwright.core.text_files import path_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,17 +304,17 @@ class Plan:
         return replace(self, bindings=tuple(sorted([*kept, (graph.framework, binding)], key=lambda item: item[0])))
 
     def save(self, path: str | Path) -> None:
-        """Write the plan file (JSON)."""
+        """Write the plan file (JSON), whole or not at all. Raises PlanFileError when it cannot be written."""
         from shardwright.core.plan_file import write
 
-        write(self, Path(path))
+        write(self, path_of(path, PlanFileError))
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
         """Read a plan file. Raises PlanFileError with the path inside the file of what is wrong."""
         from shardwright.core.plan_file import read
 
-        return read(Path(path))
+        return read(path_of(path, PlanFileError))
 
     def summary(self) -> str:
         """The degrees in one line."""

@@ -17,11 +17,14 @@ from shardwright.core.plan_schema import FORMAT, VERSION, BindingFile, DecisionF
 from shardwright.core.solver import Alternative
 from shardwright.core.structure import Binding, Structure, UnitBinding
 from shardwright.core.tensor_layouts import Rates
+from shardwright.core.text_files import read_text, write_text
 
 
 def write(plan: p.Plan, path: Path) -> None:
-    """Write a plan. Keys stand in a fixed order and every unit on lines of its own, so that two plans diff well."""
-    path.write_text(to_text(plan), encoding="utf-8")
+    """Write a plan. Keys stand in a fixed order and every unit on lines of its own, so that two plans diff well.
+
+    Raises PlanFileError when the file cannot be written; what stood there before is left as it was."""
+    write_text(path, to_text(plan), PlanFileError)
 
 
 def to_text(plan: p.Plan) -> str:
@@ -146,11 +149,7 @@ def _placement_out(placement: Placement) -> dict[str, Any]:
 
 def read(path: Path) -> p.Plan:
     """Read a plan file. Raises PlanFileError with the path inside the file of the first thing that is wrong."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanFileError(f"{path}: cannot be read: {error}") from error
-    return from_text(text, str(path))
+    return from_text(read_text(path, PlanFileError, "plan file"), str(path))
 
 
 def from_text(text: str, source: str = "plan") -> p.Plan:

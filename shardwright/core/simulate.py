@@ -9,6 +9,7 @@ machine (`StageCosts.idle_lent`) the times found so are then read by another clo
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -18,7 +19,7 @@ import numpy as np
 from shardwright.core.errors import ScheduleError
 from shardwright.core.lending import lent_clock
 from shardwright.core.schedule.actions import TRANSFER, Action, B, F, I, Kind, W
-from shardwright.core.schedule.complete import explain_stop
+from shardwright.core.schedule.complete import report
 from shardwright.core.schedule.costs import StageCosts
 from shardwright.core.schedule.schedule import Schedule
 from shardwright.core.timeline import Timeline, TransferLog, TransferRow
@@ -55,6 +56,15 @@ def simulate_schedule(
     if stuck:
         raise ScheduleError(explain_stop(schedule, stuck))
     return engine.timeline()
+
+
+def explain_stop(schedule: Schedule, stuck: Sequence[tuple[int, int]]) -> str:
+    """Why a schedule did not run to its end, for each (rank, position) that it stopped at, and the grid."""
+    lines = [f"rank {rank} waits at step {at} with {schedule.table[rank][at]}" for rank, at in stuck]
+    what = "the schedule stops before its end (deadlock): " + "; ".join(lines)
+    if schedule.credits is not None:
+        what += f"; it is bound to {schedule.credits} tensors on each boundary"
+    return report(schedule.name, schedule.table, what, *stuck[0])
 
 
 @dataclass(slots=True)

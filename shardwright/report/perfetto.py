@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from shardwright.core.errors import ShardwrightError
+from shardwright.core.text_files import path_of, write_text
 from shardwright.core.timeline import Timeline
 
 _MICROSECONDS = 1e6
@@ -35,8 +37,8 @@ def perfetto_trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def save_perfetto(timeline: Timeline, path: str | Path) -> None:
-    """Write a trace to a file that ui.perfetto.dev opens."""
-    Path(path).write_text(json.dumps(perfetto_trace(timeline)), encoding="utf-8")
+    """Write a trace to a file that ui.perfetto.dev opens. Raises ShardwrightError when it cannot be written."""
+    write_text(path_of(path, ShardwrightError), json.dumps(perfetto_trace(timeline)), ShardwrightError)
 
 
 def _complete(

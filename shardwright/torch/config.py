@@ -1,5 +1,6 @@
 """The configuration that `init` takes: SageMaker's keys, and a few of our own."""
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from shardwright.core.decision import LossScope
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError, nearest
 from shardwright.core.mesh import Mesh
 from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
+from shardwright.core.schedule.checks import require_runnable
 
 _ALIASES = {"partitions": "pipeline_parallel_degree"}
 _AXIS_LETTERS = {"P": "pp", "D": "dp", "T": "tp"}
@@ -85,9 +87,16 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ShardwrightError(f"{name}={value!r}: expected a whole number of at least 1")
+        self._require_types()
+        if self.pipeline_parallel_degree == 1 and self.virtual_stages > 1:
+            raise ShardwrightError(
+                f"pipeline_parallel_degree=1 and virtual_stages={self.virtual_stages}: one rank alone has nobody to "
+                f"take turns with; leave out virtual_stages"
+            )
         if isinstance(self.pipeline, Schedule):
             self._require_sizes(self.pipeline)
-        elif self.pipeline not in (*schedule_names(), AUTO):
+            require_runnable(self.pipeline)
+        elif not isinstance(self.pipeline, str) or self.pipeline not in (*schedule_names(), AUTO):
             hint = nearest(str(self.pipeline), (*schedule_names(), AUTO))
             raise ShardwrightError(f"pipeline={self.pipeline!r} is no schedule: {hint}")
         if self.recompute not in ("none", "full"):
@@ -113,8 +122,27 @@ class Config:
                 f"placement_strategy={self.placement_strategy!r}: expected cluster, spread or an order of D, P and T, "
                 f"such as PDT"
             )
-        if not self.wait_timeout_s > 0:
-            raise ShardwrightError(f"wait_timeout_s={self.wait_timeout_s!r}: expected a number of seconds above 0")
+
+    def _require_types(self) -> None:
+        for name in ("ddp", "prescaled_batch"):
+            if not isinstance(getattr(self, name), bool):
+                raise ShardwrightError(f"{name}={getattr(self, name)!r}: expected True or False")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ShardwrightError(f"seed={self.seed!r}: expected a whole number")
+        timeout = self.wait_timeout_s
+        if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
+            raise ShardwrightError(f"wait_timeout_s={timeout!r}: expected a number of seconds above 0")
+        if self.active_microbatches is not None and type(self.active_microbatches) is not int:
+            raise ShardwrightError(f"active_microbatches={self.active_microbatches!r}: expected a whole number")
+        for name in ("placement_strategy", "pipeline_mode", "ddp_dist_backend"):
+            if not isinstance(getattr(self, name), str):
+                raise ShardwrightError(f"{name}={getattr(self, name)!r}: expected text")
+        if self.tensor_parallel_degree == 1 and self.layouts not in (None, "auto"):
+            raise ShardwrightError(
+                "tensor_parallel_degree=1 has no axis for layouts to lie on: leave layouts out, or set the degree"
+            )
+        if self.cluster is not None and not isinstance(self.cluster, str):
+            raise ShardwrightError(f"cluster={self.cluster!r}: expected the name of a hardware profile, such as 'h100'")
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -170,7 +198,7 @@ def read_config(given: Mapping[str, Any] | None) -> Config:
     taken: dict[str, Any] = {}
     for key, value in (given or {}).items():
         if key not in known:
-            raise ShardwrightError(f"init knows no key {key!r}: {nearest(key, known)}")
+            raise ShardwrightError(f"init knows no key {key!r}: {nearest(str(key), known)}")
         name = _ALIASES.get(key, key)
         if name in _LATER:
             neutral, instead = _LATER[name]

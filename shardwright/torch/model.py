@@ -64,7 +64,9 @@ class DistributedModel(nn.Module):
         elif session.bound.size("pp") == session.bound.size("tp") == 1:
             self.runtime.split(
                 StageMap.whole(
-                    session.microbatches, recompute=session.config.recompute, loss_scope=session.config.loss_scope
+                    session.config.schedule(None),
+                    recompute=session.config.recompute,
+                    loss_scope=session.config.loss_scope,
                 )
             )
 

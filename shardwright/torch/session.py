@@ -138,15 +138,22 @@ def _leave_at_exit() -> None:
 
 
 def _refuse_degrees(given: Mapping[str, Any]) -> None:
-    decided = (
+    decided = [
         "pipeline_parallel_degree",
         "partitions",
         "tensor_parallel_degree",
         "microbatches",
         "pipeline",
+        "virtual_stages",
         "loss_scope",
         "recompute",
-    )
+        "placement_strategy",
+        "cluster",
+        "layouts",
+        "optimize",
+    ]
+    if given.get("pipeline_mode") != "messages":  # which takes no schedule of a plan
+        decided.append("active_microbatches")
     for key in decided:
         if key in given:
             raise ShardwrightError(f"init was given a plan and {key}: the plan decides that; leave {key} out")

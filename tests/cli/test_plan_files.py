@@ -174,7 +174,7 @@ def test_a_bad_plan_file_is_named_with_the_path_inside(
 def test_a_plan_file_that_is_not_there(tmp_path: Path, command: str) -> None:
     ran = run(command, tmp_path / "none.json")
     assert ran.code == 2
-    assert "cannot be read" in ran.flat_err
+    assert "cannot read the plan file" in ran.flat_err
 
 
 def test_a_picture_that_cannot_be_written(plans: dict[str, Path], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import shardwright.torch as sw
 from shardwright.backends.torch.mesh import bind
 from shardwright.backends.torch.process import Launch, first_node, read_launch
 from shardwright.core.errors import ClusterError, MissingCapabilityError, ShardwrightError
@@ -196,3 +197,37 @@ def test_meshes_share_their_process_groups() -> None:
         assert all(first.handles[axis] is again.handles[axis] for axis in ("pp", "dp"))
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"virtual_stages": 2}, "one rank alone has nobody to take turns with"),
+        ({"ddp": "yes"}, "ddp='yes': expected True or False"),
+        ({"prescaled_batch": 0}, "prescaled_batch=0: expected True or False"),
+        ({"seed": "7"}, "seed='7': expected a whole number"),
+        ({"wait_timeout_s": "60"}, "wait_timeout_s='60': expected a number of seconds above 0"),
+        ({"wait_timeout_s": float("nan")}, "wait_timeout_s=nan: expected a number of seconds above 0"),
+        ({"active_microbatches": 2.5}, "active_microbatches=2.5: expected a whole number"),
+        ({"pipeline": ["1f1b"]}, "is no schedule"),
+        ({"placement_strategy": 7}, "placement_strategy=7: expected text"),
+        ({"cluster": 7}, "cluster=7: expected the name of a hardware profile"),
+        ({"recompute": ["full"]}, "expected 'none' or 'full'"),
+        ({"compile": 7}, "expected True, False or a backend"),
+        ({"layouts": [(".*", sw.Layout.of({"tp": sw.Split(0)}))]}, "tensor_parallel_degree=1 has no axis for layouts"),
+        ({7: 1}, "init knows no key 7"),
+    ],
+)
+def test_settings_of_other_kinds_are_named(given: dict[str, object], said: str) -> None:
+    with pytest.raises(ShardwrightError) as refused:
+        read_config(given)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("virtual_stages", 2), ("placement_strategy", "cluster"), ("layouts", "auto"), ("cluster", "h100")],
+)
+def test_what_a_plan_decides_is_not_asked_beside_it(key: str, value: object) -> None:
+    with pytest.raises(ShardwrightError, match=f"init was given a plan and {key}: the plan decides that"):
+        sw.init({key: value}, plan="plan.json")

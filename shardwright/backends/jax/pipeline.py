@@ -33,9 +33,9 @@ from shardwright.backends.jax.stage_functions import (
     StageFunctions,
 )
 from shardwright.backends.jax.transfers import Route
-from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.schedule.actions import Action, Kind
+from shardwright.core.schedule.checks import require_trains
 from shardwright.core.simulate import simulate_schedule
 
 LOCAL = frozenset({"arrival", "kept", "between", "cotangent"})
@@ -422,8 +422,7 @@ def dispatch_order(schedule: Schedule) -> list[Action]:
     """All actions in the order in which they would start, were all stages alike: every rank's own order is kept, and
     nothing comes before what it waits for. Raises ScheduleError for a schedule that does not train."""
     costs = StageCosts.uniform(schedule.stages)
-    if not any(part.kind is not Kind.FORWARD for order in schedule.table for a in order for part in a.flat):
-        raise ScheduleError(f"{schedule.name} has no backward: it cannot train; plan with one that has, such as 1f1b")
+    require_trains(schedule)
     timeline = simulate_schedule(schedule, costs)
     started = []
     for rank, (actions, starts) in enumerate(zip(timeline.actions, timeline.start_s, strict=True)):

@@ -48,6 +48,7 @@ from shardwright.backends.torch.weight_transfer import add_holders, synchronize
 from shardwright.backends.torch.weights import Weights, materialize
 from shardwright.core.errors import PlanError, ShardwrightError, UnrecordableError
 from shardwright.core.schedule import Schedule
+from shardwright.core.schedule.checks import require_trains
 
 COMPILED = 16
 """Of each signature so many steps are kept ready that differ in the recordings of their microbatches."""
@@ -430,6 +431,8 @@ class Runtime:
                 f"ranks {self.bound.peer('pp', 0)} and {', '.join(map(str, different))} recorded different steps: the "
                 f"step body must do the same on all pipeline peers"
             )
+        if any(program.losses for program in programs):
+            require_trains(stage_map.schedule)
         schedule = keep_microbatches(stage_map.schedule, len(divisions))
         for division in used:
             self._place_needs(division, schedule)

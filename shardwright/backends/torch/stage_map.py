@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 
 from shardwright.backends.torch import CAPABILITIES
 from shardwright.core.decision import LossScope
-from shardwright.core.errors import MissingCapabilityError, ShardwrightError
+from shardwright.core.errors import MissingCapabilityError, ScheduleError, ShardwrightError
 from shardwright.core.memory import Recompute
 from shardwright.core.plan import Plan
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action
+from shardwright.core.schedule.checks import require_runnable
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,12 @@ class StageMap:
     """Where the tensor axis has its layouts from."""
 
     def __post_init__(self) -> None:
+        require_runnable(self.schedule)
+        if len(self.calls) != self.schedule.stages:
+            raise ScheduleError(
+                f"{self.schedule.name} has {self.schedule.stages} stages, and the model is cut into {len(self.calls)}: "
+                f"build the schedule for that number"
+            )
         if self.recompute:
             require_whole_backward(self.schedule)
 
@@ -43,18 +50,18 @@ class StageMap:
 
     @classmethod
     def whole(
-        cls, microbatches: int, *, recompute: Recompute = "none", loss_scope: LossScope = "replica"
+        cls, schedule: Schedule, *, recompute: Recompute = "none", loss_scope: LossScope = "replica"
     ) -> "StageMap":
-        """The unsplit model: one stage, the call of the model itself.
+        """The unsplit model under a schedule of one rank: one stage, the call of the model itself.
 
-        Raises MissingCapabilityError for recompute, which goes by the blocks of a plan.
+        Raises MissingCapabilityError for recompute, which goes by the blocks of a plan, ScheduleError for a schedule of
+        several stages.
         """
         if recompute != "none":
             raise MissingCapabilityError(
                 f"recompute={recompute!r} goes by the blocks of a plan, and a model that is not split has none: pass a "
                 f"plan with pp=1 and recompute={recompute!r} to init"
             )
-        schedule = Schedule.build("gpipe", ranks=1, microbatches=microbatches)
         return cls(schedule, ((("", 0),),), {}, loss_scope=loss_scope)
 
     @property
@@ -111,4 +118,5 @@ def keep_microbatches(schedule: Schedule, count: int) -> Schedule:
             yield from parts
 
     table = tuple(tuple(part for action in order for part in kept(action)) for order in schedule.table)
-    return replace(schedule, microbatches=count, table=table)
+    arguments = tuple((name, count if name == "microbatches" else value) for name, value in schedule.arguments)
+    return replace(schedule, microbatches=count, table=table, arguments=arguments)

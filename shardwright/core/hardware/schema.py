@@ -12,6 +12,10 @@ from shardwright.core.errors import ClusterError, nearest
 from shardwright.core.hardware.device import Device, Kind, MeasuredProduct, MeasuredUnit
 from shardwright.core.hardware.link import Link, Sharing
 from shardwright.core.hardware.plausible import check_plausible
+from shardwright.core.text_files import read_text, require_short_keys
+
+MOST_BYTES = 4 << 20
+"""Of a file of hardware: a profile with thousands of measurements has less."""
 
 FORMAT = 1
 """The version of profile, link and cluster files that this version writes, and the newest that it reads."""
@@ -187,12 +191,13 @@ SectionT = TypeVar("SectionT", bound=_Section)
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
     """The document at ``path``. Raises ClusterError when there is none, or it is not TOML."""
+    text = read_text(path, ClusterError, what, MOST_BYTES)
+    require_short_keys(text, f"{path} is not a TOML {what}", ClusterError)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ClusterError(f"{path} is not a TOML {what}: {error}") from error
-    except OSError as error:
-        raise ClusterError(f"cannot read the {what} {path}: {error.strerror or error}") from error
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        said = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ClusterError(f"{path} is not a TOML {what}: {said}") from error
 
 
 def parse(section: type[SectionT], document: object, source: str, *, assumed: tuple[str | int, ...] = ()) -> SectionT:

@@ -40,8 +40,10 @@ COMPUTE = frozenset({F, I, W, B, Kind.OVERLAP})
 TRANSFER = frozenset({Kind.SEND_FORWARD, Kind.RECV_FORWARD, Kind.SEND_BACKWARD, Kind.RECV_BACKWARD})
 _PER_STAGE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
 _PER_STAGE_OR_PAIR = _PER_STAGE | {Kind.OVERLAP}
-_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|[FIWB])(\d*)")
+_TEXT = re.compile(r"([0-9]{1,9})(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|[FIWB])([0-9]{0,9})")
 _COMPOSITE = re.compile(r"\(([^()]*)\)(OVERLAP_F_B)?")
+_SHOWN = 80
+"""Letters of a wrong action that an error shows."""
 _EXAMPLES = "expected a stage, a kind and a microbatch, as in 2F0, or a pair, as in (0F3;3B1)"
 
 
@@ -55,7 +57,8 @@ class Action:
     overlapped; its own stage is -1. A token slice would be one more index beside `microbatch`.
 
     Raises:
-        ScheduleError: an index is negative or missing, or a composite is not one forward and one backward.
+        ScheduleError: an index is negative, missing or no whole number, or a composite is not one forward and one
+            backward.
     """
 
     stage: int
@@ -64,9 +67,12 @@ class Action:
     parts: "tuple[Action, ...]" = ()
 
     def __post_init__(self) -> None:
-        mb = self.microbatch
-        if mb is not None and mb >= 0 and self.stage >= 0 and not self.parts and self.kind not in _PER_STAGE_OR_PAIR:
-            return  # nearly all: schedules are made of many
+        mb, stage = self.microbatch, self.stage
+        if type(mb) is int and type(stage) is int and type(self.kind) is Kind and mb >= 0 and stage >= 0:
+            if not self.parts and self.kind not in _PER_STAGE_OR_PAIR:
+                return  # nearly all: schedules are made of many
+        else:
+            self._require_types()
         if self.kind is Kind.OVERLAP:
             kinds = [part.kind for part in self.parts]
             if len(kinds) != 2 or kinds[0] is not F or kinds[1] not in (B, I):
@@ -85,6 +91,17 @@ class Action:
         elif self.microbatch is None or self.microbatch < 0:
             raise ScheduleError(f"{self.stage}{self.kind.value} needs a microbatch of 0 or more, not {self.microbatch}")
 
+    def _require_types(self) -> None:
+        if not isinstance(self.kind, Kind):
+            kinds = ", ".join(kind.name for kind in Kind)
+            raise ScheduleError(f"{self.kind!r} is not a kind of action: expected one of Kind's {kinds}")
+        for name in ("stage", "microbatch"):
+            value = getattr(self, name)
+            if type(value) is not int and not (name == "microbatch" and value is None):
+                raise ScheduleError(f"{name} {value!r} of an action: expected a whole number")
+        if not isinstance(self.parts, tuple) or any(type(part) is not Action for part in self.parts):
+            raise ScheduleError(f"parts {self.parts!r} of an action: expected a tuple of Actions")
+
     @classmethod
     def overlap(cls, forward: "Action", backward: "Action") -> "Action":
         """A composite of a forward and a backward action that run overlapped."""
@@ -97,13 +114,16 @@ class Action:
         Raises:
             ScheduleError: the text is not an action.
         """
+        if not isinstance(text, str):
+            raise ScheduleError(f"{text!r} is not the text of an action: {_EXAMPLES}")
         text = text.strip()
         if match := _TEXT.fullmatch(text):
             stage, kind, microbatch = match.groups()
             return cls(int(stage), Kind(kind), int(microbatch) if microbatch else None)
         if match := _COMPOSITE.fullmatch(text):
             return cls(-1, Kind.OVERLAP, None, tuple(cls.parse(part) for part in match.group(1).split(";")))
-        raise ScheduleError(f"{text!r} is not an action: {_EXAMPLES}")
+        said = repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r} …"
+        raise ScheduleError(f"{said} is not an action: {_EXAMPLES}")
 
     @property
     def text(self) -> str:

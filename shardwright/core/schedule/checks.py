@@ -1,4 +1,4 @@
-"""Checks: that a schedule is whole and in legal order, ends, and keeps its memory.
+"""Checks beyond what every schedule has when it is made: that it ends, trains, and keeps its memory.
 
 A failed check raises ScheduleError with the reason and the grid, the failing cell in brackets.
 """
@@ -7,28 +7,50 @@ from collections.abc import Sequence
 
 from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule.actions import TRANSFER, Action, B, F, Kind, W
-from shardwright.core.schedule.complete import check_complete, explain_stop, report
+from shardwright.core.schedule.complete import report
 from shardwright.core.schedule.costs import StageCosts, per_rank_limit
 from shardwright.core.schedule.passes.transfers import insert_transfers
 from shardwright.core.schedule.schedule import Schedule
-from shardwright.core.simulate import Engine, simulate_schedule
+from shardwright.core.simulate import Engine, explain_stop, simulate_schedule
 
 
 def check(
     schedule: Schedule, memory_limit_bytes: int | Sequence[int] | None = None, costs: StageCosts | None = None
 ) -> None:
-    """Every check: complete, parameters gathered when used, ends under asynchronous and under blocking transfers, and
-    within its memory.
+    """Every check: parameters gathered when used, ends under asynchronous and under blocking transfers, and within its
+    memory.
 
     Raises:
         ScheduleError: the first check that fails.
     """
-    check_complete(schedule)
     check_sharding(schedule)
     check_ends(schedule)
     check_ends(schedule, blocking=True)
     if memory_limit_bytes is not None:
         check_memory(schedule, memory_limit_bytes, costs)
+
+
+def require_runnable(schedule: Schedule) -> None:
+    """What a runtime asks of a schedule before it runs one: that every rank comes to its end.
+
+    Raises:
+        ScheduleError: the ranks wait for one another, or parameters are not gathered when they are used.
+    """
+    check_sharding(schedule)
+    check_ends(schedule)
+
+
+def require_trains(schedule: Schedule) -> None:
+    """What a runtime asks of a schedule before it trains under it.
+
+    Raises:
+        ScheduleError: it has no backwards.
+    """
+    if not schedule.trains:
+        raise ScheduleError(
+            f"{schedule.name} has no backward passes, and training needs them: take a schedule that has, such as 1f1b; "
+            f"this one is for evaluation alone"
+        )
 
 
 def check_sharding(schedule: Schedule) -> None:
@@ -45,10 +67,10 @@ def check_sharding(schedule: Schedule) -> None:
         reduced: set[int] = set()
         for position, action in enumerate(order):
             if problem := _sharding_problem(action, gathered, reduced):
-                raise ScheduleError(report(schedule, problem, rank, position))
+                raise ScheduleError(report(schedule.name, schedule.table, problem, rank, position))
         if gathered:
-            left = ", ".join(map(str, sorted(gathered)))
-            raise ScheduleError(report(schedule, f"rank {rank} never frees stage {left}", rank, len(order)))
+            problem = f"rank {rank} never frees stage {', '.join(map(str, sorted(gathered)))}"
+            raise ScheduleError(report(schedule.name, schedule.table, problem, rank, len(order)))
 
 
 def _sharding_problem(action: Action, gathered: set[int], reduced: set[int]) -> str | None:
@@ -102,7 +124,7 @@ def check_memory(schedule: Schedule, memory_limit_bytes: int | Sequence[int], co
             held += sum(costs.activation_bytes[part.stage] for part in action.flat if part.kind is F)
             if held > limits[rank]:
                 problem = f"rank {rank} holds {held} bytes of activations during {action}: its limit is {limits[rank]}"
-                raise ScheduleError(report(schedule, problem, rank, position))
+                raise ScheduleError(report(schedule.name, schedule.table, problem, rank, position))
             held -= sum(costs.activation_bytes[part.stage] for part in action.flat if part.kind in (B, W))
 
 

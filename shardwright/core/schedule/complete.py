@@ -1,83 +1,97 @@
-"""Whether a schedule does every action once and in legal order, and why one stops before its end."""
+"""Whether a table does every action once and in legal order: what is asked of a schedule when it is made."""
 
 from collections.abc import Sequence
 
 from shardwright.core.errors import ScheduleError
-from shardwright.core.schedule.actions import Action, B, F, I, Kind, W
+from shardwright.core.schedule.actions import Action, B, F, I, W
+from shardwright.core.schedule.family import Order, Table
 from shardwright.core.schedule.grid import render
-from shardwright.core.schedule.schedule import Schedule
+
+_BIT = {F: 1, I: 2, W: 4, B: 8}
+_FORWARD, _SPLIT, _WHOLE = 1, 1 | 2 | 4, 1 | 8
 
 
-def check_complete(schedule: Schedule) -> None:
+def require_complete(name: str, table: Table, placement: Sequence[int], microbatches: int) -> bool:
     """Every (stage, microbatch) exactly once, on the rank that holds the stage, and in legal order there: F before its
-    backward, I before its W, and no B beside I and W. A forward-only schedule has no backward at all.
+    backward, I before its W, and no B beside I and W. A forward-only table has no backward at all.
+
+    Returns whether the table trains: whether it has backwards.
 
     Raises:
-        ScheduleError: an action is missing, doubled, unknown, on the wrong rank, or too early.
+        ScheduleError: an action is missing, doubled, unknown, on the wrong rank, or too early; the grid marks the cell.
     """
-    has_backward = any(part.kind in (B, I, W) for order in schedule.table for a in order for part in a.flat)
-    for rank, order in enumerate(schedule.table):
-        seen: dict[tuple[int, Kind, int], int] = {}
-        for position, action in enumerate(order):
-            for part in action.flat:
-                if problem := _problem(schedule, rank, part, seen):
-                    raise ScheduleError(report(schedule, problem, rank, position))
-                if part.kind in (F, B, I, W):
-                    seen[(part.stage, part.kind, part.microbatch or 0)] = position
-        for stage in schedule.stages_of(rank):
-            for mb in range(schedule.microbatches):
-                if problem := _missing(seen, stage, mb, has_backward):
-                    raise ScheduleError(report(schedule, f"rank {rank} never runs {problem}", rank, len(order)))
+    held: list[list[int]] = [[] for _ in table]
+    for stage, rank in enumerate(placement):
+        held[rank].append(stage)
+    done = [_done(name, table, rank, placement, microbatches) for rank in range(len(table))]
+    trains = any(state != _FORWARD for states in done for state in states.values())
+    whole = (_SPLIT, _WHOLE) if trains else (_FORWARD,)
+    for rank, states in enumerate(done):
+        expected = len(held[rank]) * microbatches
+        if len(states) == expected and all(state in whole for state in states.values()):
+            continue
+        missing = next(
+            said
+            for stage in held[rank]
+            for mb in range(microbatches)
+            if (said := _missing(states.get(stage * microbatches + mb, 0), stage, mb, trains)) is not None
+        )
+        raise ScheduleError(report(name, table, f"rank {rank} never runs {missing}", rank, len(table[rank])))
+    return trains
 
 
-def _problem(schedule: Schedule, rank: int, part: Action, seen: dict[tuple[int, Kind, int], int]) -> str | None:
+def _done(name: str, table: Table, rank: int, placement: Sequence[int], microbatches: int) -> dict[int, int]:
+    """For each stage · microbatches + microbatch, what a rank does of it, as bits. Raises ScheduleError for an action
+    that may not stand where it does."""
+    done: dict[int, int] = {}
+    stages = len(placement)
+    allowed = {F: (0,), I: (1,), W: (3,), B: (1,)}
+    for position, action in enumerate(table[rank]):
+        for part in action.parts or (action,):
+            stage, mb = part.stage, part.microbatch or 0
+            if stage < stages and mb < microbatches and placement[stage] == rank:
+                before = allowed.get(part.kind)
+                if before is None:
+                    continue
+                at = stage * microbatches + mb
+                state = done.get(at, 0)
+                if state in before:
+                    done[at] = state | _BIT[part.kind]
+                    continue
+            problem = _problem(table[rank][:position], rank, part, placement, microbatches)
+            raise ScheduleError(report(name, table, problem, rank, position))
+    return done
+
+
+def _problem(before: Order, rank: int, part: Action, placement: Sequence[int], microbatches: int) -> str:
     """Why an action may not stand where it does, given what its rank ran before."""
     stage, mb = part.stage, part.microbatch or 0
-    if stage >= schedule.stages:
-        return f"{part}: there is no stage {stage}, only 0 to {schedule.stages - 1}"
-    if schedule.placement[stage] != rank:
-        return f"{part} is on rank {rank}: stage {stage} is on rank {schedule.placement[stage]}"
-    if mb >= schedule.microbatches:
-        return f"{part}: there is no microbatch {mb}, only 0 to {schedule.microbatches - 1}"
-    if part.kind not in (F, B, I, W):
-        return None
-    if (stage, part.kind, mb) in seen:
-        return f"{part} is on rank {rank} a second time; the first is at step {seen[(stage, part.kind, mb)]}"
-    if part.kind is F:
-        return None
-    if part.kind is W:
-        return None if (stage, I, mb) in seen else f"{part} comes before {stage}I{mb}, whose result it uses"
-    if (stage, F, mb) not in seen:
-        return f"{part} comes before {stage}F{mb}, whose activations it uses"
+    if stage >= len(placement):
+        return f"{part}: there is no stage {stage}, only 0 to {len(placement) - 1}"
+    if placement[stage] != rank:
+        return f"{part} is on rank {rank}: stage {stage} is on rank {placement[stage]}"
+    if mb >= microbatches:
+        return f"{part}: there is no microbatch {mb}, only 0 to {microbatches - 1}"
+    seen = {other: step for step, action in enumerate(before) for other in action.flat}
+    if part in seen:
+        return f"{part} is on rank {rank} a second time; the first is at step {seen[part]}"
+    needed = I if part.kind is W else F
+    if Action(stage, needed, mb) not in seen:
+        uses = "result" if part.kind is W else "activations"
+        return f"{part} comes before {stage}{needed.value}{mb}, whose {uses} it uses"
     other = I if part.kind is B else B
-    if (stage, other, mb) in seen:
-        return f"{part} repeats {stage}{other.value}{mb}: a backward is either whole (B) or split (I and W)"
-    return None
+    return f"{part} repeats {stage}{other.value}{mb}: a backward is either whole (B) or split (I and W)"
 
 
-def _missing(seen: dict[tuple[int, Kind, int], int], stage: int, mb: int, has_backward: bool) -> str | None:
-    if (stage, F, mb) not in seen:
+def _missing(state: int, stage: int, mb: int, trains: bool) -> str | None:
+    """What lacks of a stage and a microbatch, given the bits of what there is."""
+    if not state & _FORWARD:
         return f"{stage}F{mb}"
-    if not has_backward or (stage, B, mb) in seen:
+    if not trains or state in (_SPLIT, _WHOLE):
         return None
-    if (stage, I, mb) not in seen:
-        return f"{stage}B{mb}, nor {stage}I{mb} and {stage}W{mb}"
-    return None if (stage, W, mb) in seen else f"{stage}W{mb}"
+    return f"{stage}W{mb}" if state & _BIT[I] else f"{stage}B{mb}, nor {stage}I{mb} and {stage}W{mb}"
 
 
-def explain_stop(schedule: Schedule, stuck: Sequence[tuple[int, int]]) -> str:
-    """Why a schedule did not run to its end, for each (rank, position) that it stopped at, and the grid."""
-    try:
-        check_complete(schedule)
-    except ScheduleError as error:
-        return str(error)
-    lines = [f"rank {rank} waits at step {at} with {schedule.table[rank][at]}" for rank, at in stuck]
-    what = "the schedule stops before its end (deadlock): " + "; ".join(lines)
-    if schedule.credits is not None:
-        what += f"; it is bound to {schedule.credits} tensors on each boundary"
-    return report(schedule, what, *stuck[0])
-
-
-def report(schedule: Schedule, problem: str, rank: int, position: int) -> str:
+def report(name: str, table: Table, problem: str, rank: int, position: int) -> str:
     """What is wrong, over the grid with the failing cell in brackets."""
-    return f"{schedule.name}: {problem}\n{render(schedule.table, (rank, position))}"
+    return f"{name}: {problem}\n{render(table, (rank, position))}"

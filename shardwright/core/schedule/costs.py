@@ -1,10 +1,18 @@
 """What the stages of a pipeline cost: seconds of compute and of transfer, bytes of activations."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
+from typing import TypeGuard
 
 from shardwright.core.errors import ScheduleError
+
+MOST_SECONDS = 1e12
+"""Of one action or transfer: 30,000 years, and small enough that the sum of any schedule is finite."""
+MOST_BYTES = 1 << 50
+"""Of one microbatch on one stage: a pebibyte, and small enough for sums of 64 bits."""
+MOST_STAGES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +47,36 @@ class StageCosts:
     idle_lent: float = 0.0
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            values = getattr(self, field.name)
+            if field.name in ("overlap", "idle_lent"):
+                if not _is_number(values) or not 0 <= values <= 1:
+                    raise ScheduleError(f"{field.name}={values!r}: expected a share between 0 and 1")
+            elif values is not None or field.name != "whole_backward_s":
+                object.__setattr__(self, field.name, self._checked(field.name, values))
+
+    def _checked(self, name: str, values: object) -> tuple[float, ...]:
+        """The entries of one field. Raises ScheduleError for one that cannot be."""
+        what = "boundary" if name == "transfer_s" else "stage"
+        if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+            raise ScheduleError(f"{name}={values!r}: expected a tuple with a number for each {what}")
+        entries = tuple(values)
         stages = len(self.forward_s)
         if stages == 0:
             raise ScheduleError("costs of 0 stages were given: expected one entry per stage, for at least one stage")
-        for field in fields(self):
-            values = getattr(self, field.name)
-            if field.name in ("overlap", "idle_lent") or values is None:
-                continue
-            expected = stages - 1 if field.name == "transfer_s" else stages
-            what = "boundary" if field.name == "transfer_s" else "stage"
-            if len(values) != expected:
-                raise ScheduleError(
-                    f"{field.name} has {len(values)} entries: expected {expected}, one per {what} of {stages} stages"
-                )
-            for index, value in enumerate(values):
-                if not math.isfinite(value) or value < 0:
-                    given = f"{field.name}[{index}]={value} of {what} {index}"
-                    raise ScheduleError(f"{given}: expected finite and 0 or more")
-            kind = int if field.name == "activation_bytes" else float
-            object.__setattr__(self, field.name, tuple(kind(value) for value in values))
-        for name in ("overlap", "idle_lent"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ScheduleError(f"{name}={getattr(self, name)}: expected a share between 0 and 1")
+        expected = stages - 1 if name == "transfer_s" else stages
+        if len(entries) != expected:
+            raise ScheduleError(
+                f"{name} has {len(entries)} entries: expected {expected}, one per {what} of {stages} stages"
+            )
+        whole = name == "activation_bytes"
+        most = MOST_BYTES if whole else MOST_SECONDS
+        for index, value in enumerate(entries):
+            if not _is_number(value) or not 0 <= value <= most or (whole and value != int(value)):
+                kind = "a whole number" if whole else "a number"
+                given = f"{name}[{index}]={value!r} of {what} {index}"
+                raise ScheduleError(f"{given}: expected {kind}, finite, 0 or more and at most {most:g}")
+        return tuple(int(value) if whole else float(value) for value in entries)
 
     @classmethod
     def uniform(
@@ -72,12 +88,18 @@ class StageCosts:
         transfer_s: float = 0.0,
         activation_bytes: int = 1,
     ) -> "StageCosts":
-        """The same costs on every stage and every boundary; seconds and bytes of one microbatch."""
+        """The same costs on every stage and every boundary; seconds and bytes of one microbatch.
+
+        Raises:
+            ScheduleError: ``stages`` is no whole number of at least 1, or a cost cannot be.
+        """
+        if type(stages) is not int or not 1 <= stages <= MOST_STAGES:
+            raise ScheduleError(f"stages={stages!r}: expected a whole number of at least 1 and at most {MOST_STAGES}")
         return cls(
             (forward_s,) * stages,
             (input_grad_s,) * stages,
             (weight_grad_s,) * stages,
-            (transfer_s,) * max(stages - 1, 0),
+            (transfer_s,) * (stages - 1),
             (activation_bytes,) * stages,
         )
 
@@ -100,6 +122,11 @@ class StageCosts:
             )
 
 
+def _is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a real number, and neither a truth value nor NaN."""
+    return isinstance(value, Real) and not isinstance(value, bool) and value == value
+
+
 def per_rank_limit(limit_bytes: int | Sequence[int] | None, ranks: int) -> tuple[int, ...] | None:
     """A memory limit for each rank from one for all, or one for each; in bytes.
 
@@ -108,10 +135,12 @@ def per_rank_limit(limit_bytes: int | Sequence[int] | None, ranks: int) -> tuple
     """
     if limit_bytes is None:
         return None
-    limits = (limit_bytes,) * ranks if isinstance(limit_bytes, (int, float)) else tuple(limit_bytes)
+    if isinstance(limit_bytes, str | bytes) or not isinstance(limit_bytes, Real | Iterable):
+        raise ScheduleError(f"memory_limit_bytes={limit_bytes!r}: expected a number of bytes, or one for each rank")
+    limits = tuple(limit_bytes) if isinstance(limit_bytes, Iterable) else (limit_bytes,) * ranks
     if len(limits) != ranks:
         raise ScheduleError(f"memory_limit_bytes has {len(limits)} entries: expected one, or one per rank, {ranks}")
     for rank, limit in enumerate(limits):
-        if not math.isfinite(limit) or limit < 0:
-            raise ScheduleError(f"memory_limit_bytes={limit} on rank {rank}: expected finite and 0 or more")
+        if not _is_number(limit) or not 0 <= limit < math.inf:
+            raise ScheduleError(f"memory_limit_bytes={limit!r} on rank {rank}: expected finite and 0 or more")
     return tuple(int(limit) for limit in limits)

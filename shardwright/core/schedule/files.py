@@ -6,9 +6,13 @@ from pathlib import Path
 
 from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule.actions import Action, B, F, I, Kind, W
-from shardwright.core.schedule.schedule import Schedule
+from shardwright.core.schedule.checks import require_runnable
+from shardwright.core.schedule.schedule import Schedule, require_buildable
+from shardwright.core.text_files import path_of, read_text, write_text
 
 Cell = tuple[int, int]  # (row, column), both counted from 1, as an editor shows them
+MOST_BYTES = 16 << 20
+"""Of a CSV file: the largest schedule that is built has less."""
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -23,22 +27,28 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def save_csv(schedule: Schedule, path: str | Path) -> None:
-    """Write the table to a file."""
-    Path(path).write_text(to_csv(schedule), encoding="utf-8")
+    """Write the table to a file. Raises ScheduleError when it cannot be written."""
+    write_text(path_of(path, ScheduleError), to_csv(schedule), ScheduleError)
 
 
 def load_csv(path: str | Path, name: str = "custom") -> Schedule:
-    """Read a schedule from a file; see `from_csv`."""
-    return from_csv(Path(path).read_text(encoding="utf-8"), name)
+    """Read a schedule from a file; see `from_csv`. Raises ScheduleError for a file that cannot be read."""
+    return from_csv(read_text(path_of(path, ScheduleError), ScheduleError, "schedule", MOST_BYTES), name)
 
 
 def from_csv(text: str, name: str = "custom") -> Schedule:
     """Read a schedule from CSV text. Which rank holds a stage follows from where the stage's actions stand.
 
     Raises:
-        ScheduleError: a cell is unknown, doubled or missing; says in which row and column, and what was expected.
+        ScheduleError: a cell is unknown, doubled, missing or too early, or the ranks wait for one another for ever;
+            says in which row and column, and what was expected, or marks the cell in the grid.
     """
-    rows = list(csv.reader(io.StringIO(text)))
+    if not isinstance(text, str):
+        raise ScheduleError(f"{text!r} is not the text of a CSV: expected a row of actions for each rank")
+    try:
+        rows = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise ScheduleError(f"the text is not CSV: {error}") from error
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
     if not rows:
@@ -58,8 +68,12 @@ def from_csv(text: str, name: str = "custom") -> Schedule:
     _require_whole(places, holder, len(rows))
     stages, microbatches = _sizes(places)
     placement = tuple(holder[stage][0] - 1 for stage in range(stages))
+    require_buildable(stages, microbatches)
     arguments = (("ranks", len(rows)), ("microbatches", microbatches), ("virtual_stages", stages // len(rows)))
-    return Schedule(name, arguments, len(rows), stages, microbatches, placement, tuple(tuple(order) for order in table))
+    orders = tuple(tuple(order) for order in table)
+    schedule = Schedule(name, arguments, len(rows), stages, microbatches, placement, orders)
+    require_runnable(schedule)
+    return schedule
 
 
 def _parse(cell: str, row: int, column: int) -> Action:

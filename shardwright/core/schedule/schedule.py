@@ -1,18 +1,23 @@
 """The schedule: for each rank of a pipeline, an ordered list of actions."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwright.core.errors import ScheduleError, nearest
+from shardwright.core.schedule.actions import Action
 from shardwright.core.schedule.catalogue import FAMILIES
+from shardwright.core.schedule.complete import require_complete
 from shardwright.core.schedule.costs import StageCosts, per_rank_limit
-from shardwright.core.schedule.family import Sizes, Table
+from shardwright.core.schedule.family import Sizes, Table, positive_integer
 from shardwright.core.schedule.live import peak_live
 
 AUTO = "auto"
 """The schedule that is searched for the costs and the memory given, instead of following a pattern."""
 Argument = int | float | str | None
+MOST_CELLS = 1 << 18
+"""Stages · microbatches of the largest schedule that is built: more take minutes and gigabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +32,13 @@ class Schedule:
         table: for each rank, its actions in order.
         credits: how many tensors may be made and not yet used on each boundary between ranks; None is no bound.
 
+    A schedule is whole: every forward is in the table once, on the rank that holds its stage, and so is every backward,
+    behind it, unless there are none at all (`trains`). That it also ends, the ranks waiting for one another, is what
+    `checks.require_ends` and a simulation say.
+
     Raises:
-        ScheduleError: the sizes and the placement do not fit together.
+        ScheduleError: the sizes and the placement do not fit together, or an action is missing, doubled, on the wrong
+            rank or too early; the grid marks it.
     """
 
     name: str
@@ -39,19 +49,36 @@ class Schedule:
     placement: tuple[int, ...]
     table: Table = field(repr=False)
     credits: int | None = None
+    trains: bool = field(init=False, repr=False, compare=False)
+    """Whether it has backwards: without them it is for evaluation alone."""
 
     def __post_init__(self) -> None:
+        self._require_types()
         if len(self.table) != self.ranks:
             raise ScheduleError(f"the table has {len(self.table)} rows: expected one for each of {self.ranks} ranks")
         if len(self.placement) != self.stages:
             raise ScheduleError(f"the placement has {len(self.placement)} entries: expected {self.stages}")
-        held = [self.placement.count(rank) for rank in range(self.ranks)]
-        if len(set(held)) != 1 or sum(held) != self.stages or self.stages == 0:
+        on = Counter(self.placement)
+        held = [on[rank] for rank in range(self.ranks)]
+        if len(set(held)) != 1 or sum(held) != self.stages:
             raise ScheduleError(f"the ranks hold {held} stages: expected as many on each, {self.stages} in all")
-        if self.microbatches < 1:
-            raise ScheduleError(f"microbatches={self.microbatches} is not possible: expected at least 1")
         if self.credits is not None and self.credits < 1:
             raise ScheduleError(f"credits={self.credits} would let nothing through: expected at least 1")
+        trains = require_complete(self.name, self.table, self.placement, self.microbatches)
+        object.__setattr__(self, "trains", trains)
+
+    def _require_types(self) -> None:
+        for name in ("ranks", "stages", "microbatches"):
+            positive_integer(name, getattr(self, name))
+        if self.credits is not None and type(self.credits) is not int:
+            raise ScheduleError(f"credits={self.credits!r}: expected a whole number, or None for no bound")
+        if not isinstance(self.name, str):
+            raise ScheduleError(f"the name of a schedule is text, not {self.name!r}")
+        if not isinstance(self.placement, tuple) or any(type(rank) is not int for rank in self.placement):
+            raise ScheduleError(f"placement={self.placement!r}: expected a tuple with the rank of each stage")
+        rows = isinstance(self.table, tuple) and all(isinstance(order, tuple) for order in self.table)
+        if not rows or any(type(action) is not Action for order in self.table for action in order):
+            raise ScheduleError("the table is a tuple with a tuple of Actions for each rank; Action.parse makes one")
 
     @classmethod
     def build(
@@ -79,10 +106,13 @@ class Schedule:
             ScheduleError: an unknown name, sizes that the schedule does not admit (the message says which it would), or
                 a memory limit that it does not keep.
         """
-        family = FAMILIES.get(name)
+        family = FAMILIES.get(name) if isinstance(name, str) else None
         if family is None and name != AUTO:
-            raise ScheduleError(f"no schedule is named {name!r}: {nearest(name, (*FAMILIES, AUTO))}")
+            raise ScheduleError(f"no schedule is named {name!r}: {nearest(str(name), (*FAMILIES, AUTO))}")
+        if costs is not None and not isinstance(costs, StageCosts):
+            raise ScheduleError(f"costs={costs!r}: expected StageCosts, such as StageCosts.uniform(stages)")
         sizes = Sizes(ranks, microbatches, virtual_stages, costs, None, active_microbatches)
+        require_buildable(sizes.stages, microbatches)
         if active_microbatches is not None and (family is None or not family.bounds_active):
             takers = ", ".join(other.name for other in FAMILIES.values() if other.bounds_active)
             raise ScheduleError(f"{name} has no active_microbatches: leave it out, or take one that has: {takers}")
@@ -141,6 +171,16 @@ class Schedule:
         for order in self.table:
             text.update((",".join(action.text for action in order) + "\n").encode())
         return text.hexdigest()
+
+
+def require_buildable(stages: int, microbatches: int) -> None:
+    """Raises ScheduleError unless a schedule of so many stages and microbatches is small enough to be made."""
+    if stages * microbatches > MOST_CELLS:
+        raise ScheduleError(
+            f"{stages} stages and {microbatches} microbatches: a schedule has at most {MOST_CELLS} of both together "
+            f"(stages · microbatches), here {stages * microbatches}: use at most "
+            f"{max(1, MOST_CELLS // stages)} microbatches, larger ones then"
+        )
 
 
 def _require_memory(schedule: Schedule, limits: tuple[int, ...], costs: StageCosts | None) -> None:

@@ -19,6 +19,7 @@ from shardwright.core.request import VIRTUAL_STAGES, Request
 from shardwright.core.schedule import AUTO, Schedule, schedule_names
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.family import Sizes
+from shardwright.core.schedule.schedule import MOST_CELLS
 
 MAX_MICROBATCH = 64
 """Up to which every size that divides is tried; beyond it powers of two."""
@@ -91,6 +92,15 @@ class Space:
             for mesh, order in self._meshes(reasons)
             for microbatch in self._microbatches(mesh.axis_size("dp"), reasons)
         ]
+        held = self.request.stages_per_rank or 1
+        if all(shape.mesh.axis_size("pp") * held * shape.microbatches > MOST_CELLS for shape in found):
+            for shape in found[:1]:
+                reasons[
+                    f"batch={self.request.batch} makes {shape.microbatches} microbatches of {shape.microbatch}, and a "
+                    f"schedule has at most {MOST_CELLS} of stages · microbatches: use a smaller batch, or a larger "
+                    f"microbatch"
+                ] = None
+        found = [s for s in found if s.mesh.axis_size("pp") * held * s.microbatches <= MOST_CELLS]
         if not found:
             raise PlanError(
                 "; ".join(list(reasons)[:3])
@@ -213,7 +223,7 @@ class Space:
             return
         held = VIRTUAL_STAGES if request.stages_per_rank is None else (request.stages_per_rank,)
         for virtual_stages in held:
-            if pp * virtual_stages > self.units:
+            if pp * virtual_stages > self.units or pp * virtual_stages * microbatches > MOST_CELLS:
                 continue
             for name in self.names:
                 many = pp * virtual_stages > MANY_STAGES and request.schedule is None

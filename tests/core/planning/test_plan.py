@@ -232,7 +232,7 @@ def test_a_file_that_is_not_json_names_the_line(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{\n oops")
     with pytest.raises(PlanFileError, match="line 2"):
         sw.Plan.load(tmp_path / "plan.json")
-    with pytest.raises(PlanFileError, match="cannot be read"):
+    with pytest.raises(PlanFileError, match="cannot read the plan file"):
         sw.Plan.load(tmp_path / "absent.json")
 
 

@@ -1,7 +1,9 @@
 """Checks of how steps run, on two ranks, in one launch. Prints `ok NAME` for each; any failure ends the launch."""
 
 import copy
+import dataclasses
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +20,8 @@ from models import batch, build, with_batch_norm
 import shardwright.torch as sw
 from shardwright.backends.torch import overlap
 from shardwright.backends.torch.measure import clock_offset_s
-from shardwright.core.errors import ShardwrightError
+from shardwright.core.errors import ScheduleError, ShardwrightError
+from shardwright.core.schedule import Action
 
 CONFIG = {"pipeline_parallel_degree": 2, "microbatches": 4, "wait_timeout_s": 60.0}
 
@@ -94,6 +97,8 @@ def replicas_with_batches_of_different_sizes() -> None:
     sw.init({"microbatches": 2, "ddp": True, "wait_timeout_s": 60.0})
     plain = build("gpt2")
     model = sw.DistributedModel(copy.deepcopy(plain))
+    schedule = model.runtime.stage_map.schedule
+    assert [action.text for action in schedule.table[0]] == ["0F0", "0B0", "0F1", "0B1"], "of one rank, 1f1b by default"
     for first, second in ((4, 3), (1, 4), (4, 4)):
         model.zero_grad()
         plain.zero_grad()
@@ -156,6 +161,40 @@ def timelines_are_measured_and_predict() -> None:
     costs = sw.measured_costs(timelines)
     assert costs.whole_backward_s is not None, "backwards of both kinds ran"
     assert sw.simulate(sw.Schedule.build("zb-h1", ranks=2, microbatches=4), costs).makespan_s > 0
+    sw.shutdown()
+
+
+@sw.step
+def evaluate(model, batch):
+    return model(**batch).loss
+
+
+def schedules_that_do_not_train_are_refused() -> None:
+    """At once and by name, where they enter: evaluation runs under a schedule without backwards, training does not."""
+    orders = (("0F0", "0B0", "0F1", "0B1"), ("1F0", "1F1", "1B0", "1B1"))
+    table = tuple(tuple(Action.parse(cell) for cell in order) for order in orders)
+    crossed = dataclasses.replace(sw.Schedule.build("gpipe", ranks=2, microbatches=2), name="crossed", table=table)
+    settings = {**CONFIG, "microbatches": 2}
+    with pytest.raises(ScheduleError, match="crossed: the schedule stops before its end"):
+        sw.init(settings, pipeline=crossed)
+    sw.init(settings, pipeline="forward-only")
+    model = sw.DistributedModel(build("gpt2"))
+    plain = build("gpt2")
+    expected = plain_run(plain, cut(batch("gpt2", 0), 2))
+    with torch.no_grad():
+        found = float(evaluate(model, batch("gpt2", 0)).reduce_mean())
+    assert abs(found - expected) <= 1e-5 * abs(expected)
+    begun = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(ScheduleError, match="forward-only has no backward passes, and training needs them"):
+            train_step(model, batch("gpt2", 0))
+    with pytest.raises(ScheduleError, match="deadlock"):
+        model.use_schedule(crossed)
+    assert time.monotonic() - begun < 30
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.use_schedule("1f1b")
+    train_step(model, batch("gpt2", 0))
+    same_gradients(model, plain)
     sw.shutdown()
 
 
@@ -399,6 +438,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     batches_of_every_size,
     replicas_with_batches_of_different_sizes,
     timelines_are_measured_and_predict,
+    schedules_that_do_not_train_are_refused,
     recompute_changes_nothing_but_the_calls,
     gradients_are_summed_while_the_backward_runs,
     batch_norm_sees_what_the_loss_scope_says,
