@@ -15,6 +15,7 @@ from shardwright.core.graph import Graph, Op
 from shardwright.core.layout import Partial, Placement, Replicate, Split
 from shardwright.core.rules.legal import divides, signatures
 from shardwright.core.rules.signature import Signature, commute, implied_outputs, joint, matching
+from tests.comparison import Comparison
 
 Array = np.ndarray
 Function = Callable[[list[Array]], list[Array]]
@@ -72,9 +73,8 @@ def holds(pieces: Sequence[Array], whole: Array, placement: Placement) -> bool:
 
 
 def _close(found: Array, expected: Array) -> bool:
-    return np.allclose(np.asarray(found, float) if found.dtype == bool else found,
-                       np.asarray(expected, float) if expected.dtype == bool else expected,
-                       rtol=2e-4, atol=2e-4, equal_nan=True)  # fmt: skip
+    near = {"relative": 2e-4, "absolute": 2e-4, "nan_is_nan": True}
+    return not Comparison().values(np.asarray(found, float), np.asarray(expected, float), **near).failures()
 
 
 def candidates(value: Array, ranks: int, extra: Sequence[Placement] = ()) -> list[Placement]:

@@ -9,6 +9,7 @@ from shardwright.core.conversions.transfer import messages
 from shardwright.core.layout import Layout, Partial, Replicate, Split
 from shardwright.core.mesh import Mesh
 from shardwright.core.pieces import Places, held
+from tests.comparison import Comparison
 
 REDUCE = {
     "sum": lambda terms: np.sum(terms, 0),
@@ -78,7 +79,8 @@ def assemble(shape: tuple[int, ...], pieces: Sequence[np.ndarray], layout: Layou
                     whole = np.where(np.isnan(whole), other, whole)
                 full[place] = whole
             else:
-                assert all(np.allclose(values[0], v, equal_nan=True) for v in values), f"copies differ on {axis}"
+                copies = [values[0]] * len(values)
+                Comparison(axis).values(values, copies, relative=1e-5, absolute=1e-8, nan_is_nan=True).require()
                 full[place] = values[0]
     return full[()]
 

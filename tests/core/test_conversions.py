@@ -11,6 +11,7 @@ from shardwright.core.conversions import convert, table_bytes, transfer
 from shardwright.core.errors import ClusterError, LayoutError
 from shardwright.core.layout import Layout, Partial, Placement, Replicate, Split
 from shardwright.core.mesh import Mesh
+from tests.comparison import Comparison
 from tests.core.simulated_ranks import Meter, assemble, distribute, run, run_transfer
 
 PLACES: tuple[Placement, ...] = (Split(0), Split(1), Replicate(), Partial("sum"))
@@ -27,7 +28,7 @@ def check(shape: tuple[int, ...], mesh: Mesh, before: Layout, after: Layout) -> 
     meter = Meter()
     made = run(found, distribute(value, before, mesh), meter)
     found_value = assemble(shape, made, after, mesh)
-    np.testing.assert_allclose(found_value, value, atol=1e-9, err_msg=f"{before} to {after}: {found.steps}")
+    Comparison(f"{before} to {after}: {found.steps}").values(found_value, value, relative=1e-7, absolute=1e-9).require()
     assert meter.entries * 8 == found.moved_bytes, f"{before} to {after}: {found.steps}"
     return found.moved_bytes
 
@@ -139,7 +140,7 @@ def check_transfer(
     found = transfer(shape, 8, (source, ranks), (target, others), Layout.of(x=before), Layout.of(x=after))
     meter = Meter()
     made = run_transfer(found, distribute(value, Layout.of(x=before), source), meter)
-    np.testing.assert_array_equal(assemble(shape, made, Layout.of(x=after), target), value)
+    Comparison().equal(assemble(shape, made, Layout.of(x=after), target), value).require()
     assert meter.entries * 8 == found.moved_bytes
     return found.moved_bytes
 

@@ -13,6 +13,7 @@ from flax import nnx
 import shardwright.jax as sw
 from shardwright.backends.jax.tree import dotted
 from shardwright.core.graph import Graph
+from tests.comparison import Comparison
 
 WIDTH, VOCABULARY, LENGTH, BATCH = 8, 12, 6, 16
 
@@ -158,12 +159,7 @@ def module_reference(
 
 def require_same_gradients(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
     """‖g − g_ref‖ ≤ 1e-4 · ‖g_ref‖ + 1e-6 · ‖all g_ref‖ for every tensor."""
-    assert found.keys() == expected.keys()
-    everything = np.sqrt(sum(np.sum(g.astype(np.float64) ** 2) for g in expected.values()))
-    assert everything > 0
-    for name, gradient in expected.items():
-        difference = np.linalg.norm(found[name] - gradient)
-        assert difference <= 1e-4 * np.linalg.norm(gradient) + 1e-6 * everything, name
+    Comparison().gradients(found, expected).require()
 
 
 def require_same_run(
@@ -176,7 +172,5 @@ def require_same_run(
         if not losses:
             require_same_gradients(named(state.optimizer[1]), expected.gradients)
         losses.append(float(loss))
-    np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
-    if len(steps) > 1:
-        assert max(losses) - min(losses) > 1e-4, "nothing moved, so nothing was compared"
+    Comparison().losses(losses, expected.losses, moving=1e-4 if len(steps) > 1 else None).require()
     return state

@@ -16,6 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from shardwright.backends.jax import compiled
 from shardwright.backends.jax.compiled import Compiler, lower, uncollected
 from shardwright.backends.jax.moved import load_on
+from tests.comparison import Comparison
 
 
 def lowered(device: jax.Device) -> jax.stages.Lowered:
@@ -34,7 +35,7 @@ def test_programs_that_are_alike_are_compiled_once() -> None:
     for device, run in zip(devices, runs, strict=True):
         (found,) = run(*jax.device_put([x, x], device))
         assert found.devices() == {device}
-        np.testing.assert_allclose(found, np.tanh(x @ x), rtol=1e-5)
+        Comparison().values(found, np.tanh(x @ x), relative=1e-5, absolute=0.0).require()
 
 
 def test_a_jax_that_keeps_programs_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +74,8 @@ def test_programs_from_jaxs_persistent_cache_run_on_every_device(tmp_path: Path)
                 runs = [wait() for wait in waiting]
             for device, run in zip(devices, runs, strict=True):
                 (found,) = run(jax.device_put(x, device))
-                np.testing.assert_allclose(found, jax.nn.softmax(jax.nn.softmax(x @ x) @ x), rtol=1e-5)
+                wanted = jax.nn.softmax(jax.nn.softmax(x @ x) @ x)
+                Comparison().values(found, wanted, relative=1e-5, absolute=0.0).require()
         assert list(tmp_path.iterdir()), "nothing was cached"
     finally:
         for name, value in before.items():
@@ -134,7 +136,7 @@ def test_alike_programs_with_callbacks_are_compiled_beside_each_other(monkeypatc
     for device, run in zip(devices, runs, strict=True):
         (found,) = run(jax.device_put(jnp.float32(2), device))
         assert found.devices() == {device}
-        np.testing.assert_allclose(found, np.cos(2), rtol=1e-6)
+        Comparison().values(found, np.cos(2), relative=1e-6, absolute=0.0).require()
 
 
 def test_a_program_that_cannot_be_loaded_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:

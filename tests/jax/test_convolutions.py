@@ -10,6 +10,7 @@ import pytest
 from jax.extend import core as jex_core
 
 from shardwright.backends.jax.convolutions import for_cpu_loops
+from tests.comparison import Comparison
 
 CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[str, str, str], dict[str, Any]]] = {
     "features last": ((2, 8, 9, 4), (3, 3, 4, 6), ("NHWC", "HWIO", "NHWC"), {}),
@@ -56,8 +57,7 @@ def test_gradients_are_the_same_and_every_convolution_is_in_order(case: str, aro
     given = jnp.arange(3, dtype=jnp.float32)
     expected, _ = jax.lax.scan(body, start, given)
     found, _ = jax.lax.scan(ordered, start, given)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+    Comparison().values(found, expected, relative=1e-4, absolute=1e-4).require()
     before, after = (orders(jax.make_jaxpr(f)(start, given[0]).jaxpr) for f in (body, ordered))
     last = x.ndim - 1
     fast = ((0, last, *range(1, last)), (last, last - 1, *range(last - 1)), (0, last, *range(1, last)))
@@ -77,7 +77,7 @@ def test_a_constant_of_an_inner_function_stays_with_it() -> None:
     run, x, w = convolution("features first")
     constant = np.asarray(w)
     body = jax.checkpoint(jax.jit(lambda x: run(x, constant)))
-    np.testing.assert_allclose(for_cpu_loops(body, x)(x), run(x, w), rtol=1e-4, atol=1e-4)
+    Comparison().values(for_cpu_loops(body, x)(x), run(x, w), relative=1e-4, absolute=1e-4).require()
 
 
 def test_an_inner_functions_own_shardings_stay() -> None:

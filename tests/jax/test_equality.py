@@ -2,13 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import shardwright.jax as sw
 from examples import gpt2_flax
 from shardwright.core.graph import Graph
+from tests.comparison import Comparison
 from tests.jax.chains import Run, module_reference, named, recording, require_same_gradients
 from tests.jax.plans import CONFIG, MICROBATCH, batches, create, gpt2_graph, megatron, plan_of, weighted_loss
 
@@ -48,8 +48,7 @@ def test_losses_of_twenty_steps_and_gradients_of_the_first(
         if not losses:
             require_same_gradients(named(train.original(state).optimizer[1]), references[kind].gradients)
         losses.append(float(loss))
-    np.testing.assert_allclose(losses, references[kind].losses, rtol=1e-5)
-    assert max(losses) - min(losses) > 1e-3, "nothing moved, so nothing was compared"
+    Comparison().losses(losses, references[kind].losses, moving=1e-3).require()
 
 
 @pytest.mark.usefixtures("quick_compilation")
@@ -69,7 +68,7 @@ def test_sharded_states_change_nothing(graph: Graph, references: dict[str, Run],
     for batch in batches(5):
         state, loss = train(state, batch)
         losses.append(float(loss))
-    np.testing.assert_allclose(losses, references["mean"].losses[:5], rtol=1e-5)
+    Comparison().losses(losses, references["mean"].losses[:5]).require()
 
 
 @pytest.mark.usefixtures("quick_compilation")
@@ -88,7 +87,7 @@ def test_recomputed_activations_change_nothing_but_are_not_kept(
     for batch in batches(5):
         state, loss = train(state, batch)
         losses.append(float(loss))
-    np.testing.assert_allclose(losses, references["mean"].losses[:5], rtol=1e-5)
+    Comparison().losses(losses, references["mean"].losses[:5]).require()
     # Again in the backward pass: the two products of attention; or those and three of the block's four, as no gradient
     # needs what the last one makes.
     again = {"selective": 2, "full": 5}[recompute] * CONFIG.n_layer

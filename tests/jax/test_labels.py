@@ -10,6 +10,7 @@ import pytest
 
 from shardwright.backends.jax.capture import capture
 from shardwright.core.graph import Graph, Op
+from tests.comparison import Comparison
 
 BATCH = 4
 
@@ -131,7 +132,7 @@ def test_pieces_give_the_whole(name: str) -> None:
             else:
                 assert label in labels, f"label {label} is mapped, but output {k} lacks it"
                 found = np.concatenate([halves[0][k], halves[1][k]], labels.index(label))
-            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5, err_msg=f"label {label} ({role})")
+            Comparison(f"label {label} ({role})").values(found, expected, relative=1e-5, absolute=1e-5).require()
     assert split >= 1
 
 

@@ -12,6 +12,7 @@ from shardwright.backends.jax.mesh import bind
 from shardwright.core.errors import ClusterError, LayoutError
 from shardwright.core.layout import Layout, Partial, Split
 from shardwright.core.mesh import Mesh
+from tests.comparison import Comparison
 
 MESH = Mesh.of(pp=1, dp=4, tp=2)
 
@@ -44,7 +45,7 @@ def test_ranks_are_devices_in_order(bound: jax.sharding.Mesh) -> None:
     array = jax.device_put(np.arange(8).reshape(8, 1), lower_layout(Layout.of(dp=Split(0)), bound))
     for piece in array.addressable_shards:
         place = MESH.coordinates(jax.devices().index(piece.device))["dp"]
-        np.testing.assert_array_equal(piece.data[:, 0], [2 * place, 2 * place + 1])
+        Comparison().equal(list(piece.data[:, 0]), [2 * place, 2 * place + 1]).require()
 
 
 def test_blocks_are_a_plain_split(bound: jax.sharding.Mesh) -> None:

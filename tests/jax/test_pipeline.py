@@ -17,6 +17,7 @@ import shardwright.jax as sw
 from shardwright.core.graph import Graph
 from shardwright.core.schedule import schedule_names
 from shardwright.core.schedule.actions import Action, Kind
+from tests.comparison import Comparison
 from tests.jax.chains import (
     Chain,
     Run,
@@ -125,8 +126,7 @@ def test_sharded_states_change_nothing(graph: Graph, shard: int) -> None:
 def test_optimizers_are_cut_with_the_model(graph: Graph, optimizer: str) -> None:
     train, state = run(plan_of(graph, 3, stage_starts=(0, 3, 5)), optimizer)
     after = named(nnx.state(train.params(state), nnx.Param))
-    for name, value in expected(optimizer).params.items():
-        np.testing.assert_allclose(after[name], value, rtol=2e-3, atol=2e-5, err_msg=name)
+    Comparison(optimizer).values(after, expected(optimizer).params, relative=2e-3, absolute=2e-5).require()
 
 
 def test_every_device_holds_its_stage_alone(graph: Graph) -> None:
@@ -148,7 +148,7 @@ def test_an_init_function_is_run_by_each_stage_for_itself(graph: Graph) -> None:
     made, given = train.init(create), train.init(create())
     for one, other in zip(jax.tree.leaves(made.params), jax.tree.leaves(given.params), strict=True):
         assert one.sharding == other.sharding
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+    Comparison().values(made.params, given.params, relative=1e-5, absolute=1e-7).require()
 
 
 def test_dropout_does_not_depend_on_the_split() -> None:
@@ -167,8 +167,8 @@ def test_dropout_does_not_depend_on_the_split() -> None:
         return found
 
     alone = losses(1, 1)
-    np.testing.assert_allclose(losses(2, 1), alone, rtol=1e-5)
-    np.testing.assert_allclose(losses(2, 2, recompute="full"), alone, rtol=1e-5)
+    Comparison().losses(losses(2, 1), alone).require()
+    Comparison().losses(losses(2, 2, recompute="full"), alone).require()
 
 
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
@@ -184,7 +184,7 @@ def test_a_mesh_of_the_users_is_theirs_alone(graph: Graph, axis_type: jax.shardi
         train.params(state)
         together = train.params(state, at=jax.devices()[0])
     assert all(leaf.devices() == {jax.devices()[0]} for leaf in jax.tree.leaves(nnx.state(together, nnx.Param)))
-    np.testing.assert_allclose(float(loss), expected().losses[0], rtol=1e-5)
+    Comparison().losses(float(loss), expected().losses[0]).require()
 
 
 def test_a_step_is_few_dispatches(graph: Graph) -> None:
@@ -236,10 +236,7 @@ def test_the_given_arrays_survive(graph: Graph) -> None:
     train = sw.train_step(loss_fn, optax.sgd(0.1), plan, devices=jax.devices()[: plan.mesh.size])
     given = create()
     train(train.init(given), batches(1)[0])
-    for leaf, same in zip(
-        jax.tree.leaves(nnx.state(given, nnx.Param)), jax.tree.leaves(nnx.state(create(), nnx.Param)), strict=True
-    ):
-        np.testing.assert_array_equal(leaf, same)
+    Comparison().equal(nnx.state(given, nnx.Param), nnx.state(create(), nnx.Param)).require()
 
 
 # --- bad input

@@ -12,6 +12,7 @@ from jax.experimental import io_callback
 import shardwright.jax as sw
 from shardwright.backends.jax.equations import evaluate, flatten
 from shardwright.backends.jax.residuals import residuals
+from tests.comparison import Comparison
 from tests.jax.chains import plan_of, reference
 
 LAYERS, WIDTH, BATCH = 4, 8, 16
@@ -60,7 +61,7 @@ def test_loops_and_branches_that_depend_on_values_stay_whole(schedule: str) -> N
     for batch in batches(3):
         state, loss = train(state, batch)
         losses.append(float(loss))
-    np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
+    Comparison().losses(losses, expected.losses).require()
     whole = [e.primitive.name for part in train.pipeline.micro.cut.parts for e in part.equations]
     assert whole.count("while") == whole.count("cond") == LAYERS
 
@@ -92,7 +93,7 @@ def test_side_effects_without_an_order_run_once_for_every_microbatch() -> None:
         for layer in params()["layers"]:
             part = np.tanh(part @ np.asarray(layer["w"]))
             expected.append(part.sum())
-    np.testing.assert_allclose(sorted(seen), sorted(expected), rtol=1e-4, atol=1e-5)
+    Comparison().values(sorted(seen), sorted(expected), relative=1e-4, absolute=1e-5).require()
 
 
 def test_a_parameter_that_the_captured_function_does_not_read() -> None:
@@ -128,5 +129,4 @@ def test_what_cheap_arithmetic_makes_again_is_not_kept() -> None:
     expected = [known[value] for value in wanted]
     again = {v: known[v] for v in (*chosen.kept, *program.arguments, *program.constants)}
     evaluate(chosen.remade, again)
-    for one, other in zip(wanted, expected, strict=True):
-        np.testing.assert_array_equal(again[one], other)
+    Comparison().equal([again[value] for value in wanted], expected).require()

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import shardwright.jax as sw
+from tests.comparison import Comparison
 from tests.jax.chains import named, plan_of, recording, reference, require_same_run
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -52,8 +53,7 @@ def test_layers_are_told_by_their_names(create: Any) -> None:
     train = sw.train_step(loss, recording(optimizer), plan_of(graph, LAYERS), devices=jax.devices()[:LAYERS])
     expected = reference(loss, create(), optimizer, steps)
     state = require_same_run(train, train.init(create), expected, steps)
-    for name, array in named(train.params(state)).items():
-        np.testing.assert_allclose(array, expected.params[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    Comparison().values(named(train.params(state)), expected.params, relative=1e-4, absolute=1e-6).require()
     held = [len(array.devices()) for array in jax.tree.leaves(state.params)]
     assert held == [1] * len(held)
     assert {device for array in jax.tree.leaves(state.params) for device in array.devices()} == set(jax.devices()[:4])

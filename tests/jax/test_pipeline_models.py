@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import shardwright.jax as sw
+from tests.comparison import Comparison
 from tests.jax import zoo_linen, zoo_nnx
 from tests.jax.chains import Run, module_reference, named, plan_of, recording, reference, require_same_run
 
@@ -137,8 +138,7 @@ def test_batch_statistics_follow_the_microbatches(kind: str) -> None:
         expected, found = made.statistics, state.other
         for part in parts:
             expected = made.loss(made.params, part, state=expected)[2]
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    Comparison().values(jax.tree.leaves(found), jax.tree.leaves(expected), relative=1e-4, absolute=1e-6).require()
 
 
 def test_parameters_come_back_by_their_own_paths() -> None:

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
@@ -12,6 +11,7 @@ from flax import linen, nnx
 import shardwright.jax as sw
 from shardwright.backends.jax.holding import Stack
 from shardwright.core.errors import PlanError
+from tests.comparison import Comparison
 from tests.jax.chains import (
     BATCH,
     LENGTH,
@@ -94,11 +94,10 @@ def test_a_stack_is_cut_into_its_layers(
     for batch in steps:
         state, loss = train(state, batch)
         losses.append(float(loss))
-    np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
+    Comparison().losses(losses, expected.losses).require()
     after = train.params(state)
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, params())
-    for name, value in named(after).items():
-        np.testing.assert_allclose(value, expected.params[name], rtol=1e-4, atol=1e-5, err_msg=name)
+    Comparison(optimizer).values(named(after), expected.params, relative=1e-4, absolute=1e-5).require()
 
 
 def test_a_state_of_other_rows_is_refused(graph: sw.Graph) -> None:
@@ -180,7 +179,7 @@ def test_nnx_scan_over_layers() -> None:
     for batch in batches(2):
         state, loss = train(state, batch)
         losses.append(float(loss))
-    np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
+    Comparison().losses(losses, expected.losses).require()
     kernel = dict(nnx.to_flat_state(state.params))["layers", "inner", "kernel"].get_value()
     assert [piece.shape[0] for piece in kernel.pieces] == [2, 2]
     assert train.params(state).layers.inner.kernel.get_value().shape == (4, WIDTH, WIDTH)
@@ -218,7 +217,7 @@ def test_linen_scan_over_layers() -> None:
     for batch in batches(2):
         state, value = train(state, batch)
         losses.append(float(value))
-    np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
+    Comparison().losses(losses, expected.losses).require()
     kernel = state.params["params"]["layers"]["inner"]["kernel"]
     assert [piece.shape[0] for piece in kernel.pieces] == [2, 2]
 
@@ -269,6 +268,5 @@ def test_a_loop_from_the_last_layer_to_the_first(pp: int, dp: int, pins: dict[st
     for batch in steps:
         state, value = train(state, batch)
         losses.append(float(value))
-    np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
-    for name, array in named(train.params(state)).items():
-        np.testing.assert_allclose(array, expected.params[name], rtol=1e-4, atol=1e-5, err_msg=name)
+    Comparison().losses(losses, expected.losses).require()
+    Comparison().values(named(train.params(state)), expected.params, relative=1e-4, absolute=1e-5).require()

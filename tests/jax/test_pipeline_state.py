@@ -4,13 +4,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import shardwright.jax as sw
 from shardwright.core.errors import PlanError
+from tests.comparison import Comparison
 from tests.jax.chains import BATCH, VOCABULARY, WIDTH, Chain, batches, graph_of, plain_loss, plan_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -53,9 +53,9 @@ def test_what_nothing_changes_is_read_by_every_stage(pp: int, dp: int) -> None:
     train = sw.train_step(plain_loss, optax.adamw(1e-2), plan_of(graph, pp, dp), devices=jax.devices()[: pp * dp])
     alone = sw.train_step(plain_loss, optax.adamw(1e-2), plan_of(graph, 1, dp), devices=jax.devices()[:dp])
     found, state = losses_of(train, train.init(create), 3)
-    np.testing.assert_allclose(found, losses_of(alone, alone.init(create), 3)[0], rtol=1e-5)
+    Comparison().losses(found, losses_of(alone, alone.init(create), 3)[0]).require()
     together = train.params(state, at=jax.devices()[0])
-    np.testing.assert_array_equal(together.scale.get_value(), jnp.linspace(0.5, 1.5, WIDTH))
+    Comparison().equal(together.scale.get_value(), jnp.linspace(0.5, 1.5, WIDTH)).require()
     assert together(batches(1)[0]["x"]).devices() == {jax.devices()[0]}
 
 
@@ -99,8 +99,7 @@ def test_a_plain_functions_state_is_kept_where_it_is_made() -> None:
             part = {name: value[start : start + 2] for name, value in batch.items()}
             expected = averaging(params(), part, state=expected)[2]
     assert int(state.other["seen"]) == BATCH
-    for name in ("mean", "first"):
-        np.testing.assert_allclose(state.other[name], expected[name], rtol=1e-5)
+    Comparison().values(state.other, expected, relative=1e-5, absolute=0.0).require()
     assert state.other["mean"].devices() != state.other["first"].devices()
 
 
@@ -133,8 +132,8 @@ def test_a_state_from_the_hosts_memory(pp: int) -> None:
             train(saved, batches(1)[0])
     placed = train.place(saved)
     assert jax.tree.map(lambda leaf: leaf.sharding, placed) == places
-    np.testing.assert_array_equal(losses_of(train, placed, 2)[0], expected)
-    np.testing.assert_array_equal(losses_of(train, train.place(saved), 2)[0], expected)  # what was saved is untouched
+    Comparison().equal(losses_of(train, placed, 2)[0], expected).require()
+    Comparison().equal(losses_of(train, train.place(saved), 2)[0], expected).require()  # what was saved is untouched
 
 
 def test_a_state_of_another_plan_is_not_placed() -> None:

@@ -14,6 +14,7 @@ from flax import linen, nnx
 
 import shardwright.jax as sw
 from shardwright.core.schedule.actions import Kind
+from tests.comparison import Comparison
 from tests.jax.chains import Run, named, plan_of, recording, reference, require_same_gradients
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -245,8 +246,7 @@ def test_statistics_that_a_unit_is_given_are_those_of_a_model_that_keeps_all() -
 
     kept = states("none")
     for recompute in ("selective", "full"):
-        for mine, its in zip(states(recompute), kept, strict=True):
-            np.testing.assert_allclose(mine, its, rtol=1e-5, atol=1e-6)
+        Comparison(recompute).values(states(recompute), kept, relative=1e-5, absolute=1e-6).require()
 
 
 # --- dropout, statistics, ties and skips
@@ -287,11 +287,9 @@ def test_dropout_statistics_ties_and_skips_stay_what_they_were() -> None:
         gradients = named(train.params(replace(state, params=state.optimizer[1])))
         found.append((losses, gradients, [np.asarray(mean) for mean in jax.tree.leaves(state.other)], train))
     (losses, gradients, means, _), *others = found
-    for again, same, other, _ in others:
-        np.testing.assert_allclose(again, losses, rtol=1e-5)
-        require_same_gradients(same, gradients)
-        for mean, value in zip(means, other, strict=True):
-            np.testing.assert_allclose(value, mean, rtol=1e-4, atol=1e-6)
+    for again, its, other, _ in others:
+        same = Comparison().losses(again, losses).gradients(its, gradients)
+        same.values(other, means, relative=1e-4, absolute=1e-6, what="statistics").require()
     inside = MICROBATCH * 4 * WIDTH * 4
     assert kept_bytes(others[0][3]) + 2 * inside <= kept_bytes(others[1][3])
 

@@ -17,6 +17,7 @@ from flax import nnx
 
 import shardwright.jax as sw
 from shardwright.backends.jax.spmd import _learning_if
+from tests.comparison import Comparison
 from tests.jax import spmd_model
 from tests.jax.chains import Run, module_reference, named, reference
 from tests.jax.spmd_model import batches, loss_fn, maker, optimizer, plain_loss, plain_params, plan_of
@@ -39,10 +40,9 @@ def trained_as(expected: Run, train: sw.TrainStep) -> sw.TrainState:
     for batch in batches(2):
         state, loss = train(state, batch)
         losses.append(float(loss))
-    np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
+    Comparison().losses(losses, expected.losses).require()
     after = named(nnx.state(train.params(state), nnx.Param))
-    for name, value in expected.params.items():
-        np.testing.assert_allclose(after[name], value, rtol=2e-3, atol=2e-5, err_msg=name)
+    Comparison().values(after, expected.params, relative=2e-3, absolute=2e-5).require()
     return state
 
 
@@ -108,7 +108,7 @@ def test_gradients_pass_where_there_is_work() -> None:
     for busy, scale, wanted in ((False, 0.0, [0, 0]), (False, 1.0, [0, 0]), (True, 1.0, [np.inf, 0.25])):
         value, found = slope(jnp.array([0.0, 4.0]), jnp.bool_(busy), scale)
         assert value == 2 * scale
-        np.testing.assert_array_equal(found, wanted)
+        Comparison().equal(list(found), wanted).require()
 
 
 def test_two_processes_of_four_devices_each(expected: Run) -> None:
@@ -132,7 +132,7 @@ def test_two_processes_of_four_devices_each(expected: Run) -> None:
     for text in said:
         match = re.search(r"losses \[(.*)\] devices 4", text)
         assert match, text
-        np.testing.assert_allclose([float(x) for x in match[1].split(",")], expected.losses, rtol=1e-5)
+        Comparison().losses([float(x) for x in match[1].split(",")], expected.losses).require()
         refusal = (
             r"refused: MissingCapabilityError: the plan has pp=4 over the devices of 2 processes, .*one_program=True"
         )
@@ -140,7 +140,7 @@ def test_two_processes_of_four_devices_each(expected: Run) -> None:
         for stages in ("plain", "alone"):
             match = re.search(stages + r" \[(.*)\]", text)
             assert match, text
-            np.testing.assert_allclose([float(x) for x in match[1].split(",")], plain.losses, rtol=1e-5)
+            Comparison().losses([float(x) for x in match[1].split(",")], plain.losses).require()
 
 
 # --- bad input

@@ -5,13 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import shardwright.jax as sw
 from shardwright.core.errors import PlanError
-from tests.jax.chains import BATCH, VOCABULARY, WIDTH, batches, named, plan_of, recording, require_same_gradients
+from tests.comparison import Comparison
+from tests.jax.chains import BATCH, VOCABULARY, WIDTH, batches, named, plan_of, recording
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -116,10 +116,9 @@ def test_the_state_is_what_it_is_unsplit(case: Callable[..., Any]) -> None:
             total = jax.tree.map(jnp.add, total, found)
         mean = jax.tree.map(lambda g: g / MICROBATCHES, total)
         expected = jax.tree.map(lambda p, g: p - 0.1 * g, expected, mean)
-        np.testing.assert_allclose(float(loss), total_loss / MICROBATCHES, rtol=1e-5)
-        for name, value in kept.items():
-            np.testing.assert_allclose(state.other[name], value, rtol=1e-4, err_msg=name)
-        require_same_gradients(named(state.optimizer[1]), named(mean))
+        same = Comparison().losses(float(loss), total_loss / MICROBATCHES)
+        same.values(state.other, kept, relative=1e-4, absolute=0.0, what="state")
+        same.gradients(named(state.optimizer[1]), named(mean)).require()
 
 
 def test_what_no_place_serves_is_named() -> None:

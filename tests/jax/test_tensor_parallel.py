@@ -18,6 +18,7 @@ from examples import gpt2_flax
 from shardwright.core.errors import PlanError
 from shardwright.core.layout import Layout, Split
 from shardwright.core.realise import realise
+from tests.comparison import Comparison
 from tests.jax import collectives, zoo_dropout
 from tests.jax.chains import named
 from tests.jax.plans import BATCH, CONFIG, batches, create, gpt2_graph, megatron, plan_of
@@ -225,9 +226,9 @@ def test_states_in_the_models_own_order() -> None:
     width = CONFIG.n_embd
     half = width // 2
     order = [block * width + piece * half + i for piece in (0, 1) for block in (0, 1, 2) for i in range(half)]
-    np.testing.assert_array_equal(held, kernel[:, order])
-    np.testing.assert_array_equal(train.params(state).h[0].attn.c_attn.kernel.get_value(), kernel)
-    np.testing.assert_array_equal(named(train.original(state).params)["h.0.attn.c_attn.kernel"], kernel)
+    Comparison().equal(held, kernel[:, order]).require()
+    Comparison().equal(train.params(state).h[0].attn.c_attn.kernel.get_value(), kernel).require()
+    Comparison().equal(named(train.original(state).params)["h.0.attn.c_attn.kernel"], kernel).require()
 
     first, second = batches(2)
     state, _ = train(state, first)
@@ -235,8 +236,7 @@ def test_states_in_the_models_own_order() -> None:
     expected, loss = train(state, second)
     found, again = train(train.held(saved), second)
     assert float(loss) == float(again)
-    for one, other in zip(jax.tree.leaves(found.params), jax.tree.leaves(expected.params), strict=True):
-        np.testing.assert_array_equal(one, other)
+    Comparison().equal(found.params, expected.params).require()
     # The same state goes on under another plan: the moments of the fused matrix are in its own order too.
     whole = plan_of(gpt2_graph())
     alone = sw.train_step(gpt2_flax.next_token_loss, optax.adamw(1e-3), whole, devices=jax.devices()[:1])
@@ -265,15 +265,14 @@ def test_a_state_held_for_another_tensor_axis_is_refused() -> None:
     with pytest.raises(PlanError, match="held takes a state in the model's own order"):
         two.held(saved)
     again = two.params(two.place(saved))
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(again, nnx.Param), nnx.state(create(), nnx.Param))
+    Comparison().equal(nnx.state(again, nnx.Param), nnx.state(create(), nnx.Param)).require()
 
 
 def require_close(found: Any, expected: Any) -> None:
     """Of the matrices: a key bias has a gradient that is zero but for rounding, which an optimizer that scales makes
     large."""
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        if one.ndim > 1:
-            np.testing.assert_allclose(one, other, rtol=2e-3, atol=1e-4)
+    matrices = [[leaf for leaf in jax.tree.leaves(tree) if leaf.ndim > 1] for tree in (found, expected)]
+    Comparison().values(*matrices, relative=2e-3, absolute=1e-4).require()
 
 
 @pytest.mark.parametrize("make", [lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4), lambda: optax.lamb(1e-2)])
@@ -312,8 +311,7 @@ def test_meshes_and_arrays_of_either_axis_type(types: AxisType) -> None:
         norm = float(jnp.linalg.norm(jax.device_put(kernel, NamedSharding(mesh, PartitionSpec()))))
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
     assert norm == pytest.approx(float(np.linalg.norm(np.asarray(kernel))), rel=1e-5)
-    for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected_state.params), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+    Comparison().values(state.params, expected_state.params, relative=1e-5, absolute=1e-7).require()
 
 
 # --- bad input

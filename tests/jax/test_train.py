@@ -13,6 +13,7 @@ import shardwright.jax as sw
 from examples import gpt2_flax, gpt2_linen
 from shardwright.core.errors import PlanError
 from shardwright.core.graph import Graph
+from tests.comparison import Comparison
 from tests.jax.chains import named
 from tests.jax.plans import BATCH, CONFIG, LENGTH, batches, create, gpt2_graph, megatron, plan_of
 
@@ -64,8 +65,7 @@ def test_an_init_function_never_makes_the_whole_on_one_device(graph: Graph) -> N
         assert f"[{shape[0]},{shape[1]}]" not in program
     assert f"f32[{width},{2 * width}]" in program
     made, given = train.init(create), train.init(create())
-    for one, other in zip(jax.tree.leaves(made.params), jax.tree.leaves(given.params), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+    Comparison().values(made.params, given.params, relative=1e-5, absolute=1e-7).require()
 
 
 # --- plain functions
@@ -96,10 +96,9 @@ def test_a_plain_function_and_its_params(mlp_graph: Graph) -> None:
     given = mlp_params()
     state, loss = train(train.init(given), mlp_batch())
     expected, gradients = jax.value_and_grad(mlp)(given, mlp_batch())
-    np.testing.assert_allclose(float(loss), float(expected), rtol=1e-5)
-    after = train.params(state)
-    for name, value in given.items():
-        np.testing.assert_allclose(after[name], value - 0.1 * gradients[name], rtol=1e-4, atol=1e-6)
+    Comparison().losses(float(loss), float(expected)).require()
+    wanted = {name: value - 0.1 * gradients[name] for name, value in given.items()}
+    Comparison().values(train.params(state), wanted, relative=1e-4, absolute=1e-6).require()
 
 
 def test_a_linen_module_and_its_variables() -> None:
@@ -154,8 +153,8 @@ def test_random_keys_do_not_depend_on_the_split(mlp_graph: Graph) -> None:
     alone = losses(1, 1)
     assert len(set(alone)) == 3, "every step draws anew"
     assert losses(1, 1, seed=1) != alone
-    np.testing.assert_allclose(losses(4, 1), alone, rtol=1e-5)
-    np.testing.assert_allclose(losses(2, 2), alone, rtol=1e-5)
+    Comparison().losses(losses(4, 1), alone).require()
+    Comparison().losses(losses(2, 2), alone).require()
 
 
 def test_dropout_of_a_module_does_not_depend_on_the_split() -> None:
@@ -176,7 +175,7 @@ def test_dropout_of_a_module_does_not_depend_on_the_split() -> None:
 
     alone = losses(1, 1)
     assert alone[0] != alone[1]
-    np.testing.assert_allclose(losses(4, 2), alone, rtol=1e-5)
+    Comparison().losses(losses(4, 2), alone).require()
 
 
 class Normalised(nnx.Module):
@@ -205,7 +204,8 @@ def test_batch_statistics_follow_the_microbatches() -> None:
         for x in np.split(rows, 2):
             alone(x)
         replicas.append(np.asarray(alone.norm.mean.get_value()))
-    np.testing.assert_allclose(train.params(state).norm.mean.get_value(), np.mean(replicas, 0), rtol=1e-4, atol=1e-6)
+    mean = train.params(state).norm.mean.get_value()
+    Comparison().values(mean, np.mean(replicas, 0), relative=1e-4, absolute=1e-6).require()
 
 
 def test_state_beside_the_parameters(mlp_graph: Graph) -> None:
@@ -217,7 +217,7 @@ def test_state_beside_the_parameters(mlp_graph: Graph) -> None:
     state, _ = train(state, mlp_batch())
     assert int(state.other["seen"]) == 4
     last = np.concatenate([mlp_batch()["x"][6:8], mlp_batch()["x"][14:16]])
-    np.testing.assert_allclose(float(state.other["mean"]), last.mean(), rtol=1e-5)
+    Comparison().losses(float(state.other["mean"]), last.mean()).require()
 
 
 def test_loss_scope_global_sees_all_replicas(mlp_graph: Graph) -> None:
@@ -312,7 +312,7 @@ def test_a_plain_functions_units_are_recomputed_too(mlp_graph: Graph) -> None:
 
     (loss, params), (again, same) = trained("none"), trained("full")
     assert again == pytest.approx(loss, rel=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), params, same)
+    Comparison().values(same, params, relative=1e-5, absolute=0.0).require()
 
 
 def test_a_state_of_another_process_is_computed_again_too(mlp_graph: Graph) -> None:

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import shardwright.jax as sw
 from shardwright.backends.jax.samples import batch_sharding, put
 from shardwright.core.errors import CaptureError, PlanError
+from tests.comparison import Comparison
 from tests.jax.chains import plan_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -92,7 +93,7 @@ def test_a_batch_that_lies_right_is_not_copied() -> None:
     assert put(BATCHES[0]["x"], batch_sharding(mesh, 0)) is BATCHES[0]["x"]
     moved = put(placed, batch_sharding(mesh, 1))
     assert [shard.data.shape for shard in moved.addressable_shards] == [(BATCH, WIDTH // 2)] * 2
-    np.testing.assert_array_equal(moved, placed)
+    Comparison().equal(moved, placed).require()
 
 
 @pytest.mark.parametrize(("of", "pp", "dp"), [((1, 1), 2, 1), ((1, 4), 1, 2)])
@@ -135,5 +136,4 @@ def test_an_optimizer_that_follows_the_loss(graph: sw.Graph, pp: int) -> None:
         value, gradients = jax.value_and_grad(loss)(expected, batch)
         updates, kept = optimizer.update(gradients, kept, expected, value=value)
         expected = optax.apply_updates(expected, updates)
-    for found, array in zip(jax.tree.leaves(train.params(state)), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(found, array, rtol=1e-4, atol=1e-6)
+    Comparison().values(train.params(state), expected, relative=1e-4, absolute=1e-6).require()

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardwright.backends.jax import transfers
 from shardwright.backends.jax.transfers import Route, direct_copy
+from tests.comparison import Comparison
 
 
 def meshes(devices: int) -> list[Mesh]:
@@ -59,7 +60,7 @@ def test_a_jax_that_refuses_it_copies_by_device_put(monkeypatch: pytest.MonkeyPa
     array = jax.device_put(jnp.arange(4.0), placed(one, "dp"))
     (found,) = Route([array], [array.sharding], [placed(other, "dp")])([array])
     assert found.sharding == placed(other, "dp")
-    np.testing.assert_array_equal(found, np.arange(4.0))
+    Comparison().equal(found, np.arange(4.0)).require()
 
 
 @pytest.mark.usefixtures("kept")
@@ -75,7 +76,7 @@ def test_arrays_arrive_as_by_device_put(devices: int, axes: tuple[tuple[str | No
         assert (array.sharding, array.committed, array.aval) == (same.sharding, same.committed, same.aval)
         for shard, own in zip(array.addressable_shards, same.addressable_shards, strict=True):
             assert shard.device == own.device
-            np.testing.assert_array_equal(shard.data, own.data)
+            Comparison().equal(shard.data, own.data).require()
 
 
 @pytest.mark.usefixtures("kept")
@@ -87,7 +88,7 @@ def test_arrays_from_elsewhere_than_expected_arrive_too() -> None:
     for leaf in given:
         (found,) = route([leaf])
         assert found.sharding == placed(other, "dp")
-        np.testing.assert_array_equal(found, array)
+        Comparison().equal(found, array).require()
 
 
 def test_random_keys_arrive() -> None:
@@ -95,7 +96,7 @@ def test_random_keys_arrive() -> None:
     key = jax.device_put(jax.random.key(3), placed(one))
     (found,) = Route([key], [key.sharding], [placed(other)])([key])
     assert found.sharding == placed(other)
-    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(key))
+    Comparison().equal(jax.random.key_data(found), jax.random.key_data(key)).require()
 
 
 def test_what_lies_there_is_handed_on() -> None:

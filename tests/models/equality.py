@@ -9,6 +9,7 @@ import torch
 
 import shardwright.torch as sw
 from shardwright.backends.torch.unsplit import seeded_by_rule
+from tests.comparison import Comparison
 from tests.models import inputs
 
 MICROBATCHES = 2
@@ -16,8 +17,6 @@ SAMPLES = 2
 """In a microbatch."""
 WAIT_S = 300.0
 """For another rank, on a machine that does other work too."""
-GRADIENT, OF_ALL, LOSS = 1e-4, 1e-6, 1e-5
-"""A gradient may be off by ``GRADIENT`` of its norm and ``OF_ALL`` of the norm of all; a loss by ``LOSS`` of itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,7 @@ class Expected:
     """What the plain model gives: the loss of every microbatch, and the gradients and buffers after them."""
 
     losses: list[float]
-    gradients: Mapping[str, torch.Tensor]
+    gradients: Mapping[str, torch.Tensor | None]
     buffers: Mapping[str, torch.Tensor]
 
 
@@ -34,12 +33,8 @@ class Found:
     """What one rank of a split run found."""
 
     mode: str
-    loss: float
-    """The worst relative difference."""
-    gradient: float
-    """The worst, in units of what is allowed."""
-    bad: list[str]
-    """Names of gradients and buffers that are off."""
+    same: dict[str, Any]
+    """The report of its `Comparison`."""
     elements: int
     """Of the parameters that this rank holds."""
 
@@ -74,7 +69,7 @@ def plain_step(name: str, dtype: torch.dtype = torch.float32) -> Expected:
         losses.append(float(loss.detach()))
     if not all(torch.isfinite(torch.tensor(losses))):
         raise ValueError(f"the plain model's losses are {losses}")
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    gradients = {n: p.grad for n, p in model.named_parameters()}
     return Expected(losses, gradients, {n: b for n, b in model.named_buffers() if b.is_floating_point()})
 
 
@@ -98,43 +93,24 @@ def split_step(
 
     losses = [float(loss) for loss in train_step(model, given).outputs]
     held = {key: parameter.grad for key, parameter in model.local_named_parameters()}
-    worst, bad = compare_gradients(held, expected.gradients)
-    bad += buffers_off(model, expected)
+    same = compare(name, losses, held, model, expected)
     mode = "recorded" if model.runtime.messages is None else "messages"
     elements = sum(parameter.numel() for parameter in model.local_parameters())
     sw.shutdown()
-    return Found(mode, losses_off(losses, expected), worst, bad, elements)
+    return Found(mode, same.report(), elements)
 
 
-def losses_off(losses: Sequence[float], expected: Expected) -> float:
-    """The worst relative difference."""
-    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, expected.losses, strict=True))
-
-
-def buffers_off(model: sw.DistributedModel, expected: Expected) -> list[str]:
-    """The names of the buffers on this rank that are not those of the plain model."""
-    return [
-        key
-        for key, buffer in model.local_named_buffers()
-        if key in expected.buffers
-        and not torch.allclose(buffer, expected.buffers[key], rtol=1e-4, atol=1e-6, equal_nan=True)
-    ]
-
-
-def compare_gradients(
-    held: Mapping[str, torch.Tensor | None], wanted: Mapping[str, torch.Tensor]
-) -> tuple[float, list[str]]:
-    """The worst difference, in units of what is allowed, and the names of those that are off by more."""
-    everything = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
-    worst, bad = 0.0, []
-    for key, got in held.items():
-        reference = wanted.get(key)
-        if got is None or reference is None:
-            if any(one is not None and bool(one.any()) for one in (got, reference)):
-                bad.append(key)
-            continue
-        off = float((got - reference).norm() / (GRADIENT * reference.norm() + OF_ALL * everything))
-        worst = max(worst, off)
-        if not off <= 1.0:
-            bad.append(key)
-    return worst, bad
+def compare(
+    name: str,
+    losses: Sequence[float],
+    held: Mapping[str, torch.Tensor | None],
+    model: sw.DistributedModel,
+    expected: Expected,
+) -> Comparison:
+    """What this rank found, with the gradients that it holds, against what the plain model gives."""
+    same = Comparison(name).losses(losses, expected.losses)
+    same.gradients(held, expected.gradients, part=True, none_is_zero=True)
+    buffers = {key: buffer for key, buffer in model.local_named_buffers() if key in expected.buffers}
+    if expected.buffers:
+        same.values(buffers, expected.buffers, relative=1e-4, absolute=1e-6, part=True, nan_is_nan=True, what="buffers")
+    return same

@@ -1,6 +1,7 @@
 """One training step of a model class on the tensor axis, against the plain model in one process."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -8,9 +9,7 @@ import shardwright.torch as sw
 from tests.models.equality import (
     MICROBATCHES,
     Expected,
-    buffers_off,
-    compare_gradients,
-    losses_off,
+    compare,
     made,
     plain_step,
     train_step,
@@ -47,18 +46,14 @@ class OnPieces:
     """What one rank of the tensor axis found.
 
     Attributes:
-        loss: the worst relative difference.
-        gradient: the worst, in units of what is allowed.
-        bad: names of gradients and buffers that are off.
+        same: the report of its `Comparison`.
         split: the share of the parameters' elements that lie in pieces.
         reasons: why the rest is whole.
         mode: "pieces", "calls" (unit by unit, between whole values), "whole" (every rank runs the model) or
             "messages".
     """
 
-    loss: float
-    gradient: float
-    bad: list[str]
+    same: dict[str, Any]
     split: float
     reasons: list[str]
     mode: str
@@ -88,12 +83,11 @@ def _step(name: str, expected: Expected) -> OnPieces:
         elements, in_pieces = elements + count, in_pieces + (count if is_split else 0)
         has_pieces = shards is not None and parameter.grad is not None
         held[key] = shards.whole(key, parameter.grad) if has_pieces else parameter.grad
-    worst, bad = compare_gradients(held, expected.gradients)
-    bad += buffers_off(model, expected)
+    same = compare(name, losses, held, model, expected)
     plan = model.session.plan
     reasons = [] if plan is None else [f"{slot}: {reason}" for slot, reason in plan.unsplit]
     mode = "messages" if runtime.messages is not None else "pieces"
     if tensor is not None and tensor.by_calls_because:
         mode = "calls" if shards is not None and shards.places else "whole"
         reasons = [tensor.by_calls_because, *(f"{path}: {why}" for path, why in tensor.whole_units.items())]
-    return OnPieces(losses_off(losses, expected), worst, bad, in_pieces / max(elements, 1), reasons, mode)
+    return OnPieces(same.report(), in_pieces / max(elements, 1), reasons, mode)

@@ -11,6 +11,7 @@ from shardwright.backends.torch import BACKEND
 from shardwright.backends.torch.ops import coverage
 from shardwright.core.errors import CaptureError
 from shardwright.core.graph import Graph
+from tests.comparison import Comparison
 from tests.torch.captured import (
     LAYERS,
     LENGTH,
@@ -239,7 +240,7 @@ class Writes(nn.Module):
 def test_writes_through_views_reach_everything_that_shares_the_memory() -> None:
     model, x = Writes(), torch.randn(4, 6)
     graph = BACKEND.capture(model, x)
-    assert torch.allclose(evaluate(graph, x), model(x.clone()))
+    Comparison().losses(evaluate(graph, x), model(x.clone())).require()
     produced = [t for op in graph.ops for t in op.outputs]
     assert len(produced) == len(set(produced))
 

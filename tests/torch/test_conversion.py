@@ -15,6 +15,7 @@ from shardwright.backends.torch.conversion import Converter
 from shardwright.core.conversions import convert
 from shardwright.core.layout import Layout, Partial, Placement, Replicate, Split
 from shardwright.core.mesh import Mesh
+from tests.comparison import Comparison
 from tests.core.simulated_ranks import assemble, distribute
 
 PLACES: tuple[Placement, ...] = (Split(0), Split(1), Replicate(), Partial("sum"))
@@ -57,6 +58,7 @@ def test_conversions_over_gloo(which: str, tmp_path: Path) -> None:
     ranks = [torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in range(mesh.size)]
     for i, (before, after) in enumerate(pairs):
         pieces = [of_rank[i][0] for of_rank in ranks]
-        np.testing.assert_allclose(assemble(SHAPE, pieces, after, mesh), np.arange(35.0).reshape(SHAPE), atol=1e-9)
+        found, wanted = assemble(SHAPE, pieces, after, mesh), np.arange(35.0).reshape(SHAPE)
+        Comparison(f"{before} to {after}").values(found, wanted, relative=1e-7, absolute=1e-9).require()
         sent = sum(of_rank[i][1] for of_rank in ranks)
         assert sent == convert(SHAPE, 8, mesh, before, after).moved_bytes, f"{before} to {after}"

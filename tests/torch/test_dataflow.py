@@ -18,6 +18,7 @@ from shardwright.backends.torch.watch import Watch
 from shardwright.core.errors import CaptureError, PlanError, UnrecordableError
 from shardwright.core.mesh import Mesh
 from shardwright.core.schedule import Schedule
+from tests.comparison import Comparison
 
 WIDTH = 6
 MICROBATCHES = 2
@@ -71,15 +72,13 @@ def compare(
         return loss
 
     _, returned = runtime.step("a", body, [[t.clone() for t in m] for m in microbatches])
-    for got, want in zip(returned[0].outputs, losses, strict=True):
-        torch.testing.assert_close(got, want.detach())
-    for (name, p), (_, q) in zip(plain.named_parameters(), split.named_parameters(), strict=True):
-        if p.grad is None:
-            assert q.grad is None or not q.grad.any(), name
-        else:
-            assert q.grad is not None, name
-            torch.testing.assert_close(q.grad, p.grad, msg=name)
+    same = Comparison().values(returned[0].outputs, losses, relative=1e-5, absolute=1e-5, what="losses")
+    same.gradients(gradients(split), gradients(plain), none_is_zero=True).require()
     return runtime
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def samples(*shape: int) -> torch.Tensor:
@@ -320,8 +319,7 @@ def test_several_losses_and_a_loss_of_an_early_stage() -> None:
     tree, returned = runtime.step("a", body, microbatches)
     assert len(returned) == 3
     assert len(tree.leaves) == 4
-    for (name, p), (_, q) in zip(plain.named_parameters(), split.named_parameters(), strict=True):
-        torch.testing.assert_close(q.grad, p.grad, msg=name)
+    Comparison().gradients(gradients(split), gradients(plain)).require()
 
 
 def refused(loss_of: Callable[[nn.Module, list[torch.Tensor]], Any], kind: type[Exception], match: str) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.comparison import Comparison
 from tests.torch.launch import torchrun
 
 CASES = (
@@ -20,10 +21,7 @@ OVER_REPLICAS = ("depth:3:2:interleaved", "chosen:3:2:interleaved", "exit:3:2:si
 
 def check(found: dict[str, object]) -> None:
     assert found["by_messages"]
-    assert found["loss"] <= 1e-5, found
-    assert found["gradient"] <= 1.0, found
-    assert found["missing"] == 0, found
-    assert found["state_error"] <= 1e-5, found
+    Comparison.of_ranks(found["same"]).require("losses", "gradients", "weights")
     assert found["crossings"] > 0
     assert all(held < found["whole"] for held in found["held"]), found
 

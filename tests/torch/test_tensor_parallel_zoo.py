@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.equality import LOSS
+from tests.comparison import Comparison
 from tests.models.pieces import CLASSES
 from tests.torch.launch import torchrun
 
@@ -30,9 +30,8 @@ def run(folder: Path, names: list[str], timeout_s: float) -> dict[str, list[dict
 
 
 def require_same(every: list[dict], mode: str) -> None:
-    assert [rank["bad"] for rank in every] == [[]] * 2
-    assert max(rank["loss"] for rank in every) <= LOSS
-    assert max(rank["gradient"] for rank in every) <= 1.0
+    assert len(every) == 2
+    Comparison.of_ranks(rank["same"] for rank in every).require("losses", "gradients")
     assert {rank["mode"] for rank in every} == {mode}
     assert every[0]["split"] == every[1]["split"]
     assert (every[0]["split"] == 0.0) == (mode == "whole")

@@ -20,7 +20,8 @@ from shardwright.backends.torch.randomness import Moment
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.unsplit import seeded_by_rule
 from shardwright.core.errors import CaptureError, UnrecordableError
-from tests.torch.test_dataflow import MICROBATCHES, WIDTH, Block, compare, make_runtime, mean_square, samples
+from tests.comparison import Comparison
+from tests.torch.test_dataflow import MICROBATCHES, WIDTH, Block, compare, gradients, make_runtime, mean_square, samples
 
 STAGES = [["a"], ["b"]]
 
@@ -83,12 +84,7 @@ def test_dropout_inside_a_unit_that_runs_differently_each_time() -> None:
         return loss
 
     runtime.step("a", body, [[x] for x in inputs])
-    for (name, p), (_, q) in zip(plain.named_parameters(), runtime.model.named_parameters(), strict=True):
-        torch.testing.assert_close(q.grad if q.grad is not None else torch.zeros_like(q), _or_zero(p), msg=name)
-
-
-def _or_zero(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    Comparison().gradients(gradients(runtime.model), gradients(plain), none_is_zero=True).require()
 
 
 class ByTheBatch(Two):
@@ -129,7 +125,7 @@ def test_other_batches_are_recorded_anew() -> None:
     for turns in (1, 2, 1):
         given = [x, mask, torch.full((2,), turns)]
         _, returned = runtime.step("a", lambda inputs: by_the_batch(runtime.model, inputs), [given] * MICROBATCHES)
-        torch.testing.assert_close(returned[0].outputs[0], by_the_batch(plain, given).detach())
+        Comparison().losses(returned[0].outputs[0], by_the_batch(plain, given)).require()
     assert [len(variants) for variants in runtime._compiled.values()] == [2]
 
 
@@ -160,10 +156,10 @@ def follow(build: Callable[[], nn.Module], paths: list[str], steps: int) -> Runt
                 losses.append(mean_square(plain, part))
             (losses[-1] / MICROBATCHES).backward()
         _, returned = runtime.step("a", body, parts)
-        torch.testing.assert_close(returned[0].outputs, [loss.detach() for loss in losses])
-        for (name, p), (_, q) in zip(plain.named_parameters(), runtime.model.named_parameters(), strict=True):
-            torch.testing.assert_close(*(torch.zeros_like(t) if t.grad is None else t.grad for t in (q, p)), msg=name)
-            p.grad = q.grad = None
+        same = Comparison(f"step {step}").losses(returned[0].outputs, losses)
+        same.gradients(gradients(runtime.model), gradients(plain), none_is_zero=True).require()
+        plain.zero_grad()
+        runtime.model.zero_grad()
     return runtime
 
 
@@ -320,7 +316,7 @@ def test_draws_between_units_follow_each_other() -> None:
     with seeded_by_rule(plain, seed=0, step=0, microbatch=0):
         expected = mean_square(plain, [x]).detach()
     _, returned = runtime.step("a", lambda given: mean_square(runtime.model, given), [[x]] * MICROBATCHES)
-    torch.testing.assert_close(returned[0].outputs[0], expected)
+    Comparison().losses(returned[0].outputs[0], expected).require()
 
 
 def test_capture_of_a_module_that_runs_otherwise_at_each_batch() -> None:

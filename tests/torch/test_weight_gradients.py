@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright.backends.torch.weight_gradients import collecting, deferrable
 from shardwright.core.errors import CaptureError
+from tests.comparison import Comparison
 from tests.torch.workers.models import Doubled
 
 WIDTH = 6
@@ -32,7 +33,7 @@ def compare(build: Callable[[], nn.Module], given: torch.Tensor, autocast: bool 
             wanted = plain(wanted_input)
             with deferrable():
                 got = split(got_input)
-        torch.testing.assert_close(got, wanted)
+        Comparison().values(got, wanted, relative=1e-5, absolute=1e-5).require()
         wanted.float().pow(2).sum().backward()
         root = got.float().pow(2).sum()
         with collecting() as left:
@@ -41,14 +42,8 @@ def compare(build: Callable[[], nn.Module], given: torch.Tensor, autocast: bool 
             early = {name: g is not None for name, g in gradients(split).items()}
         left.multiply()
         if given.is_floating_point():
-            torch.testing.assert_close(got_input.grad, wanted_input.grad)
-    for name, gradient in gradients(plain).items():
-        other = gradients(split)[name]
-        assert (gradient is None) == (other is None), name
-        if gradient is not None:
-            assert other is not None
-            assert other.dtype == gradient.dtype
-            torch.testing.assert_close(other, gradient, msg=name)
+            Comparison().values(got_input.grad, wanted_input.grad, relative=1e-5, absolute=1e-5).require()
+    Comparison().gradients(gradients(split), gradients(plain)).require()
     return early
 
 

@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 import shardwright as sw  # noqa: E402
 from examples import gpt2_flax  # noqa: E402
 from shardwright.core.graph import Graph  # noqa: E402
+from tests.comparison import Comparison  # noqa: E402
 
 CONFIG = gpt2_flax.Config(n_layer=3, n_head=4, n_embd=32, vocab_size=128, n_positions=32)
 LENGTH, BATCH = 24, 4
@@ -52,7 +53,7 @@ def test_first_losses_agree(torch_model: Any, jax_model: gpt2_flax.GPT2, ids: np
     tokens = torch.from_numpy(ids)
     expected = float(torch_model(input_ids=tokens, labels=tokens).loss.detach())
     found = float(gpt2_flax.next_token_loss(jax_model, {"input_ids": jnp.asarray(ids)}))
-    assert found == pytest.approx(expected, abs=1e-4)
+    Comparison().losses(found, expected).require()
 
 
 def test_first_gradients_agree(torch_model: Any, jax_model: gpt2_flax.GPT2, ids: np.ndarray) -> None:
@@ -65,8 +66,8 @@ def test_first_gradients_agree(torch_model: Any, jax_model: gpt2_flax.GPT2, ids:
         (gradients["h"][1]["attn"]["c_attn"]["kernel"], torch_model.transformer.h[1].attn.c_attn.weight),
         (gradients["h"][2]["ln_2"]["scale"], torch_model.transformer.h[2].ln_2.weight),
     )
-    for found, expected in pairs:
-        np.testing.assert_allclose(found.get_value(), expected.grad.numpy(), rtol=1e-3, atol=1e-5)
+    found, expected = [gradient for gradient, _ in pairs], [weight.grad for _, weight in pairs]
+    Comparison().values(found, expected, relative=1e-3, absolute=1e-5).require()
 
 
 def test_weights_that_do_not_fit_are_refused(torch_model: Any) -> None:

@@ -22,6 +22,7 @@ from shardwright.backends.torch import overlap
 from shardwright.backends.torch.measure import clock_offset_s
 from shardwright.core.errors import ScheduleError, ShardwrightError
 from shardwright.core.schedule import Action
+from tests.comparison import Comparison
 
 CONFIG = {"pipeline_parallel_degree": 2, "microbatches": 4, "wait_timeout_s": 60.0}
 
@@ -49,14 +50,20 @@ def plain_run(model: torch.nn.Module, parts: list[dict[str, torch.Tensor]]) -> f
 
 
 def same_gradients(model: Any, plain: torch.nn.Module) -> None:
-    wanted = {name: p.grad for name, p in plain.named_parameters()}
-    everything = torch.stack([g.norm() for g in wanted.values() if g is not None]).norm()
-    for name, parameter in model.local_named_parameters():
-        expected = wanted[name]
-        assert (parameter.grad is None) == (expected is None), name
-        if expected is not None:
-            error = (parameter.grad - expected).norm()
-            assert error <= 1e-4 * expected.norm() + 1e-6 * everything, (name, float(error), float(expected.norm()))
+    """On both ranks, which together hold all."""
+    same = Comparison(type(plain).__name__)
+    same.gradients(gradients(model), {name: p.grad for name, p in plain.named_parameters()}, part=True)
+    require_of_ranks(same)
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.local_named_parameters()}
+
+
+def require_of_ranks(same: Comparison) -> None:
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, same.report())
+    Comparison.of_ranks(reports).require()
 
 
 def warned(run: Callable[[], Any], match: str) -> Any:
@@ -82,7 +89,7 @@ def batches_of_every_size() -> None:
                 out = warned(lambda: train_step(model, whole), "given 7 samples, and the plan has 8")  # noqa: B023
             else:
                 out = train_step(model, whole)
-            assert abs(float(out["loss"].reduce_mean()) - expected) <= 1e-5 * abs(expected)
+            Comparison().losses(out["loss"].reduce_mean(), expected).require()
             assert out["logits"].concat().shape[0] == samples
             same_gradients(model, plain)
             if samples == 7:
@@ -107,7 +114,7 @@ def replicas_with_batches_of_different_sizes() -> None:
         parts = [part for half, n in zip(halves, (first, second), strict=True) for part in cut(half, min(2, n))]
         expected = plain_run(plain, parts)
         out = train_step(model, halves[sw.dp_rank()])
-        assert abs(float(out["loss"].reduce_mean()) - expected) <= 1e-5 * abs(expected)
+        Comparison().losses(out["loss"].reduce_mean(), expected).require()
         same_gradients(model, plain)
     sw.shutdown()
 
@@ -243,11 +250,11 @@ def batch_norm_sees_what_the_loss_scope_says() -> None:
                 expected = plain_run(plain, parts)
                 model.zero_grad()
                 out = train_step(model, {k: t.chunk(sw.dp_size())[sw.dp_rank()] for k, t in whole.items()})
-            assert abs(float(out["loss"].reduce_mean()) - expected) <= 1e-5 * abs(expected)
+            Comparison().losses(out["loss"].reduce_mean(), expected).require()
             same_gradients(model, plain)
-            wanted = dict(plain.named_buffers())
-            for name, buffer in model.local_named_buffers():
-                torch.testing.assert_close(buffer, wanted[name], msg=f"{scope} {config} {name}")
+            same = Comparison(f"{scope} {config}")
+            held, wanted = dict(model.local_named_buffers()), dict(plain.named_buffers())
+            require_of_ranks(same.values(held, wanted, relative=1e-5, absolute=1e-5, part=True))
             sw.shutdown()
             assert all("forward" not in m.__dict__ for m in model.module.modules())
     sw.init({"microbatches": 2, "ddp": True, "wait_timeout_s": 60.0, "loss_scope": "global"})
@@ -285,7 +292,7 @@ def several_optimizers_and_learning_rates_over_accumulated_gradients() -> None:
                 plain_run(plain, cut(given, 4))
                 train_step(model, given)
             norm = model.clip_grad_norm_(0.5)
-            torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+            Comparison("norm").losses(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)).require()
             for acting in (ours, theirs, ours_rates, their_rates):
                 for one in acting:
                     one.step()
@@ -293,8 +300,7 @@ def several_optimizers_and_learning_rates_over_accumulated_gradients() -> None:
                 for one in acting:
                     one.zero_grad()
         assert ours_rates[1].get_last_lr() == their_rates[1].get_last_lr()
-        for key, tensor in model.state_dict().items():
-            torch.testing.assert_close(tensor, plain.state_dict()[key], rtol=1e-4, atol=1e-5, msg=key)
+        Comparison(pipeline).values(model.state_dict(), plain.state_dict(), relative=1e-4, absolute=1e-5).require()
         sw.shutdown()
 
 
@@ -334,8 +340,7 @@ def optimizer_states_move_to_another_split() -> None:
                 with pytest.raises(ShardwrightError, match="did you mean"):
                     ours[0].load_whole_state_dict(states[0])
             sw.shutdown()
-        for key, tensor in weights.items():
-            torch.testing.assert_close(tensor, plain.state_dict()[key], rtol=1e-4, atol=1e-5, msg=key)
+        Comparison("moved").values(weights, plain.state_dict(), relative=1e-4, absolute=1e-5).require()
 
 
 def autocast_is_that_of_the_plain_model() -> None:
@@ -349,14 +354,12 @@ def autocast_is_that_of_the_plain_model() -> None:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 out = train_step(model, given)
             assert out["logits"].outputs[0].dtype is torch.bfloat16
-            assert abs(float(out["loss"].reduce_mean()) - expected) <= 1e-5 * abs(expected)
-            wanted = dict(plain.named_parameters())
-            everything = torch.stack([p.grad.norm() for p in wanted.values()]).norm()
-            for key, parameter in model.local_named_parameters():
-                assert parameter.grad.dtype is torch.float32
-                # Sums over rows round to bfloat16 in another order.
-                error = (parameter.grad - wanted[key].grad).norm()
-                assert error <= 4e-3 * wanted[key].grad.norm() + 1e-4 * everything, (pipeline, name, key, float(error))
+            Comparison().losses(out["loss"].reduce_mean(), expected).require()
+            wanted = {key: parameter.grad for key, parameter in plain.named_parameters()}
+            assert {gradient.dtype for gradient in wanted.values()} == {torch.float32}
+            # Sums over rows round to bfloat16 in another order.
+            same = Comparison(f"{pipeline} {name}")
+            require_of_ranks(same.gradients(gradients(model), wanted, part=True, relative=4e-3, of_all=1e-4))
             sw.shutdown()
 
 
@@ -368,7 +371,7 @@ def units_can_be_compiled() -> None:
     with record_graphs() as graphs:
         out = train_step(model, given)
     assert len(graphs) > 0, "nothing was compiled"
-    assert abs(float(out["loss"].reduce_mean()) - expected) <= 1e-5 * abs(expected)
+    Comparison().losses(out["loss"].reduce_mean(), expected).require()
     same_gradients(model, plain)
     sw.shutdown()
     for refused, config in (("draws random numbers", {}), ("weight gradients apart", {"pipeline": "zb-h1"})):
@@ -406,23 +409,20 @@ def trained(model: torch.nn.Module, steps: list[dict[str, torch.Tensor]], autoca
                 )
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             found.append(float(train_step(split, given)["loss"].reduce_mean()))
-    gradients = {n: p.grad for n, p in split.local_named_parameters()}
-    buffers = dict(split.local_named_buffers())
+    held, buffers = gradients(split), dict(split.local_named_buffers())
     sw.shutdown()
-    return found, gradients, buffers, calls
+    return found, held, buffers, calls
 
 
 def recompute_changes_nothing_but_the_calls() -> None:
     for name, autocast in (("gpt2", False), ("gpt2", True), ("t5", False), ("batch norm", False)):
         model = with_batch_norm() if name == "batch norm" else build(name, dropout=0.2, layers=8 if name == "t5" else 4)
         steps = [batch("gpt2" if name == "batch norm" else name, step) for step in range(3)]
-        losses, gradients, buffers, calls = trained(model, steps, autocast)
+        losses, held, buffers, calls = trained(model, steps, autocast)
         again = trained(model, steps, autocast, recompute="full")
-        assert again[0] == losses, (name, again[0], losses)
-        for key, gradient in gradients.items():
-            torch.testing.assert_close(again[1][key], gradient, msg=f"{name} {key}")
-        for key, buffer in buffers.items():
-            torch.testing.assert_close(again[2][key], buffer, msg=f"{name} {key}")
+        same = Comparison(f"{name}, recomputed").equal(again[0], losses)
+        near = {"relative": 1.3e-6, "absolute": 1e-5}
+        same.values([again[1], again[2]], [held, buffers], **near).require()
         blocks = [path for path in calls if path.split(".")[-1].isdigit() and path.count(".") < 3 and calls[path]]
         # T5's first blocks are one of their kind, and those are not recomputed.
         alone = {"encoder.block.0", "decoder.block.0"}

@@ -11,6 +11,7 @@ from launched import leave
 from models import batch, build
 
 import shardwright.torch as sw
+from tests.comparison import Comparison
 
 STEPS = 20
 FEWER_STEPS = {"albert": 3, "mixtral": 3}
@@ -26,7 +27,7 @@ class Reference:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.losses: list[float] = []
         self.norms: list[float] = []
-        self.gradients: list[dict[str, torch.Tensor]] = []
+        self.gradients: list[dict[str, torch.Tensor | None]] = []
         for step in range(FEWER_STEPS.get(name, STEPS)):
             self.optimizer.zero_grad()
             total = 0.0
@@ -37,7 +38,8 @@ class Reference:
                 (loss / GLOBAL_MICROBATCHES).backward()
                 total += loss.item() / GLOBAL_MICROBATCHES
             self.losses.append(total)
-            self.gradients.append({n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None})
+            grads = {name: parameter.grad for name, parameter in self.model.named_parameters()}
+            self.gradients.append({name: None if grad is None else grad.clone() for name, grad in grads.items()})
             # A bound that no gradient of these models reaches: the norm is compared, nothing is clipped.
             self.norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1e6)))
             self.optimizer.step()
@@ -67,42 +69,27 @@ def run(case: str, reference: Reference) -> dict[str, object]:
         model.backward(loss)
         return loss
 
-    worst_loss, worst_gradient, worst_norm = 0.0, 0.0, 0.0
-    missing: list[str] = []
+    same = Comparison(case)
     for step in range(len(reference.losses)):
+        same.where = f"step {step}"
         distributed.zero_grad()
         whole = batch(name, step)
         own = {key: tensor.chunk(int(dp))[sw.dp_rank()] for key, tensor in whole.items()}
         loss = float(train_step(model, own).reduce_mean())
-        worst_loss = max(worst_loss, abs(loss - reference.losses[step]) / abs(reference.losses[step]))
-        expected = reference.gradients[step]
-        everything = torch.stack([g.norm() for g in expected.values()]).norm()
-        for key, parameter in model.local_named_parameters():
-            if (parameter.grad is None) != (key not in expected):
-                missing.append(key)
-                continue
-            if parameter.grad is None:
-                continue
-            allowed = 1e-4 * expected[key].norm() + 1e-6 * everything
-            worst_gradient = max(worst_gradient, float((parameter.grad - expected[key]).norm() / allowed))
-        norm = float(model.clip_grad_norm_(1e6))
-        worst_norm = max(worst_norm, abs(norm - reference.norms[step]) / reference.norms[step])
+        same.losses(loss, reference.losses[step])
+        held = {key: parameter.grad for key, parameter in model.local_named_parameters()}
+        same.gradients(held, reference.gradients[step], part=True)
+        same.losses(model.clip_grad_norm_(1e6), reference.norms[step], what="norms")
         distributed.step()
-    state = model.state_dict()
-    final = reference.model.state_dict()
-    same_names = list(state) == list(final)
-    state_error = max(float((state[k].float() - final[k].float()).abs().max()) for k in final)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([sum(p.numel() for p in model.local_parameters())]))
+    state, final = model.state_dict(), reference.model.state_dict()
+    same.values(state, final, relative=0.0, absolute=1e-4, what="weights")
+    every: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (same.report(), sum(p.numel() for p in model.local_parameters())))
     result = {
         "case": case,
-        "loss": worst_loss,
-        "gradient": worst_gradient,
-        "norm": worst_norm,
-        "missing": missing,
-        "same_names": same_names,
-        "state_error": state_error,
-        "held": [int(size) for size in sizes],
+        "same": [report for report, _ in every],
+        "same_order": list(state) == list(final),
+        "held": [size for _, size in every],
         "whole": sum(p.numel() for p in reference.model.parameters()),
         "largest": max(p.numel() for p in reference.model.parameters()),
     }
@@ -119,11 +106,6 @@ def main() -> None:
         if name not in references:
             references[name] = Reference(name)
         results.append(run(case, references[name]))
-        every: list[torch.Tensor] = [torch.zeros(3, dtype=torch.float64) for _ in range(dist.get_world_size())]
-        own = torch.tensor([results[-1][k] for k in ("loss", "gradient", "norm")], dtype=torch.float64)
-        dist.all_gather(every, own)
-        worst = torch.stack(every).max(dim=0).values.tolist()
-        results[-1].update(zip(("loss", "gradient", "norm"), worst, strict=True))
     leave(results, sys.argv[1])
 
 

@@ -12,6 +12,7 @@ from dynamic import batch, build, reference
 from launched import leave
 
 import shardwright.torch as sw
+from tests.comparison import Comparison
 
 STEPS = 4
 GLOBAL_MICROBATCHES = 4
@@ -43,41 +44,27 @@ def run(case: str) -> dict[str, object]:
         }
     )
     plain = build(name)
+    names = [key for key, _ in plain.named_parameters()]
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
     model = sw.DistributedModel(plain)
     distributed = sw.DistributedOptimizer(optimizer)
-    worst_loss, worst_gradient = 0.0, 0.0
-    missing: list[str] = []
+    same = Comparison(case)
     for step in range(STEPS):
+        same.where = f"step {step}"
         distributed.zero_grad()
         own = {key: tensor.chunk(int(dp))[sw.dp_rank()] for key, tensor in batch(step, samples).items()}
         loss = float(train_step(model, own).reduce_mean())
-        worst_loss = max(worst_loss, abs(loss - expected.losses[step]) / abs(expected.losses[step]))
-        wanted = expected.gradients[step]
-        everything = torch.stack([g.norm() for g in wanted.values()]).norm()
-        for key, parameter in model.local_named_parameters():
-            if (parameter.grad is None) != (key not in wanted):
-                missing.append(key)
-                continue
-            if parameter.grad is not None:
-                allowed = 1e-4 * wanted[key].norm() + 1e-6 * everything
-                worst_gradient = max(worst_gradient, float((parameter.grad - wanted[key]).norm() / allowed))
+        same.losses(loss, expected.losses[step])
+        held = {key: parameter.grad for key, parameter in model.local_named_parameters()}
+        same.gradients(held, {key: expected.gradients[step].get(key) for key in names}, part=True)
         distributed.step()
-    state = model.state_dict()
-    state_error = max(float((state[k].float() - t.float()).abs().max()) for k, t in expected.state.items())
-    held = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(held, torch.tensor([sum(p.numel() for p in model.local_parameters())]))
-    worst = [torch.zeros(3, dtype=torch.float64) for _ in range(dist.get_world_size())]
-    dist.all_gather(worst, torch.tensor([worst_loss, worst_gradient, len(missing)], dtype=torch.float64))
-    loss_error, gradient_error, lacking = torch.stack(worst).max(dim=0).values.tolist()
+    same.values(model.state_dict(), expected.state, relative=0.0, absolute=1e-5, what="weights")
+    every: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (same.report(), sum(p.numel() for p in model.local_parameters())))
     result = {
         "case": case,
-        "loss": loss_error,
-        "gradient": gradient_error,
-        "missing": lacking,
-        "names": missing,
-        "state_error": state_error,
-        "held": [int(size) for size in held],
+        "same": [report for report, _ in every],
+        "held": [size for _, size in every],
         "whole": sum(t.numel() for t in plain.parameters()),
         "by_messages": model.runtime.messages is not None,
         "crossings": 0 if model.runtime.messages is None else model.runtime.messages.calls.crossings,

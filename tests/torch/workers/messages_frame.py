@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from dynamic import batch
 from torch import nn
 
 import shardwright.torch as sw
 from shardwright.backends.torch.messages.owners import Owners
+from tests.comparison import Comparison
 
 MICROBATCHES = 4
 SAMPLES = 8
@@ -57,14 +59,26 @@ def parts(step: int = 0, samples: int = SAMPLES) -> list[dict[str, torch.Tensor]
 
 
 def same_gradients(plain: nn.Module, model: sw.DistributedModel) -> None:
-    wanted = dict(plain.named_parameters())
-    everything = torch.stack([p.grad.norm() for p in wanted.values() if p.grad is not None]).norm()
-    for name, parameter in model.local_named_parameters():
-        expected = wanted[name].grad
-        assert (parameter.grad is None) == (expected is None), name
-        if expected is not None:
-            allowed = 1e-4 * expected.norm() + 1e-6 * everything
-            assert float((parameter.grad - expected).norm()) <= float(allowed), name
+    """Of this rank's parameters, and together of all."""
+    same = Comparison(type(plain).__name__)
+    same.gradients(gradients(model), {name: p.grad for name, p in plain.named_parameters()}, part=True)
+    require_of_ranks(same)
+
+
+def gradients(model: sw.DistributedModel) -> dict[str, torch.Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.local_named_parameters()}
+
+
+def require_of_ranks(same: Comparison) -> None:
+    """On every rank, that what all ranks compared is equal, and that together they compared all."""
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, same.report())
+    Comparison.of_ranks(reports).require()
+
+
+def same_losses(found: sw.StepOutput, losses: list[torch.Tensor]) -> None:
+    """Of each microbatch."""
+    Comparison().values(found.outputs, losses, relative=1e-5, absolute=1e-6).require()
 
 
 def compare(plain: nn.Module, model: sw.DistributedModel, steps: int = 2) -> None:
@@ -80,10 +94,11 @@ def compare(plain: nn.Module, model: sw.DistributedModel, steps: int = 2) -> Non
             (loss / MICROBATCHES).backward()
             losses.append(loss.detach())
         found = train_step(model, batch(step, SAMPLES))
-        torch.testing.assert_close(torch.stack(found.outputs), torch.stack(losses), rtol=1e-5, atol=1e-6)
+        same_losses(found, losses)
         same_gradients(plain, model)
         ours.step()
         theirs.step()
     wanted = dict(plain.named_buffers())
-    for name, buffer in model.local_named_buffers():
-        torch.testing.assert_close(buffer, wanted[name], rtol=1e-5, atol=1e-6, msg=name)
+    if wanted:
+        held = dict(model.local_named_buffers())
+        require_of_ranks(Comparison("buffers").values(held, wanted, relative=1e-5, absolute=1e-6, part=True))

@@ -7,12 +7,23 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from dynamic import CLASSES, Block, batch
-from messages_frame import MICROBATCHES, SAMPLES, parts, same_gradients, start, train_step
+from messages_frame import (
+    MICROBATCHES,
+    SAMPLES,
+    gradients,
+    parts,
+    require_of_ranks,
+    same_gradients,
+    same_losses,
+    start,
+    train_step,
+)
 from torch import nn
 
 import shardwright.torch as sw
 from shardwright.backends.torch.randomness import stream_seed
 from shardwright.backends.torch.unsplit import seeded_by_rule
+from tests.comparison import Comparison
 
 
 class SeededDropout(nn.Module):
@@ -52,7 +63,7 @@ def dropout_follows_the_rule() -> None:
             state = torch.get_rng_state()
             found = train_step(model, batch(step, SAMPLES))
             assert torch.equal(state, torch.get_rng_state()), "the user's generator was left changed"
-            torch.testing.assert_close(torch.stack(found.outputs), torch.stack(losses), rtol=1e-5, atol=1e-6)
+            same_losses(found, losses)
             same_gradients(plain, model)
         sw.shutdown()
 
@@ -96,7 +107,7 @@ def every_generator_follows_the_rule() -> None:
             (loss / MICROBATCHES).backward()
             losses.append(loss.detach())
         found = train_step(model, batch(step, SAMPLES))
-        torch.testing.assert_close(torch.stack(found.outputs), torch.stack(losses), rtol=1e-5, atol=1e-6)
+        same_losses(found, losses)
         same_gradients(plain, model)
     assert states == (random.getstate(), np.random.get_state()[1].tolist()), "the user's generators were left changed"
     sw.shutdown()
@@ -116,7 +127,7 @@ def a_last_batch_may_be_smaller() -> None:
             each.append(float(loss) * len(rows) / samples)
         found = train_step(model, given)
         assert [len(found)] == [len(sizes)]
-        torch.testing.assert_close(float(found.reduce_mean()), sum(each), rtol=1e-5, atol=1e-6)
+        Comparison().losses(found.reduce_mean(), sum(each)).require()
         same_gradients(plain, model)
     sw.shutdown()
 
@@ -141,8 +152,7 @@ def results_reach_every_rank() -> None:
     expected = (each * weights).sum() / weights.sum()
     expected.backward()
     out = report_step(model, batch(0, SAMPLES))
-    torch.testing.assert_close(out["loss"].reduce_mean(), expected.detach(), rtol=1e-5, atol=0)
-    torch.testing.assert_close(torch.stack(out["value"].outputs).float(), each.detach(), rtol=1e-5, atol=1e-6)
+    Comparison().losses(out["loss"].reduce_mean(), expected).losses(out["value"].outputs, list(each)).require()
     assert out["text"] == "kept"
     assert torch.equal(out["pairs"][0].concat(), batch(0, SAMPLES)["y"] > 1)
     assert out["pairs"][1] is None
@@ -152,7 +162,7 @@ def results_reach_every_rank() -> None:
     with torch.no_grad():
         scores = score(model, batch(3, 12))
         wanted = torch.stack([plain.eval()(**part) for part in parts(3, 12)])
-    torch.testing.assert_close(torch.stack(scores.outputs), wanted, rtol=1e-5, atol=1e-6)
+    Comparison().losses(scores.outputs, list(wanted)).require()
     assert all(p.grad is before[name] for name, p in model.local_named_parameters()), "a step without a loss"
     sw.shutdown()
 
@@ -167,11 +177,9 @@ def autocast_goes_along() -> None:
         losses.append(loss.detach())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = train_step(model, batch(0, SAMPLES))
-    assert torch.equal(torch.stack(found.outputs), torch.stack(losses)), "the same casts"
-    wanted = dict(plain.named_parameters())
-    for name, parameter in model.local_named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=3e-2, atol=3e-3, msg=name)
+    same = Comparison("autocast").equal(found.outputs, losses, what="losses")  # the same casts
+    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    require_of_ranks(same.values(gradients(model), wanted, relative=3e-2, absolute=3e-3, part=True, what="gradients"))
     sw.shutdown()
 
 

@@ -17,6 +17,7 @@ from shardwright.core.errors import ShardwrightError
 from shardwright.core.graph import Graph
 from shardwright.core.plan import Plan
 from shardwright.core.schedule import AUTO, schedule_names
+from tests.comparison import Comparison
 
 MICROBATCHES = 8
 
@@ -96,25 +97,18 @@ def run(name: str, virtual: int, loss: float, expected: dict[str, torch.Tensor |
             found = float(evaluate(model, ids()).reduce_mean())
     else:
         found = float(train_step(model, ids()).reduce_mean())
-    everything = torch.stack([g.norm() for g in expected.values() if g is not None]).norm()
-    worst, missing = 0.0, []
-    for key, parameter in model.local_named_parameters():
-        wanted = None if forward_only else expected[key]
-        if (parameter.grad is None) != (wanted is None):
-            missing.append(key)
-        elif wanted is not None:
-            worst = max(worst, float((parameter.grad - wanted).norm() / (1e-4 * wanted.norm() + 1e-6 * everything)))
+    same = Comparison(name).losses(found, loss)
+    held = {key: parameter.grad for key, parameter in model.local_named_parameters()}
+    if forward_only:
+        assert all(gradient is None for gradient in held.values())
+    else:
+        same.gradients(held, expected, part=True)
     stage_map = model.runtime.stage_map
     kinds = sorted({part.kind.value for order in stage_map.schedule.table for a in order for part in a.flat})
     every: list[object] = [None] * world
-    dist.all_gather_object(every, (worst, missing))
+    dist.all_gather_object(every, same.report())
     sw.shutdown()
-    return {
-        "loss": abs(found - loss) / abs(loss),
-        "gradient": max(w for w, _ in every),
-        "missing": [key for _, keys in every for key in keys],
-        "kinds": kinds,
-    }
+    return {"same": every, "kinds": kinds}
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ import shardwright.torch as sw
 from shardwright.backends.protocol import load
 from shardwright.core.errors import PlanError, ShardwrightError
 from shardwright.core.plan import Plan
+from tests.comparison import Comparison
 
 FOLDER = Path(sys.argv[1])
 CONFIG = {"pipeline_parallel_degree": 2, "microbatches": 4, "wait_timeout_s": 60.0}
@@ -53,6 +54,16 @@ def expect(kind: type[Exception], match: str, run: Callable[[], Any]) -> None:
     assert match in str(caught.value), str(caught.value)
 
 
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in model.local_named_parameters()}
+
+
+def require_of_ranks(same: Comparison) -> None:
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, same.report())
+    Comparison.of_ranks(reports).require()
+
+
 def losses(model: Any, name: str, steps: int, rate: float = 1e-3) -> list[float]:
     optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=rate))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -69,8 +80,7 @@ def losses(model: Any, name: str, steps: int, rate: float = 1e-3) -> list[float]
 
 def close(found: list[float], name: str) -> None:
     expected = json.loads((FOLDER / "losses.json").read_text())[name]
-    for got, want in zip(found, expected, strict=True):
-        assert abs(got - want) <= 1e-5 * abs(want), (found, expected)
+    Comparison(name).losses(found, expected, moving=1e-4).require()
 
 
 def dropout_does_not_depend_on_the_split() -> None:
@@ -103,13 +113,12 @@ def a_weighted_mean_over_unequal_microbatches() -> None:
         model = sw.DistributedModel(build("gpt2"))
         own = {k: t.chunk(sw.dp_size())[sw.dp_rank()] for k, t in whole.items()}
         out = weighted_step(model, own)
-        torch.testing.assert_close(out["loss"].reduce_mean(), expected.detach(), rtol=1e-5, atol=0)
+        same = Comparison("weighted").losses(out["loss"].reduce_mean(), expected)
         assert float(out["tokens"].reduce_sum()) == float(weights.sum())
         assert out["text"] == "kept"
         assert len(out["loss"].outputs) == config["microbatches"]
-        wanted = dict(plain.named_parameters())
-        for name, parameter in model.local_named_parameters():
-            torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=1e-4, atol=1e-6, msg=name)
+        same.gradients(gradients(model), {name: p.grad for name, p in plain.named_parameters()}, part=True)
+        require_of_ranks(same)
         sw.shutdown()
 
 
@@ -117,10 +126,9 @@ def gradients_add_up_over_steps() -> None:
     sw.init(CONFIG)
     model = sw.DistributedModel(build("gpt2"))
     train_step(model, batch("gpt2", 0))
-    once = {n: p.grad.clone() for n, p in model.local_named_parameters()}
+    twice = {name: 2 * gradient for name, gradient in gradients(model).items()}
     train_step(model, batch("gpt2", 0))
-    for name, parameter in model.local_named_parameters():
-        torch.testing.assert_close(parameter.grad, 2 * once[name], rtol=1e-4, atol=1e-6, msg=name)
+    Comparison("twice").gradients(gradients(model), twice).require()
     sw.shutdown()
 
 
@@ -135,7 +143,7 @@ def evaluation_and_changing_shapes() -> None:
         with torch.no_grad():
             logits = predict(model, {"input_ids": given["input_ids"]})
             wanted = plain(given["input_ids"]).logits
-        torch.testing.assert_close(logits.concat(), wanted, rtol=1e-4, atol=1e-5)
+        Comparison("logits").values(logits.concat(), wanted, relative=1e-4, absolute=1e-5).require()
         assert logits.stack().shape == (4, 2, length, 64)
     expect(ShardwrightError, "@sw.step", lambda: model(given["input_ids"]))
     sw.shutdown()
@@ -149,15 +157,16 @@ def a_state_dict_goes_around() -> None:
     losses(model, "gpt2", 1, rate=0.0)
     state = model.state_dict()
     assert list(state) == list(expected)
-    assert all(torch.equal(state[k], expected[k]) for k in expected)
+    Comparison("state").equal(state, expected).require()
     assert state["lm_head.weight"].data_ptr() == state["transformer.wte.weight"].data_ptr()
     only = model.state_dict(rank0_only=True)
-    assert list(only) == (list(expected) if sw.rank() == 0 else [])
-    assert all(torch.equal(only[k], expected[k]) for k in only)
+    if sw.rank() == 0:
+        Comparison("state of rank 0").equal(only, expected).require()
+    else:
+        assert not only
     changed = {k: t + 1 for k, t in expected.items()}
     model.load_state_dict(changed)
-    again = model.state_dict()
-    assert all(torch.equal(again[k], changed[k]) for k in expected)
+    Comparison("loaded").equal(model.state_dict(), changed).require()
     wrong = {k.replace("ln_f", "lnf"): t for k, t in expected.items()}
     expect(PlanError, "did you mean 'transformer.lnf.weight'", lambda: model.load_state_dict(wrong))
     assert model.load_state_dict(wrong, strict=False).missing_keys == [
@@ -228,8 +237,7 @@ def from_an_init_function() -> None:
         assert all(not torch.equal(a, b) for a, b in zip(before, model.local_parameters(), strict=True))
         sums.append({k: float(t.sum()) for k, t in model.state_dict().items()})
         sw.shutdown()
-    assert sums[0].keys() == sums[1].keys()
-    assert all(abs(sums[0][k] - sums[1][k]) < 2e-2 for k in sums[0]), "weights depend on the split"
+    Comparison("weights depend on the split").values(*sums, relative=0.0, absolute=2e-2).require()
     with torch.device("meta"):
         empty = build("gpt2")
     sw.init(plan=FOLDER / "gpt2.plan.json")

@@ -24,6 +24,7 @@ from shardwright.core.fold import fold
 from shardwright.core.layout import Placement, Split
 from shardwright.core.realise import of_unit
 from shardwright.core.solver import AxisCost, Setting, lightest_bytes, solve
+from tests.comparison import Comparison
 
 SAMPLES = 2
 INSIDE = ("view", "slice", "copy", "attention")
@@ -94,25 +95,23 @@ def run(name: str, case: str, axis: Axis, *, compiled: bool = False) -> dict[str
     loss.backward()
     moved = {kind: sum(b for (_, k), b in axis.traffic.moved_bytes.items() if k == kind) for kind in
              ("forward", "backward", "inner")}  # fmt: skip
-    every = torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None]).norm()
-    worst, missing = 0.0, []
+    gradients: dict[str, torch.Tensor | None] = {}
     for key, parameter in model.named_parameters():
-        wanted = plain.get_parameter(key).grad
-        found = parameter.grad
-        if found is None or wanted is None:
-            if (found is None) != (wanted is None):
-                missing.append(key)
+        found = gradients[key] = parameter.grad
+        if found is None:
             continue
         if key in replay.summed:
             found = axis.all_reduce(found.clone(), "sum", ("test", "parameters"))
         place = replay.parameters[key]
         if isinstance(place, Split):
             found = whole_of(axis.all_gather(found), place)
-        worst = max(worst, float((found - wanted).norm() / (1e-4 * wanted.norm() + 1e-6 * every)))
+        gradients[key] = found
+    same = Comparison(f"{name}, {case}").losses(loss, expected)
+    same.gradients(gradients, {key: parameter.grad for key, parameter in plain.named_parameters()})
+    reports: list[object] = [None] * axis.size
+    dist.all_gather_object(reports, same.report())
     return {
-        "loss": abs(float(loss.detach() - expected.detach()) / float(expected.detach())),
-        "gradient": worst,
-        "missing": missing,
+        "same": reports,
         "held": sum(p.numel() for p in model.parameters()),
         "whole": sum(p.numel() for p in plain.parameters()),
         "split": {key: str(place) for key, place in replay.parameters.items() if isinstance(place, Split)},

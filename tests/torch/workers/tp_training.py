@@ -20,6 +20,7 @@ from tp_models import batch, build
 
 import shardwright.torch as sw
 from shardwright.backends.torch.tensor_parallel.shards import Shards
+from tests.comparison import Comparison
 
 STEPS, DROPOUT, GLOBAL_MICROBATCHES = 4, 0.1, 4
 HOW: dict[str, dict[str, Any]] = {
@@ -85,9 +86,8 @@ def train(name: str, keys: dict[str, Any], replicas: int, is_meta: bool = False)
             held = max(before) if is_meta else 0
             shards = model.runtime.gradients.shards
             for key, parameter in sorted(model.local_named_parameters()):
-                if parameter.grad is not None:
-                    gradient = parameter.grad.clone()
-                    gradients[key] = gradient if shards is None else shards.whole(key, gradient)
+                gradient = None if parameter.grad is None else parameter.grad.clone()
+                gradients[key] = gradient if shards is None or gradient is None else shards.whole(key, gradient)
         norms.append(float(model.clip_grad_norm_(1.0)))
         optimizer.step()
     sizes = held_bytes(model, optimizer)
@@ -104,7 +104,8 @@ def train(name: str, keys: dict[str, Any], replicas: int, is_meta: bool = False)
     }
     before = {key: value.clone() for key, value in model.local_state_dict().items() if isinstance(value, torch.Tensor)}
     model.load_state_dict(state)
-    found["reload"] = all(torch.equal(before[key], model.local_state_dict()[key]) for key in before)
+    again = {key: value for key, value in model.local_state_dict().items() if isinstance(value, torch.Tensor)}
+    found["reload"] = Comparison(name).equal(again, before, what="weights that were loaded again").report()
     sw.shutdown()
     return found
 
@@ -131,21 +132,15 @@ def held_bytes(model: sw.DistributedModel, optimizer: Any) -> dict[str, tuple[in
 
 
 def compare(case: str, found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
-    every = torch.stack([g.norm() for g in expected["gradients"].values()]).norm()
-    worst = max(
-        float((gradient - expected["gradients"][key]).norm())
-        / float(1e-4 * expected["gradients"][key].norm() + 1e-6 * every)
-        for key, gradient in found["gradients"].items()
-    )
-    pairs = list(zip(found["losses"], expected["losses"], strict=True))
+    same = Comparison(case).losses(found["losses"], expected["losses"], moving=1e-4)
+    same.losses(found["norms"], expected["norms"], what="norms")
+    same.gradients(found["gradients"], expected["gradients"], part=True)
+    same.values(found["state"], expected["state"], relative=0.0, absolute=1e-4, what="weights")
     return {
         "case": case,
-        "loss": max(abs(a - b) / abs(b) for a, b in pairs),
-        "norm": max(abs(a - b) / b for a, b in zip(found["norms"], expected["norms"], strict=True)),
-        "gradient": worst,
-        "names": list(found["state"]) == list(expected["state"]),
-        "state": max(float((found["state"][k].float() - v.float()).abs().max()) for k, v in expected["state"].items()),
+        "same": same.report(),
         "reload": found["reload"],
+        "names": list(found["state"]) == list(expected["state"]),
         "bytes": found["bytes"],
         "held": found["held"],
         "whole": sum(v.numel() for v in expected["state"].values()),
@@ -169,10 +164,10 @@ def main() -> None:
         result = compare(case, train(name, keys, int(dp), how == "meta"), expected)
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, result)
-        for key in ("loss", "norm", "gradient", "state", "held"):
-            result[key] = max(other[key] for other in every)
-        result["bytes"] = [other["bytes"] for other in every]
-        result["reload"] = all(other["reload"] for other in every)
+        result["held"] = max(other["held"] for other in every)
+        for key in ("same", "reload", "bytes"):
+            result[key] = [other[key] for other in every]
+        result["names"] = all(other["names"] for other in every)
         results.append(result)
     leave(results, out)
 
