@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import claims
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -257,8 +258,12 @@ def run_jax(name: str) -> dict[str, Any]:
     return found
 
 
+def _ratios(said: Sequence[int], measured: Sequence[int]) -> list[float]:
+    return [a / b for a, b in zip(said, measured, strict=True)]
+
+
 def _span(said: Sequence[int], measured: Sequence[int]) -> str:
-    ratios = [f"{a / b:.3f}" for a, b in zip(said, measured, strict=True)] if said else []
+    ratios = [f"{ratio:.3f}" for ratio in _ratios(said, measured)] if said else []
     return " to ".join(dict.fromkeys([min(ratios), max(ratios)])) if ratios else ""
 
 
@@ -287,11 +292,19 @@ def main() -> int:
         "| case | framework | plan | measured | predicted | predicted / measured | compiled / measured | loss |",
         "|---|---|---|---|---|---|---|---|",
     ]
+    ratios: dict[str, dict[str, Any]] = {}
     for name in options.only or CASES:
         plan = torch_plan(CASES[name])
         of_torch = run_torch(name, plan)
         of_torch |= {"predicted": list(plan.predicted.peak_memory_bytes), "plan": plan.summary()}
-        for framework, found in (("PyTorch", of_torch), ("JAX", run_jax(name))):
+        of_jax = run_jax(name)
+        ratios[name] = {
+            "torch_losses": of_torch["losses"], "jax_losses": of_jax["losses"],
+            "torch": _ratios(of_torch["predicted"], of_torch["peaks"]),
+            "jax": _ratios(of_jax["predicted"], of_jax["peaks"]),
+            "jax_compiled": _ratios(of_jax["compiled"], of_jax["peaks"]),
+        }  # fmt: skip
+        for framework, found in (("PyTorch", of_torch), ("JAX", of_jax)):
             measured, predicted = max(
                 zip(found["peaks"], found["predicted"], strict=True), key=lambda pair: pair[0] / pair[1]
             )
@@ -304,7 +317,9 @@ def main() -> int:
     text = "\n".join(lines) + "\n"
     if options.write:
         options.write.write_text(text)
-    return 0
+    judged = claims.found_plans(ratios)
+    print(judged.verdict())
+    return judged.exit_code
 
 
 if __name__ == "__main__":

@@ -38,8 +38,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import claims
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +53,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardwright.jax as sw
 from shardwright.core.measured import measured_costs
+from tests.comparison import Comparison
 
 # Freed memory stays with the process, as with the allocators of GPUs: else every way spends a fifth of its time on page
 # faults, in which the two devices wait for each other.
@@ -284,11 +289,12 @@ def praxis(repeats: int) -> Written:
 
 def check(way: str, loss: Any, found: Any, wanted: Any) -> None:
     """Stop unless a way gives the single jit's loss and parameters."""
-    np.testing.assert_allclose(float(loss), float(wanted[0]), rtol=1e-5, err_msg=way)
-    np.testing.assert_allclose(np.ravel(found), np.ravel(wanted[1]), rtol=1e-4, atol=1e-6, err_msg=way)
+    same = Comparison(way).losses(loss, wanted[0])
+    same.values(np.ravel(found), np.ravel(wanted[1]), relative=1e-4, absolute=1e-6).require()
 
 
-def measure(stage_ms: float, schedules: Sequence[str], repetitions: int) -> None:
+def measure(stage_ms: float, schedules: Sequence[str], repetitions: int) -> dict[str, float]:
+    """Print the table; the median of bound over step of each way."""
     repeats = repeats_for(stage_ms)
     alone = [single(repeats, device) for device in jax.devices()]
     ours = {f"ours, {schedule}": Ours(repeats, schedule, False) for schedule in schedules}
@@ -315,11 +321,13 @@ def measure(stage_ms: float, schedules: Sequence[str], repetitions: int) -> None
     print(f"\nstages of {stage_ms:g} ms: {LAYERS} layers of {repeats} times {CHUNK} products")
     print("| way | step | bound / step | middle half | the host is busy | bound by the stage functions / step |")
     print("|---|---|---|---|---|---|")
+    medians: dict[str, float] = {}
     for name, of_way in samples.items():
         shares = [share * one / own for one, own in zip(samples["single"], of_way, strict=True)]
         cells = [_ms([statistics.median(of_way)])]
         if name != "single":
             low, middle, high = statistics.quantiles(shares, n=4)
+            medians[name] = middle
             cells += [f"{middle:.3f}", f"{low:.3f} to {high:.3f}"]
         if name in ours:
             costs[name] = ours[name].stage_times()
@@ -334,13 +342,14 @@ def measure(stage_ms: float, schedules: Sequence[str], repetitions: int) -> None
             f"{_ms(costs[name].forward_s)}, backward {_ms(costs[name].backward_s)}",
             flush=True,
         )
+    return medians
 
 
 def _ms(values: Sequence[float]) -> str:
     return " and ".join(f"{1e3 * value:.1f}" for value in values)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage-ms", type=float, nargs="*", default=[5.0, 20.0], help="forward + backward of a stage")
     parser.add_argument("--schedules", nargs="*", default=["1f1b", "eager-1f1b", "gpipe"])
@@ -351,9 +360,11 @@ def main() -> None:
     if cores < STAGES:
         raise SystemExit(f"this measures {STAGES} devices of a core each, and there are {cores} cores")
     print(f"{STAGES} stages, {MICROBATCHES} microbatches; milliseconds, medians of {given.repetitions}")
-    for stage_ms in given.stage_ms:
-        measure(stage_ms, given.schedules, given.repetitions)
+    found = {f"{ms:g} ms": measure(ms, given.schedules, given.repetitions) for ms in given.stage_ms}
+    judged = claims.jax_pipeline(found)
+    print("\n" + judged.verdict())
+    return judged.exit_code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

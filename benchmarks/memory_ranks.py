@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import claims
 import found_plans
 import memory
 import torch
@@ -172,7 +173,7 @@ def main() -> int:
         "|---|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines), flush=True)
-    within = True
+    judged: dict[str, list[float]] = {}
     for name in options.models:
         for kind, pins in (FOUR if name == DEEP else TWO).items():
             if kind not in options.plans:
@@ -181,7 +182,7 @@ def main() -> int:
             found = measured(name, plan)
             peaks, predicted = [peak for peak, _ in found], plan.predicted.peak_memory_bytes
             ratios = [p / m for p, m in zip(predicted, peaks, strict=True)]
-            within &= all(1 <= ratio <= 1.03 for ratio in ratios)
+            judged[f"{name}, {kind}"] = ratios
             cells = (" ".join(f"{size / 2**20:.2f}" for size in sizes) for sizes in (peaks, predicted))
             said = " ".join(f"{ratio:.3f}" for ratio in ratios)
             cells = (*cells, said, *over_time(plan, [samples for _, samples in found]))
@@ -190,7 +191,9 @@ def main() -> int:
     if options.write:
         with options.write.open("a") as file:
             file.write("\n" + "\n".join(lines) + "\n")
-    return 0 if within else 1
+    verdict = claims.memory_ranks(judged)
+    print(verdict.verdict())
+    return verdict.exit_code
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ import os
 import statistics
 import sys
 from collections import defaultdict
+from typing import Any
 
+import claims
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -115,7 +117,7 @@ def measure(name: str, repetitions: int) -> list[tuple[str, float, list[float]]]
     ]
 
 
-def work(rank: int, port: int, models: list[str], repetitions: int) -> None:
+def work(rank: int, port: int, models: list[str], repetitions: int, found: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(RANKS))
     os.environ.update(LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
@@ -123,11 +125,11 @@ def work(rank: int, port: int, models: list[str], repetitions: int) -> None:
     if rank == 0:
         print("| model | schedule | predicted_ms | measured_ms, median (quartiles) | error |")
         print("|---|---|---|---|---|")
-    errors = []
+    errors: dict[str, float] = {}
     for name in models:
         for other, predicted, times in measure(name, repetitions):
             low, middle, high = statistics.quantiles(times, n=4)
-            errors.append(abs(predicted / middle - 1))
+            errors[f"{name}, {other}"] = predicted / middle - 1
             if rank == 0:
                 spread = f"{1e3 * middle:.1f} ({1e3 * low:.1f} to {1e3 * high:.1f})"
                 print(
@@ -135,12 +137,14 @@ def work(rank: int, port: int, models: list[str], repetitions: int) -> None:
                     flush=True,
                 )
     if rank == 0:
-        within = sum(error <= 0.05 for error in errors)
-        print(f"\n{within} of {len(errors)} predictions within 5%; the median error {statistics.median(errors):.1%}.")
+        within = sum(abs(error) <= 0.05 for error in errors.values())
+        median = statistics.median(abs(error) for error in errors.values())
+        print(f"\n{within} of {len(errors)} predictions within 5%; the median error {median:.1%}.\n", flush=True)
+        found.put(errors)
     dist.destroy_process_group()
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["gpt2", "bert", "llama", "t5", "vit"])
     parser.add_argument("--repetitions", type=int, default=11)
@@ -148,8 +152,12 @@ def main() -> None:
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     print("# Fidelity of predictions from measured actions\n\n    " + " ".join(["python", *sys.argv]) + "\n")
-    mp.spawn(work, args=(given.port, given.models, given.repetitions), nprocs=RANKS)
+    found = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(work, args=(given.port, given.models, given.repetitions, found), nprocs=RANKS)
+    judged = claims.pipeline_fidelity(found.get())
+    print(judged.verdict())
+    return judged.exit_code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import claims
+
 import shardwright as sw
 from shardwright.backends import protocol
 from shardwright.core.plan import Predicted
@@ -223,15 +225,15 @@ def main() -> int:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines), flush=True)
-    found: list[Rounds] = []
+    found: dict[str, Rounds] = {}
     for name in options.models:
         with tempfile.TemporaryDirectory() as folder:
             for kind, rounds in measured(framework, name, kinds, Path(folder), options).items():
-                found.append(rounds)
+                found[f"{name}, {kind}"] = rounds
                 lines.append(f"| {framework} | {name} | {kind} | {rounds.row()} |")
                 print(lines[-1], flush=True)
-    errors = [abs(rounds.error) for rounds in found]
-    single = [abs(error) for rounds in found for error in rounds.errors]
+    errors = [abs(rounds.error) for rounds in found.values()]
+    single = [abs(error) for rounds in found.values() for error in rounds.errors]
     lines += [
         "",
         f"Within 10%: {within(errors)} of {len(errors)} rows, {within(single)} of {len(single)} rounds; mean error "
@@ -242,7 +244,10 @@ def main() -> int:
     if options.write:
         with options.write.open("a") as file:
             file.write("\n".join(lines) + "\n")
-    return 0
+    of_rounds = {plan: rounds.errors for plan, rounds in found.items()}
+    judged = claims.step_time(of_rounds, {plan: rounds.error for plan, rounds in found.items()})
+    print(judged.verdict())
+    return judged.exit_code
 
 
 def within(errors: Sequence[float]) -> int:

@@ -14,12 +14,17 @@ import argparse
 import os
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import claims
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -36,6 +41,7 @@ from shardwright.backends.torch.tensor_parallel.pieces import piece_of
 from shardwright.backends.torch.tensor_parallel.replay import lower_all
 from shardwright.backends.torch.tensor_parallel.trace import trace
 from shardwright.core.layout import Split
+from tests.comparison import Comparison
 
 Contender = Callable[[torch.Tensor], torch.Tensor]
 
@@ -227,7 +233,7 @@ def ours(
     return run, lambda: sum(axis.traffic.calls.values())
 
 
-def work(rank: int, arguments: argparse.Namespace, port: int) -> None:
+def work(rank: int, arguments: argparse.Namespace, port: int, found: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=arguments.ranks)
@@ -245,8 +251,7 @@ def work(rank: int, arguments: argparse.Namespace, port: int) -> None:
     contenders["parallelize_module"] = by_dtensor(arguments)
     x = torch.randn(arguments.batch, arguments.length, arguments.hidden, generator=torch.Generator().manual_seed(2))
     losses = {name: run(x).item() for name, run in contenders.items()}
-    if any(abs(loss - losses["by hand"]) > 1e-4 * losses["by hand"] for loss in losses.values()):
-        raise SystemExit(f"the contenders disagree: {losses}")
+    Comparison("the contenders").losses(losses, dict.fromkeys(losses, losses["by hand"]), relative=1e-4).require()
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for run in contenders.values():  # once to warm up
         run(x).backward()
@@ -266,12 +271,13 @@ def work(rank: int, arguments: argparse.Namespace, port: int) -> None:
         print(f"{'':28} {'median ms':>10} {'by hand = 1':>12}")
         for name, taken in seconds.items():
             median = statistics.median(taken)
-            print(f"{name:28} {median * 1e3:10.1f} {median / base:12.3f}")
+            print(f"{name:28} {median * 1e3:10.1f} {median / base:12.3f}", flush=True)
+        found.put(statistics.median(seconds["shardwright"]) / base)
     dist.barrier()  # no rank closes its connections while another still talks
     dist.destroy_process_group()
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("ranks", 2), ("hidden", 512), ("heads", 8), ("length", 256), ("batch", 4), ("layers", 2),
                           ("rounds", 10)):  # fmt: skip
@@ -282,8 +288,12 @@ def main() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(work, (arguments, port), nprocs=arguments.ranks)
+    found = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(work, (arguments, port, found), nprocs=arguments.ranks)
+    judged = claims.tensor_parallel(found.get())
+    print(judged.verdict())
+    return judged.exit_code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

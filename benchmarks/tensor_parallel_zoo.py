@@ -25,12 +25,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import claims
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers.utils import logging
 
-from tests.models.equality import LOSS
+from tests.comparison import Comparison
 from tests.models.pieces import CLASSES, tensor_step
 
 SHOWN = 3
@@ -72,9 +73,10 @@ def merged(every: Sequence[dict[str, Any]]) -> dict[str, Any]:
     errors = [one["error"] for one in every if "error" in one]
     if errors:
         return {"equal": False, "reasons": [errors[0]], "mode": "fails", "split": 0.0}
-    bad = sorted({key for one in every for key in one["bad"]})
-    loss, gradient = max(one["loss"] for one in every), max(one["gradient"] for one in every)
-    return {**every[0], "loss": loss, "gradient": gradient, "bad": bad, "equal": loss <= LOSS and not bad}
+    same = Comparison.of_ranks(one["same"] for one in every)
+    off = same.failures()
+    reasons = [*off, *every[0]["reasons"]]
+    return {**every[0], "same": same.summary(), "worst": same.worst, "reasons": reasons, "equal": not off}
 
 
 def line(result: dict[str, Any]) -> str:
@@ -86,7 +88,7 @@ def line(result: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--classes", nargs="+", default=list(CLASSES))
@@ -113,7 +115,10 @@ def main() -> None:
     shares = sorted(result["split"] for result in results)
     print(f"\n{equal} of {len(arguments.classes)} equal; median share of parameters in pieces "
           f"{shares[len(shares) // 2]:.1%}")  # fmt: skip
+    judged = claims.tensor_parallel_zoo(results, arguments.classes, tuple(arguments.classes) == CLASSES)
+    print("\n" + judged.verdict())
+    return judged.exit_code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

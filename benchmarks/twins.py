@@ -14,6 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import claims
+
 import shardwright as sw
 from shardwright.core.hardware import load_profile
 from tests.twins.models import TWINS
@@ -48,24 +50,26 @@ def main() -> int:
         "|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines), flush=True)
-    same = count = 0
+    found: dict[str, bool] = {}
     for name in options.model or TWINS:
         graphs = TWINS[name]()
         for where, (cluster, batch) in CLUSTERS.items():
             plans = [sw.plan(graph, cluster, batch=batch * SAMPLES.get(name, 1)) for graph in graphs]
             alike = sw.compare(*plans).same_decision
-            same, count = same + alike, count + 1
+            found[f"{name}, {where}"] = alike
             memory = " / ".join(f"{max(plan.predicted.peak_memory_bytes) / GIB:.2f}" for plan in plans)
             times = " / ".join(f"{plan.predicted.step_time_s * 1e3:.1f}" for plan in plans)
             room = f"{plans[0].provenance.device_memory_bytes / GIB:.1f}"
             other = "" if alike else plans[1].summary()
             lines.append(f"| {name} | {where} | {plans[0].summary()} | {memory} | {room} | {times} | {other} |")
             print(lines[-1], flush=True)
-    lines += ["", f"The same plan in {same} of {count} cases."]
+    lines += ["", f"The same plan in {sum(found.values())} of {len(found)} cases."]
     print(lines[-1])
     if options.write:
         options.write.write_text("\n".join(lines) + "\n")
-    return 0
+    judged = claims.twins(found, options.model is None)
+    print(judged.verdict())
+    return judged.exit_code
 
 
 if __name__ == "__main__":

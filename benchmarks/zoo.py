@@ -37,8 +37,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import claims
+
 from benchmarks.zoo_processes import serve
-from tests.models.equality import LOSS
+from tests.comparison import Comparison
 from tests.models.own import OWN
 
 TASKS = (
@@ -141,12 +143,10 @@ def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if errors:
         first = [e for e in errors if "Peer" not in e and "answer" not in e]
         return {"exact": False, "reason": (first or errors)[0]}
-    bad = [key for a in answers for key in a["bad"]]
-    loss, gradient = max(a["loss"] for a in answers), max(a["gradient"] for a in answers)
-    exact = loss <= LOSS and not bad
-    reason = "" if exact else f"loss off by {loss:.1e}; gradients beyond the bound: {', '.join(bad[:3]) or 'none'}"
+    same = Comparison.of_ranks(a["same"] for a in answers)
+    off = same.failures()
     return {
-        "exact": exact, "reason": reason, "mode": answers[0]["mode"], "loss": loss, "gradient": gradient,
+        "exact": not off, "reason": "; ".join(off[:3]), "mode": answers[0]["mode"], "worst": same.worst,
         "elements": [a["elements"] for a in answers], "time_s": max(a["time_s"] for a in answers),
     }  # fmt: skip
 
@@ -161,7 +161,7 @@ def doubted(
     if about["again"] > 1.0:
         reason = f"the plain model's own gradients differ between two runs by {about['again']:.0f} times the bound"
         return found | {"reason": f"{reason}, so that there is nothing to compare with. ({found['reason']})"}
-    if about["rounding"] <= 1.0 or "loss" not in found:
+    if about["rounding"] <= 1.0 or "worst" not in found:
         return found
     again = merged(group.ask(name, folder, timeout_s, "float64"))
     note = f"in float64: in float32 rounding takes the plain model's own gradients {about['rounding']:.0f} bounds away"
@@ -292,7 +292,16 @@ def _cells(found: dict[str, Any], pp: int) -> tuple[str, str]:
     return (result["mode"] if result["exact"] else "fails"), text
 
 
-def main() -> None:
+def judge(results: Results, classes: Sequence[str], ranks: Sequence[int], is_whole: bool) -> int:
+    """Print which claims hold for the classes that were built; the exit code."""
+    built = {name: f for name, f in results.of.items() if name in classes and f.get("plain", {}).get("built")}
+    found = {pp: {name: f[str(pp)]["exact"] for name, f in built.items() if str(pp) in f} for pp in ranks}
+    judged = claims.zoo(found, is_whole)
+    print("\n" + judged.verdict())
+    return judged.exit_code
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", nargs="*", help="these classes alone")
     parser.add_argument("--ranks", nargs="*", type=int, default=[2, 4])
@@ -304,13 +313,15 @@ def main() -> None:
     given = parser.parse_args()
     if given.serve:
         serve(given.serve, given.ranks)
-        return
+        return 0
     if given.table:
         print(table(Results(given.out), given.ranks))
-        return
-    results = run(given.classes or [*all_classes(), *OWN], given.ranks, given.out, given.timeout, given.tracer)
+        return 0
+    classes = given.classes or [*all_classes(), *OWN]
+    results = run(classes, given.ranks, given.out, given.timeout, given.tracer)
     print(table(results, given.ranks))
+    return judge(results, classes, given.ranks, not given.classes)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,12 @@ from shardwright.core.cost.work import WorkCounter
 from shardwright.core.fold import fold
 from shardwright.core.hardware import load_profile
 from shardwright.core.plan import Plan
+from tests.comparison import Comparison
 from tests.models import inputs
 from tests.models.equality import (
     MICROBATCHES,
     SAMPLES,
     Expected,
-    compare_gradients,
     microbatches_of,
     plain_step,
     split_step,
@@ -69,14 +69,18 @@ def doubt(name: str, folder: Path) -> dict[str, Any]:
     """How far the plain model's gradients are, in units of what is allowed, from those of a second run and from those
     in float64; leave the latter in ``folder``."""
     first = Expected(**torch.load(folder / PLAIN.format("float32"), weights_only=True))
-    again = compare_gradients(plain_step(name).gradients, first.gradients)[0]
+    again = distance(plain_step(name).gradients, first.gradients)
     try:
         exact = plain_step(name, torch.float64)
     except Exception:
         return {"again": again, "rounding": 0.0}
     keep(exact, folder / PLAIN.format("float64"))
-    rounded = {key: gradient.double() for key, gradient in first.gradients.items()}
-    return {"again": again, "rounding": compare_gradients(rounded, exact.gradients)[0]}
+    return {"again": again, "rounding": distance(first.gradients, exact.gradients)}
+
+
+def distance(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """How far gradients are apart, in units of what is allowed."""
+    return Comparison().gradients(one, other, none_is_zero=True, same_dtype=False).worst
 
 
 def plan(name: str, pp: int, file: Path) -> dict[str, Any]:
@@ -173,7 +177,8 @@ def trace(name: str, folder: Path) -> dict[str, Any]:
         one, other = (
             [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)] for out in (whole, parts)
         )
-        alike = bool(one) and any(o.shape == one[0].shape and torch.allclose(o, one[0], atol=1e-4) for o in other)
+        near = {"relative": 1e-5, "absolute": 1e-4}
+        alike = bool(one) and any(not Comparison().values(o, one[0], **near).failures() for o in other)
         return {"traced": alike, "reason": "" if alike else "other results"}
     return {"traced": False, "reason": reason}
 

@@ -1,0 +1,200 @@
+"""Every benchmark behind a line of the README's table can fail, and its command exists."""
+
+import ast
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import claims
+from claims import Claims
+
+ROOT = Path(__file__).parents[2]
+NAN = float("nan")
+TABLE = (ROOT / "README.md").read_text(encoding="utf-8").split("| claim | shown by |")[1].split("\n\n")[0]
+ROWS = [line for line in TABLE.splitlines() if line.startswith("| ") and not line.startswith("|---")]
+COMMANDS = re.findall(r"`((?:python|pytest) [^`]+)`", TABLE)
+BENCHMARKS = sorted({command.split()[1] for command in COMMANDS if command.startswith("python ")})
+BEHIND_FIGURES = ("benchmarks/twins.py", "benchmarks/found_plans.py")
+"""Whose figures the table links to."""
+
+LAYERS = {"ours, 1f1b": 1.05, "ours, gpipe": 1.04, "ppermute": 1.0, "praxis": 0.99}
+CLASS = {"class": "A", "equal": True, "split": 0.98, "reasons": []}
+FOUND = {"torch_losses": [7.0, 6.0], "jax_losses": [7.0, 6.0], "torch": [1.01], "jax": [1.1], "jax_compiled": [1.0]}
+JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
+    "pipeline_speed": (
+        lambda: claims.pipeline_speed({"8:large": {"bound": 1.03, "torch": 0.98}}),
+        [
+            lambda: claims.pipeline_speed({"8:large": {"bound": 1.04, "torch": 0.98}}),
+            lambda: claims.pipeline_speed({"8:large": {"bound": 1.01, "torch": 1.01}}),
+            lambda: claims.pipeline_speed({"8:large": {"bound": NAN, "torch": 0.98}}),
+            lambda: claims.pipeline_speed({"a": {"bound": 1.0, "torch": 0.9}, "b": {"bound": 1.2, "torch": 0.9}}),
+            lambda: claims.pipeline_speed({}),
+        ],
+    ),
+    "pipeline_fidelity": (
+        lambda: claims.pipeline_fidelity({"gpt2": -0.05}),
+        [
+            lambda: claims.pipeline_fidelity({"gpt2": -0.06}),
+            lambda: claims.pipeline_fidelity({"gpt2": 0.0, "t5": NAN}),
+            lambda: claims.pipeline_fidelity({}),
+        ],
+    ),
+    "jax_pipeline": (
+        lambda: claims.jax_pipeline({"5 ms": LAYERS}),
+        [
+            lambda: claims.jax_pipeline({"5 ms": LAYERS | {"ours, 1f1b": 1.01}}),
+            lambda: claims.jax_pipeline({"5 ms": LAYERS | {"ours, gpipe": NAN}}),
+            lambda: claims.jax_pipeline({"5 ms": LAYERS | {"praxis": 1.06}}),
+            lambda: claims.jax_pipeline({"5 ms": {"ppermute": 1.0, "praxis": 1.0}}),
+            lambda: claims.jax_pipeline({}),
+        ],
+    ),
+    "jax_first_step": (
+        lambda: claims.jax_first_step({2: 1.09, 4: 1.3}, []),
+        [
+            lambda: claims.jax_first_step({2: 1.11, 4: 1.3}, []),
+            lambda: claims.jax_first_step({2: 1.0, 4: 1.33}, []),
+            lambda: claims.jax_first_step({2: NAN}, []),
+            lambda: claims.jax_first_step({2: 1.0}, ["2 stages: 1 for 2"]),
+        ],
+    ),
+    "tensor_parallel": (
+        lambda: claims.tensor_parallel(1.05),
+        [lambda: claims.tensor_parallel(1.06), lambda: claims.tensor_parallel(NAN)],
+    ),
+    "jax_tensor_parallel": (
+        lambda: claims.jax_tensor_parallel(1.02),
+        [lambda: claims.jax_tensor_parallel(1.03), lambda: claims.jax_tensor_parallel(NAN)],
+    ),
+    "tensor_parallel_zoo": (
+        lambda: claims.tensor_parallel_zoo([CLASS], ["A"], False),
+        [
+            lambda: claims.tensor_parallel_zoo([CLASS | {"equal": False}], ["A"], False),
+            lambda: claims.tensor_parallel_zoo([CLASS], ["A", "B"], False),
+            lambda: claims.tensor_parallel_zoo([CLASS | {"split": 0.1}], ["A"], False),
+            lambda: claims.tensor_parallel_zoo([CLASS], ["A"], True),
+            lambda: claims.tensor_parallel_zoo([CLASS | {"split": 0.96}] * 44, ["A"] * 44, True),
+            lambda: claims.tensor_parallel_zoo([], [], False),
+        ],
+    ),
+    "zoo": (
+        lambda: claims.zoo({2: {"A": True}, 4: {"A": True}}, False),
+        [
+            lambda: claims.zoo({2: {"A": True}, 4: {"A": False}}, False),
+            lambda: claims.zoo({2: {"A": True}, 4: {}}, False),
+            lambda: claims.zoo({2: {str(i): i > 1 for i in range(431)}}, True),
+            lambda: claims.zoo({2: {str(i): True for i in range(430)}}, True),
+            lambda: claims.zoo({}, False),
+        ],
+    ),
+    "mixed_clusters": (
+        lambda: claims.mixed_clusters({"GPT": (1.0, [None, 1.0])}),
+        [
+            lambda: claims.mixed_clusters({"GPT": (1.0, [None, 0.99])}),
+            lambda: claims.mixed_clusters({"GPT": (NAN, [1.0])}),
+            lambda: claims.mixed_clusters({"GPT": (1.0, [None])}),
+            lambda: claims.mixed_clusters({}),
+        ],
+    ),
+    "memory_ranks": (
+        lambda: claims.memory_ranks({"pp 2": [1.0, 1.03]}),
+        [
+            lambda: claims.memory_ranks({"pp 2": [1.0, 0.999]}),
+            lambda: claims.memory_ranks({"pp 2": [1.04, 1.0]}),
+            lambda: claims.memory_ranks({"pp 2": [1.0, NAN]}),
+            lambda: claims.memory_ranks({"pp 2": []}),
+            lambda: claims.memory_ranks({}),
+        ],
+    ),
+    "step_time": (
+        lambda: claims.step_time({"gpt2": [0.1, -0.02]}, {"gpt2": 0.1}),
+        [
+            lambda: claims.step_time({"gpt2": [0.1, -0.02]}, {"gpt2": -0.11}),
+            lambda: claims.step_time({"gpt2": [0.2, 0.0, 0.0]}, {"gpt2": 0.0}),
+            lambda: claims.step_time({"gpt2": [NAN]}, {"gpt2": 0.0}),
+            lambda: claims.step_time({}, {}),
+        ],
+    ),
+    "planning": (
+        lambda: claims.planning({"llama": {"time_s": 9.9, "peak_gib": 0.6}, "gpt-1t": {"time_s": 60, "peak_gib": 2}}),
+        [
+            lambda: claims.planning({"llama": {"time_s": 10.1, "peak_gib": 0.5}}),
+            lambda: claims.planning({"llama": {"time_s": 9.0, "peak_gib": 0.61}}),
+            lambda: claims.planning({"gpt-1t": {"time_s": NAN, "peak_gib": 0.5}}),
+            lambda: claims.planning({}),
+        ],
+    ),
+    "twins": (
+        lambda: claims.twins({str(i): i > 1 for i in range(30)}, True),
+        [
+            lambda: claims.twins({str(i): i > 2 for i in range(30)}, True),
+            lambda: claims.twins({"gpt2": False}, False),
+            lambda: claims.twins({}, False),
+        ],
+    ),
+    "found_plans": (
+        lambda: claims.found_plans({"4 ranks": FOUND}),
+        [
+            lambda: claims.found_plans({"4 ranks": FOUND | {"jax_losses": [7.0, 6.001]}}),
+            lambda: claims.found_plans({"4 ranks": FOUND | {"torch_losses": [], "jax_losses": []}}),
+            lambda: claims.found_plans({"4 ranks": FOUND | {"torch": [0.99]}}),
+            lambda: claims.found_plans({"4 ranks": FOUND | {"jax": [NAN]}}),
+            lambda: claims.found_plans({"4 ranks": FOUND | {"jax_compiled": []}}),
+            lambda: claims.found_plans({}),
+        ],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_figures_that_hold_end_well_and_others_do_not(name: str) -> None:
+    good, bad = JUDGED[name]
+    assert good().exit_code == 0, good().verdict()
+    assert good().verdict().endswith(f"{len(good().rows)} of {len(good().rows)} figures hold.")
+    assert bad
+    for number, found in enumerate(bad):
+        assert found().exit_code == 1, f"{number}: {found().verdict()}"
+        assert "FAILS" in found().verdict() or not found().rows
+
+
+def test_what_fails_is_named() -> None:
+    found = claims.pipeline_fidelity({"gpt2, auto": 0.2, "t5, auto": 0.0})
+    assert found.failed == ["gpt2, auto: error: 0.2, at most 0.05"]
+    assert "1 of 2 figures hold." in found.verdict()
+
+
+def test_every_line_of_the_table_has_a_command_or_figures() -> None:
+    assert len(ROWS) > 15
+    for row in ROWS:
+        assert re.search(r"`(python|pytest) [^`]+`|\]\(benchmarks/results/", row.split("|")[-2]), row
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_of_the_table_exist(command: str) -> None:
+    file = command.split()[1]
+    assert (ROOT / file).exists(), command
+    if file.endswith(".py") and file.startswith("tests"):
+        assert "def test_" in (ROOT / file).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("file", [*BENCHMARKS, *BEHIND_FIGURES])
+def test_a_benchmark_behind_a_claim_ends_with_the_verdict(file: str) -> None:
+    """Its `main` judges by the function of its name, and what that returns is the exit code."""
+    name = Path(file).stem
+    assert name in JUDGED, f"no test says that {file} can fail"
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    called = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert any(call.startswith(f"claims.{name}(") for call in called), f"{file} does not judge what it measures"
+    assert "sys.exit(main())" in called
+    returned = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Return) and node.value is not None]
+    assert any(text.endswith(".exit_code") for text in returned)
+
+
+def test_every_judge_is_tested() -> None:
+    judges: list[Any] = [name for name, value in vars(claims).items() if callable(value) and name.islower()]
+    assert sorted(name for name in judges if name not in ("dataclass", "field")) == sorted(JUDGED)
