@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from shardwright.backends import protocol
@@ -14,7 +15,7 @@ from shardwright.core.errors import CaptureError, PlanError
 from shardwright.core.graph import Graph
 from shardwright.core.pins import Asked, pins_of
 from shardwright.core.plan import Plan
-from shardwright.core.request import Request
+from shardwright.core.request import Request, stage_starts_of
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.search import Progress, make_plan
 from shardwright.core.simulate import simulate_schedule
@@ -144,19 +145,25 @@ def plan(
         precision=precision,
         optimizer=optimizer,
         loss_scope=loss_scope,
-        stage_starts=None if stage_starts is None else tuple(stage_starts),
+        stage_starts=None if stage_starts is None else stage_starts_of(stage_starts),
         sequence_parallel=sequence_parallel,
         gradient_precision=gradient_precision,
-        layouts=pins_of(graph, layouts),
         placement_order=placement_order,
         partitioner=partitioner,
         devices=devices,
         offload=offload,
-        runtimes=runtimes_of(graph.capabilities, frameworks),
     )
+    return make_plan(graph, cluster, of_graph(request, graph, frameworks, layouts), progress)
+
+
+def of_graph(
+    request: Request, graph: Graph, frameworks: Sequence[str] | None = None, layouts: Asked | None = None
+) -> Request:
+    """A request with what is asked of this model: the runtimes that must carry the plan out, and the layouts that are
+    pinned, by the model's own marks too. Raises PlanError for a framework without a runtime, LayoutError as `plan`."""
     if (unpriced := unpriced_of(graph)) is not None:
-        warnings.warn(f"{graph.model_name}: {unpriced}", stacklevel=2)
-    return make_plan(graph, cluster, request, progress)
+        warnings.warn(f"{graph.model_name}: {unpriced}", stacklevel=3)
+    return replace(request, layouts=pins_of(graph, layouts), runtimes=runtimes_of(graph.capabilities, frameworks))
 
 
 def simulate(plan_or_schedule: Plan | Schedule, costs: StageCosts | None = None) -> Timeline:

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from shardwright.commands.output import PlainConsole
+
 EXTRAS = {
     "torch": ("torch",),
     "jax": ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint"),
@@ -106,7 +108,7 @@ def doctor_command(
     if json:
         typer.echo(json_format.dumps(asdict(diagnosis) | {"usable": diagnosis.usable}, indent=2))
     else:
-        _show(diagnosis, Console())
+        _show(diagnosis, PlainConsole())
     if not diagnosis.usable:
         raise typer.Exit(1)
 

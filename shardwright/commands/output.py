@@ -1,14 +1,17 @@
 """What every command prints with: people read tables, programs read JSON, and errors are one message."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
 from shardwright.core.errors import ShardwrightError
+from shardwright.core.text_files import UNPRINTABLE, visible
 
 USER_ERROR = 2
 """Exit code when what was given is wrong."""
@@ -17,14 +20,24 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothin
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan file.", show_default=False)]
 
 
+class PlainConsole(Console):
+    """A terminal that is sent no escape codes but rich's own: what names and messages hold of them is written out."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+
 def print_json(document: Any) -> None:
     """The only thing on stdout under --json."""
-    typer.echo(json.dumps(document, indent=1, ensure_ascii=False))
+    text = json.dumps(document, indent=1, ensure_ascii=False)
+    # JSON leaves some control characters as they are. All of these stand inside strings.
+    typer.echo(UNPRINTABLE.sub(lambda found: f"\\u{ord(found.group()):04x}", text))
 
 
 def print_view(*views: RenderableType) -> None:
     """Tables and lines for people. Lines are left whole, so that a long path can be copied."""
-    console = Console(highlight=False)
+    console = PlainConsole(highlight=False, markup=False)
     for view in views:
         if isinstance(view, str):
             console.print(Text(view), soft_wrap=True)
@@ -43,7 +56,7 @@ def print_error(message: str, kind: str, as_json: bool) -> None:
         print_json({"error": {"kind": kind, "message": message}})
     else:
         line = Text("error: ", style="bold red").append(message, style="not bold default")
-        Console(stderr=True, highlight=False, soft_wrap=True).print(line)
+        PlainConsole(stderr=True, highlight=False, soft_wrap=True).print(line)
 
 
 def require_folder(path: Path | None) -> None:

@@ -1,14 +1,12 @@
 """`shardwright plan`: capture a model and find how to split it over a cluster."""
 
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from shardwright.api import capture
-from shardwright.backends.capabilities import runtimes_of
+from shardwright.api import capture, of_graph
 from shardwright.commands.model_file import load_model
 from shardwright.commands.output import JsonOption, print_json, print_view, require_folder
 from shardwright.commands.progress import DelayedProgress
@@ -223,7 +221,7 @@ def plan_command(
         raise ShardwrightError(f"--tokens {tokens:g} without --study: add --study, which says what training takes")
     with DelayedProgress() as bar:
         graph = _captured(model, bar)
-        request = replace(request, runtimes=runtimes_of(graph.capabilities, framework))
+        request = of_graph(request, graph, framework)
         bar.stage("searching")
         studied = make_study(graph, whole, request, tokens) if study else None
         plan = studied.plan if studied is not None else make_plan(graph, whole, request, bar.update)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from shardwright.commands.output import PlainConsole
 from shardwright.core.graph import Graph
 from shardwright.core.rules.coverage import Coverage, coverage
 
@@ -39,7 +40,7 @@ def rules_command(json: bool = False) -> None:
         }
         typer.echo(json_format.dumps({**rows, "missing": missing}, indent=2))
     else:
-        _show(found, missing, Console())
+        _show(found, missing, PlainConsole())
     if any(max(of.fallback_flops_share, of.fallback_bytes_share) > FALLBACK_LIMIT for of in found.values()):
         raise typer.Exit(1)
 

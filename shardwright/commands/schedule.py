@@ -11,6 +11,7 @@ from shardwright.commands.output import JsonOption, print_json, print_view, requ
 from shardwright.core.errors import ScheduleError, ShardwrightError
 from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
 from shardwright.core.schedule.files import to_csv
+from shardwright.core.schedule.schedule import require_buildable
 from shardwright.core.simulate import simulate_schedule
 from shardwright.core.text_files import write_text
 from shardwright.core.timeline import Timeline
@@ -60,6 +61,7 @@ def schedule_command(
         raise ScheduleError(f"which schedule? Name one ({', '.join((*schedule_names(), AUTO))}), or ask for --all")
     request: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "virtual_stages": virtual_stages}
     stages = _positive("ranks", ranks) * _positive("virtual-stages", virtual_stages)
+    require_buildable(stages, _positive("microbatches", microbatches))
     costs = StageCosts(
         _numbers("f", f, stages, "stage"),
         _numbers("b", b, stages, "stage"),

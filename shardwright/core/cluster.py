@@ -12,6 +12,7 @@ from shardwright.core import cluster_file
 from shardwright.core.cost.groups import Group
 from shardwright.core.errors import ClusterError
 from shardwright.core.hardware import Device, Link, Profile, check, load_link, load_preset, load_profile, profile_names
+from shardwright.core.mesh import MOST_RANKS
 from shardwright.core.text_files import path_of
 
 _NO_INTER_NODE = "a cluster of several nodes needs inter_node: the name of a link, or a Link"
@@ -113,6 +114,8 @@ class Cluster:
         return self
 
     def _settle(self, groups: tuple[NodeGroup, ...], inter_node: Link | None, inter_region: Link | None) -> None:
+        if (devices := sum(group.devices for group in groups)) > MOST_RANKS:
+            raise ClusterError(f"a cluster has at most {MOST_RANKS} devices; given {devices}")
         if inter_node is None and sum(group.nodes for group in groups) > 1:
             raise ClusterError(_NO_INTER_NODE)
         if inter_region is None and len({group.region for group in groups}) > 1:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from shardwright.core.errors import PlanError
 from shardwright.core.layout import Layout
 from shardwright.core.plan import Plan
 
@@ -53,7 +54,11 @@ class Comparison:
 
 
 def compare(plan_a: Plan, plan_b: Plan) -> Comparison:
-    """What differs between two plans: degrees, cuts, layouts, policies, structure, predictions."""
+    """What differs between two plans: degrees, cuts, layouts, policies, structure, predictions. Raises PlanError for
+    what is no plan."""
+    for plan in (plan_a, plan_b):
+        if not isinstance(plan, Plan):
+            raise PlanError(f"compare takes two Plans, not a {type(plan).__name__}: Plan.load reads one")
     found: list[Difference] = []
 
     def note(part: str, field: str, first: object, second: object) -> None:

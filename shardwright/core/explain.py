@@ -7,7 +7,7 @@ from shardwright.core.amounts import bytes_text, seconds_text
 from shardwright.core.errors import PlanError, nearest
 from shardwright.core.layout import Layout, Split
 from shardwright.core.picture import picture
-from shardwright.core.plan import Plan
+from shardwright.core.plan import STALE, Plan
 from shardwright.core.structure import SlotDims, in_own_dims, layout_of
 
 
@@ -16,6 +16,10 @@ def explain(plan: Plan, parameter: str | None = None) -> str:
 
     Raises PlanError for a parameter that no binding knows, with the nearest.
     """
+    if not isinstance(plan, Plan):
+        raise PlanError(f"explain takes a Plan, not a {type(plan).__name__}: Plan.load reads one")
+    if parameter is not None and not isinstance(parameter, str):
+        raise PlanError(f"parameter={parameter!r}: expected the name of a parameter")
     return _plan_text(plan) if parameter is None else _parameter_text(plan, parameter)
 
 
@@ -23,6 +27,7 @@ def _plan_text(plan: Plan) -> str:
     p = plan.predicted
     lines = [
         f"{plan.model_name} on {plan.provenance.cluster}: {plan.summary()}",
+        *([f"note: {STALE}"] if plan.is_stale else []),
         f"step {seconds_text(p.step_time_s)} = pipeline {seconds_text(p.pipeline_s)} (bubble {p.bubble_fraction:.1%}, "
         f"tensor collectives {seconds_text(p.tensor_collective_s)}) + gradient reduction "
         f"{seconds_text(p.data_parallel_s)} + optimizer {seconds_text(p.optimizer_s)}",

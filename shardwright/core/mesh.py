@@ -10,6 +10,9 @@ from shardwright.core.errors import ClusterError, nearest
 AXIS_OF_LETTER = {"P": "pp", "D": "dp", "T": "tp"}
 """The letters of placement orders, as SageMaker's `placement_strategy` has them."""
 
+MOST_RANKS = 1 << 20
+"""Of a mesh or a cluster: several times the largest machine that there is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
@@ -30,6 +33,9 @@ class Mesh:
         for name, size in zip(self.names, self.sizes, strict=True):
             if not isinstance(size, int) or size < 1:
                 raise ClusterError(f"axis {name!r} has size {size!r}: expected a whole number of at least 1")
+        if self.size > MOST_RANKS:
+            said = " × ".join(f"{name} {size}" for name, size in zip(self.names, self.sizes, strict=True))
+            raise ClusterError(f"{said} are {self.size} ranks: expected at most {MOST_RANKS}")
 
     @classmethod
     def of(cls, **axes: int) -> "Mesh":

@@ -1,7 +1,8 @@
 """The plan: how a model is split over devices, what that will cost, and what the frameworks call its parts."""
 
+import hashlib
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 
 from shardwright.core.amounts import bytes_text, seconds_text
@@ -9,7 +10,7 @@ from shardwright.core.decision import Decision, summarize
 from shardwright.core.errors import PlanError, PlanFileError, nearest
 from shardwright.core.fold import CallRef, fold
 from shardwright.core.graph import Graph
-from shardwright.core.layout import Layout
+from shardwright.core.layout import Layout, Split
 from shardwright.core.memory import MemoryUse, unit_recompute
 from shardwright.core.mesh import Mesh
 from shardwright.core.schedule import Schedule, StageCosts
@@ -95,7 +96,9 @@ class Predicted:
     @property
     def memory(self) -> tuple[MemoryUse, ...]:
         """One per rank."""
-        return tuple(self.memory_by_stage_rank[self.mesh.coordinates(rank)["pp"]] for rank in range(self.mesh.size))
+        near = self.mesh.stride("pp")
+        once = tuple(use for use in self.memory_by_stage_rank for _ in range(near))
+        return once * (self.mesh.size // len(once))
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
@@ -143,8 +146,19 @@ class Plan:
     layout_alternatives: SlotAlternatives
     """For every slot the next best layouts, and what they would have cost."""
     provenance: Provenance
+    counted_for: str = ""
+    """A digest of the decision, the model and the costs that ``predicted`` was counted for; by default, of this
+    plan's own. After an edit it is that of the plan before (`is_stale`)."""
 
     def __post_init__(self) -> None:
+        if not self.counted_for:
+            object.__setattr__(self, "counted_for", self._basis())
+        if self.mesh.size != self.provenance.world_size:
+            d = self.decision
+            raise PlanError(
+                f"pp {d.pp} × dp {d.dp} × tp {d.tp} are {self.mesh.size} ranks, and the plan was made for the "
+                f"{self.provenance.world_size} devices of {self.provenance.cluster}: plan again for the other number"
+            )
         units = len(self.model.unit_classes)
         if self.decision.stage_starts[-1] >= units:
             raise PlanError(f"stage_starts {self.decision.stage_starts} name units that the model's {units} lack")
@@ -156,9 +170,18 @@ class Plan:
         for slot, layout in self.decision.layouts:
             if slot not in shapes:
                 raise PlanError(f"a layout is given for {slot!r}, which the model lacks: {nearest(slot, shapes)}")
+            _require_tensor_axis(slot, layout)
             layout.check(shapes[slot], self.mesh)
         for framework, _ in self.bindings:
             self.parameter_layouts(framework)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether ``predicted`` was counted for another decision, model or costs: the plan was edited."""
+        return self.counted_for != self._basis()
+
+    def _basis(self) -> str:
+        return hashlib.sha256(repr((self.decision, self.model.digest, _plain(self.costs))).encode()).hexdigest()[:16]
 
     # What runtimes ask -------------------------------------------------------------------------------------------
 
@@ -327,3 +350,31 @@ class Plan:
             f"{seconds_text(predicted.step_time_s)}, at most {bytes_text(max(predicted.peak_memory_bytes))} of a "
             f"device's {bytes_text(where.device_memory_bytes)}>"
         )
+
+
+STALE = (
+    "the predicted time and memory were counted for another decision than this one, which was edited since: plan again "
+    "with the edited values pinned"
+)
+"""What is said of a plan whose figures are those of another."""
+
+
+def _require_tensor_axis(slot: str, layout: Layout) -> None:
+    """Raise PlanError for a layout that no parameter can have: they are split, and on the tensor axis alone."""
+    for axis, placement in layout.placements:
+        if axis in ("pp", "dp"):
+            raise PlanError(
+                f"layout {layout} of {slot} lies on axis {axis!r}: parameters are laid out on 'tp'; stages are cut by "
+                f"stage_starts, and what replicas share is said by shard"
+            )
+        if not isinstance(placement, Split):
+            raise PlanError(f"layout {layout} of {slot}: a parameter is split or whole, not partial")
+
+
+def _plain(value: object) -> object:
+    """Values of dataclasses, numbers as floats: what is read back from a file is the same."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return tuple(_plain(getattr(value, name)) for name in value.__dataclass_fields__)
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return float(value) if isinstance(value, int | float) else value

@@ -1,6 +1,9 @@
 """The plan file: JSON with a version and a schema. Data only: it is parsed and validated, never executed."""
 
 import json
+import math
+import warnings
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,7 @@ from pydantic import ValidationError
 
 from shardwright.core import plan as p
 from shardwright.core.decision import Decision
-from shardwright.core.errors import PlanFileError, ShardwrightError
+from shardwright.core.errors import PlanFileError, PlanWarning, ShardwrightError
 from shardwright.core.fold import CallRef
 from shardwright.core.layout import Layout, Partial, Placement, Split
 from shardwright.core.memory import MemoryUse
@@ -18,6 +21,9 @@ from shardwright.core.solver import Alternative
 from shardwright.core.structure import Binding, Structure, UnitBinding
 from shardwright.core.tensor_layouts import Rates
 from shardwright.core.text_files import read_text, write_text
+
+MOST_VALUES = 2_000_000
+"""Of a plan file: those of models with tens of thousands of parameters, in both frameworks, have fewer."""
 
 
 def write(plan: p.Plan, path: Path) -> None:
@@ -108,6 +114,7 @@ def to_document(plan: p.Plan) -> dict[str, Any]:
             "tensor_collective_s": plan.predicted.tensor_collective_s,
             "data_parallel_s": plan.predicted.data_parallel_s,
             "optimizer_s": plan.predicted.optimizer_s,
+            "counted_for": plan.counted_for,
             "memory_by_stage_rank": [_fields(use) for use in plan.predicted.memory_by_stage_rank],
         },
         "alternatives": {
@@ -154,11 +161,7 @@ def read(path: Path) -> p.Plan:
 
 def from_text(text: str, source: str = "plan") -> p.Plan:
     """The plan in the text of a plan file; ``source`` names it in errors."""
-    try:
-        document = json.loads(text)
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise PlanFileError(f"{source}: not JSON at {where}: {error.msg}") from error
+    document = _document(text, source)
     if not isinstance(document, Mapping) or document.get("format") != FORMAT:
         raise PlanFileError(f"{source}: not a plan file: expected format: {FORMAT!r} at the top")
     version = document.get("version")
@@ -170,23 +173,52 @@ def from_text(text: str, source: str = "plan") -> p.Plan:
             f"{source}: version {version} is {age} than this Shardwright reads ({VERSION}): "
             f"{'upgrade Shardwright' if version > VERSION else 'plan again'}"
         )
+    del document
     try:
         parsed = PlanFile.model_validate_json(text)
     except ValidationError as error:
         raise PlanFileError(f"{source}: {_first_problem(error)}") from error
     try:
-        return _plan(parsed)
+        plan = _plan(parsed)
     except ShardwrightError as error:
         raise PlanFileError(f"{source}: {error}") from error
+    if plan.is_stale:
+        warnings.warn(f"{source}: {p.STALE}", PlanWarning, stacklevel=4)
+    return plan
+
+
+def _document(text: str, source: str) -> Any:
+    """The values of a JSON text. Raises PlanFileError for what is no JSON, or too large to be a plan."""
+    if text.count(",") > MOST_VALUES:
+        raise PlanFileError(f"{source}: more than {MOST_VALUES} values, and no plan has so many: is it another file?")
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise PlanFileError(f"{source}: not JSON at {where}: {error.msg}") from error
+    except RecursionError as error:
+        raise PlanFileError(f"{source}: not a plan file: its values are nested too deeply") from error
+    except ValueError as error:
+        raise PlanFileError(f"{source}: not a plan file: {error}") from error
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError for a key that it has twice, of which readers take one or the other."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
+        raise ValueError(f"the key {twice!r} stands twice in one object")
+    return found
 
 
 def _first_problem(error: ValidationError) -> str:
-    problems = error.errors()
+    problems = error.errors(include_url=False, include_context=False)
     first = problems[0]
     where = ".".join(str(part) for part in first["loc"])
-    given = repr(first["input"])
+    given = first["input"]
+    shown = f"{given[:80]!r}" if isinstance(given, str) else repr(given)[:80]
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"{where}: {first['msg']}; given {given[:80]}{more}"
+    return f"{where}: {first['msg']}; given {shown}{more}"
 
 
 def _plan(file: PlanFile) -> p.Plan:
@@ -231,6 +263,7 @@ def _plan(file: PlanFile) -> p.Plan:
             for slot, others in file.alternatives.layouts.items()
         ),
         provenance=p.Provenance(**(_fields_of(file.provenance) | {"pinned": tuple(file.provenance.pinned)})),
+        counted_for=file.predicted.counted_for,
     )
 
 
@@ -339,9 +372,43 @@ def _require_consistent(file: PlanFile, structure: Structure) -> None:
             f"model.digest: {file.model.digest!r} does not belong to this model section ({structure.digest!r}): the "
             f"section was edited; plan again, or restore it"
         )
+    if structure.parameter_count != file.model.parameter_count:
+        raise PlanFileError(
+            f"model.parameter_count: {file.model.parameter_count}, and the slots in model.classes have "
+            f"{structure.parameter_count}"
+        )
     for name, binding in file.bindings.items():
-        for unit, bound in enumerate(binding.units):
-            roles = {role for role, _ in structure.class_slots[structure.unit_classes[unit]]}
-            if set(bound.parameters) != roles:
-                where = f"bindings.{name}.units.{unit}.parameters"
-                raise PlanFileError(f"{where}: names {sorted(bound.parameters)}, expected {sorted(roles)}")
+        _require_bound(name, binding, structure)
+    for slot in (*file.alternatives.unsplit, *file.alternatives.layouts):
+        if slot not in structure.slot_shapes:
+            raise PlanFileError(f"alternatives: name slot {slot!r}, which the model lacks")
+
+
+def _require_bound(name: str, binding: BindingFile, structure: Structure) -> None:
+    """Raise PlanFileError unless a binding names each slot of the structure, with dims that make it up, and names alike
+    what is tied."""
+    slots: dict[str, list[str]] = {}
+    for unit, bound in enumerate(binding.units):
+        where = f"bindings.{name}.units.{unit}.parameters"
+        shapes = dict(structure.class_slots[structure.unit_classes[unit]])
+        if set(bound.parameters) != set(shapes):
+            raise PlanFileError(f"{where}: names {sorted(bound.parameters)}, expected {sorted(shapes)}")
+        for role, (parameter, dims) in bound.parameters.items():
+            slots.setdefault(parameter, []).append(f"{unit}/{role}")
+            sizes = tuple(math.prod(size for _, size in group) for group in dims)
+            own = [dim for group in dims for dim, _ in group]
+            if sizes != shapes[role] or len(set(own)) != len(own):
+                raise PlanFileError(
+                    f"{where}.{role}: the dims {dims} (dim, size) make up a slot of shape {sizes}: expected "
+                    f"{shapes[role]}, each dim once"
+                )
+    ties = {frozenset(tie) for tie in structure.ties}
+    alike = {frozenset(places) for places in slots.values() if len(places) > 1}
+    if ties != alike:
+        odd = sorted(map(sorted, ties ^ alike))[0]
+        raise PlanFileError(
+            f"bindings.{name}: slots {', '.join(odd)} are one parameter in model.ties or by their name, and not in both"
+        )
+    for number, names in enumerate(binding.aliases):
+        if len(names) < 2 or len(set(names)) != len(names):
+            raise PlanFileError(f"bindings.{name}.aliases.{number}: expected two names or more, given {names}")

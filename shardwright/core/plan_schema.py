@@ -1,16 +1,23 @@
 """The schema of the plan file: what each section holds."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
+
+from shardwright.core.text_files import printable
 
 FORMAT = "shardwright-plan"
-VERSION = 7
+VERSION = 8
 
-Count = Annotated[int, Field(ge=1)]
-Amount = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=1 << 40)]
+Amount = Annotated[int, Field(ge=0, le=1 << 62)]
+Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
+Text = Annotated[str, AfterValidator(printable)]
+"""Names and sentences: what they hold reaches terminals."""
+Entry = TypeVar("Entry")
+List = Annotated[list[Entry], FailFast()]
+"""Of which the first wrong entry is named: a file may have millions."""
 
 
 class Section(BaseModel):
@@ -29,42 +36,42 @@ class DecisionFile(Section):
     tp: Count
     batch: Count
     microbatch: Count
-    schedule: str
+    schedule: Text
     virtual_stages: Count
     recompute: Literal["none", "selective", "full"]
-    kept_units: list[Amount]
-    offloaded_units: list[Amount]
+    kept_units: List[Amount]
+    offloaded_units: List[Amount]
     shard: Annotated[int, Field(ge=0, le=3)]
     shard_group: Count | None
     precision: Literal["fp32", "bf16", "fp16"]
-    optimizer: str
+    optimizer: Text
     loss_scope: Literal["replica", "global"]
     sequence_parallel: bool
     gradient_precision: Literal["fp32", "bf16", "fp16"] | None
-    placement_order: str
-    generated: list[str]
-    stage_starts: list[Amount]
-    layouts: dict[str, dict[str, PlacementFile]]
+    placement_order: Text
+    generated: List[Text]
+    stage_starts: List[Amount]
+    layouts: dict[Text, dict[Text, PlacementFile]]
 
 
 class ModelFile(Section):
-    name: str
-    digest: str
+    name: Text
+    digest: Text
     parameter_count: Amount
-    unit_classes: list[Amount]
-    classes: list[dict[str, list[Count]]]
-    ties: list[list[str]]
+    unit_classes: List[Amount]
+    classes: List[dict[Text, List[Count]]]
+    ties: List[List[Text]]
 
 
 class UnitFile(Section):
-    calls: list[tuple[str, Amount]]
-    parameters: dict[str, tuple[str, list[list[tuple[Amount, Count]]]]]
+    calls: List[tuple[Text, Amount]]
+    parameters: dict[Text, tuple[Text, List[List[tuple[Amount, Count]]]]]
 
 
 class BindingFile(Section):
-    units: list[UnitFile]
-    aliases: list[list[str]]
-    unused: list[str]
+    units: List[UnitFile]
+    aliases: List[List[Text]]
+    unused: List[Text]
 
 
 class ClassCostFile(Section):
@@ -85,17 +92,17 @@ class RatesFile(Section):
 
 
 class RankCostsFile(Section):
-    classes: list[ClassCostFile]
-    boundary_s: list[Seconds]
+    classes: List[ClassCostFile]
+    boundary_s: List[Seconds]
 
 
 class CostsFile(Section):
-    unit_classes: list[Amount]
-    classes: list[ClassCostFile]
-    boundary_bytes: list[Amount]
-    boundary_s: list[Seconds]
+    unit_classes: List[Amount]
+    classes: List[ClassCostFile]
+    boundary_bytes: List[Amount]
+    boundary_s: List[Seconds]
     rates: RatesFile
-    ranks: list[RankCostsFile]
+    ranks: List[RankCostsFile]
     idle_lent: Annotated[float, Field(ge=0, le=1)]
 
 
@@ -119,36 +126,37 @@ class PredictedFile(Section):
     tensor_collective_s: Seconds
     data_parallel_s: Seconds
     optimizer_s: Seconds
-    memory_by_stage_rank: list[MemoryFile]
+    counted_for: Text
+    memory_by_stage_rank: List[MemoryFile]
 
 
 class AlternativeFile(Section):
-    summary: str
+    summary: Text
     step_time_s: Seconds
     peak_memory_bytes: Amount
-    reason: str
+    reason: Text
 
 
 class LayoutAlternativeFile(Section):
-    layout: dict[str, PlacementFile]
-    extra_s: Annotated[float, Field(allow_inf_nan=False)]
-    extra_bytes: Annotated[float, Field(allow_inf_nan=False)]
+    layout: dict[Text, PlacementFile]
+    extra_s: Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]
+    extra_bytes: Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
 
 
 class AlternativesFile(Section):
-    plans: list[AlternativeFile]
-    unsplit: dict[str, str]
-    layouts: dict[str, list[LayoutAlternativeFile]]
+    plans: List[AlternativeFile]
+    unsplit: dict[Text, Text]
+    layouts: dict[Text, List[LayoutAlternativeFile]]
 
 
 class ProvenanceFile(Section):
-    shardwright: str
-    captured_from: str
-    cluster: str
+    shardwright: Text
+    captured_from: Text
+    cluster: Text
     world_size: Count
-    device_memory_bytes: Count
-    pinned: list[str]
-    left_out: str
+    device_memory_bytes: Annotated[int, Field(ge=1, le=1 << 62)]
+    pinned: List[Text]
+    left_out: Text
 
 
 class PlanFile(Section):
@@ -158,13 +166,13 @@ class PlanFile(Section):
     version: int
     decision: DecisionFile
     model: ModelFile
-    bindings: Annotated[dict[str, BindingFile], Field(min_length=1)]
+    bindings: Annotated[dict[Text, BindingFile], Field(min_length=1)]
     costs: CostsFile
     predicted: PredictedFile
     alternatives: AlternativesFile
     provenance: ProvenanceFile
 
 
-def schema() -> dict[str, Any]:
+def schema() -> dict[Text, Any]:
     """The JSON schema of the plan file."""
     return PlanFile.model_json_schema()

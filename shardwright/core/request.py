@@ -1,20 +1,23 @@
 """What a user asks of the search."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.cost.work import PRECISION_BYTES
 from shardwright.core.decision import LossScope, require_schedule
 from shardwright.core.errors import PlanError, nearest
-from shardwright.core.memory import OPTIMIZER_STATES
+from shardwright.core.memory import OPTIMIZER_STATES, Recompute
 from shardwright.core.partition.partitioners import DEFAULT, require_partitioner
 from shardwright.core.pin import Pin
 from shardwright.core.schedule import AUTO
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.family import Family, Sizes
 
+MOST = 1 << 40
+"""Of any size that is asked for: more samples or ranks than there are, and small enough for sums of 64 bits."""
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
 """Stages per pipeline rank that a search tries."""
 
@@ -72,10 +75,10 @@ class Request:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise PlanError(f"{name}={value!r}: expected a whole number of at least 1")
+            if value > MOST:
+                raise PlanError(f"{name}={value}: expected at most {MOST}")
         self._require_devices()
-        if self.recompute not in ("auto", "none", "selective", "full"):
-            options = ("auto", "none", "selective", "full")
-            raise PlanError(f"recompute={self.recompute!r}: {nearest(str(self.recompute), options)}")
+        self._require_words()
         if not isinstance(self.offload, bool | None):
             raise PlanError(f"offload={self.offload!r}: expected True or False, or None for what the runtimes can do")
         if self.offload and self.recompute != "auto":
@@ -83,19 +86,12 @@ class Request:
                 f"offload=True and recompute={self.recompute!r}: which units are kept, recomputed or offloaded is "
                 f"searched together; leave out one of them"
             )
-        if self.shard not in (None, 0, 1, 2, 3):
+        if self.shard is not None and (type(self.shard) is not int or self.shard not in (0, 1, 2, 3)):
             raise PlanError(f"shard={self.shard!r}: expected 0, 1, 2 or 3, or None to search")
-        if self.precision is not None and self.precision not in PRECISION_BYTES:
-            raise PlanError(f"precision={self.precision!r}: {nearest(str(self.precision), PRECISION_BYTES)}")
-        if self.gradient_precision is not None and self.gradient_precision not in PRECISION_BYTES:
-            given = str(self.gradient_precision)
-            raise PlanError(f"gradient_precision={given!r}: {nearest(given, PRECISION_BYTES)}")
         if not isinstance(self.sequence_parallel, bool | None):
             raise PlanError(f"sequence_parallel={self.sequence_parallel!r}: expected True or False, or None to search")
         if self.stage_starts is not None and self.pp is None:
             raise PlanError("stage_starts are given without pp: pin pp as well, there is one entry for each stage")
-        if self.optimizer not in OPTIMIZER_STATES:
-            raise PlanError(f"optimizer={self.optimizer!r}: {nearest(str(self.optimizer), OPTIMIZER_STATES)}")
         if self.schedule is not None:
             require_schedule(self.schedule)
         if self.placement_order is not None and sorted(str(self.placement_order)) != ["D", "P", "T"]:
@@ -105,6 +101,22 @@ class Request:
             )
         require_partitioner(self.partitioner)
         self._require_pins_that_go_together()
+
+    def _require_words(self) -> None:
+        """Raise PlanError for a word that is none of those that its field may have."""
+        options: dict[str, Iterable[str]] = {
+            "recompute": ("auto", *get_args(Recompute)),
+            "precision": PRECISION_BYTES,
+            "gradient_precision": PRECISION_BYTES,
+            "optimizer": OPTIMIZER_STATES,
+            "loss_scope": get_args(LossScope),
+        }
+        for name, known in options.items():
+            value = getattr(self, name)
+            if value is None and name.endswith("precision"):
+                continue
+            if not isinstance(value, str) or value not in known:
+                raise PlanError(f"{name}={value!r}: {nearest(str(value), known)}")
 
     @property
     def stages_per_rank(self) -> int | None:
@@ -189,3 +201,16 @@ class Request:
         if all(reasons):
             said = [reason for reason in reasons if reason and "virtual_stages=" not in reason]
             raise PlanError(f"schedule {self.schedule!r} at pp={pp}: {(said or reasons)[0]}")
+
+
+def stage_starts_of(given: object) -> tuple[int, ...]:
+    """The first unit of every stage, as a tuple. Raises PlanError for what is no list of whole numbers."""
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise PlanError(f"stage_starts={given!r}: expected a list with the first unit of every stage, as [0, 5, 9]")
+    starts = tuple(given)
+    for start in starts:
+        if type(start) is not int or not 0 <= start <= MOST:
+            raise PlanError(f"stage_starts={list(starts)}: expected whole numbers of at least 0; given {start!r}")
+    if not starts:
+        raise PlanError("stage_starts=[]: expected the first unit of every stage, as [0, 5, 9]")
+    return starts

@@ -14,6 +14,23 @@ _LONG_KEY = re.compile(r"""(?:(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t
 """A dotted key of more than 32 parts: a reader of TOML takes time in the square of their number."""
 
 
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters (escape codes move cursors and set titles), marks that turn the direction of text around, and
+halves of characters, which no terminal can be sent. Tabs and line ends are not among them."""
+
+
+def printable(text: str) -> str:
+    """The text. Raises ValueError when it holds what a terminal would take for a command."""
+    if (found := UNPRINTABLE.search(text)) is not None:
+        raise ValueError(f"holds the control character {found.group()!r}")
+    return text
+
+
+def visible(text: str) -> str:
+    """The text with what a terminal would take for a command written out, as \\x1b."""
+    return UNPRINTABLE.sub(lambda found: ascii(found.group())[1:-1], text)
+
+
 def path_of(path: object, error: type[ShardwrightError]) -> Path:
     """What a user gave as a path. Raises ``error`` when it is none."""
     if not isinstance(path, str | os.PathLike):

@@ -14,7 +14,7 @@ from shardwright.core.compare import Comparison
 from shardwright.core.layout import Layout, Split
 from shardwright.core.memory import MemoryUse
 from shardwright.core.memory_over_time import Moment
-from shardwright.core.plan import Plan
+from shardwright.core.plan import STALE, Plan
 from shardwright.core.timeline import Timeline
 
 BARS = 64
@@ -119,6 +119,7 @@ def _heading(plan: Plan) -> Text:
         "optimizer": p.optimizer_s,
     }
     lines = [
+        *([f"NOTE: {STALE}"] if plan.is_stale else []),
         f"{count_text(plan.model.parameter_count)} parameters, captured from {plan.provenance.captured_from}, "
         f"bound to {', '.join(name for name, _ in plan.bindings)}",
         f"pp {d.pp} × dp {d.dp} × tp {d.tp}, "
@@ -191,10 +192,13 @@ def _layouts(plan: Plan) -> Table:
     framework, binding = plan.bindings[0]
     table = new_table(f"Layouts ({framework}'s names)", "parameter", ">units", ">shape (in, out)", "layout")
     for slot, layout in plan.decision.layouts:
-        structural, role = slot.split("/")
-        units = [unit for unit, own in enumerate(plan.model.unit_classes) if own == int(structural)]
+        whose, role = slot.split("/", 1)
+        if whose.startswith("@"):  # of one unit that differs from its class
+            units = [int(whose[1:])]
+        else:
+            units = [unit for unit, own in enumerate(plan.model.unit_classes) if own == int(whose)]
         names = [name for unit in units for own, name, _ in binding.units[unit].parameters if own == role]
-        shape = dict(plan.model.class_slots[int(structural)])[role]
+        shape = plan.model.slot_shapes[slot]
         table.add_row(
             Text(_common_name(names)),
             str(len(units)),

@@ -12,7 +12,7 @@ from shardwright.core.errors import ClusterError, nearest
 from shardwright.core.hardware.device import Device, Kind, MeasuredProduct, MeasuredUnit
 from shardwright.core.hardware.link import Link, Sharing
 from shardwright.core.hardware.plausible import check_plausible
-from shardwright.core.text_files import read_text, require_short_keys
+from shardwright.core.text_files import printable, read_text, require_short_keys
 
 MOST_BYTES = 4 << 20
 """Of a file of hardware: a profile with thousands of measurements has less."""
@@ -194,10 +194,25 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     text = read_text(path, ClusterError, what, MOST_BYTES)
     require_short_keys(text, f"{path} is not a TOML {what}", ClusterError)
     try:
-        return tomllib.loads(text)
+        document = tomllib.loads(text)
+        _require_printable(document)
     except (ValueError, RecursionError) as error:
         said = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise ClusterError(f"{path} is not a TOML {what}: {said}") from error
+    return document
+
+
+def _require_printable(document: dict[str, Any]) -> None:
+    """Raise ValueError for a name or a text that a terminal would take for a command."""
+    left: list[Any] = [document]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            printable(value)
+        elif isinstance(value, dict):
+            left += [*value, *value.values()]
+        elif isinstance(value, list):
+            left += value
 
 
 def parse(section: type[SectionT], document: object, source: str, *, assumed: tuple[str | int, ...] = ()) -> SectionT:

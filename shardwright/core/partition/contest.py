@@ -11,6 +11,7 @@ from shardwright.core.links import Links
 from shardwright.core.memory import live_microbatches
 from shardwright.core.mesh import Mesh
 from shardwright.core.partition.partitioners import PARTITIONERS, Judged, judge
+from shardwright.core.pins import pins_of
 from shardwright.core.stages import MemoryRequest
 
 
@@ -29,14 +30,19 @@ def contest(
     """Cut a model into ``stages`` by every partitioner, for the 1F1B schedule with twice as many microbatches.
 
     The cluster's devices are divided over pp = ``stages``, ``tp`` and what is left over dp.
-    Raises PlanError when they do not divide.
+    Raises PlanError when they do not divide, or for a number that is none.
     """
+    for name, value in (("stages", stages), ("microbatch", microbatch), ("tp", tp)):
+        if type(value) is not int or value < 1:
+            raise PlanError(f"{name}={value!r}: expected a whole number of at least 1")
+    if type(shard) is not int or shard not in (0, 1, 2, 3):
+        raise PlanError(f"shard={shard!r}: expected 0, 1, 2 or 3")
     world = cluster.world_size
     if world % (stages * tp):
         raise PlanError(f"{stages} stages × tp {tp} do not divide {world} devices: take divisors of it")
     dp = world // (stages * tp)
     mesh = Mesh.of(pp=stages, dp=dp, tp=tp)
-    tables = CostTables(graph, cluster, None, "adamw")
+    tables = CostTables(graph, cluster, None, "adamw", pins=pins_of(graph, None))
     place = Links(cluster).places(mesh)[-1][0]
     table = tables.table(tp, microbatch, "none", place)
     request = MemoryRequest(cluster.memory_bytes(0), tables.precision, "adamw", shard, dp)
