@@ -11,7 +11,7 @@ WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format types imports test-core test-all test-slow test-gpu clean
+.PHONY: help install demo test lint format types imports test-core test-all test-slow test-gpu mutants clean
 
 help:            ## these lines
 	@grep -hE '^[a-z-]+: *.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -60,6 +60,9 @@ test-slow: $(STAMP)  ## the heavy checks
 
 test-gpu: $(STAMP)   ## the checks that need a CUDA device
 	$(PY) -m pytest -m gpu
+
+mutants: $(STAMP)    ## 150 small errors in the core, one at a time: do the tests notice 90% of them?
+	$(PY) benchmarks/mutants.py --jobs $(WORKERS)
 
 clean:           ## remove what was built, and .venv
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo_output
