@@ -47,6 +47,11 @@ class MissingCapabilityError(ShardwrightError):
     """The backend cannot do what was asked; names the capability."""
 
 
+class DisagreementError(ShardwrightError):
+    """Ranks of one run differ in what must be the same on all of them, or one failed where the others did not. Raised
+    on every rank; names what differs, on which ranks, and the value on each."""
+
+
 class MissingFrameworkError(ShardwrightError, ImportError):
     """A framework is not installed; names the extra that installs it."""
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwright.backends.torch.results import even_split
 from shardwright.core.errors import ShardwrightError
 
 
@@ -48,7 +49,7 @@ class Batch:
                     )
             return cls((1,) * microbatches, False)
         count = min(microbatches, first)
-        return cls(tuple(first // count + (m < first % count) for m in range(count)), True)
+        return cls(even_split(first, count), True)
 
     def slices(self, tensor: torch.Tensor, axis: int | None) -> list[torch.Tensor]:
         """One argument's part of each microbatch."""

@@ -41,6 +41,11 @@ _WITHOUT_EFFECT = {
 """Keys that tune machinery which this library does not have: accepted with a warning."""
 
 
+_COUNTS = (
+    "pipeline_parallel_degree", "tensor_parallel_degree", "microbatches", "virtual_stages", "compare_in_full_every",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """What `init` was asked for.
@@ -57,6 +62,8 @@ class Config:
         loss_scope: "global" lets batch norm see the microbatches of all replicas together.
         compile: run each block of this rank through torch.compile; a name is that of its backend. Not with dropout,
             with recompute or with schedules that split the backward pass.
+        compare_in_full_every: in every so many training steps ranks compare all of their batches, replicas all of their
+            parameters, and every rank what the model's modules are; in the others they compare digests of the batches.
         wait_timeout_s: how long this rank waits for a peer before it stops with an error.
         axes: the mesh axes, outermost first.
         layouts: as in `shardwright.plan`; "auto" takes the plan that Hugging Face ships for the model.
@@ -79,11 +86,18 @@ class Config:
     compile: bool | str = False
     seed: int = 0
     wait_timeout_s: float = 600.0
+    compare_in_full_every: int = 100
     layouts: Any = None
     pipeline_mode: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("pipeline_parallel_degree", "tensor_parallel_degree", "microbatches", "virtual_stages"):
+        for name in (
+            "pipeline_parallel_degree",
+            "tensor_parallel_degree",
+            "microbatches",
+            "virtual_stages",
+            "compare_in_full_every",
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ShardwrightError(f"{name}={value!r}: expected a whole number of at least 1")

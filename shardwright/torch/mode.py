@@ -1,7 +1,6 @@
 """The choice between recorded pipelines and message passing, and the steps under either."""
 
 import contextlib
-import hashlib
 import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -9,10 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwright.backends.torch.agreement import Claim
+from shardwright.backends.torch.fingerprint import digest_of
 from shardwright.backends.torch.messages.owners import Owners
 from shardwright.backends.torch.messages.planning import count_flops, divide_modules, with_containers
 from shardwright.backends.torch.program import Tree
-from shardwright.backends.torch.results import Returned
+from shardwright.backends.torch.results import Returned, Shares
 from shardwright.backends.torch.runtime import Runtime, StepBody
 from shardwright.backends.torch.stage_map import StageMap
 from shardwright.core.errors import CaptureError, MissingCapabilityError, PlanError, UnrecordableError
@@ -27,7 +28,7 @@ def run_step(
     signature: Hashable,
     body: StepBody,
     microbatches: Sequence[Sequence[torch.Tensor]],
-    samples: Sequence[int] | None = None,
+    shares: Shares,
 ) -> tuple[Tree, dict[int, Returned]]:
     """Run a step, recorded or by messages; see `Runtime.step`. Planning comes first, at the first step.
 
@@ -40,16 +41,12 @@ def run_step(
         _split(session, runtime, body, microbatches[0])
     prepared = None
     if runtime.messages is None and mode == "auto":
-        failed: UnrecordableError | None = None
         try:
-            prepared = runtime.prepare(signature, body, microbatches, samples)
-        except UnrecordableError as error:
-            failed = error
-        # Pipeline peers have the same batch and come to the same end; replicas may not.
-        if failed is not None if session.bound.size("dp") == 1 else _anywhere(failed is not None, session):
-            _say(session, failed)
+            prepared = runtime.prepare(signature, body, microbatches, shares)
+        except UnrecordableError as error:  # on every rank
+            _say(session, error)
             start_messages(session, runtime, body, microbatches[0])
-    return runtime.step(signature, body, microbatches, samples, prepared)
+    return runtime.step(signature, body, microbatches, shares, prepared)
 
 
 def start_messages(session: Session, runtime: Runtime, body: StepBody, microbatch: Sequence[torch.Tensor]) -> None:
@@ -79,7 +76,6 @@ def start_messages(session: Session, runtime: Runtime, body: StepBody, microbatc
     pipeline = config.pipeline if isinstance(config.pipeline, str) else config.pipeline.name
     runtime.run_by_messages(
         Owners.of(runtime.model, given),
-        microbatches=session.microbatches,
         active=config.active_microbatches,
         schedule=pipeline,
     )
@@ -103,40 +99,65 @@ def _refuse_what_is_recorded_only(session: Session) -> None:
 
 
 def _split(session: Session, runtime: Runtime, body: StepBody, microbatch: Sequence[torch.Tensor]) -> None:
-    """Plan and split the model; without a plan, and by messages, where the step cannot be recorded."""
+    """Plan and split the model; without a plan, and by messages, where the step cannot be recorded.
+
+    Every rank plans by itself, and then all compare what they found.
+    """
     recorded_only = session.config.pipeline_mode == "recorded"
-    graph: Graph | None = None
-    failed: CaptureError | None = None
+    stage_map: StageMap | None = None
+    unrecordable: UnrecordableError | None = None
+    failure: Exception | None = None
     try:
-        graph = capture_at_first_step(runtime, body, list(microbatch))
-    except CaptureError as error:
-        failed = error if isinstance(error, UnrecordableError) else _why_unrecordable(runtime, body, microbatch)
-        if failed is None:
-            raise
-        if recorded_only:
-            raise failed from error
-    if not recorded_only and _anywhere(failed is not None, session):
-        # Ops that depend on values are captured on real ones, which may differ between ranks that are not in line yet.
-        _say(session, failed)
-        start_messages(session, runtime, body, microbatch)
-        return
-    assert graph is not None
-    stage_map = plan_at_first_step(session, runtime.model, graph)
-    if session.bound.size("dp") > 1:
-        failed = _replicas_differ(stage_map, session)
-        if failed is not None and recorded_only:
-            raise failed
-    try:
+        graph = _captured(runtime, body, microbatch)
+        stage_map = plan_at_first_step(session, runtime.model, graph)
         runtime.record_ahead(stage_map, body, microbatch)
     except UnrecordableError as error:
-        if recorded_only:
-            raise
-        failed = error
-    if not recorded_only and _anywhere(failed is not None, session):
-        _say(session, failed)
-        start_messages(session, runtime, body, microbatch)
-    else:
+        unrecordable, failure = error, error if recorded_only else None
+    except Exception as error:
+        failure = error
+    said = _text_of(stage_map)
+    notes = (int(unrecordable is not None), digest_of(said))
+    told = session.agreement.meet("planning at the first step", failure=failure, notes=notes).values()
+    if any(could_not for could_not, *_ in told):
+        # Ops that depend on values are captured on real ones, which may differ between ranks that are not in line yet.
+        unrecordable = unrecordable or UnrecordableError("another rank could not record the step")
+    elif len({planned for _, planned, *_ in told}) > 1:
+        fix = "Make a plan file, and pass it to sw.init on every rank."
+        session.agreement.meet("planning", [Claim.of("the stages that were planned", said, fix, "replica")])
+        unrecordable = UnrecordableError(
+            "the replicas planned different stages: which modules the model calls depends on the batch, so that no "
+            "plan fits all of them; let the model run by message passing, or pass a plan"
+        )
+    if unrecordable is None:
+        assert stage_map is not None
         runtime.split(stage_map)
+    elif recorded_only:
+        raise unrecordable
+    else:
+        _say(session, unrecordable)
+        start_messages(session, runtime, body, microbatch)
+
+
+def _captured(runtime: Runtime, body: StepBody, microbatch: Sequence[torch.Tensor]) -> Graph:
+    """The model as the step calls it. Raises UnrecordableError where that is what hinders it, else CaptureError."""
+    try:
+        return capture_at_first_step(runtime, body, list(microbatch))
+    except UnrecordableError:
+        raise
+    except CaptureError as error:
+        reason = _why_unrecordable(runtime, body, microbatch)
+        if reason is None:
+            raise
+        raise reason from error
+
+
+def _text_of(stage_map: StageMap | None) -> str:
+    if stage_map is None:
+        return "none"
+    stages = sorted(stage_map.parameter_stages.items())
+    layouts = "" if stage_map.plan is None else stage_map.plan.decision.layouts
+    digest = digest_of(stage_map.calls, stages, stage_map.schedule.digest, sorted(stage_map.recompute), layouts)
+    return f"{len(stage_map.calls)} stages ({digest & 0xFFFFFFFF:08x})"
 
 
 def _why_unrecordable(runtime: Runtime, body: StepBody, microbatch: Sequence[torch.Tensor]) -> UnrecordableError | None:
@@ -150,31 +171,8 @@ def _why_unrecordable(runtime: Runtime, body: StepBody, microbatch: Sequence[tor
     return None
 
 
-def _replicas_differ(stage_map: StageMap, session: Session) -> UnrecordableError | None:
-    """What the model calls may depend on the batch, of which every replica has another."""
-    text = f"{stage_map.calls} {sorted(stage_map.parameter_stages.items())}"
-    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-    ends = torch.tensor([number, -number], dtype=torch.int64, device=session.bound.device)
-    with session.watch.waiting("all ranks, to compare the plans of the replicas"):
-        dist.all_reduce(ends, op=dist.ReduceOp.MAX)
-    if int(ends[0]) == -int(ends[1]):
-        return None
-    return UnrecordableError(
-        "the replicas planned different stages: which modules the model calls depends on the batch, so that no plan "
-        "fits all of them; let the model run by message passing, or pass a plan"
-    )
-
-
-def _anywhere(here: bool, session: Session) -> bool:
-    flag = torch.tensor([int(here)], dtype=torch.int32, device=session.bound.device)
-    with session.watch.waiting("all ranks, to agree on how the step is run"):
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag)
-
-
-def _say(session: Session, error: CaptureError | None) -> None:
+def _say(session: Session, reason: CaptureError) -> None:
     if session.bound.rank == 0:
-        reason = error if error is not None else "another rank could not record the step"
         warnings.warn(
             f"this model runs by message passing from now on, not as a recorded pipeline: {reason}. Set "
             f"'pipeline_mode': 'messages' to say so beforehand, or 'recorded' to make this an error",

@@ -10,10 +10,13 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from shardwright.backends.torch import checkpoint
+from shardwright.backends.torch.agreement import Claim
 from shardwright.backends.torch.compiling import Compiler
+from shardwright.backends.torch.model_claims import digest_of_state, model_claims, source_claim, values_digest
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.stage_map import StageMap
 from shardwright.backends.torch.tensor_parallel.registry import replace_registered
+from shardwright.backends.torch.weight_transfer import take_values
 from shardwright.backends.torch.weights import Weights
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.schedule import Schedule, StageCosts
@@ -51,14 +54,14 @@ class DistributedModel(nn.Module):
             session.watch,
             seed=session.seed,
             weights=weights,
+            agreement=session.agreement,
         )
         if session.config.compile:
             self.runtime.compiler = Compiler("inductor" if session.config.compile is True else session.config.compile)
         self.runtime.listeners.append(self._watch_clipping)
         session.runtime = self.runtime
+        self._agree(module, weights)
         if session.plan is not None:
-            names = tuple(name for name, _ in module.named_parameters())
-            session.plan.require_model("torch", names, type(module).__name__)
             self._warn_of_precision(session.plan.decision.precision)
             self.runtime.split(StageMap.of_plan(session.plan))
         elif session.bound.size("pp") == session.bound.size("tp") == 1:
@@ -69,6 +72,31 @@ class DistributedModel(nn.Module):
                     loss_scope=session.config.loss_scope,
                 )
             )
+
+    def _agree(self, module: nn.Module, weights: Weights | None) -> None:
+        """Go on when all ranks wrap the same model; take the values of rank 0 where peers begin with others."""
+        session = self.session
+        claims: list[Claim] = []
+        failure: Exception | None = None
+        values = 0
+        try:
+            if session.plan is not None:
+                names = tuple(name for name, _ in module.named_parameters())
+                session.plan.require_model("torch", names, type(module).__name__)
+            if session.bound.mesh.size > 1:
+                claims = [*model_claims(module), source_claim(weights)]
+                values = values_digest(module)
+        except Exception as error:
+            failure = error
+        told = session.agreement.meet("sw.DistributedModel", claims, failure=failure, notes=(values,))
+        if any(len({told[rank] for rank in ranks}) > 1 for ranks in session.agreement.replicas):
+            if session.bound.rank == 0:
+                warnings.warn(
+                    "the ranks of a replica began with different weights (their seeds differ, or one of them loaded a "
+                    "checkpoint): all of them take those of rank 0",
+                    stacklevel=4,
+                )
+            take_values(module, 0, session.bound, session.watch)
 
     def _warn_of_precision(self, planned: str) -> None:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[planned]
@@ -165,6 +193,8 @@ class DistributedModel(nn.Module):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Clip the gradients by the norm that the unsplit model's have; every rank calls this. Returns that norm."""
+        call = f"model.clip_grad_norm_({float(max_norm)}, {float(norm_type)})"
+        self.session.agreement.meet(call)
         return self.runtime.gradients.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite)
 
     # Saving ------------------------------------------------------------------------------------------------------
@@ -173,6 +203,8 @@ class DistributedModel(nn.Module):
         """The whole state dict, by original names, on every rank or on rank 0 only. Every rank calls this."""
         if args or kwargs.get("prefix") or kwargs.get("destination") is not None:
             raise ShardwrightError("state_dict of a distributed model takes rank0_only alone: it gives original names")
+        if max(self.session.bound.size("pp"), self.session.bound.size("tp")) > 1:
+            self.session.agreement.meet(f"model.state_dict({rank0_only=})", in_replica=True)
         return checkpoint.gather(
             self.runtime.holding,
             self.session.bound,
@@ -197,6 +229,7 @@ class DistributedModel(nn.Module):
         missing, unexpected = checkpoint.load(
             self.runtime.holding, state_dict, strict=strict, shards=self.runtime.gradients.shards
         )
+        self.session.loaded.append(digest_of_state(state_dict))
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     def __getattr__(self, name: str) -> Any:

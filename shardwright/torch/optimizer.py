@@ -1,10 +1,12 @@
 """The optimizer of a split model: the user's own, over the parameters that this rank holds."""
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from shardwright.backends.torch.model_claims import plain_text
 from shardwright.backends.torch.optimizer_states import gather_states, load_states
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 from shardwright.torch import session as sessions
@@ -29,7 +31,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._names: list[list[str | torch.Tensor]] = []
         self._note_groups()
         self._rebind()
+        self._steps = 0
         runtime.listeners.append(self._rebind)
+        session.optimizers.append(weakref.ref(self))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -47,7 +51,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Update the parameters of this rank from their gradients, which the step has reduced already."""
         if closure is not None:
             raise ShardwrightError("a closure would run part of a model only: call the step function, then step()")
+        self._steps += 1
         return self.optimizer.step()
+
+    def said(self, name: str) -> dict[str, str]:
+        """How the optimizer is set, by what it is: what every rank must have alike."""
+        found = {name: type(self.optimizer).__name__, f"the steps of {name}": str(self._steps)}
+        for number, group in enumerate(self.param_groups):
+            for key, value in group.items():
+                if key != "params" and (text := plain_text(value)) is not None:
+                    found[f"{key} of {name}, group {number}"] = text
+        return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
@@ -73,6 +87,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ``{"state": {name: {...}}, "param_groups": [{"params": [names], ...}]}``, tensors on the CPU.
         """
         self._require_whole_parameters()
+        current = sessions.current()
+        current.agreement.meet(f"optimizer.whole_state_dict({rank0_only=})", in_replica=True)
         return gather_states(self._holding, self.optimizer, self._named_groups(), self._bound, self._watch, rank0_only)
 
     def load_whole_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """Planning at the first step, when `init` was given degrees and no plan: capture, then cut with the degrees pinned."""
 
-import hashlib
 import inspect
 import os
 from dataclasses import replace
@@ -9,7 +8,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardwright.backends.torch.agreement import compare_over
 from shardwright.backends.torch.runtime import Runtime, StepBody
 from shardwright.backends.torch.stage_map import StageMap
 from shardwright.core.cluster import Cluster
@@ -46,8 +44,10 @@ def _layouts(asked: Any, module: nn.Module) -> Any:
 
 
 def plan_at_first_step(session: Session, model: nn.Module, graph: Graph) -> StageMap:
-    """Plan the captured model with the configuration's degrees. Every rank calls this and comes to the same plan, which
-    is compared. Raises PlanError when no plan satisfies the degrees."""
+    """Plan the captured model with the configuration's degrees. Every rank calls this and comes to the same plan.
+
+    Raises PlanError when no plan satisfies the degrees.
+    """
     from shardwright.api import plan as search
 
     config, bound = session.config, session.bound
@@ -65,12 +65,6 @@ def plan_at_first_step(session: Session, model: nn.Module, graph: Graph) -> Stag
     )  # fmt: skip
     session.plan = plan
     schedule = config.schedule(plan.stage_costs())
-    digest = hashlib.blake2b(f"{plan.stage_calls('torch')} {schedule.digest}".encode(), digest_size=8)
-    number = int.from_bytes(digest.digest(), "big", signed=True)
-    different = compare_over("pp", {"plan": number}, bound, session.watch).get("plan")
-    if different:
-        first = bound.peer("pp", 0)
-        raise PlanError(f"ranks {first} and {different} planned different stages: make a plan file and pass it")
     return StageMap.of_plan(plan, schedule)
 
 

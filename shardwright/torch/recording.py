@@ -29,6 +29,7 @@ def record_timeline() -> Iterator[list[Timeline]]:
     found: list[Timeline] = []
     try:
         yield found
+        session.agreement.meet("the end of sw.record_timeline", notes=(len(runtime.recorders),))
         found += gather(runtime.recorders, session.bound.size("pp"), session.bound, session.watch)
     finally:
         runtime.recorders = None

@@ -3,39 +3,74 @@
 import atexit
 import gc
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
 from shardwright.backends.torch import CAPABILITIES
+from shardwright.backends.torch.agreement import Agreement
+from shardwright.backends.torch.handshake import shake_hands
 from shardwright.backends.torch.mesh import BoundMesh, bind
 from shardwright.backends.torch.process import choose_device, start, this_launch
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.stage_map import require_whole_backward
 from shardwright.backends.torch.watch import Watch, watch_for_stop
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError
+from shardwright.core.mesh import Mesh
 from shardwright.core.plan import Plan
 from shardwright.core.schedule import AUTO
+from shardwright.torch.claims import said_at_start
 from shardwright.torch.config import Config, read_config
+
+
+class OptimizerSettings(Protocol):
+    """An optimizer that says how it is set."""
+
+    def said(self, name: str) -> dict[str, str]: ...
 
 
 class Session:
     """One process's run. There is one per process, as there is one default process group."""
 
-    def __init__(self, config: Config, plan: Plan | None, bound: BoundMesh, watch: Watch, owns_group: bool) -> None:
+    def __init__(
+        self, config: Config, plan: Plan | None, bound: BoundMesh, watch: Watch, agreement: Agreement, owns_group: bool
+    ) -> None:
+        self.agreement = agreement
         self.config, self.plan, self.bound, self.watch = config, plan, bound, watch
         self.owns_group = owns_group
         self.seed = config.seed
         self.runtime: Runtime | None = None
         """Of the model that was wrapped."""
+        self.steps_begun = 0
+        """How many steps were called, evaluation among them."""
+        self.loaded: list[str] = []
+        """What load_state_dict was given, one text for each call."""
+        self.optimizers: list[Callable[[], OptimizerSettings | None]] = []
+        """References to the optimizers that were made, which give their settings in words."""
 
     @property
     def microbatches(self) -> int:
         return self.config.microbatches if self.plan is None else self.plan.microbatches
+
+    @property
+    def compares_in_full(self) -> bool:
+        """Whether the step that comes next is one of those that compare everything."""
+        return self.steps_begun % self.config.compare_in_full_every == 0
+
+    def optimizers_said(self) -> dict[str, str]:
+        """The settings of every optimizer in words."""
+        found: dict[str, str] = {}
+        for number, reference in enumerate(self.optimizers):
+            optimizer = reference()
+            if optimizer is not None:
+                found |= optimizer.said(f"optimizer {number}")
+        return found
 
 
 _session: Session | None = None
@@ -72,38 +107,69 @@ def init(
         ShardwrightError: an unknown key, a degree that does not divide the number of ranks.
         PlanError: the plan is for another number of ranks.
         MissingCapabilityError: the plan or a key asks for what this version's runtime does not do.
+        DisagreementError: ranks were given different configurations or plans, or another rank has failed.
     """
     global _session
     if _session is not None:
         raise ShardwrightError("init was called twice: call sw.shutdown() in between")
     given = {**(config or {}), **keys}
+    launch = this_launch()
+    place = torch.device(device) if device is not None else choose_device(launch)
+    world_size = dist.get_world_size() if dist.is_initialized() else launch.world_size
+    asked: _Asked | None = None
+    failure: Exception | None = None
+    said: dict[str, str] = {}
+    try:
+        asked = _read(given, plan, world_size)
+        if world_size > 1:
+            said = said_at_start(asked.settings, asked.plan, asked.mesh, place)
+    except Exception as error:
+        if world_size == 1:
+            raise
+        failure = error  # which the other ranks are told
+    settings = asked.settings if asked is not None else Config()
+    backend = None if settings.ddp_dist_backend == "auto" else settings.ddp_dist_backend
+    owns_group = not dist.is_initialized()
+
+    def handshake(store: Store, rank: int, size: int) -> None:
+        shake_hands(store, rank, size, said, failure, settings.wait_timeout_s)
+
+    start(launch, place, settings.wait_timeout_s, backend, handshake)
+    assert asked is not None
+    bound = bind(asked.mesh, place)
+    watch = Watch(bound.describe(), settings.wait_timeout_s)
+    if bound.mesh.size > 1:
+        watch_for_stop(watch)
+    agreement = Agreement(bound, watch)
+    _session = Session(settings, asked.plan, bound, watch, agreement, owns_group)
+    atexit.register(_leave_at_exit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What `init` was asked for, checked."""
+
+    settings: Config
+    plan: Plan | None
+    mesh: Mesh
+
+
+def _read(given: Mapping[str, Any], plan: "Plan | str | Path | None", world_size: int) -> _Asked:
     if plan is not None:
         _refuse_degrees(given)
     settings = read_config(given)
     chosen = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    launch = this_launch()
-    world_size = dist.get_world_size() if dist.is_initialized() else launch.world_size
     if chosen is not None:
         chosen.require_world(world_size)
-        mesh = chosen.mesh
         CAPABILITIES.require_axes({"tp": chosen.decision.tp})
-    else:
-        mesh = settings.mesh(world_size)
-        CAPABILITIES.require_axes({"tp": settings.tensor_parallel_degree})
-        if settings.pipeline != AUTO:  # which is built from costs, at the first step
-            schedule = settings.schedule(None)
-            if settings.recompute != "none":
-                require_whole_backward(schedule)
-    place = torch.device(device) if device is not None else choose_device(launch)
-    backend = None if settings.ddp_dist_backend == "auto" else settings.ddp_dist_backend
-    owns_group = not dist.is_initialized()
-    start(launch, place, settings.wait_timeout_s, backend)
-    bound = bind(mesh, place)
-    watch = Watch(bound.describe(), settings.wait_timeout_s)
-    if bound.mesh.size > 1:
-        watch_for_stop(watch)
-    _session = Session(settings, chosen, bound, watch, owns_group)
-    atexit.register(_leave_at_exit)
+        return _Asked(settings, chosen, chosen.mesh)
+    mesh = settings.mesh(world_size)
+    CAPABILITIES.require_axes({"tp": settings.tensor_parallel_degree})
+    if settings.pipeline != AUTO:  # which is built from costs, at the first step
+        schedule = settings.schedule(None)
+        if settings.recompute != "none":
+            require_whole_backward(schedule)
+    return _Asked(settings, None, mesh)
 
 
 def shutdown() -> None:
@@ -113,8 +179,10 @@ def shutdown() -> None:
     atexit.unregister(_leave_at_exit)
     if session is None:
         return
+    session.agreement.leave("it called sw.shutdown, or its script ended")
     if session.runtime is not None:
         session.runtime.close()
+    session.agreement.close()
     owns, handles = session.owns_group, session.bound.handles
     alone = session.bound.mesh.size == 1
     del session
@@ -133,8 +201,11 @@ def _leave_at_exit() -> None:
     A thread of Gloo's that outlives the interpreter can abort the process, and the launcher calls a finished run
     failed. After an uncaught error peers may be gone, and nothing is waited for.
     """
-    if getattr(sys, "last_value", None) is None:
+    error = getattr(sys, "last_value", None)
+    if error is None:
         shutdown()
+    elif _session is not None:
+        _session.agreement.leave(f"its script ended with {type(error).__name__}: {error}")
 
 
 def _refuse_degrees(given: Mapping[str, Any]) -> None:
@@ -261,6 +332,8 @@ def barrier(group: ProcessGroup | None = None) -> None:
     """Wait until every rank of the group, by default of the world, has come here."""
     session = current()
     session.watch.doing("barrier")
+    if group is None or group is dist.group.WORLD:
+        session.agreement.meet("sw.barrier")
     with session.watch.waiting("the other ranks"):
         dist.barrier(group)
     session.watch.doing("between steps")

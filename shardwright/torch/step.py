@@ -6,18 +6,21 @@ import inspect
 import warnings
 from collections import UserDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
 from torch.utils import _pytree as pytree
 
-from shardwright.backends.torch.agreement import require_same_inputs
+from shardwright.backends.torch.agreement import Claim
+from shardwright.backends.torch.fingerprint import code_of, digest_of
 from shardwright.backends.torch.program import tensors_in
+from shardwright.backends.torch.results import Shares
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.core.errors import ShardwrightError
 from shardwright.torch import session as sessions
 from shardwright.torch.batch import Batch
+from shardwright.torch.claims import batch_claims, mode_claim, session_claims
 from shardwright.torch.mode import run_step
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.output import StepOutput
@@ -51,8 +54,9 @@ def step(
         input_split_axes: for arguments whose batch is not on axis 0, the axis.
 
     Raises:
-        ShardwrightError: when called: pipeline peers were given different batches; arguments of different sizes do not
-            divide into the microbatches.
+        DisagreementError: when called, on every rank: ranks were given different batches, differ in the model's modes,
+            the seed or another thing that must be the same, or are in different calls; or another rank failed.
+        ShardwrightError: when called: arguments of different sizes do not divide into the microbatches.
         CaptureError: when first called: the body cannot be recorded.
     """
     if function is None:
@@ -60,11 +64,26 @@ def step(
     return _Step(function, frozenset(non_split_inputs), dict(input_split_axes or {}))
 
 
+@dataclass(slots=True)
+class _Given:
+    """The arguments of one call."""
+
+    bound: inspect.BoundArguments
+    leaves: list[Any]
+    spec: Any
+    form: str
+    names: list[str]
+    """Of each leaf, the argument that it belongs to."""
+    batch: Batch
+
+
 class _Step:
     def __init__(self, function: StepFunction, whole: frozenset[str], axes: dict[str, int]) -> None:
         functools.update_wrapper(self, function)
         self.function = function
         self.whole, self.axes = whole, axes
+        self._name = getattr(function, "__qualname__", type(function).__name__)
+        self._code = f"{digest_of(code_of(function), sorted(whole), sorted(axes.items())) & 0xFFFFFFFF:08x}"
         self._said: set[int] = set()
         self._names: dict[str, list[str]] = {}
         """By the form of the arguments, the argument that each leaf belongs to."""
@@ -80,6 +99,24 @@ class _Step:
         runtime = session.runtime
         if runtime is None:
             raise ShardwrightError("wrap the model first: sw.DistributedModel(model)")
+        given: _Given | None = None
+        claims: list[Claim] = []
+        failure: Exception | None = None
+        try:
+            given = self._given(args, kwargs, session)
+            claims = [*self._claims(given, session), *runtime.flags.claims(), *session_claims(session)]
+            if session.compares_in_full:
+                claims += runtime.claims_in_full()
+        except Exception as error:
+            failure = error  # which the other ranks are told
+        session.steps_begun += 1
+        samples = (1,) if given is None else given.batch.samples
+        shares = runtime.begin(f"the step {self._name}", samples, claims, failure)
+        assert given is not None
+        return self._run(given, session, runtime, shares)
+
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any], session: sessions.Session) -> "_Given":
+        """The arguments, taken apart. Takes nothing from other ranks."""
         bound = self._signature.bind(*args, **kwargs)
         arguments = {name: _plain(value) for name, value in bound.arguments.items()}
         leaves, spec = pytree.tree_flatten(arguments, is_leaf=_is_model)
@@ -88,16 +125,40 @@ class _Step:
             paths = pytree.tree_flatten_with_path(arguments, is_leaf=_is_model)[0]
             self._names[form] = [str(path[0].key) for path, _ in paths]  # type: ignore[attr-defined]
         names = self._names[form]
+        own = session.bound.size("tp") > 1 and not session.config.prescaled_batch
+        sized: dict[str, tuple[torch.Tensor, int | None]] = {}
+        for position, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+            if isinstance(leaf, torch.Tensor):
+                axis = self._axis(leaf, name)
+                whole = leaf
+                if own and axis is not None:  # the samples of all peers, whose batches have this shape too
+                    shape = list(leaf.shape)
+                    shape[axis] *= session.bound.size("tp")
+                    whole = leaf.new_empty(shape, device="meta")
+                sized[f"{name} (number {position})"] = (whole, axis)
+        batch = Batch.of(sized, session.microbatches)
+        return _Given(bound, leaves, spec, form, names, batch)
+
+    def _claims(self, given: "_Given", session: sessions.Session) -> list[Claim]:
+        in_full = session.compares_in_full
+        fix = "Every rank runs the same script."
+        function = Claim.of("the code of the step", f"{self._name} ({self._code})", fix)
+        form = Claim.of(
+            "the form of the arguments", given.form, "Pass the same arguments on every rank of a replica.", "replica"
+        )
+        return [function, mode_claim(), *batch_claims(given.names, given.leaves, session, in_full=in_full), form]
+
+    def _run(self, call: "_Given", session: sessions.Session, runtime: Runtime, shares: Shares) -> Any:
+        leaves, names, batch = call.leaves, call.names, call.batch
         device = session.bound.device
         positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        if session.bound.size("tp") > 1 and not session.config.prescaled_batch:
+        own = session.bound.size("tp") > 1 and not session.config.prescaled_batch
+        if own:
             for p in positions:
                 axis = self._axis(leaves[p], names[p])
                 if axis is not None:
-                    leaves[p] = of_all_peers(leaves[p].to(device), axis, names[p], session.bound, session.watch)
+                    leaves[p] = of_all_peers(leaves[p].to(device), axis, session.bound, session.watch)
         literals = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        given_tensors = {names[p] + f" (number {p})": (leaves[p], self._axis(leaves[p], names[p])) for p in positions}
-        batch = Batch.of(given_tensors, session.microbatches)
         self._say_of_size(session, batch)
         inputs = [
             batch.slices(leaves[p].to(device, non_blocking=True), self._axis(leaves[p], names[p])) for p in positions
@@ -108,20 +169,16 @@ class _Step:
             given = list(literals)
             for position, tensor in zip(positions, stand_ins, strict=True):
                 given[position] = tensor
-            call = copy.copy(bound)
-            call.arguments = {
-                name: _restored(bound.arguments[name], value)
-                for name, value in pytree.tree_unflatten(given, spec).items()
+            again = copy.copy(call.bound)
+            again.arguments = {
+                name: _restored(call.bound.arguments[name], value)
+                for name, value in pytree.tree_unflatten(given, call.spec).items()
             }
-            return self.function(*call.args, **call.kwargs)
+            return self.function(*again.args, **again.kwargs)
 
-        if id(self) not in runtime.checked_steps:
-            given = [leaves[p] for p in positions]
-            require_same_inputs(runtime.model, given, session.seed, session.bound, session.watch)
-            runtime.checked_steps.add(id(self))
-        key = self._key(runtime, form, literals, microbatches[0])
-        tree, returned = run_step(session, runtime, key, body, microbatches, batch.samples)
-        if session.bound.size("tp") > 1 and not session.config.prescaled_batch and batch.whole_axis:
+        key = self._key(runtime, call.form, literals, microbatches[0])
+        tree, returned = run_step(session, runtime, key, body, microbatches, shares)
+        if own and batch.whole_axis:
             returned = {
                 position: replace(found, outputs=of_this_rank(found.outputs, batch.samples, session.bound))
                 for position, found in returned.items()

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.backends.torch.greetings import Greetings
 from shardwright.backends.torch.local_links import BUFFER_BYTES, LocalLink, LocalLinks, _connect, _listen
-from shardwright.core.errors import ShardwrightError
 
 
 class Alone:
@@ -101,24 +99,3 @@ def test_a_folder_with_too_long_a_name_makes_no_link(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as door:
         assert _listen(door, str(folder / "0"), 1) == ""
     assert _connect("", 0) is None
-
-
-def test_greetings_are_read_before_what_follows_and_name_the_peer_that_differs(
-    pair: tuple[LocalLink, LocalLink],
-) -> None:
-    left, right = (Greetings(Alone(link, 10).links, [4, 5]) for link in pair)
-    for said in (7, 7, 8):  # what the right end says next to 7
-        left.say(7, ["[2, 8]"])
-        pair[0].send([torch.tensor([1.0])])
-        right.say(said, ["[3, 8]"])
-        got = torch.empty(1)
-        filled = pair[1].await_into([got])
-        if said == 7:
-            right.hear(0)
-            right.hear(0)  # it was heard: nothing to wait for
-            right.links.wait(pair[1], filled)
-            assert got == 1.0
-    with pytest.raises(ShardwrightError, match=r"rank 4 .* different shapes .* 1 microbatches, the last of \[3, 8\]"):
-        right.hear_all()
-    with pytest.raises(ShardwrightError, match=r"the last of \[2, 8\]"):
-        left.say(9, ["[2, 8]"])

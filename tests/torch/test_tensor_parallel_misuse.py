@@ -27,7 +27,8 @@ def test_a_hook_that_would_be_lost_is_refused(said: dict[str, str]) -> None:
 
 
 def test_peers_with_different_batches_are_told_apart(said: dict[str, str]) -> None:
-    assert "ranks 0 and 1 are tensor-parallel peers and were given different batches" in said["inputs"]
+    assert "the ranks disagree on the contents of the batch" in said["inputs"]
+    assert "shard and seed the data by sw.rdp_rank() of sw.rdp_size()" in said["inputs"]
 
 
 def test_all_start_from_the_weights_of_the_first(said: dict[str, str]) -> None:
@@ -49,7 +50,7 @@ def test_units_beside_one_that_runs_whole_are_on_pieces(said: dict[str, str]) ->
 
 
 def test_seeds_of_dropout_that_differ_are_named(said: dict[str, str]) -> None:
-    assert "ranks 0 and 1 are tensor-parallel peers and have different seeds" in said["dropout seeds"]
+    assert "the ranks disagree on the seed in the step train_step: 0 on rank 0, 1 on rank 1" in said["dropout seeds"]
     assert "sw.set_seed" in said["dropout seeds"]
 
 

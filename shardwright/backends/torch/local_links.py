@@ -206,6 +206,12 @@ class LocalLinks:
 
     def wait(self, link: LocalLink, filled: int) -> None:
         """Until the link has filled so many tensors. Raises RuntimeError when the peer is gone or too slow."""
+        if not self.arrived(link, filled, self.timeout_s):
+            raise RuntimeError(f"nothing came for {self.timeout_s:g} s")
+
+    def arrived(self, link: LocalLink, filled: int, within_s: float) -> bool:
+        """Wait so long for a link to have filled so many tensors; whether it has. Raises RuntimeError when the peer is
+        gone."""
         begun = time.monotonic()
         looks = 0
         while link.filled < filled:
@@ -215,12 +221,13 @@ class LocalLinks:
             if looks % _LOOKS_BETWEEN_CLOCKS and self._look_s:
                 continue
             now = time.monotonic()
-            if now - begun > self.timeout_s:
-                raise RuntimeError(f"nothing came for {self.timeout_s:g} s")
+            if now - begun > within_s:
+                return False
             if now - begun >= self._look_s:
                 sleeper = select.poll()
                 sleeper.register(link.connection, select.POLLIN)
-                sleeper.poll(1e3 * (begun + self.timeout_s - now))
+                sleeper.poll(1e3 * (begun + within_s - now))
+        return True
 
     def drain(self) -> None:
         """Until everything is written."""

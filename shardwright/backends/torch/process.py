@@ -2,12 +2,14 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
 from shardwright.core.errors import ClusterError
 
@@ -99,8 +101,19 @@ def choose_device(launch: Launch) -> torch.device:
     return torch.device("cuda", launch.local_rank % torch.cuda.device_count())
 
 
-def start(launch: Launch, device: torch.device, timeout_s: float, backend: str | None = None) -> None:
-    """Join the default process group: NCCL for CUDA devices, else Gloo. One that exists is used as it is.
+Handshake = Callable[[Store, int, int], None]
+"""Called with the store of the run, this rank and the number of ranks, before there is a process group."""
+
+
+def start(
+    launch: Launch,
+    device: torch.device,
+    timeout_s: float,
+    backend: str | None = None,
+    handshake: Handshake = lambda store, rank, size: None,
+) -> None:
+    """Join the default process group: NCCL for CUDA devices, else Gloo. One that exists is used as it is. Where there
+    are several ranks ``handshake`` comes first.
 
     Sockets are bound to the loopback interface when the master's address is a loopback address, unless
     GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME say otherwise. Raises ClusterError when the master's address is not known,
@@ -113,6 +126,8 @@ def start(launch: Launch, device: torch.device, timeout_s: float, backend: str |
             raise ClusterError(
                 f"torch.distributed has {dist.get_world_size()} ranks, {launch.launcher} started {launch.world_size}"
             )
+        if dist.get_world_size() > 1:
+            handshake(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
         return
     timeout = timedelta(seconds=timeout_s)
     name = backend or ("nccl" if device.type == "cuda" else "gloo")
@@ -132,4 +147,7 @@ def start(launch: Launch, device: torch.device, timeout_s: float, backend: str |
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = launch.master_address, str(launch.master_port)
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(launch.rank), str(launch.world_size)
-    dist.init_process_group(name, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+    store, rank, size = next(iter(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout)))
+    store.set_timeout(timeout)
+    handshake(store, rank, size)
+    dist.init_process_group(name, store=store, rank=rank, world_size=size, timeout=timeout)

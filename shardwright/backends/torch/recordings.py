@@ -30,6 +30,17 @@ class Recordings:
     def add(self, key: Hashable, division: Division) -> None:
         self._made.setdefault(key, []).insert(0, division)
 
+    def held(self, key: Hashable, inputs: Sequence[torch.Tensor], moment: Moment) -> Division | None:
+        """The recording under ``key`` that holds for these inputs at this moment; None where there is none."""
+        known = self._made.setdefault(key, [])
+        device = inputs[0].device if inputs else torch.device("cpu")
+        with kept_generators(any(made.program.is_one_of_many for made in known), device):
+            found = next((made for made in known if holds(made.program, inputs, moment)), None)
+        if found is not None:
+            known.remove(found)
+            known.insert(0, found)
+        return found
+
     def find(
         self, key: Hashable, inputs: Sequence[torch.Tensor], moment: Moment, make: Callable[[], Division]
     ) -> Division:
@@ -37,19 +48,16 @@ class Recordings:
 
         Raises UnrecordableError when what is read from batches has too many outcomes.
         """
-        known = self._made.setdefault(key, [])
-        device = inputs[0].device if inputs else torch.device("cpu")
-        with kept_generators(any(made.program.is_one_of_many for made in known), device):
-            found = next((made for made in known if holds(made.program, inputs, moment)), None)
+        found = self.held(key, inputs, moment)
         if found is not None:
-            known.remove(found)
-        elif sum(not made.program.is_one_of_many for made in known) >= VARIANTS:
+            return found
+        known = self._made[key]
+        if sum(not made.program.is_one_of_many for made in known) >= VARIANTS:
             raise UnrecordableError(
                 f"what {self._model_name} reads from the batch had {VARIANTS} outcomes, each recorded, and there are "
                 f"more: let the model run by message passing"
             )
-        else:
-            found = make()
-            del known[DRAWN - 1 :]
+        found = make()
+        del known[DRAWN - 1 :]
         known.insert(0, found)
         return found

@@ -69,16 +69,9 @@ class Shares:
         return tuple(n / sum(self.flat) for n in self.own)
 
 
-def shares_over_dp(samples: Sequence[int], most: int, bound: BoundMesh, watch: Watch) -> Shares:
-    """Tell the replicas how many samples each microbatch has here; ``most`` is the most microbatches that one has."""
-    if bound.size("dp") == 1:
-        return Shares((tuple(samples),), 0)
-    own = torch.tensor([*samples, *[0] * (most - len(samples))], dtype=torch.int64, device=bound.device)
-    every = [torch.empty_like(own) for _ in range(bound.size("dp"))]
-    watch.doing("the start of the step")
-    with watch.waiting(f"dp peers, ranks {list(bound.groups['dp'])}, to tell the sizes of their microbatches"):
-        dist.all_gather(every, own, group=bound.handles["dp"])
-    return Shares(tuple(tuple(n for n in row.tolist() if n) for row in every), bound.coordinate("dp"))
+def even_split(total: int, parts: int) -> tuple[int, ...]:
+    """So many samples in so many microbatches: the first ones have one more where it does not divide."""
+    return tuple(total // parts + (m < total % parts) for m in range(parts))
 
 
 def total_weight(

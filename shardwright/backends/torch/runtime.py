@@ -1,6 +1,5 @@
 """A model split over this run's ranks, and the training steps that it runs."""
 
-import hashlib
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwright.backends.torch.agreement import compare_over, signed
+from shardwright.backends.torch.agreement import Agreement, Claim
 from shardwright.backends.torch.batch_norm import RunningStatistics, norm_over_replicas
 from shardwright.backends.torch.checks import (
     ModuleTree,
@@ -24,17 +23,19 @@ from shardwright.backends.torch.checks import (
 from shardwright.backends.torch.compiling import Compiler
 from shardwright.backends.torch.data_parallel import Gradients
 from shardwright.backends.torch.fake_state import find_model_call
+from shardwright.backends.torch.fingerprint import digest_of
 from shardwright.backends.torch.holding import Holding, Placement, place
 from shardwright.backends.torch.identity import text_of
 from shardwright.backends.torch.measure import Recorder
 from shardwright.backends.torch.mesh import BoundMesh
 from shardwright.backends.torch.messages.engine import Messages
 from shardwright.backends.torch.messages.owners import Owners
+from shardwright.backends.torch.model_claims import LiveFlags, module_claim, parameters_claim
 from shardwright.backends.torch.pipeline import Pipeline, closing_order
 from shardwright.backends.torch.program import Program, Tree, name_of
 from shardwright.backends.torch.randomness import Moment, Streams
 from shardwright.backends.torch.recordings import Recordings
-from shardwright.backends.torch.results import Returned, Shares, homes_of, share, shares_over_dp, total_weight
+from shardwright.backends.torch.results import Returned, Shares, even_split, homes_of, share, total_weight
 from shardwright.backends.torch.stage_map import StageMap, keep_microbatches
 from shardwright.backends.torch.stages import Division, divide
 from shardwright.backends.torch.step_recorder import StepRecorder, record
@@ -52,6 +53,9 @@ from shardwright.core.schedule.checks import require_trains
 
 COMPILED = 16
 """Of each signature so many steps are kept ready that differ in the recordings of their microbatches."""
+
+DIGESTS = 1024
+"""Digests of so many recordings are kept."""
 
 StepBody = Callable[[list[torch.Tensor]], Any]
 
@@ -86,13 +90,19 @@ class Runtime:
         bound: the mesh of this run.
         weights: where a model on the meta device gets its data; see `weights.materialize`.
         seed: the seed of dropout and of init functions.
+        agreement: by which ranks see what they have alike; default: one of its own, which every rank makes then.
     """
 
-    def __init__(self, model: nn.Module, bound: BoundMesh, watch: Watch, *, seed: int, weights: Weights | None) -> None:
+    def __init__(
+        self, model: nn.Module, bound: BoundMesh, watch: Watch, *, seed: int, weights: Weights | None,
+        agreement: Agreement | None = None,
+    ) -> None:  # fmt: skip
+        self.agreement = agreement or Agreement(bound, watch)
         self.model, self.bound, self.watch, self.seed = model, bound, watch, seed
         self.weights = weights
         self.holding = Holding(model, bound.coordinate("pp"))
         self._tree = ModuleTree(self.holding.modules)
+        self.flags = LiveFlags(self.holding.modules)
         self.gradients = Gradients(self.holding, bound, watch)
         group = dist.group.WORLD
         assert group is not None
@@ -108,8 +118,6 @@ class Runtime:
         self.in_body = False
         """Whether the body of a step runs now, on stand-ins."""
         self.steps_run = 0
-        self.checked_steps: set[int] = set()
-        """The step functions whose first batch was compared among pipeline peers."""
         self.listeners: list[Callable[[], None]] = []
         """Called whenever the parameters of this rank have changed identity."""
         self.recorders: list[Recorder] | None = None
@@ -123,8 +131,8 @@ class Runtime:
         self._ahead: tuple[Hashable, Division] | None = None
         self._recordings = Recordings(type(model).__name__)
         self._synchronized = False
-        self._tokens: dict[Hashable, int] = {}
-        """Numbers that stand for the shapes of a batch and the schedule, the same on all ranks."""
+        self._digests: dict[int, tuple[Division, int]] = {}
+        """Of recordings, by id: the same on all ranks that recorded the same."""
 
     # Splitting ---------------------------------------------------------------------------------------------------
 
@@ -154,6 +162,13 @@ class Runtime:
         self.holding.to(self.bound.device)
         self._changed()
 
+    @property
+    def schedule_text(self) -> str:
+        """The schedule by which steps run, in words that two schedules share that do the same."""
+        if self.messages is not None or self.stage_map is None:
+            return "none yet" if self.messages is None else "messages"
+        return f"{self.stage_map.schedule.name} ({self._schedule_digest[:12]})"
+
     def use_schedule(self, schedule: Schedule) -> None:
         """Run the steps from now on under another schedule of the same stages. Every rank calls this.
 
@@ -182,12 +197,46 @@ class Runtime:
 
     # Steps -------------------------------------------------------------------------------------------------------
 
+    def begin(
+        self, call: str, samples: Sequence[int], claims: Sequence[Claim] = (), failure: Exception | None = None
+    ) -> Shares:
+        """Begin a step when all ranks do, with the same claims; every rank calls this at the same time.
+
+        Args:
+            call: the same text on all ranks.
+            samples: how many each microbatch of this rank has, as `results.even_split` gives them.
+            failure: why this rank cannot begin.
+
+        Returns:
+            how many samples each microbatch of each replica has.
+
+        Raises:
+            DisagreementError: on every rank; see `Agreement.meet`.
+            Exception: ``failure``, on this rank.
+        """
+        self.watch.doing("the start of the step")
+        try:
+            self._tree.require_same()
+        except PlanError as error:
+            failure = failure or error
+        told = self.agreement.meet(call, claims, failure=failure, notes=(len(samples), sum(samples)))
+        every = [told[ranks[0]] for ranks in self.agreement.replicas]
+        return Shares(tuple(even_split(total, count) for count, total, *_ in every), self.bound.coordinate("dp"))
+
+    def claims_in_full(self) -> list[Claim]:
+        """Of what takes too long to compare in every step: what the modules are, and the values of parameters that
+        other replicas hold too."""
+        claims = [module_claim(self.holding.modules)]
+        if self._synchronized:
+            claims.append(parameters_claim(self.holding.local_parameters()))
+        return claims
+
     def step(
         self,
         signature: Hashable,
         body: StepBody,
         microbatches: Sequence[Sequence[torch.Tensor]],
-        samples: Sequence[int] | None = None,
+        shares: Shares | None = None,
         prepared: Prepared | None = None,
     ) -> tuple[Tree, dict[int, Returned]]:
         """Run one training step; every rank calls this at the same time.
@@ -196,19 +245,19 @@ class Runtime:
             signature: what a recorded program stands for, beside the shapes; the same on all pp peers.
             body: what the user's step does, from stand-ins for the tensors of one microbatch.
             microbatches: the tensors of each microbatch, on this run's device. There may be fewer than planned.
-            samples: how many each microbatch has: the weight of its losses, where the step gives none. Default: alike.
+            shares: what `begin` gave: the samples of each microbatch are the weight of its losses, where the step gives
+                none. Default: `begin` is called here, and all weigh alike.
             prepared: what `prepare` gave for it.
 
         Returns:
             the result of the body as a tree, and its tensors by their position among the leaves.
         """
-        count = len(microbatches)
+        shares = shares or self.begin("a step", [1] * len(microbatches))
         if self.messages is not None:
-            return self._step_by_messages(self.messages, body, microbatches, samples or [1] * count)
+            return self._step_by_messages(self.messages, body, microbatches, shares)
         stage_map = self.stage_map
         assert stage_map is not None
-        prepared = prepared or self.prepare(signature, body, microbatches, samples)
-        shares = prepared.shares
+        prepared = prepared or self.prepare(signature, body, microbatches, shares)
         if not self._synchronized:
             synchronize(self.holding, self.bound, self.watch)
             self._synchronized = True
@@ -252,50 +301,116 @@ class Runtime:
         signature: Hashable,
         body: StepBody,
         microbatches: Sequence[Sequence[torch.Tensor]],
-        samples: Sequence[int] | None = None,
+        shares: Shares,
     ) -> Prepared:
         """The recording by which a step can be run, made now if there is none yet; every rank calls this.
 
-        Raises UnrecordableError: there is none.
+        Raises:
+            UnrecordableError: there is none, on this rank or on another.
+            DisagreementError: ranks run different recordings, or only some of a replica record the step anew.
         """
         stage_map = self.stage_map
         assert stage_map is not None
-        self._tree.require_same()
-        most = stage_map.schedule.microbatches
-        shares = shares_over_dp(samples or [1] * len(microbatches), most, self.bound, self.watch)
         shapes = tuple(map(_shapes, microbatches))
-        given = (shapes, self._schedule_digest)
-        if given not in self._tokens:
-            if len(self._tokens) >= COMPILED:
-                self._tokens.clear()
-            self._tokens[given] = signed(hashlib.blake2b(repr(given).encode(), digest_size=8))
-        self.mailroom.greet(self._tokens[given], shapes)
         if self._ahead is not None and self.tensor is None:
             self._recordings.add((signature, self._ahead[0], self._schedule_digest), self._ahead[1])
         self._ahead = None
-        divisions = []
-        holding: dict[Hashable, Division] = {}  # for all microbatches of a shape, whatever is in them
-        for number, microbatch in enumerate(microbatches):
-            division = holding.get(shapes[number])
-            if division is None:
-                moment = Moment(self.seed, self.steps_run, shares.first + number)
-                make = partial(self.record, stage_map, body, microbatch, moment)
-                key = (signature, shapes[number], self._schedule_digest)
-                division = self._recordings.find(key, microbatch, moment, make)
-                if not division.program.guards:
-                    holding[shapes[number]] = division
-            divisions.append(division)
+
+        def divided(anew: bool) -> list[Division] | None:
+            divisions = []
+            holding: dict[Hashable, Division] = {}  # for all microbatches of a shape, whatever is in them
+            for number, microbatch in enumerate(microbatches):
+                division = holding.get(shapes[number])
+                if division is None:
+                    moment = Moment(self.seed, self.steps_run, shares.first + number)
+                    key = (signature, shapes[number], self._schedule_digest)
+                    if anew:
+                        make = partial(self.record, stage_map, body, microbatch, moment)
+                        division = self._recordings.find(key, microbatch, moment, make)
+                    else:
+                        division = self._recordings.held(key, microbatch, moment)
+                    if division is None:
+                        return None
+                    if not division.program.guards:
+                        holding[shapes[number]] = division
+                divisions.append(division)
+            return divisions
+
+        def ready(divisions: Sequence[Division]) -> _Compiled | None:
+            variants = self._compiled.get((signature, shapes, self._schedule_digest), ())
+            return next((made for made in variants if made.runs(divisions)), None)
+
+        divisions, all_ready = self._agree_on_recordings(partial(divided, False), ready, "looking for the recording")
+        if divisions is None:
+            divisions, all_ready = self._agree_on_recordings(partial(divided, True), ready, "recording the step")
+        assert divisions is not None
+        compiled = ready(divisions)
+        if not all_ready:
+            self._agree_to_compile(stage_map, divisions if compiled is None else ())
         variants = self._compiled.setdefault((signature, shapes, self._schedule_digest), [])
-        compiled = next((made for made in variants if made.runs(divisions)), None)
         if compiled is None:
-            self.mailroom.require_greetings()
             if len(variants) >= COMPILED:
                 variants.pop(0).pipeline.streams.close()
             compiled = self._compile(stage_map, divisions)
             variants.append(compiled)
         return Prepared(compiled, shares)
 
-    def run_by_messages(self, owners: Owners, *, microbatches: int, active: int | None, schedule: str) -> None:
+    def _agree_on_recordings(
+        self, find: Callable[[], list[Division] | None], ready: Callable[[Sequence[Division]], object], call: str
+    ) -> tuple[list[Division] | None, bool]:
+        """The recordings that all ranks run by, unless one of them has none; and whether all ranks are ready to run."""
+        divisions: list[Division] | None = None
+        failure: Exception | None = None
+        is_ready = False
+        try:
+            divisions = find()
+            is_ready = divisions is not None and ready(divisions) is not None
+        except Exception as error:
+            failure = error
+        digest = 0 if divisions is None else digest_of(*map(self._digest, divisions))
+        has = "held" if divisions is not None else "to be made anew"
+        claims = [
+            Claim.of(
+                "whether there is a recording of the step", has,
+                "A value that the step or the model reads has changed on some of the ranks only: change it on all.",
+                "replica",
+            ),
+            Claim(
+                "what the step does", digest, lambda: f"recording {digest & 0xFFFFFF:06x}",
+                "The step body, and the code of the model, must do the same on all pipeline peers.", "pipeline",
+            ),
+        ]  # fmt: skip
+        notes = (int(divisions is not None), int(is_ready))
+        told = self.agreement.meet(call, claims, failure=failure, notes=notes).values()
+        return divisions if all(found for found, *_ in told) else None, all(ready for _, ready, *_ in told)
+
+    def _digest(self, division: Division) -> int:
+        known = self._digests.get(id(division))
+        if known is None:
+            if len(self._digests) >= DIGESTS:
+                self._digests.clear()
+            known = self._digests[id(division)] = (division, digest_of(text_of(division.program)))
+        return known[1]
+
+    def _agree_to_compile(self, stage_map: StageMap, divisions: Sequence[Division]) -> None:
+        """Check recordings that were never run, none where this rank is ready. Every rank calls this."""
+        failure: Exception | None = None
+        try:
+            if divisions:
+                programs = [division.program for division in divisions]
+                require_alike(programs)
+                for program in programs:
+                    require_results(program, self.bound.size("pp"))
+                require_hooks_fire(self.holding.modules, {path for held in stage_map.calls for path, _ in held})
+                if programs[0].losses:
+                    require_whole_gradients(self.model, len(divisions), self.bound.mesh.size, self.bound.size("tp"))
+                if any(program.losses for program in programs):
+                    require_trains(stage_map.schedule)
+        except Exception as error:
+            failure = error
+        self.agreement.meet("checking the recorded step", failure=failure)
+
+    def run_by_messages(self, owners: Owners, *, active: int | None, schedule: str) -> None:
         """Run steps by messages from now on; every rank calls this at the same time. See `messages.engine.Messages`."""
         if self.holding.placement is None:
             self._hold(owners.placement(self.model))
@@ -305,20 +420,19 @@ class Runtime:
             self.statistics = RunningStatistics(self.model, self.bound, self.watch)
         self.messages = Messages(
             owners, self.holding, self.gradients, self.bound, self.watch, timeout_s=self.watch.timeout_s, active=active,
-            schedule=schedule, microbatches=microbatches,
+            schedule=schedule,
         )  # fmt: skip
 
     def _step_by_messages(
-        self, messages: Messages, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]], samples: Sequence[int]
+        self, messages: Messages, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]], shares: Shares
     ) -> tuple[Tree, dict[int, Returned]]:
         if not self._synchronized:
             synchronize(self.holding, self.bound, self.watch, ("dp", "tp"))
             self._synchronized = True
-        self._tree.require_same()
         if self.statistics is not None:
             self.statistics.begin()
         with self._heard_by(messages):
-            tree, returned, trained = messages.step(body, microbatches, samples, seed=self.seed, step=self.steps_run)
+            tree, returned, trained = messages.step(body, microbatches, shares, seed=self.seed, step=self.steps_run)
         if self.statistics is not None:
             self.statistics.finish()
         self.steps_run += int(trained)
@@ -401,8 +515,25 @@ class Runtime:
         self, stage_of_call: Mapping[tuple[str, int], int], body: StepBody, inputs: Sequence[torch.Tensor],
         moment: Moment,
     ) -> tuple[Program, StepRecorder]:  # fmt: skip
-        with self._heard_by(None):
-            return record(self.model, stage_of_call, self.bound.device, body, list(inputs), self._listen_to, moment)
+        found: tuple[Program, StepRecorder] | None = None
+        failure: Exception | None = None
+        try:
+            with self._heard_by(None):
+                found = record(
+                    self.model, stage_of_call, self.bound.device, body, list(inputs), self._listen_to, moment
+                )
+        except Exception as error:
+            failure = error
+        if self.tensor is not None:  # what follows takes collectives of the tensor axis
+            digest = 0 if found is None else digest_of(text_of(found[0]))
+            fix = "The step body, and the code of the model, must do the same on all peers."
+            said = f"recording {digest & 0xFFFFFF:06x}"
+            claim = Claim("what the step does", digest, lambda: said, fix, "replica")
+            self.agreement.meet("recording the step", [claim], failure=failure, in_replica=True)
+        elif failure is not None:
+            raise failure
+        assert found is not None
+        return found
 
     def _record_on_pieces(
         self, tensor: TensorParallel, stage_map: StageMap, body: StepBody, inputs: Sequence[torch.Tensor],
@@ -418,21 +549,6 @@ class Runtime:
     def _compile(self, stage_map: StageMap, divisions: Sequence[Division]) -> _Compiled:
         used = list({id(division): division for division in divisions}.values())
         programs = [division.program for division in used]
-        require_alike(programs)
-        for program in programs:
-            require_results(program, self.bound.size("pp"))
-        require_hooks_fire(self.holding.modules, {path for held in stage_map.calls for path, _ in held})
-        if programs[0].losses:
-            require_whole_gradients(self.model, len(divisions), self.bound.mesh.size, self.bound.size("tp"))
-        digest = hashlib.blake2b("\n".join(text_of(program) for program in programs).encode(), digest_size=8)
-        different = compare_over("pp", {"program": signed(digest)}, self.bound, self.watch).get("program")
-        if different:
-            raise ShardwrightError(
-                f"ranks {self.bound.peer('pp', 0)} and {', '.join(map(str, different))} recorded different steps: the "
-                f"step body must do the same on all pipeline peers"
-            )
-        if any(program.losses for program in programs):
-            require_trains(stage_map.schedule)
         schedule = keep_microbatches(stage_map.schedule, len(divisions))
         for division in used:
             self._place_needs(division, schedule)

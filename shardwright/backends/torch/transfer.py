@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
-from shardwright.backends.torch.greetings import Greetings
 from shardwright.backends.torch.local_links import LocalLink, LocalLinks
 from shardwright.backends.torch.watch import PeerError, Watch
 
@@ -92,7 +91,6 @@ class Mailroom:
         self.peers: ProcessGroup | None = peers
         self.by_order = device.type == "cuda"
         self.links = None if self.by_order else LocalLinks(me, peers, watch.timeout_s)
-        self.greetings = None if self.links is None else Greetings(self.links, ranks)
         self._linked: set[frozenset[int]] = set()
         self._channels: dict[tuple[int, int], ProcessGroup] = {}
         self._expected: dict[int, deque[Message]] = {}
@@ -117,18 +115,6 @@ class Mailroom:
                 handle = dist.new_group(members, use_local_synchronization=True)
                 assert isinstance(handle, ProcessGroup)
                 self._channels[source, target] = handle
-
-    def greet(self, token: int, shapes: Sequence[object]) -> None:
-        """Tell peers on this host what this rank was given for the step that begins; see `Greetings.say`."""
-        if self.greetings is not None:
-            with self.watch.waiting("pipeline peers to begin the step before"):
-                self.greetings.say(token, shapes)
-
-    def require_greetings(self) -> None:
-        """Raise ShardwrightError if one of them was given something else."""
-        if self.greetings is not None:
-            with self.watch.waiting("pipeline peers to begin the step"):
-                self.greetings.hear_all()
 
     def expect(self, messages: Sequence[Message], taken: Mapping[Key, Sequence[Key]]) -> None:
         """Begin a step.
@@ -171,8 +157,6 @@ class Mailroom:
         self.post(message)
         posted = self._posted.pop(message.key)
         with self.watch.waiting(f"{message.text} from rank {self.ranks[message.source]}"):
-            if self.greetings is not None:
-                self.greetings.hear(message.source)
             if posted.link is not None and self.links is not None:
                 self.links.wait(posted.link, posted.filled)
             for work in posted.works:

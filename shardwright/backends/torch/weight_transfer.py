@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shardwright.backends.torch.holding import Holding
 from shardwright.backends.torch.mesh import BoundMesh
@@ -43,6 +44,23 @@ def add_holders(holding: Holding, needs: Mapping[int, Sequence[str]], bound: Bou
                 holding.put(name, buffer)
                 changed = True
     return changed
+
+
+def take_values(model: nn.Module, source: int, bound: BoundMesh, watch: Watch) -> None:
+    """Give every rank the parameters and buffers that rank ``source`` has; every rank calls this, with the same model.
+
+    What is on the meta device stays there.
+    """
+    watch.doing("taking the first weights of rank 0")
+    with torch.no_grad(), watch.waiting(f"all ranks, to take the first weights of rank {source}"):
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_meta:
+                continue
+            whole = tensor.detach().to(bound.device).contiguous().resolve_conj()
+            dist.broadcast(as_carried(whole), source)
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)
+    watch.doing("between steps")
 
 
 def synchronize(holding: Holding, bound: BoundMesh, watch: Watch, axes: Sequence[str] = ("dp",)) -> None:

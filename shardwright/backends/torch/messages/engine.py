@@ -29,7 +29,7 @@ from shardwright.backends.torch.messages.strands import StoppedError, Strand, Th
 from shardwright.backends.torch.messages.wire import Envelope, Kind, Wire
 from shardwright.backends.torch.program import Tree
 from shardwright.backends.torch.randomness import kept_generators
-from shardwright.backends.torch.results import Returned, Shares, shares_over_dp
+from shardwright.backends.torch.results import Returned, Shares
 from shardwright.backends.torch.watch import PeerError, Watch, report
 from shardwright.core.errors import ShardwrightError
 
@@ -60,7 +60,6 @@ class Messages:
     Args:
         holding: the model, split by ``owners``.
         active: how many microbatches are under way at once; None for the number of ranks and two more.
-        microbatches: the most that a replica gives in one step.
         schedule: the name of the schedule; it says whether forwards or backwards come first.
     """
 
@@ -75,10 +74,9 @@ class Messages:
         timeout_s: float,
         active: int | None,
         schedule: str,
-        microbatches: int,
     ) -> None:
         self.holding, self.gradients, self.bound, self.watch = holding, gradients, bound, watch
-        self.timeout_s, self.microbatches = timeout_s, microbatches
+        self.timeout_s = timeout_s
         self.me, self.size = bound.coordinate("pp"), bound.size("pp")
         self.active = active or self.size + MORE_THAN_RANKS
         self.turns = Turns(schedule not in FORWARD_FIRST)
@@ -118,7 +116,7 @@ class Messages:
         self,
         body: StepBody,
         microbatches: Sequence[Sequence[torch.Tensor]],
-        samples: Sequence[int],
+        shares: Shares,
         *,
         seed: int,
         step: int,
@@ -126,7 +124,8 @@ class Messages:
         """Run a step; every rank calls this at the same time.
 
         Args:
-            samples: how many each microbatch has: the weight of its losses, where the step gives none.
+            shares: how many samples each microbatch of each replica has: the weight of its losses, where the step gives
+                none.
 
         Returns:
             the result as a tree, its tensors by position, and whether a loss was given to ``backward``.
@@ -138,7 +137,7 @@ class Messages:
         if self._broken is not None:
             raise PeerError(f"an earlier step has lost a peer, and none can be run: {self._broken}")
         self._begin(body, microbatches)
-        self._shares = shares_over_dp(samples, self.microbatches, self.bound, self.watch)
+        self._shares = shares
         self.draws.seed, self.draws.step = seed, step
         self.draws.first_microbatch = self._shares.first
         self.draws.begin(training=self.holding.model.training)

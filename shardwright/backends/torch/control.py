@@ -1,0 +1,293 @@
+"""Rows of numbers that ranks exchange before they do anything together, and what is said when a rank does not come.
+
+On one host every rank writes its row to sockets of its own and reads those of the others; over several hosts a Gloo
+group carries the rows. Neither touches the devices. A rank that waits for long writes to the store of the run where it
+is, and reads where the others are: ranks that wait for each other in different calls find out within seconds.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed import ProcessGroup
+
+from shardwright.backends.torch.local_links import LocalLink, LocalLinks
+from shardwright.backends.torch.mesh import BoundMesh
+from shardwright.backends.torch.watch import PeerError, Watch
+from shardwright.core.errors import DisagreementError
+
+LOOK_S = 1.0
+"""How often a waiting rank looks where the others are."""
+STALLED_S = 2.0
+"""Length of a wait after which a rank writes down where it is."""
+DETAILS_S = 5.0
+"""How long a rank waits for another, in another call, to write down where it is."""
+
+
+class ControlChannel:
+    """One rank's end of the exchanges over a mesh. Every rank of the run makes one at the same time.
+
+    Attributes:
+        replica: the ranks that share this rank's batch: its pp and tp peers.
+    """
+
+    def __init__(self, bound: BoundMesh, watch: Watch) -> None:
+        self.bound, self.watch = bound, watch
+        self.everyone = tuple(range(bound.mesh.size))
+        self.replicas = bound.mesh.groups("pp", "tp")
+        self.replica = next(ranks for ranks in self.replicas if bound.rank in ranks)
+        self.broken = ""
+        """Why no exchange can be made any more."""
+        self._links: LocalLinks | None = None
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self._counts = dict.fromkeys(self.everyone, 0)
+        """How many exchanges there were with each rank."""
+        self._store = default_store()
+        epoch = self._store.add(f"shardwright/epochs/{bound.rank}", 1)
+        self._prefix = f"shardwright/{epoch}"
+        self._open()
+
+    def _open(self) -> None:
+        whole = dist.group.WORLD
+        assert whole is not None
+        if dist.get_backend() != "gloo":
+            made = dist.new_group(backend="gloo")
+            assert isinstance(made, ProcessGroup)
+            whole = made
+        others = [rank for rank in self.everyone if rank != self.bound.rank]
+        links = LocalLinks(self.bound.rank, whole, self.watch.timeout_s)
+        links.open(others)
+        if all(links.reach(rank, [peer for peer in self.everyone if peer != rank]) for rank in self.everyone):
+            self._links = links
+            return
+        links.close()
+        self._groups[self.everyone] = whole
+        for ranks in self.replicas:
+            if ranks != self.everyone and len(ranks) > 1:
+                handle = dist.new_group(list(ranks), backend="gloo")
+                if isinstance(handle, ProcessGroup) and ranks == self.replica:
+                    self._groups[ranks] = handle
+
+    def exchange(self, row: Sequence[int], ranks: tuple[int, ...], call: str) -> dict[int, list[int]]:
+        """The rows of ``ranks``, by rank; all of them call this with rows of one length.
+
+        Args:
+            ranks: all ranks, or those of this replica.
+            call: what this rank is about to do, for errors.
+
+        Raises:
+            DisagreementError: ranks wait for each other in different calls.
+            PeerError: a rank is gone, or did not come in time.
+        """
+        if self.broken:
+            raise DisagreementError(self.broken)
+        own = torch.tensor(list(row), dtype=torch.int64)
+        with self.watch.waiting(f"{self._named(ranks)}, for {call}"):
+            wait = _Wait(self, ranks, call)
+            table = self._over_links(own, ranks, wait) if self._links else self._over_gloo(own, ranks, wait)
+            wait.over()
+        for rank in ranks:
+            self._counts[rank] += 1
+        return {rank: entries.tolist() for rank, entries in table.items()}
+
+    def tell(self, said: Any, ranks: tuple[int, ...]) -> dict[int, Any]:
+        """What each of ``ranks`` has to say, as JSON carries it; all of them call this."""
+        data = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
+        with self.watch.waiting(f"{self._named(ranks)}, to say what differs"):
+            wait = _Wait(self, ranks, "to say what differs")
+            if self._links is None:
+                every: list[Any] = [None] * len(ranks)
+                dist.all_gather_object(every, said, group=self._groups[ranks])
+                return dict(zip(ranks, every, strict=True))
+            lengths = self._over_links(torch.tensor([data.numel()]), ranks, wait)
+            sizes = {rank: int(length) for rank, length in lengths.items()}
+            found = self._over_links(data, ranks, wait, sizes)
+        return {rank: json.loads(bytes(entry.numpy())) for rank, entry in found.items()}
+
+    def _over_links(
+        self, own: torch.Tensor, ranks: tuple[int, ...], wait: "_Wait", sizes: dict[int, int] | None = None
+    ) -> dict[int, torch.Tensor]:
+        assert self._links is not None
+        awaited: list[tuple[LocalLink, int]] = []
+        found = {}
+        for rank in ranks:
+            if rank == self.bound.rank:
+                found[rank] = own
+                continue
+            link = self._links.get(rank)
+            assert link is not None
+            try:
+                link.send([own])
+            except RuntimeError as error:
+                wait.lost(rank, error)
+            found[rank] = own.new_empty(sizes[rank] if sizes else own.numel())
+            awaited.append((link, link.await_into([found[rank]])))
+        for rank, (link, filled) in zip((r for r in ranks if r != self.bound.rank), awaited, strict=True):
+            try:
+                while not self._links.arrived(link, filled, LOOK_S):
+                    wait.look(rank)
+            except RuntimeError as error:
+                wait.lost(rank, error)
+        return found
+
+    def _over_gloo(self, own: torch.Tensor, ranks: tuple[int, ...], wait: "_Wait") -> dict[int, torch.Tensor]:
+        every = [torch.empty_like(own) for _ in ranks]
+        work = dist.all_gather(every, own, group=self._groups[ranks], async_op=True)
+        while work is not None:
+            try:
+                work.wait(timedelta(seconds=LOOK_S))
+                break
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                wait.look(None)
+        return dict(zip(ranks, every, strict=True))
+
+    def _named(self, ranks: tuple[int, ...]) -> str:
+        return "all ranks" if len(ranks) == len(self.everyone) else f"ranks {list(ranks)}"
+
+    # Where ranks are ---------------------------------------------------------------------------------------------
+
+    def write_place(self, ranks: tuple[int, ...], call: str) -> None:
+        """Write down in which exchange this rank waits."""
+        with contextlib.suppress(RuntimeError):
+            counts = {rank: self._counts[rank] for rank in ranks}
+            text = json.dumps({"ranks": ranks, "call": call, "counts": counts})
+            self._store.set(f"{self._prefix}/place/{self.bound.rank}", text)
+
+    def forget_place(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{self._prefix}/place/{self.bound.rank}", "")
+
+    def conflict(self, ranks: tuple[int, ...], call: str) -> str:
+        """Why the exchange in which this rank waits can never end; empty when no reason is known."""
+        with contextlib.suppress(RuntimeError):
+            if verdict := self._read("verdict"):
+                return verdict
+            for rank in ranks:
+                if rank == self.bound.rank:
+                    continue
+                if left := self._read(f"left/{rank}"):
+                    return self.decide(
+                        f"rank {rank} has left the run ({left}), and rank {self.bound.rank} is in {call}: every rank "
+                        f"makes the same calls, and as many steps"
+                    )
+                place = self._read(f"place/{rank}")
+                if not place:
+                    continue
+                where = json.loads(place)
+                theirs = where["counts"].get(str(self.bound.rank))
+                if theirs == self._counts[rank] and (where["call"] != call or tuple(where["ranks"]) != ranks):
+                    here, there = self.bound.rank, where["call"]
+                    first, second = sorted([(here, call), (rank, there)])
+                    return self.decide(different_calls({first[0]: first[1], second[0]: second[1]}))
+        return ""
+
+    def why_apart(self, ranks: tuple[int, ...], call: str) -> str:
+        """Why this exchange met another one: what its ranks write of where they are."""
+        for rank in ranks:
+            self._counts[rank] -= 1  # the exchange was none
+        self.write_place(ranks, call)
+        begun = time.monotonic()
+        while time.monotonic() - begun < DETAILS_S:
+            if reason := self.conflict(ranks, call):
+                return reason
+            time.sleep(LOOK_S / 20)
+        return self.decide(f"some ranks make another call than rank {self.bound.rank}, which is in {call}")
+
+    def decide(self, text: str) -> str:
+        """Make a reason known to every rank that waits; gives the one that was made known first."""
+        with contextlib.suppress(RuntimeError):
+            text = self._store.compare_set(f"{self._prefix}/verdict", "", text).decode()
+        self.broken = text
+        return text
+
+    def _read(self, key: str) -> str:
+        name = f"{self._prefix}/{key}"
+        return self._store.get(name).decode() if self._store.check([name]) else ""
+
+    def leave(self, why: str) -> None:
+        """Tell ranks that still wait that this one makes no call any more."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{self._prefix}/left/{self.bound.rank}", why)
+
+    def close(self) -> None:
+        if self._links is not None:
+            self._links.close()
+        self._groups.clear()
+
+
+class _Wait:
+    """One exchange of a rank, from its beginning."""
+
+    def __init__(self, channel: ControlChannel, ranks: tuple[int, ...], call: str) -> None:
+        self.channel, self.ranks, self.call = channel, ranks, call
+        self._begun = time.monotonic()
+        self._written = False
+
+    def look(self, rank: int | None) -> None:
+        """See whether the exchange can still end, while ``rank`` is waited for.
+
+        Raises DisagreementError when it cannot, PeerError after the timeout.
+        """
+        waited_s = time.monotonic() - self._begun
+        if waited_s < STALLED_S:
+            return
+        if not self._written:
+            self._written = True
+            self.channel.write_place(self.ranks, self.call)
+        if reason := self.channel.conflict(self.ranks, self.call):
+            raise DisagreementError(reason)
+        if waited_s > self.channel.watch.timeout_s:
+            whom = "a rank" if rank is None else f"rank {rank}"
+            raise PeerError(
+                f"{self.channel.watch.describe()}: {whom} did not come within {self.channel.watch.timeout_s:g} s "
+                f"(wait_timeout_s): it died, is slower than that, or makes another call"
+            )
+
+    def lost(self, rank: int, error: RuntimeError) -> None:
+        """The connection to a rank broke. Raises DisagreementError when it is known why, else PeerError."""
+        if isinstance(error, PeerError):
+            raise error
+        if reason := self.channel.conflict(self.ranks, self.call):
+            raise DisagreementError(reason) from error
+        raise PeerError(
+            f"{self.channel.watch.describe()}: rank {rank} is gone ({error}): its own output says why"
+        ) from error
+
+    def over(self) -> None:
+        if self._written:
+            self.channel.forget_place()
+
+
+def different_calls(calls: dict[int, str]) -> str:
+    """What is said of ranks that are in different calls."""
+    by_call: dict[str, list[int]] = {}
+    for rank, call in calls.items():
+        by_call.setdefault(call, []).append(rank)
+    said = ", ".join(f"{ranks_text(ranks)} in {call}" for call, ranks in by_call.items())
+    return (
+        f"the ranks are in different calls: {said}. Every rank makes the same calls in the same order: what one rank "
+        f"alone shall do, such as writing a file, goes after the call and not around it"
+    )
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``rank 2``, ``ranks 0, 1 and 3``, ``ranks 0 to 7``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def default_store() -> Store:
+    """The store of the process group of all ranks."""
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store

@@ -1,0 +1,159 @@
+"""What the ranks of a run compare: when it starts, and in every step."""
+
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import shardwright
+from shardwright.backends.torch.agreement import Among, Claim
+from shardwright.backends.torch.fingerprint import digest_of, fingerprint
+from shardwright.backends.torch.model_claims import plain_text
+from shardwright.core.mesh import Mesh
+from shardwright.core.plan import Plan
+from shardwright.core.plan_file import to_document
+from shardwright.core.schedule import Schedule
+from shardwright.torch.config import Config
+
+if TYPE_CHECKING:
+    from shardwright.torch.session import Session
+
+_OWN_ON_EACH_RANK = frozenset({"wait_timeout_s"})
+"""Keys of the configuration that may differ between ranks."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def said_at_start(config: Config, plan: Plan | None, mesh: Mesh, device: torch.device) -> dict[str, str]:
+    """What must be the same on all ranks before there are process groups, in words, by name."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    said = {
+        "the mesh": " × ".join(f"{name} {size}" for name, size in zip(mesh.names, mesh.sizes, strict=True)),
+        "the plan": "given" if plan is not None else "not given",
+        "the kind of device": device.type,
+        "the version of shardwright": _own_version(),
+        "the version of torch": torch.__version__,
+        "the version of Python": python,
+    }
+    for entry in fields(config):
+        if entry.name not in _OWN_ON_EACH_RANK:
+            said[entry.name] = _text_of(getattr(config, entry.name))
+    if plan is not None:
+        document = to_document(plan)
+        said |= {f"{name} of the plan": _text_of(value) for name, value in document["decision"].items()}
+        said["the schedule of the plan"] = plan.build_schedule().digest[:12]
+        said["the model of the plan"] = f"{plan.model_name} ({plan.model.digest})"
+        said["the units of the plan"] = f"{digest_of(document['bindings']) & 0xFFFFFFFF:08x}"
+    return said
+
+
+def _own_version() -> str:
+    """The version of this package, and a digest of its code: two checkouts may have one version."""
+    folder = Path(shardwright.__file__).parent
+    code = digest_of(*(path.read_bytes() for path in sorted(folder.rglob("*.py"))))
+    return f"{version('shardwright')} (code {code & 0xFFFFFFFF:08x})"
+
+
+def _text_of(value: Any) -> str:
+    if isinstance(value, Schedule):
+        return f"{value.name} ({value.digest[:12]})"
+    if isinstance(value, Mapping):
+        return str({key: value[key] for key in sorted(value, key=str)})
+    return _ADDRESS.sub("", repr(value))
+
+
+def mode_claim() -> Claim:
+    """Of what torch itself is set to while the step runs."""
+    autocast = [
+        f"autocast of {kind} to {torch.get_autocast_dtype(kind)}"
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
+    grad = "gradients on" if torch.is_grad_enabled() else "gradients off"
+    if torch.is_inference_mode_enabled():
+        grad = "inference mode"
+    precision = torch.get_float32_matmul_precision()
+    value = ", ".join([grad, *autocast, f"{torch.get_default_dtype()} by default", f"products in {precision}"])
+    return Claim.of("the mode of torch", value, "Enter torch.no_grad, torch.autocast and the like on every rank.")
+
+
+def session_claims(session: "Session") -> list[Claim]:
+    """Of the seed, how many steps there were, the schedule, optimizers, and what was loaded since the start."""
+    runtime = session.runtime
+    assert runtime is not None
+    fix = "Call sw.set_seed, or pass seed to sw.init, with the same number on every rank."
+    claims = [
+        Claim.of("the seed", str(session.seed), fix),
+        Claim.of(
+            "the number of training steps so far", str(runtime.steps_run), "Run the same steps on every rank."
+        ),
+        Claim.of(
+            "the schedule", runtime.schedule_text, "Call model.use_schedule with the same schedule on every rank."
+        ),
+        Claim.of(
+            "what was loaded into the model", "; ".join(session.loaded) or "nothing",
+            "Call load_state_dict with the same whole state dict on every rank.",
+        ),
+    ]  # fmt: skip
+    said = session.optimizers_said()
+    claims.append(
+        Claim.of(
+            "the optimizers", said,
+            "Every rank makes the same optimizer, with the same settings, and steps it as often.",
+        )
+    )  # fmt: skip
+    return claims
+
+
+def batch_claims(names: Sequence[str], leaves: Sequence[Any], session: "Session", *, in_full: bool) -> list[Claim]:
+    """Of the arguments of a step.
+
+    Args:
+        names: of each leaf, the argument that it belongs to.
+        in_full: see `fingerprint`.
+    """
+    bound, config = session.bound, session.config
+    numbered = _numbered(list(zip(names, leaves, strict=True)))
+    tensors = [(name, leaf) for name, leaf in numbered if isinstance(leaf, torch.Tensor)]
+    digests = [fingerprint(leaf, in_full=in_full) for _, leaf in tensors]
+    alike = "all ranks of a replica (its pp and tp peers) are given the same batch"
+    if not config.prescaled_batch:
+        alike = "pipeline peers are given the same batch, and tensor-parallel peers as many samples of the same size"
+    fix = f"{alike[0].upper()}{alike[1:]}; sw.sampler(dataset) does that."
+    if bound.size("tp") > 1 and config.prescaled_batch:
+        fix += (
+            " With a tensor axis sw.dp_rank() differs between ranks of one replica, as it is rdp_rank · tp_size + "
+            "tp_rank: shard and seed the data by sw.rdp_rank() of sw.rdp_size(), or set 'prescaled_batch': False."
+        )
+    among: Among = "replica" if config.prescaled_batch else "pipeline"
+    contents = partial(_contents, [name for name, _ in tensors], digests)
+    return [
+        Claim.of("the arguments", {name: _argument_text(leaf) for name, leaf in numbered}, fix, "replica"),
+        Claim("the contents of the batch", digest_of(*digests), contents, fix, among),
+    ]
+
+
+def _argument_text(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return plain_text(leaf) or f"a {type(leaf).__name__}"
+    text = f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
+    return f"{text}, with a gradient" if leaf.requires_grad else text
+
+
+def _contents(names: Sequence[str], digests: Sequence[int]) -> dict[str, str]:
+    return {name: f"{digest & 0xFFFFFF:06x}" for name, digest in zip(names, digests, strict=True)}
+
+
+def _numbered(items: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Names made different: ``batch``, ``batch (number 1)``."""
+    seen: dict[str, int] = {}
+    found = []
+    for name, leaf in items:
+        number = seen[name] = seen.get(name, -1) + 1
+        found.append((f"{name} (number {number})" if number else name, leaf))
+    return found
