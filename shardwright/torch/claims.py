@@ -114,12 +114,11 @@ def batch_claims(names: Sequence[str], leaves: Sequence[Any], session: "Session"
     """Of the arguments of a step.
 
     Args:
-        names: of each leaf, the argument that it belongs to.
+        names: of each leaf, the place in the arguments.
         in_full: see `fingerprint`.
     """
     bound, config = session.bound, session.config
-    numbered = _numbered(list(zip(names, leaves, strict=True)))
-    tensors = [(name, leaf) for name, leaf in numbered if isinstance(leaf, torch.Tensor)]
+    tensors = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
     digests = [fingerprint(leaf, in_full=in_full) for _, leaf in tensors]
     alike = "all ranks of a replica (its pp and tp peers) are given the same batch"
     if not config.prescaled_batch:
@@ -133,7 +132,7 @@ def batch_claims(names: Sequence[str], leaves: Sequence[Any], session: "Session"
     among: Among = "replica" if config.prescaled_batch else "pipeline"
     contents = partial(_contents, [name for name, _ in tensors], digests)
     return [
-        Claim.of("the arguments", {name: _argument_text(leaf) for name, leaf in numbered}, fix, "replica"),
+        Claim.of("the arguments", dict(zip(names, map(_argument_text, leaves), strict=True)), fix, "replica"),
         Claim("the contents of the batch", digest_of(*digests), contents, fix, among),
     ]
 
@@ -147,13 +146,3 @@ def _argument_text(leaf: Any) -> str:
 
 def _contents(names: Sequence[str], digests: Sequence[int]) -> dict[str, str]:
     return {name: f"{digest & 0xFFFFFF:06x}" for name, digest in zip(names, digests, strict=True)}
-
-
-def _numbered(items: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Names made different: ``batch``, ``batch (number 1)``."""
-    seen: dict[str, int] = {}
-    found = []
-    for name, leaf in items:
-        number = seen[name] = seen.get(name, -1) + 1
-        found.append((f"{name} (number {number})" if number else name, leaf))
-    return found

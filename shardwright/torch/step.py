@@ -87,6 +87,8 @@ class _Step:
         self._said: set[int] = set()
         self._names: dict[str, list[str]] = {}
         """By the form of the arguments, the argument that each leaf belongs to."""
+        self._labels: dict[str, list[str]] = {}
+        """By the form of the arguments, where each leaf lies: ``batch['labels']``."""
         self._signature = inspect.signature(function)
         named = set(self._signature.parameters)
         takes_any = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
@@ -124,6 +126,9 @@ class _Step:
         if form not in self._names:
             paths = pytree.tree_flatten_with_path(arguments, is_leaf=_is_model)[0]
             self._names[form] = [str(path[0].key) for path, _ in paths]  # type: ignore[attr-defined]
+            self._labels[form] = [
+                f"{name}{pytree.keystr(path[1:])}" for name, (path, _) in zip(self._names[form], paths, strict=True)
+            ]
         names = self._names[form]
         own = session.bound.size("tp") > 1 and not session.config.prescaled_batch
         sized: dict[str, tuple[torch.Tensor, int | None]] = {}
@@ -146,7 +151,12 @@ class _Step:
         form = Claim.of(
             "the form of the arguments", given.form, "Pass the same arguments on every rank of a replica.", "replica"
         )
-        return [function, mode_claim(), *batch_claims(given.names, given.leaves, session, in_full=in_full), form]
+        return [
+            function,
+            mode_claim(),
+            *batch_claims(self._labels[given.form], given.leaves, session, in_full=in_full),
+            form,
+        ]
 
     def _run(self, call: "_Given", session: sessions.Session, runtime: Runtime, shares: Shares) -> Any:
         leaves, names, batch = call.leaves, call.names, call.batch
