@@ -44,11 +44,11 @@ class Chain(nnx.Module):
         return self.embed.attend(self.norm(x))
 
 
-def loss_fn(model: Chain, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def loss_fn(model: Chain, batch: dict[str, jax.Array]) -> sw.Weighted:
     """Tokens below a bound count, so microbatches weigh differently."""
     counted = (batch["y"] < VOCABULARY // 2).astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
-    return (losses * counted).sum() / counted.sum(), counted.sum()
+    return sw.weighted((losses * counted).sum() / counted.sum(), counted.sum())
 
 
 def plain_loss(model: Chain, batch: dict[str, jax.Array]) -> jax.Array:
@@ -118,7 +118,7 @@ def reference(
 
     def total(params: Any, batch: Any) -> Any:
         found = loss(params, batch)
-        value, weight = found if isinstance(found, tuple) else (found, jnp.float32(1))
+        value, weight = (found.value, found.weight) if isinstance(found, sw.Weighted) else (found, jnp.float32(1))
         return value * weight, weight
 
     gradient = jax.jit(jax.value_and_grad(total, has_aux=True))

@@ -60,10 +60,10 @@ def batches(steps: int = STEPS) -> list[dict[str, np.ndarray]]:
     return [{"input_ids": rng.integers(0, CONFIG.vocab_size, (BATCH, LENGTH), np.int32)} for _ in range(steps)]
 
 
-def weighted_loss(model: gpt2_flax.GPT2, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def weighted_loss(model: gpt2_flax.GPT2, batch: dict[str, jax.Array]) -> sw.Weighted:
     """Microbatches weigh differently: only tokens below a bound count."""
     tokens = batch["input_ids"]
     logits = model(tokens)[:, :-1]
     counted = (tokens[:, 1:] < CONFIG.vocab_size // 3).astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    return (losses * counted).sum() / counted.sum(), counted.sum()
+    return sw.weighted((losses * counted).sum() / counted.sum(), counted.sum())

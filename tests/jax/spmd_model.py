@@ -43,10 +43,10 @@ class Model(nnx.Module):
         return self.embed.attend(x)
 
 
-def loss_fn(model: Model, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def loss_fn(model: Model, batch: dict[str, jax.Array]) -> sw.Weighted:
     counted = (batch["y"] < VOCABULARY // 2).astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
-    return (losses * counted).sum() / counted.sum(), counted.sum()
+    return sw.weighted((losses * counted).sum() / counted.sum(), counted.sum())
 
 
 def maker(blocks: int) -> Callable[[], Model]:
@@ -64,7 +64,7 @@ def optimizer() -> optax.GradientTransformation:
 
 def plan_of(blocks: int, pp: int, dp: int = 1, **pins: object) -> sw.Plan:
     sample = {name: jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32) for name in ("x", "y")}
-    graph = sw.capture(nnx.eval_shape(maker(blocks)), sample, lambda model, batch: loss_fn(model, batch)[0])
+    graph = sw.capture(nnx.eval_shape(maker(blocks)), sample, loss_fn)
     cluster = sw.Cluster("cpu", nodes=1, devices_per_node=pp * dp)
     given = {"microbatch": 2, "precision": "fp32", "recompute": "none", "shard": 0, "schedule": "gpipe"}
     given |= {"virtual_stages": 1} | pins

@@ -265,7 +265,7 @@ def test_a_loss_that_closes_over_parameters(graph: Graph) -> None:
     other = create()
 
     def closed(model: Chain, batch: dict[str, jax.Array]) -> jax.Array:
-        return loss_fn(other, batch)[0] + 0.0 * model.norm.scale.get_value().sum()
+        return loss_fn(other, batch).value + 0.0 * model.norm.scale.get_value().sum()
 
     train = sw.train_step(closed, optax.sgd(0.1), plan_of(graph, 2), devices=jax.devices()[:2])
     with pytest.raises(sw.ShardwrightError, match=r"closes over an array .* of parameter"):

@@ -67,8 +67,7 @@ class Linen:
 
         def with_state(params: Any, batch: Any, *, state: Any = None) -> Any:
             found, after = applied(params, state, batch)
-            value, weight = found if isinstance(found, tuple) else (found, None)
-            return (value, weight) if after is None else (value, weight, after)
+            return found if after is None else (found, after)
 
         def captured(apply: Any, batch: Any) -> Any:
             if self.statistics is None:

@@ -211,7 +211,7 @@ def test_batch_statistics_follow_the_microbatches() -> None:
 
 def test_state_beside_the_parameters(mlp_graph: Graph) -> None:
     def counting(params: Any, batch: Any, *, state: Any = None) -> Any:
-        return mlp(params, batch), None, {"seen": state["seen"] + 1, "mean": batch["x"].mean()}
+        return mlp(params, batch), {"seen": state["seen"] + 1, "mean": batch["x"].mean()}
 
     train = sw.train_step(counting, optax.sgd(0.1), plan_of(mlp_graph, 2, 1), devices=jax.devices()[:2])
     state = train.init(mlp_params(), state={"seen": jnp.zeros((), jnp.int32), "mean": jnp.zeros(())})
@@ -228,7 +228,8 @@ def test_loss_scope_global_sees_all_replicas(mlp_graph: Graph) -> None:
 
     def loss(dp: int, microbatch: int, scope: Any) -> float:
         plan = plan_of(mlp_graph, dp, 1, microbatch, loss_scope=scope)
-        train = sw.train_step(contrast, optax.sgd(0.1), plan, devices=jax.devices()[:dp])
+        reduction = "mean" if scope == "replica" else None  # each replica's microbatch by itself is what is meant
+        train = sw.train_step(contrast, optax.sgd(0.1), plan, devices=jax.devices()[:dp], reduction=reduction)
         return float(train(train.init(mlp_params()), mlp_batch())[1])
 
     whole = float(contrast(mlp_params(), mlp_batch()))
@@ -338,5 +339,5 @@ def test_another_optimizers_state_is_not_placed(mlp_graph: Graph) -> None:
 
 def test_a_loss_function_that_returns_no_number(mlp_graph: Graph) -> None:
     train = sw.train_step(lambda params, batch: batch["x"], optax.sgd(0.1), plan_of(mlp_graph, 4, 2))
-    with pytest.raises(sw.ShardwrightError, match=r"a loss of shape \(2, 8\): expected one number"):
+    with pytest.raises(sw.ShardwrightError, match=r"a loss that is an array of shape \(2, 8\): expected one number"):
         train(train.init(mlp_params()), mlp_batch())

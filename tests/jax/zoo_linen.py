@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import optax
 from flax import linen
 
+import shardwright.jax as sw
+
 WIDTH, HEADS, VOCABULARY, LENGTH = 16, 2, 24, 8
 
 
@@ -63,11 +65,11 @@ class Bert(linen.Module):
         return word.attend(linen.gelu(linen.Dense(WIDTH, name="transform")(x)))
 
 
-def bert_loss(apply: Callable[..., Any], batch: Any) -> tuple[jax.Array, jax.Array]:
+def bert_loss(apply: Callable[..., Any], batch: Any) -> sw.Weighted:
     logits = apply(batch["ids"], batch["attended"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
     masked = batch["masked"].astype(jnp.float32)
-    return (losses * masked).sum() / masked.sum(), masked.sum()
+    return sw.weighted((losses * masked).sum() / masked.sum(), masked.sum())
 
 
 class T5Layer(linen.Module):

@@ -9,6 +9,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+import shardwright.jax as sw
+
 WIDTH, HEADS, VOCABULARY, LENGTH, BATCH = 16, 2, 24, 8, 8
 
 
@@ -124,11 +126,11 @@ class Bert(nnx.Module):
         return self.word.attend(jax.nn.gelu(self.transform(x))) + self.bias.get_value()
 
 
-def bert_loss(model: Bert, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def bert_loss(model: Bert, batch: dict[str, jax.Array]) -> sw.Weighted:
     """Of masked tokens alone: microbatches weigh differently."""
     losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["ids"], batch["attended"]), batch["labels"])
     masked = batch["masked"].astype(jnp.float32)
-    return (losses * masked).sum() / masked.sum(), masked.sum()
+    return sw.weighted((losses * masked).sum() / masked.sum(), masked.sum())
 
 
 # --- an encoder-decoder, T5-like

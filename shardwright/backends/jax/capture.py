@@ -12,6 +12,7 @@ from shardwright.backends.jax.footprint import footprints
 from shardwright.backends.jax.ops import translate
 from shardwright.backends.jax.partitioning import LogicalAxes, linen_axes, nnx_axes
 from shardwright.backends.jax.program import Program, flatten, same_structure
+from shardwright.backends.jax.returned import Weighted
 from shardwright.backends.jax.samples import at_batch, batch_size, positional, resolve_batch_dims
 from shardwright.backends.jax.trace import Recorder, boxed_functions, linen_calls, nnx_calls
 from shardwright.backends.jax.tree import abstract, aliases_of, dotted, flat_names, parameter_names
@@ -54,7 +55,7 @@ def capture(
         anything else as the one argument. For a function: the pair ``(params, batch)``, handed over as they are.
     loss: a function of the model's output; or, when it takes two arguments, ``loss(model, sample)``, which calls the
         model itself (``model`` is the NNX module, or for Linen a function with the variables bound). Without it, the
-        model's own: a scalar output, the first of ``(loss, weight)``, or ``.loss`` / ``["loss"]``.
+        model's own: a scalar output, the first of ``(loss, aux)``, `weighted`, or ``.loss`` / ``["loss"]``.
     batch_dims: the dim that counts samples: None for the first of every array, a number, or a tree like ``sample``'s
         with a number (or None: no such dim) per array.
     require_loss: False captures a model without a loss: the graph's outputs are then what it returns.
@@ -91,9 +92,16 @@ def _read(source: Source, batch: Any, dims: tuple[int | None, ...], pick: Callab
     return _graph(source, one[1], other[1], inputs[0], batch_size(batch, dims)), (one, other)
 
 
-def trace(source: Source, inputs: Any, pick: Callable[[Any], Any], results: int | None = None) -> tuple[Any, Program]:
+def trace(
+    source: Source,
+    inputs: Any,
+    pick: Callable[[Any], Any],
+    results: int | None = None,
+    *,
+    whole_batch_norms: bool = False,
+) -> tuple[Any, Program]:
     """The closed jaxpr of what ``pick`` takes of a source's results, and the flat program of its first ``results``."""
-    recorder = Recorder()
+    recorder = Recorder(whole_batch_norms=whole_batch_norms)
 
     def run(arrays: Any, inputs: Any) -> Any:
         return pick(source.run(arrays, inputs, recorder))
@@ -197,8 +205,9 @@ def _with_loss(call: Callable[..., Any], sample: Any, loss: Callable[..., Any] |
 
 
 def _loss_of(output: Any, name: str) -> Any:
-    if isinstance(output, tuple) and len(output) == 2 and all(_is_scalar(item) for item in output):
-        return output[0]
+    if isinstance(output, tuple) and 2 <= len(output) <= 3 and _is_scalar(_value(output[0])):
+        output = output[0]  # (loss, aux), (loss, state) or (loss, aux, state), as of train_step
+    output = _value(output)
     if hasattr(output, "keys") and "loss" in output:
         output = output["loss"]
     elif getattr(output, "loss", None) is not None:
@@ -210,6 +219,10 @@ def _loss_of(output: Any, name: str) -> Any:
         f"{name} returns no loss but arrays of shapes {shapes or 'none'}: give capture a loss=, a function of "
         "the output (or of model and sample) that returns one number"
     )
+
+
+def _value(output: Any) -> Any:
+    return output.value if isinstance(output, Weighted) else output
 
 
 def _outputs_of(output: Any, name: str) -> Any:

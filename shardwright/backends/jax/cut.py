@@ -81,12 +81,13 @@ def cut(
     planned: Mapping[str, tuple[int, ...]],
     holdings: Sequence[Holding],
     state: Mapping[int, Carried],
+    trained: Sequence[bool],
 ) -> Cut:
     """Cut a flat program.
 
     weights: the arguments that are parameters, and their ``names``.
     planned: for every parameter the stages where the plan uses it; ``holdings`` where it is kept.
-    state: the arguments that carry what the model changes.
+    state: the arguments that carry what the model changes; trained: whether each of ``weights`` gets a gradient.
 
     Raises PlanError when a stage is left without work, for side effects in a fixed order on several stages, and for
     state that cannot be read and written on one stage.
@@ -106,7 +107,7 @@ def cut(
         per_stage.append([e for e in flat.equations if where[id(e)] == stage or id(e) in chosen])
     held, per_stage = _hold(flat, per_stage, weights, names, holdings)
     producer = {value: where[id(e)] for e in flat.equations for value in e.outputs}
-    live = _live(flat, per_stage, {w.value for w in held})
+    live = _live(flat, per_stage, {w.value for w in held if trained[w.holding.leaf]})
     return Cut(flat, _parts(flat, per_stage, producer, home, held, live, state), tuple(held), live)
 
 

@@ -33,7 +33,7 @@ class JaxExecutable:
 
     def step(self, batch: Any) -> float:
         """One update on the global batch, which has ended; its loss."""
-        self.state, loss = self.train(self.state, batch)
+        self.state, loss, *_ = self.train(self.state, batch)
         jax.block_until_ready(self.state)
         return float(loss)
 
@@ -41,7 +41,7 @@ class JaxExecutable:
         """When each action ran in each of some updates. Raises MissingCapabilityError for a plan without stages."""
         found = []
         for _ in range(steps):
-            self.state, _loss, timeline = self.train.measure(self.state, batch)
+            self.state, *_, timeline = self.train.measure(self.state, batch)
             found.append(timeline)
         return tuple(found)
 

@@ -113,6 +113,7 @@ class _Stages:
             {name: tuple(using) for name, using in users.items()},
             holdings,
             {},
+            [True] * len(weights),
         )
 
     def functions(self, stage: int, recompute: str = "none") -> StageFunctions:

@@ -3,8 +3,8 @@
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +13,22 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.convolutions import for_cpu_loops
+from shardwright.backends.jax.metrics import Metrics, arrays_of, is_weighted, metrics_of
+from shardwright.backends.jax.python_values import PythonValues, WithValues
 from shardwright.backends.jax.recompute import computed_again
+from shardwright.backends.jax.reductions import MEAN, SUM, Reader, Reduction, Traced, asked
+from shardwright.backends.jax.returned import Returned, read_returned
 from shardwright.backends.jax.state import Parts, TrainState, fold_random, put_together, take_apart
 from shardwright.backends.jax.trace import Recorder, linen_calls, nnx_calls, recomputed
+from shardwright.backends.jax.trained import ALL, Trained
+from shardwright.backends.jax.tree import abstract
 from shardwright.core.errors import PlanError
 from shardwright.core.plan import Plan
-
-Loss = tuple[jax.Array, jax.Array, Any]
-"""Loss, weight, and the state beside the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossFunction:
-    """A user's loss function made uniform: (params, random, other, graphdef, batch) → (loss, weight, other)."""
+    """A user's loss function made uniform: (params, random, other, graphdef, batch) → `Returned`."""
 
     function: Callable[..., Any]
     keywords: frozenset[str]
@@ -34,13 +37,29 @@ class LossFunction:
     recompute: str
     blocks: frozenset[str]
     """The modules whose calls are computed again in the backward pass: those of the plan's units."""
+    reduction: str | None = None
+    """What the user says of how the losses of microbatches combine: "mean", "sum", or nothing."""
+    has_aux: bool = False
+    """Whether it returns metrics beside the loss."""
+    trained: Trained = ALL
+    """Which parameters gradients are taken of."""
+    python: PythonValues | None = None
+    """What it reads of Python."""
     recorder: Recorder | None = None
     """Marks module calls, for a program that is cut."""
-    laid_out: Callable[..., Loss] | None = None
+    laid_out: Callable[..., Returned] | None = None
     """Takes this function and its arguments, and runs it with its values laid out as the plan says."""
 
     @classmethod
-    def of(cls, function: Callable[..., Any], plan: Plan) -> "LossFunction":
+    def of(
+        cls,
+        function: Callable[..., Any],
+        plan: Plan,
+        *,
+        reduction: str | None = None,
+        has_aux: bool = False,
+        trained: Trained = ALL,
+    ) -> "LossFunction":
         """Under a plan that is bound to JAX."""
         try:
             parameters = inspect.signature(function).parameters.values()
@@ -55,52 +74,39 @@ class LossFunction:
         precision = plan.decision.precision if plan.is_pinned("precision") else "as given"
         # A pipeline recomputes by stage and unit, whatever the model is made of.
         recompute = plan.decision.recompute if plan.decision.pp == 1 else "none"
-        return cls(function, keywords, precision, recompute, blocks)
+        return cls(
+            function, keywords, precision, recompute, blocks, reduction, has_aux, trained, PythonValues.of(function)
+        )
 
-    def __call__(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> Loss:
+    def __call__(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> Returned:
         if self.laid_out is not None:
             return self.laid_out(self, params, random, other, graphdef, batch)
         return self.plain(params, random, other, graphdef, batch)
 
-    def plain(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> Loss:
-        """The function as the user wrote it."""
+    def plain(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> Returned:
+        """The function as the user wrote it. A batch may come with the Python numbers that are inputs of the step."""
+        values: Sequence[Any] = ()
+        if isinstance(batch, WithValues):
+            batch, values = batch.batch, batch.values
+        with nullcontext() if self.python is None else self.python.given(values):
+            return self._plain(params, random, other, graphdef, batch)
+
+    def _plain(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> Returned:
         if self.precision == "bf16":
             params = jax.tree.map(lambda p: p.astype(jnp.bfloat16) if p.dtype == jnp.float32 else p, params)
         if graphdef is not None:
             model = put_together(Parts(params, random, other, graphdef))
             marking = nnx_calls(model, self.recorder) if self.recorder else nullcontext()
-            with marking, recomputed(model, self.blocks, self.recompute):
-                loss, weight, _ = _three(self.function(model, batch))
-            return loss, weight, take_apart(model, 0, None).other
+            attributes = nullcontext() if self.python is None else self.python.on(model)
+            with attributes, marking, recomputed(model, self.blocks, self.recompute):
+                found = self._read(self.function(model, batch), None, takes_state=False)
+            return found._replace(state=take_apart(model, 0, None).other)
         extra = {name: value for name, value in (("rngs", random), ("state", other)) if name in self.keywords}
         with linen_calls(self.recorder) if self.recorder else nullcontext():
-            loss, weight, changed = _three(self.function(params, batch, **extra))
-        return loss, weight, other if changed is None else changed
+            return self._read(self.function(params, batch, **extra), other, takes_state="state" in self.keywords)
 
-
-def _three(returned: Any) -> Loss:
-    """``loss``, ``(loss, weight)`` or ``(loss, weight, state)`` as the last."""
-    parts = returned if isinstance(returned, tuple) else (returned,)
-    if not 1 <= len(parts) <= 3:
-        raise PlanError(
-            f"the loss function returned {len(parts)} values: expected loss, (loss, weight) or (loss, weight, state)"
-        )
-    loss, weight, state = [*parts, None, None][:3]
-    for name, value in (("loss", loss), ("weight", 1.0 if weight is None else weight)):
-        if not jnp.isscalar(value) and not hasattr(value, "dtype"):
-            raise PlanError(
-                f"the loss function returned a {name} that is a {type(value).__name__}: expected loss, (loss, weight) "
-                "or (loss, weight, state), the first two one number each; metrics are for a function of their own"
-            )
-        if jnp.shape(value) != ():
-            raise PlanError(f"the loss function returned a {name} of shape {jnp.shape(value)}: expected one number")
-    if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        raise PlanError(f"the loss function returned a loss of {jnp.result_type(loss)}: expected a floating number")
-    return (
-        jnp.asarray(loss, jnp.float32),
-        jnp.asarray(1.0 if weight is None else weight, jnp.float32),
-        state,
-    )
+    def _read(self, returned: Any, state: Any, *, takes_state: bool) -> Returned:
+        return read_returned(returned, state, takes_state=takes_state, has_aux=self.has_aux)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +127,92 @@ class Microbatches:
     replicas: int
     microbatches: int
     per_replica: bool
+    metrics: Metrics | None = None
+    """How those beside the loss combine; None without any."""
+
+    reduction: Reduction | None = None
+    """How the losses of microbatches make that of the batch; None: by the weights that come with them."""
+    samples: int = 1
+    """Of a microbatch; with the loss scope "global" those of all replicas."""
+
+    @classmethod
+    def of(
+        cls,
+        loss: LossFunction,
+        plan: Plan,
+        parts: Parts,
+        structure: Any,
+        dims: tuple[int | None, ...],
+        leaves: Sequence[Any],
+    ) -> "Microbatches":
+        """Under a plan, of a model taken apart and batches like these leaves (arrays or shapes).
+
+        Raises PlanError for a loss or a metric of which it cannot be told how those of microbatches combine.
+        """
+        decision = plan.decision
+        alone = decision.loss_scope == "replica" and decision.dp > 1
+        batch = cls(loss, parts.graphdef, structure, dims, decision.dp, plan.microbatches, alone)
+        size = next(leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None)
+        batch = replace(batch, samples=size // batch.calls)
+        arrays = jax.tree.map(abstract, (parts.params, parts.random, parts.other))
+        shapes = [abstract(leaf) for leaf in leaves]
+        found: list[Any] = []
+
+        def run(arrays: Any, inputs: Any, recorder: Any) -> list[Any]:
+            params, random, other = arrays
+            made = replace(loss, recorder=recorder).plain(params, random, other, parts.graphdef, inputs)
+            aux, form = arrays_of(made.aux)
+            found[:] = [made, aux, form]
+            return jax.tree.leaves([made.loss, [leaf for _, leaf in aux]])
+
+        def at(samples: int) -> Any:
+            cut = [
+                leaf if dim is None else leaf.update(shape=(*leaf.shape[:dim], samples, *leaf.shape[dim + 1 :]))
+                for leaf, dim in zip(shapes, dims, strict=True)
+            ]
+            return jax.tree.unflatten(structure, cut)
+
+        def read(samples: int) -> list[Any]:
+            """The metrics with so many samples, as shapes."""
+            jax.eval_shape(lambda arrays, inputs: run(arrays, inputs, None), arrays, at(samples))
+            return [(name, jax.tree.map(abstract, leaf)) for name, leaf in found[1]]
+
+        lifted = loss.python is not None and loss.python.lifted
+        if batch.calls == 1 and loss.reduction is None and not loss.has_aux and not lifted:
+            return batch
+        aux = read(batch.samples)
+        weighs, form = found[0].weighs, found[2]
+        if loss.reduction is not None and weighs:
+            raise PlanError(f"reduction={loss.reduction!r} was given, and the loss function returns a weight: give one")
+        mask = (*loss.trained.mask(parts.params), *([False] * len(jax.tree.leaves(arrays[1:]))))
+        name = getattr(loss.function, "__name__", type(loss.function).__name__)
+        traced = Traced(name, run, arrays, mask, at, batch.samples, dims)
+        metrics = loss.has_aux and batch.calls > 1 and any(m.dtype for _, m in aux if not is_weighted(m))
+        asks = batch.calls > 1 and loss.reduction is None and not weighs
+        reader = Reader.of(traced) if asks or metrics else Reader(traced, None, None)
+        if loss.reduction == "sum":
+            batch = replace(batch, reduction=SUM)
+        elif asks:
+            reduction, verdict = reader.reduction(0)
+            if reduction is None and alone and plan.microbatches == 1:
+                return cls.of(loss, replace(plan, decision=replace(decision, loss_scope="global")), parts, structure,
+                              dims, leaves)  # fmt: skip
+            if reduction is None:
+                raise asked(name, verdict, batch.calls)
+            batch = replace(batch, reduction=None if reduction == MEAN else reduction)
+        if not loss.has_aux:
+            return batch
+        twice = read(2 * batch.samples) if any(not is_weighted(m) and m.ndim for _, m in aux) else None
+        return replace(batch, metrics=metrics_of(reader, aux, twice, form, batch.calls))
+
+    @property
+    def calls(self) -> int:
+        """How many times the loss function is called for a batch."""
+        return self.microbatches * (self.replicas if self.per_replica else 1)
+
+    def divisor(self, counted: jax.Array) -> jax.Array:
+        """What the sums of a step are divided by, from what `total` counted of all its microbatches."""
+        return counted if self.reduction is None else self.reduction.divisor(self.samples * self.calls, counted)
 
     def split(self, leaf: Any, dim: int | None) -> Any:
         """[…, batch, …] → [microbatch, replica, samples, …]; arrays without a batch dim as they are."""
@@ -137,17 +229,23 @@ class Microbatches:
 
     def total(
         self, params: Any, random: Any, step: Any, other: Any, m: Any, part: Sequence[Any]
-    ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-        """Σ weight · loss over replicas, Σ weight, and the other state after it."""
+    ) -> tuple[jax.Array, tuple[jax.Array, Any, list[jax.Array], list[jax.Array]]]:
+        """Σ weight · loss over replicas, Σ weight (or what else makes the `divisor`), the other state after it, and of
+        the metrics the arrays that add up over microbatches and those that are joined, [replica, samples, …]."""
 
-        def one(replica: Any, pieces: list[Any]) -> Loss:
+        def one(replica: Any, pieces: list[Any]) -> Any:
             restored = [_restore(piece, dim) for piece, dim in zip(pieces, self.dims, strict=True)]
             folded = fold_random(random, step, replica * self.microbatches + m)
             batch = jax.tree.unflatten(self.structure, restored)
-            loss, weight, after = self.loss(params, folded, other, self.graphdef, batch)
+            loss, weight, after, aux, _ = self.loss(params, folded, other, self.graphdef, batch)
+            arrays, counted = (params, folded, other), weight
+            if self.reduction is not None:
+                counted = self.reduction.counted(self.samples, arrays, batch)
+                weight = self.reduction.share(self.samples, counted)
             leaves = zip(jax.tree.leaves(after), given, strict=False)
             kept.append({number for number, (new, old) in enumerate(leaves) if new is old})
-            return loss, weight, after
+            made = ([], []) if self.metrics is None else self.metrics.of_call(aux, arrays, batch)
+            return loss, weight, counted, after, *made
 
         given = jax.tree.leaves(other)
         kept: list[set[int]] = []
@@ -155,48 +253,79 @@ class Microbatches:
         if self.per_replica and self.replicas > 1:
             over = [None if dim is None else 0 for dim in self.dims]
             run = jax.vmap(one, in_axes=(0, over), spmd_axis_name="dp")
-            losses, weights, after = run(jnp.arange(self.replicas), list(part))
+            losses, weights, counted, after, sums, rows = run(jnp.arange(self.replicas), list(part))
+            sums = [each.sum(0) for each in sums]
             leaves, structure = jax.tree.flatten(after)
             merged = [given[i] if i in kept[-1] else _over_replicas(leaf) for i, leaf in enumerate(leaves)]
             after = jax.tree.unflatten(structure, merged)
         else:
             joined = [p if dim is None else p.reshape(-1, *p.shape[2:]) for p, dim in zip(part, self.dims, strict=True)]
-            losses, weights, after = one(0, joined)
-        weights = jax.lax.stop_gradient(weights)
-        return jnp.sum(losses * weights), (jnp.sum(weights), after)
+            losses, weights, counted, after, sums, rows = one(0, joined)
+            rows = [each.reshape(self.replicas, -1, *each.shape[1:]) for each in rows]
+        weights, counted = jax.lax.stop_gradient((weights, counted))
+        return jnp.sum(losses * weights), (jnp.sum(counted), after, sums, rows)
+
+
+class Gradients(NamedTuple):
+    """What the microbatches of one step gave."""
+
+    loss: jax.Array
+    mean: Any
+    """The gradients of what is trained, as `Trained.with_gradients` makes a tree."""
+    other: Any
+    """The model's other state."""
+    aux: Any
 
 
 def accumulate(
     batch: Microbatches, state: TrainState, leaves: Sequence[Any], *, mesh: jax.sharding.Mesh, gradients_at: Any
-) -> tuple[jax.Array, Any, Any]:
-    """Loss and gradients of a global batch, and the model's other state after it, in one program."""
+) -> Gradients:
+    """Loss and gradients of a global batch, the model's other state after it, and metrics, in one program."""
     along_dp = NamedSharding(mesh, PartitionSpec(None, "dp"))
     split = [
         leaf if dim is None else jax.lax.with_sharding_constraint(batch.split(leaf, dim), along_dp)
         for leaf, dim in zip(leaves, batch.dims, strict=True)
     ]
-    gradient = jax.value_and_grad(batch.total, has_aux=True)
+    trained = batch.loss.trained
+    given = trained.leaves(state.params)
+    at = [place for place, flag in zip(jax.tree.leaves(gradients_at), trained.mask(state.params), strict=True) if flag]
 
-    def one_microbatch(carry: Any, m: Any) -> tuple[Any, None]:
-        loss_sum, weight_sum, gradients, other = carry
-        (value, (weight, other)), found = gradient(
-            state.params, state.random, state.step, other, m, batch.take(split, m)
+    def total(given: list[Any], *rest: Any) -> Any:
+        return batch.total(trained.merge(state.params, given), *rest)
+
+    gradient = jax.value_and_grad(total, has_aux=True)
+
+    def one_microbatch(carry: Any, m: Any) -> tuple[Any, Any]:
+        loss_sum, weight_sum, gradients, other, before = carry
+        (value, (weight, other, sums, rows)), found = gradient(
+            given, state.random, state.step, other, m, batch.take(split, m)
         )
-        gradients = jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradients, found)
-        gradients = jax.lax.with_sharding_constraint(gradients, gradients_at)
-        return (loss_sum + value, weight_sum + weight, gradients, other), None
+        gradients = [a + b.astype(a.dtype) for a, b in zip(gradients, found, strict=True)]
+        gradients = jax.lax.with_sharding_constraint(gradients, at)
+        sums = jax.tree.map(jnp.add, before, sums)
+        return (loss_sum + value, weight_sum + weight, gradients, other, sums), rows
 
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, accumulated_dtype(p)), state.params)
-    start = (jnp.zeros(()), jnp.zeros(()), jax.lax.with_sharding_constraint(zeros, gradients_at), state.other)
+    zeros = jax.lax.with_sharding_constraint([jnp.zeros(p.shape, accumulated_dtype(p)) for p in given], at)
+    sums = [] if batch.metrics is None else batch.metrics.zeros()
+    start = (jnp.zeros(()), jnp.zeros(()), zeros, state.other, sums)
     if batch.microbatches == 1:
-        (loss_sum, weight_sum, gradients, other), _ = one_microbatch(start, 0)
+        (loss_sum, weight_sum, gradients, other, sums), rows = one_microbatch(start, 0)
+        rows = [each[None] for each in rows]
     else:
         numbers = jnp.arange(batch.microbatches)
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         body = for_cpu_loops(one_microbatch, start, numbers[0]) if on_cpu else one_microbatch
-        (loss_sum, weight_sum, gradients, other), _ = jax.lax.scan(body, start, numbers)
-    mean = jax.tree.map(lambda g, p: (g / weight_sum).astype(p.dtype), gradients, state.params)
-    return loss_sum / weight_sum, mean, other
+        (loss_sum, weight_sum, gradients, other, sums), rows = jax.lax.scan(body, start, numbers)
+    divisor = batch.divisor(weight_sum)
+    mean = [(g / divisor).astype(p.dtype) for g, p in zip(gradients, given, strict=True)]
+    aux = None if batch.metrics is None else batch.metrics.all(sums, rows)
+    return Gradients(loss_sum / divisor, trained.with_gradients(state.params, mean), other, aux)
+
+
+def gradient_norm(gradients: Any) -> jax.Array:
+    """The global norm of a tree of gradients, in fp32."""
+    squares = [jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32))) for g in jax.tree.leaves(gradients)]
+    return jnp.sqrt(sum(squares, jnp.zeros(())))
 
 
 def accumulated_dtype(parameter: Any) -> Any:

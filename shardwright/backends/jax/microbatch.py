@@ -1,6 +1,6 @@
 """Trace one microbatch of a training step and cut it by the plan."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,8 @@ class CutMicrobatch:
     batch: tuple[int, ...]
     specs: dict[int, PartitionSpec]
     """How the values that pass between stages are split over dp and tp."""
+    divisor: Callable[[jax.Array], jax.Array]
+    """What the sums of a step are divided by, from its `WEIGHT`."""
 
 
 def cut_microbatch(
@@ -59,14 +61,18 @@ def cut_microbatch(
     other = Parts(parts.other, None, None, parts.graphdef).names
     changed = [
         (value, name, atom)
-        for value, name, atom in zip(state, other, flat.outputs[2:], strict=True)
+        for value, name, atom in zip(state, other, flat.outputs[2 : 2 + len(state)], strict=True)
         if not isinstance(atom, int) or atom != value
     ]
-    flat.outputs = (*flat.outputs[:2], *(atom for *_, atom in changed))
+    beside = flat.outputs[2 + len(state) :]
+    flat.outputs = (*flat.outputs[:2], *(atom for *_, atom in changed), *beside)
     carried = {value: Carried(name, 2 + position) for position, (value, name, _) in enumerate(changed)}
+    metrics = range(2 + len(changed), len(flat.outputs))
+    sums = 0 if microbatches.metrics is None else len(microbatches.metrics.zeros())
     _refuse_closed_over(flat, parts, weights)
     name_units(flat, plan, dict(zip(weights, names, strict=True)), carried)
-    found = cut(flat, plan.stages, weights, names, planned, holdings, carried)
+    trained = microbatches.loss.trained.mask(parts.params)
+    found = cut(flat, plan.stages, weights, names, planned, holdings, carried, trained)
     specs = {}
     if microbatches.replicas > 1:
         wider = replace(microbatches, replicas=2 * microbatches.replicas)
@@ -81,8 +87,10 @@ def cut_microbatch(
         dict(zip(batch, split, strict=True)),
         m,
         {value: entry.output for value, entry in carried.items()},
+        tuple(metrics[:sums]),
+        tuple(metrics[sums:]),
     )
-    return CutMicrobatch(found, operands, random, step, state, batch, specs)
+    return CutMicrobatch(found, operands, random, step, state, batch, specs, microbatches.divisor)
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -97,9 +105,8 @@ def _trace(
     recorded = replace(microbatches, loss=replace(microbatches.loss, recorder=recorder))
 
     def run(params: Any, random: Any, step: Any, other: Any, m: Any, part: Any) -> Any:
-        total, (weight, after) = recorded.total(params, random, step, other, m, part)
-        _require_same_state(other, after)
-        return total, weight, jax.tree.leaves(after)
+        total, (weight, after, sums, rows) = recorded.total(params, random, step, other, m, part)
+        return total, weight, jax.tree.leaves(after), sums, rows
 
     count = jax.ShapeDtypeStruct((), jnp.int32)
     part = [
@@ -140,18 +147,6 @@ def _homes(plan: Plan, calls: list[TracedCall]) -> Home:
             number = call.parent
 
     return home
-
-
-def _require_same_state(before: Any, after: Any) -> None:
-    one, other = (
-        [(leaf.shape, leaf.dtype) for leaf in map(jnp.asarray, jax.tree.leaves(tree))] for tree in (before, after)
-    )
-    forms: list[Any] = [jax.tree.structure(tree) for tree in (before, after)]
-    if one != other or forms[0] != forms[1]:
-        raise PlanError(
-            f"the loss function returns state of another form than it was given: {forms[1]} with {other} for "
-            f"{forms[0]} with {one}; keep shapes and dtypes"
-        )
 
 
 def _refuse_closed_over(flat: FlatProgram, parts: Parts, weights: Sequence[int]) -> None:

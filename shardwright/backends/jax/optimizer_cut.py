@@ -1,7 +1,7 @@
 """The optimizer, cut over stages: any optax transformation, traced over all parameters, gives what it gives unsplit."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -15,8 +15,9 @@ from shardwright.backends.jax.compiled import Compiler
 from shardwright.backends.jax.equations import FlatProgram, flatten
 from shardwright.backends.jax.holding import Holding, Stack, StageMeshes
 from shardwright.backends.jax.layout import spread_over
-from shardwright.backends.jax.loss import updated
+from shardwright.backends.jax.loss import gradient_norm, updated
 from shardwright.backends.jax.placed import PlacedProgram
+from shardwright.backends.jax.trained import Trained
 from shardwright.backends.jax.unstack import Unstacked, unstack
 from shardwright.core.errors import PlanError
 
@@ -76,9 +77,11 @@ class OptimizerCut:
         shardings: Any,
         shard: int,
         meshes: StageMeshes,
+        trained: Trained,
     ) -> None:
-        """params: shapes of the whole parameters; shardings: like them, on any stage's mesh; shard: the ZeRO stage."""
-        self.optimizer, self.params, self.meshes = optimizer, params, meshes
+        """params: shapes of the whole parameters; shardings: like them, on any stage's mesh; shard: the ZeRO stage;
+        trained: which parameters the optimizer changes."""
+        self.optimizer, self.params, self.meshes, self.trained = optimizer, params, meshes, trained
         by_leaf: dict[int, list[Holding]] = {}
         for holding in holdings:
             by_leaf.setdefault(holding.leaf, []).append(holding)
@@ -132,16 +135,23 @@ class OptimizerCut:
     # --- update
 
     def compile_update(
-        self, uses: Sequence[tuple[int, int]], weight_stage: int, total_stage: int, compiler: Compiler
+        self,
+        uses: Sequence[tuple[int, int]],
+        weight_stage: int,
+        total_stage: int,
+        divisor: Callable[[jax.Array], jax.Array],
+        compiler: Compiler,
     ) -> PlacedProgram:
         """The update: summed gradients, Σ weight, Σ weight · loss, the step, the optimizer's state and the parameters
-        → the step, the state, the parameters and the loss. All but the two sums and the step are donated.
+        → the step, the state, the parameters, the loss and the gradients' norm. All but the two sums and the step are
+        donated.
 
         uses: the (leaf, stage) pairs of the gradients, where a tied parameter has several; of a stack, its pieces.
+        divisor: what sums are divided by, from Σ weight.
 
         Raises PlanError for an optimizer whose state changes its shapes or dtypes.
         """
-        leaves, structure = jax.tree.flatten(self.params)
+        leaves = jax.tree.leaves(self.params)
         merged: list[tuple[int, Places]] = []
         for leaf, stage in uses:
             own = self.gradients[leaf]
@@ -151,18 +161,21 @@ class OptimizerCut:
                 merged.append((leaf, own))
 
         def update(sums: Any, weight: Any, total: Any, step: Any, state: Any, params: Any) -> Any:
+            below = divisor(weight)
             gathered: list[Any] = [None] * len(leaves)
             for (leaf, _), given in zip(merged, sums, strict=True):
                 gathered[leaf] = given if gathered[leaf] is None else gathered[leaf] + given
-            mean: Any = [
-                jnp.zeros(p.shape, p.dtype) if g is None else (g / weight).astype(p.dtype)
-                for g, p in zip(gathered, jax.tree.leaves(params), strict=True)
+            found = [
+                jnp.zeros(p.shape, p.dtype) if g is None else (g / below).astype(p.dtype)
+                for g, p, flag in zip(gathered, jax.tree.leaves(params), self.trained.mask(params), strict=True)
+                if flag
             ]
-            mean = jax.tree.unflatten(structure, mean)
-            updates, state = updated(self.optimizer, mean, state, params, total / weight)
+            mean = self.trained.with_gradients(params, found)
+            norm = gradient_norm(mean)
+            updates, state = updated(self.optimizer, mean, state, params, total / below)
             _require_same_state(self.state, state)
-            changed = optax.apply_updates(params, updates)
-            return step + 1, jax.tree.leaves(state), jax.tree.leaves(changed), total / weight
+            changed = self.trained.apply(params, updates)
+            return step + 1, jax.tree.leaves(state), jax.tree.leaves(changed), total / below, norm
 
         number = jax.ShapeDtypeStruct((), jnp.float32)
         sums = [
@@ -173,7 +186,7 @@ class OptimizerCut:
         closed = jax.make_jaxpr(update)(sums, number, number, count, self.state, self.params)
         scalars = [(Place(stage, self.meshes.whole[stage]),) for stage in (weight_stage, total_stage, 0)]
         arguments = [*(p for _, p in merged), *scalars, *self.states, *self.parameters]
-        outputs = [scalars[2], *self.states, *self.parameters, scalars[1]]
+        outputs = [scalars[2], *self.states, *self.parameters, scalars[1], scalars[1]]
         state_shapes = jax.tree.leaves(self.state)
         shared = [False] * len(merged) + [True] * 3 + [not leaf.shape or _is_random(leaf) for leaf in state_shapes]
         shared += [False] * len(self.parameters)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +93,20 @@ class Load:
     key: Key
     argument: int
     position: int
+
+
+class PipelineResult(NamedTuple):
+    """What a step makes, array by array."""
+
+    step: jax.Array
+    params: list[jax.Array]
+    optimizer: list[jax.Array]
+    other: list[jax.Array]
+    loss: jax.Array
+    grad_norm: jax.Array
+    metric_sums: list[jax.Array]
+    metric_rows: list[list[jax.Array]]
+    """Of every microbatch, [replica, samples, …]."""
 
 
 class Pipeline:
@@ -181,6 +195,8 @@ class Pipeline:
             return self.meshes.at(stage, self.spots[number][kind == "gradient"])
         if kind == "batch" and self.micro.operands.batch[number]:
             return NamedSharding(whole.mesh, PartitionSpec(None, "dp"))
+        if kind == "row":
+            return NamedSharding(whole.mesh, PartitionSpec("dp"))
         if kind in ("arrival", "departure", "cotangent", "arrival_gradient"):
             return NamedSharding(whole.mesh, self.micro.specs.get(number, PartitionSpec()))
         return whole
@@ -198,14 +214,16 @@ class Pipeline:
             self.zero_keys.append(tuple(shapes))
             self.zeros.append(self._start_zeros(stage, shapes))
         parts = self.micro.cut.parts
-        self.sums = {which: next(s for s, p in enumerate(parts) if which in p.results) for which in (TOTAL, WEIGHT)}
+        beside = (*self.micro.operands.sums, *self.micro.operands.rows)
+        self.sums = {w: next(s for s, p in enumerate(parts) if w in p.results) for w in (TOTAL, WEIGHT, *beside)}
+        """The stage of every output that is no state."""
         self.gradient_keys = [
             (stage, key) for stage, keys in enumerate(self.zero_keys) for key in keys if key[0] == "gradient"
         ]
         self.gradient_keys.sort(key=lambda item: (self._holding_number(item[1]), item[0]))
         uses = [(self.weights[key[1]].holding.leaf, stage) for stage, key in self.gradient_keys]
         totals = self.sums[WEIGHT], self.sums[TOTAL]
-        self.update: PlacedProgram = self.optimizer.compile_update(uses, *totals, self._compiler)
+        self.update: PlacedProgram = self.optimizer.compile_update(uses, *totals, self.micro.divisor, self._compiler)
 
     def finish(self) -> None:
         """Wait until everything is compiled."""
@@ -318,11 +336,9 @@ class Pipeline:
 
     # --- running
 
-    def __call__(
-        self, state: Sequence[Any], batch: Sequence[Any], observe: Observer | None = None
-    ) -> tuple[list[Any], Any]:
-        """One step. ``state``: the step, parameters in pieces, the optimizer's, random keys, other state; returned the
-        same without the keys, and the loss. ``batch``: its leaves split into microbatches."""
+    def __call__(self, state: Sequence[Any], batch: Sequence[Any], observe: Observer | None = None) -> PipelineResult:
+        """One step. ``state``: the step, parameters in pieces, the optimizer's, random keys, other state. ``batch``:
+        its leaves split into microbatches."""
         step, params, optimizer, random, other = state
         self.counts = StepCounts()
         if self.under_way is not None:
@@ -332,6 +348,9 @@ class Pipeline:
             self._act(runs, part, observe)
         sums = [runs[self.sums[which]].shared[("sum", which, 0)] for which in (WEIGHT, TOTAL)]
         gradients = [runs[stage].shared[key] for stage, key in self.gradient_keys]
+        operands, microbatches = self.micro.operands, range(self.schedule.microbatches)
+        metric_sums = [runs[self.sums[at]].shared["sum", at, 0] for at in operands.sums]
+        rows = [[runs[self.sums[at]].shared["row", at, m] for m in microbatches] for at in operands.rows]
         homes = self.state_homes
         other = [
             runs[homes[value]].shared[("state", value, 0)] if value in homes else given
@@ -343,7 +362,9 @@ class Pipeline:
         made = self.update([*gradients, *sums, step, *optimizer, *params])
         self.counts.dispatches += self.update.dispatches
         states = len(optimizer)
-        return [made[0], made[1 + states : -1], made[1 : 1 + states], other], made[-1]
+        return PipelineResult(
+            made[0], made[1 + states : -2], made[1 : 1 + states], other, made[-2], made[-1], metric_sums, rows
+        )
 
     def _begin(self, *arguments: Sequence[Any]) -> list[StageRun]:
         """Put what a step needs where it needs it, in one transfer, and start all sums at zero."""
@@ -378,6 +399,8 @@ class Pipeline:
                 self.under_way[rank].popleft().block_until_ready()
             self.under_way[rank].append(made[-1])
         for position, is_local, key in launch.stays:
+            if key[0] == "row":  # of every microbatch, until the step ends
+                key = (key[0], key[1], m)
             (local if is_local else shared)[key] = made[position]
         if launch.sends:
             sent = launch.route([made[position] for position, _, _ in launch.sends])

@@ -15,10 +15,11 @@ from shardwright.backends.jax.equations import evaluate, flatten, needed
 from shardwright.backends.jax.holding import Holding, StageMeshes, holdings_of
 from shardwright.backends.jax.layout import parameter_shardings
 from shardwright.backends.jax.loss import LossFunction, Microbatches
+from shardwright.backends.jax.metrics import Metrics
 from shardwright.backends.jax.microbatch import cut_microbatch
 from shardwright.backends.jax.optimizer_cut import OptimizerCut, Places, cut_up, from_pieces, is_stack, pieces
-from shardwright.backends.jax.pipeline import Observer, Pipeline, dispatch_order
-from shardwright.backends.jax.state import Parts, TrainState, own_copy, require_like
+from shardwright.backends.jax.pipeline import Observer, Pipeline, PipelineResult, dispatch_order
+from shardwright.backends.jax.state import Parts, StepResult, TrainState, own_copy, require_like
 from shardwright.backends.jax.tensor_parallel import FusedParameters, TensorParallel
 from shardwright.core.errors import PlanError
 from shardwright.core.plan import Plan
@@ -49,7 +50,8 @@ class PipelinedTraining:
             holdings = holdings_of(self.plan, names, [leaf.shape for leaf in leaves])
             layouts = self.plan.parameter_layouts("jax")
             shardings = parameter_shardings(names, shapes, layouts, self.meshes.meshes[0])
-            cut = OptimizerCut(self.optimizer, shapes, holdings, shardings, self.plan.decision.shard, self.meshes)
+            shard = self.plan.decision.shard
+            cut = OptimizerCut(self.optimizer, shapes, holdings, shardings, shard, self.meshes, self.loss.trained)
             self._cuts[key] = holdings, cut
         return self._cuts[key]
 
@@ -158,29 +160,22 @@ class PipelinedTraining:
 
     def step_for(
         self, state: TrainState, structure: Any, dims: tuple[int | None, ...], leaves: Sequence[Any]
-    ) -> Callable[..., tuple[TrainState, jax.Array]]:
+    ) -> Callable[..., StepResult]:
         """The compiled step for batches of one structure."""
-        decision = self.plan.decision
-        microbatches = Microbatches(
-            self.loss,
-            state.graphdef,
-            structure,
-            dims,
-            decision.dp,
-            self.plan.microbatches,
-            decision.loss_scope == "replica",
-        )
         with uncollected():
             self._require(state)
             shapes = self._shapes(state)
+            microbatches = Microbatches.of(self.loss, self.plan, shapes, structure, dims, leaves)
             holdings, optimizer = self.placed(shapes.params, shapes.names)
             mesh = self.meshes.meshes[0].abstract_mesh
             laid_out = TensorParallel.lay_out(microbatches, self.plan, mesh, shapes.names)
             micro = cut_microbatch(self.plan, laid_out, shapes, leaves, holdings)
-            recompute = decision.recompute
+            recompute = self.plan.decision.recompute
             pipeline = Pipeline(self.schedule, self.order, micro, optimizer, self.meshes, recompute=recompute)
         fields = (state.step, state.params, state.optimizer, state.random)
-        return PipelinedStep(pipeline, microbatches, tuple(accumulate(len(pieces(tree)) for tree in fields)))  # type: ignore[arg-type]
+        ends = tuple(accumulate(len(pieces(tree)) for tree in fields))
+        metrics = None if microbatches.metrics is None else StagedMetrics.of(microbatches.metrics, pipeline)
+        return PipelinedStep(pipeline, microbatches, ends, metrics)  # type: ignore[arg-type]
 
     def _shapes(self, state: TrainState) -> Parts:
         """The model taken apart, as shapes."""
@@ -196,6 +191,49 @@ class PipelinedTraining:
         return Parts(params, random, other, state.graphdef)
 
 
+class StagedMetrics:
+    """Metrics of a batch from those of its microbatches, each on the stage that makes it."""
+
+    def __init__(self, metrics: Metrics, homes: Sequence[int], meshes: StageMeshes) -> None:
+        """homes: the stage of every metric."""
+        self.metrics, self.homes = metrics, tuple(homes)
+        self.whole = {stage: meshes.whole[stage] for stage in set(homes)}
+        self.run = {
+            stage: jax.jit(partial(self._of_stage, stage), out_shardings=at) for stage, at in self.whole.items()
+        }
+
+    @classmethod
+    def of(cls, metrics: Metrics, pipeline: Pipeline) -> "StagedMetrics":
+        operands = pipeline.micro.operands
+        homes = [
+            pipeline.sums[operands.rows[rows[0]] if rows else operands.sums[sums[0]]] for sums, rows in metrics.uses()
+        ]
+        return cls(metrics, homes, pipeline.meshes)
+
+    def _of_stage(self, stage: int, given: Sequence[Any]) -> list[Any]:
+        numbers = [number for number, home in enumerate(self.homes) if home == stage]
+        return [
+            self.metrics.whole(number, sums, [jnp.stack(each) for each in rows])
+            for number, (sums, rows) in zip(numbers, given, strict=True)
+        ]
+
+    def __call__(self, made: PipelineResult) -> Any:
+        """As the loss function returns them, on the devices of their stages."""
+        found: list[Any] = [None] * len(self.homes)
+        for stage, run in self.run.items():
+            numbers = [number for number, home in enumerate(self.homes) if home == stage]
+            given = [
+                (
+                    jax.device_put([made.metric_sums[i] for i in sums], self.whole[stage]),
+                    [made.metric_rows[i] for i in rows],
+                )
+                for sums, rows in (self.metrics.uses()[number] for number in numbers)
+            ]
+            for number, value in zip(numbers, run(given), strict=True):
+                found[number] = value
+        return self.metrics.unflatten(found)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelinedStep:
     """A compiled step, from state to state."""
@@ -204,10 +242,9 @@ class PipelinedStep:
     microbatches: Microbatches
     ends: tuple[int, int, int, int]
     """Of the step, the parameters, the optimizer's state and the random state among the leaves of a state."""
+    metrics: StagedMetrics | None
 
-    def __call__(
-        self, state: TrainState, leaves: Sequence[Any], observe: Observer | None = None
-    ) -> tuple[TrainState, jax.Array]:
+    def __call__(self, state: TrainState, leaves: Sequence[Any], observe: Observer | None = None) -> StepResult:
         """One step on a state, which is used up."""
         held, structure = jax.tree.flatten(state)  # once: models' own containers are flattened by Python
         ends = self.ends
@@ -217,10 +254,12 @@ class PipelinedStep:
         _require_on_devices((*params, *optimizer))
         dims = self.microbatches.dims
         batch = [self.microbatches.split(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
-        (number, made, changed, other), loss = self.pipeline([*step, params, optimizer, random, other], batch, observe)
+        made = self.pipeline([*step, params, optimizer, random, other], batch, observe)
         for leaf in (*params, *optimizer):
             leaf.delete()  # what was not donated: an array whose memory no result could take
-        return jax.tree.unflatten(structure, [number, *made, *changed, *random, *other]), loss
+        after = jax.tree.unflatten(structure, [made.step, *made.params, *made.optimizer, *random, *made.other])
+        aux = None if self.metrics is None else self.metrics(made)
+        return StepResult(after, made.loss, aux, made.grad_norm)
 
 
 def _require_on_devices(leaves: Sequence[Any]) -> None:

@@ -4,6 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jex_core
 
 from shardwright.backends.jax.trace import BOX_MARK, TracedCall, call_number
@@ -39,6 +42,8 @@ class Step:
     """The equation as traced, the same for every iteration of a loop; None for steps that stand for none."""
     members: tuple["Step", ...] = ()
     """The steps that were joined to make this one."""
+    numbers: tuple[float | None, ...] = ()
+    """The value of each operand that is a literal; none for steps that stand for no equation."""
 
 
 @dataclass(slots=True)
@@ -56,6 +61,8 @@ class Program:
     """The calls before loops were unrolled."""
     weights: set[int] = field(default_factory=set)
     """The arguments that are the model's own arrays."""
+    numbers: dict[int, float] = field(default_factory=dict)
+    """The constants that are one number."""
 
     def new(self, aval: Any) -> int:
         return self.value(tuple(aval.shape), dtype_name(aval.dtype))
@@ -65,8 +72,25 @@ class Program:
         self.dtypes.append(dtype)
         return len(self.shapes) - 1
 
+    def constant(self, aval: Any, array: Any) -> int:
+        value = self.new(aval)
+        number = number_in(array)
+        if number is not None:
+            self.numbers[value] = number
+        return value
+
     def shape(self, value: int | None) -> tuple[int, ...]:
         return () if value is None else self.shapes[value]
+
+
+def number_in(array: Any) -> float | None:
+    """The number that an array of one entry holds."""
+    try:
+        if getattr(array, "size", 1) == 1 and not jnp.issubdtype(jnp.result_type(array), jax.dtypes.extended):
+            return float(np.asarray(array).reshape(()))
+    except (TypeError, ValueError):
+        pass
+    return None
 
 
 SHORT_DTYPES = {"uint16": "int16", "int4": "int8", "uint4": "int8", "float0": "bool"}
@@ -84,7 +108,8 @@ def flatten(closed: Any, calls: Sequence[TracedCall], weights: int = 0, results:
     program = Program(calls=list(calls), traced=tuple(calls))
     program.arguments = [program.new(variable.aval) for variable in closed.jaxpr.invars]
     program.weights = set(program.arguments[:weights])
-    program.constants = [program.new(variable.aval) for variable in closed.jaxpr.constvars]
+    held = zip(closed.jaxpr.constvars, closed.consts, strict=True)
+    program.constants = [program.constant(variable.aval, array) for variable, array in held]
     _Flattener(program).run(closed.jaxpr, program.arguments, program.constants, program.outputs)
     program.outputs = program.outputs[:results]
     return _drop_unused(_collapse_whole_calls(program))
@@ -96,6 +121,8 @@ class _Flattener:
         self.traced = tuple(program.calls)
         self.renumbered: dict[int, int] = {}
         """Calls of the loop body as traced → those of the iteration that is being unrolled."""
+        self.numbers: tuple[float | None, ...] = ()
+        """Those of the operands of the equation at hand that are literals."""
 
     def run(
         self,
@@ -105,8 +132,11 @@ class _Flattener:
         outputs: list[int | None],
         call: int = 0,
         path: Path = (),
+        numbers: Sequence[float | None] = (),
     ) -> None:
-        """Append the steps of ``jaxpr``; ``outputs`` receives the numbers of what it returns."""
+        """Append the steps of ``jaxpr``; ``outputs`` receives the numbers of what it returns. ``numbers``: the values
+        of those arguments that are literals."""
+        told = dict(zip(jaxpr.invars, numbers, strict=False))
         known: dict[Any, int | None] = dict(zip(jaxpr.invars, arguments, strict=True))
         known.update(zip(jaxpr.constvars, constants, strict=True))
 
@@ -116,6 +146,10 @@ class _Flattener:
         for index, equation in enumerate(jaxpr.eqns):
             marked = call_number(equation.source_info.name_stack, -1)
             inside = call if not 0 <= marked < len(self.program.calls) else self.renumbered.get(marked, marked)
+            self.numbers = tuple(
+                number_in(atom.val) if isinstance(atom, jex_core.Literal) else told.get(atom)
+                for atom in equation.invars
+            )
             made = self._equation(equation, [read(atom) for atom in equation.invars], inside, (*path, index))
             known.update(zip(equation.outvars, made, strict=True))
         outputs.extend(read(atom) for atom in jaxpr.outvars)
@@ -123,7 +157,7 @@ class _Flattener:
     def _literal(self, atom: Any) -> int | None:
         if not atom.aval.shape:
             return None
-        value = self.program.new(atom.aval)
+        value = self.program.constant(atom.aval, atom.val)
         self.program.constants.append(value)
         return value
 
@@ -141,25 +175,28 @@ class _Flattener:
             return self._step(equation, f"scan of {params['length']} iterations, not unrolled", inputs, call, path)
         if name in ("while", "cond"):
             return self._step(equation, name, inputs, call, path)
-        inner = _inner_program(params) if name in INLINED else None
+        inner = inner_program(params) if name in INLINED else None
         if inner is None:
             return self._step(equation, name, inputs, call, path)
         jaxpr, constants = inner
         outputs: list[int | None] = []
-        given = inputs[len(inputs) - len(jaxpr.invars) :]
-        self.run(jaxpr, given, self._constants(jaxpr, constants), outputs, call, path)
+        first = len(inputs) - len(jaxpr.invars)
+        made = self._constants(jaxpr, constants)
+        self.run(jaxpr, inputs[first:], made, outputs, call, path, self.numbers[first:])
         return outputs
 
     def _constants(self, jaxpr: Any, constants: Sequence[Any]) -> list[int | None]:
-        made = [self.program.new(variable.aval) for variable in jaxpr.constvars]
-        if len(made) != len(constants):
+        if len(jaxpr.constvars) != len(constants):
             raise CaptureError("an inner program's constants do not match its variables")
+        held = zip(jaxpr.constvars, constants, strict=True)
+        made = [self.program.constant(variable.aval, array) for variable, array in held]
         self.program.constants.extend(made)
         return list(made)
 
     def _step(self, equation: Any, name: str, inputs: list[int | None], call: int, path: Path) -> list[int | None]:
         outputs = [self.program.new(variable.aval) for variable in equation.outvars]
-        self.program.steps.append(Step(name, tuple(inputs), tuple(outputs), equation.params, call, path))
+        step = Step(name, tuple(inputs), tuple(outputs), equation.params, call, path, numbers=self.numbers)
+        self.program.steps.append(step)
         return list(outputs)
 
     def _unroll(self, equation: Any, inputs: list[int | None], call: int, path: Path) -> list[int | None]:
@@ -173,6 +210,7 @@ class _Flattener:
         results: list[list[int | None]] = []
         order = range(params["length"])
         outer = dict(self.renumbered)
+        numbers: Sequence[float | None] = self.numbers[:carried]
         loop = layer_loop(program.calls, call) if not program.weights.isdisjoint(scanned) else ""
         for position, index in enumerate(reversed(order) if params["reverse"] else order):
             outputs: list[int | None] = []
@@ -189,7 +227,9 @@ class _Flattener:
                 outputs,
                 inside,
                 path,
+                numbers,
             )
+            numbers = numbers[:fixed]
             carry = outputs[: params["num_carry"]]
             results.append(outputs[params["num_carry"] :])
         self.renumbered = outer
@@ -280,7 +320,7 @@ def marks(jaxpr: Any) -> set[int]:
     return found
 
 
-def _inner_program(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
+def inner_program(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
     """The program that an equation runs once, as it is: jit, remat, custom derivatives, closed calls."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = params.get(key)

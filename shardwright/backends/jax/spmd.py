@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from shardwright.backends.jax.alike import Alike, alike
-from shardwright.backends.jax.equations import evaluate
+from shardwright.backends.jax.equations import aval_of, evaluate
 from shardwright.backends.jax.microbatch import CutMicrobatch
 from shardwright.backends.jax.recompute import POLICIES
 from shardwright.backends.jax.stage_functions import TOTAL, WEIGHT
@@ -59,6 +59,24 @@ def block_plan(plan: Plan) -> Plan:
     return replace(plan, decision=replace(decision, pp=stages + 2, virtual_stages=1, stage_starts=starts))
 
 
+def _refuse_results_of_blocks(micro: CutMicrobatch, stages: int) -> None:
+    """Raise MissingCapabilityError for metrics that a block makes, and for values that skip stages on their way out."""
+    for stage in range(1, stages + 1):
+        if micro.cut.parts[stage].results:
+            raise MissingCapabilityError(
+                f"a metric of the loss function is made inside stage {stage - 1}, and one program for all stages gives "
+                "out what is made before the first block and after the last: leave it out, or run the stages as "
+                "programs of their own in one process"
+            )
+    for arrival in micro.cut.parts[stages + 1].arrivals:
+        if 0 < arrival.source < stages:
+            raise MissingCapabilityError(
+                f"what follows the blocks reads a value of shape {micro.cut.flat.avals[arrival.value].shape} that "
+                f"stage {arrival.source - 1} makes: one program for all stages hands values on to the next alone; "
+                "run the stages as programs of their own in one process"
+            )
+
+
 def _longest_run(classes: Sequence[int]) -> tuple[int, int]:
     """The longest run of units of one class: its first, and the one after its last."""
     best, start = (0, 0), 0
@@ -94,14 +112,18 @@ class SpmdLoss:
             raise PlanError(
                 f"{plan.microbatches} microbatches are fewer than pp={d.pp}: a circular pipeline needs at least as many"
             )
+        _refuse_results_of_blocks(micro, plan.stages)
         found = alike(micro.cut, 1, plan.stages)
         return cls(micro, found, mesh, d.pp, d.virtual_stages, plan.microbatches, d.recompute)
 
     def __call__(
         self, stacked: Sequence[Any], weights: dict[int, Any], sources: dict[int, Any], batch: dict[int, Any]
-    ) -> tuple[jax.Array, jax.Array]:
-        """stacked: for every weight of the blocks [rounds, ranks, …], the ranks along pp; weights: all others."""
+    ) -> tuple[jax.Array, tuple[jax.Array, list[jax.Array], list[jax.Array]]]:
+        """Σ weight · loss; Σ weight, and of metrics the arrays that add up and those that are joined.
+
+        stacked: for every weight of the blocks [rounds, ranks, …], the ranks along pp; weights: all others."""
         parts, flat = self.micro.cut.parts, self.micro.cut.flat
+        operands = self.micro.operands
         before, after = parts[0], parts[-1]
         common = {**flat.constants, **weights, **sources}
 
@@ -113,21 +135,23 @@ class SpmdLoss:
         def prologue(m: Any) -> dict[int, Any]:
             known = at(m)
             evaluate(before.equations, known, self.recompute)
-            return {value: known[value] for value in before.departures}
+            return {value: known[value] for value in (*before.departures, *first)}
 
+        first = [a for p in before.results if isinstance(a := flat.outputs[p], int)]
         early = jax.lax.map(prologue, jnp.arange(self.microbatches))
         late = self._pipeline(stacked, common, batch, early)
 
-        def epilogue(m: Any) -> tuple[jax.Array, jax.Array]:
+        def epilogue(m: Any) -> list[jax.Array]:
             known = at(m)
-            known.update((value, early[value][m]) for value in before.departures)
+            known.update((value, early[value][m]) for value in (*before.departures, *first))
             known.update((value, late[number][m]) for number, (value, _) in enumerate(self.blocks.final))
             evaluate(after.equations, known, self.recompute)
-            total, weight = (flat.outputs[which] for which in (TOTAL, WEIGHT))
-            return tuple(known[a] if isinstance(a, int) else jnp.asarray(a.val, jnp.float32) for a in (total, weight))  # type: ignore[return-value]
+            atoms = (flat.outputs[which] for which in (TOTAL, WEIGHT, *operands.sums, *operands.rows))
+            return [known[a] if isinstance(a, int) else jnp.asarray(a.val, aval_of(flat, a).dtype) for a in atoms]
 
-        totals, counted = jax.lax.map(epilogue, jnp.arange(self.microbatches))
-        return totals.sum(), counted.sum()
+        totals, counted, *beside = jax.lax.map(epilogue, jnp.arange(self.microbatches))
+        sums = [each.sum(0) for each in beside[: len(operands.sums)]]
+        return totals.sum(), (counted.sum(), sums, beside[len(sums) :])
 
     def _pipeline(
         self, stacked: Sequence[Any], common: dict[int, Any], batch: dict[int, Any], early: dict[int, Any]

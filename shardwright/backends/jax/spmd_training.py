@@ -6,6 +6,7 @@ its stages' alone; their optimizer states too. The update sees the parameters as
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import jax
@@ -15,13 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.holding import holdings_of
 from shardwright.backends.jax.layout import parameter_shardings, replicated
-from shardwright.backends.jax.loss import LossFunction, Microbatches, updated
+from shardwright.backends.jax.loss import LossFunction, Microbatches, gradient_norm, updated
 from shardwright.backends.jax.mesh import bind
+from shardwright.backends.jax.metrics import Metrics
 from shardwright.backends.jax.microbatch import CutMicrobatch, cut_microbatch
 from shardwright.backends.jax.recompute import keeping_barriers
 from shardwright.backends.jax.samples import put
 from shardwright.backends.jax.spmd import SpmdLoss, block_plan
-from shardwright.backends.jax.state import Parts, TrainState, own_copy
+from shardwright.backends.jax.state import Parts, StepResult, TrainState, own_copy
 from shardwright.core.errors import MissingCapabilityError
 from shardwright.core.plan import Plan
 
@@ -47,14 +49,18 @@ class Stacking:
         return {"stacks": stacks, "rest": [leaves[i] for i, _ in self.rest]}
 
     def unpack(self, packed: dict[str, list[Any]]) -> Any:
+        return jax.tree.unflatten(self.structure, self.leaves(packed))
+
+    def leaves(self, packed: dict[str, list[Any]]) -> list[Any]:
+        """The leaves of the tree; None for those of a stack that is None."""
         leaves: list[Any] = [None] * (len(self.rest) + sum(len(rows) for rows, _ in self.rows))
         for (rows, _), stack in zip(self.rows, packed["stacks"], strict=True):
-            flat = stack.reshape(-1, *stack.shape[2:])
+            flat = [None] * len(rows) if stack is None else stack.reshape(-1, *stack.shape[2:])
             for number, leaf in enumerate(rows):
                 leaves[leaf] = flat[number]
         for (leaf, _), value in zip(self.rest, packed["rest"], strict=True):
             leaves[leaf] = value
-        return jax.tree.unflatten(self.structure, leaves)
+        return leaves
 
     @property
     def shardings(self) -> dict[str, list[Any]]:
@@ -169,32 +175,41 @@ class SpmdTraining:
 
     def step_for(
         self, state: TrainState, structure: Any, dims: tuple[int | None, ...], leaves: Sequence[Any]
-    ) -> Callable[..., tuple[TrainState, jax.Array]]:
+    ) -> Callable[..., StepResult]:
         """The compiled step for batches of one structure."""
-        d = self.plan.decision
-        batch = Microbatches(
-            self.loss, state.graphdef, structure, dims, d.dp, self.plan.microbatches, d.loss_scope == "replica"
-        )
         shapes = jax.eval_shape(self._unpack, state.params)
         parts = Parts(shapes, state.random, state.other, state.graphdef)
+        batch = Microbatches.of(self.loss, self.plan, parts, structure, dims, leaves)
         holdings = holdings_of(self.blocks, parts.names, [leaf.shape for leaf in jax.tree.leaves(shapes)])
         micro = cut_microbatch(self.blocks, batch, parts, leaves, holdings)
         loss = SpmdLoss.of(micro, self.plan, self.mesh)
         stacking, states = self._stackings(parts)
-        run = self._program(loss, stacking, states, micro)
+        run = self._program(loss, stacking, states, micro, self.loss.trained.mask(shapes), batch.metrics)
         places = [NamedSharding(self.mesh, PartitionSpec(*(() if dim is None else (None, "dp")))) for dim in dims]
 
-        def step(state: TrainState, leaves: Sequence[Any]) -> tuple[TrainState, jax.Array]:
+        def step(state: TrainState, leaves: Sequence[Any]) -> StepResult:
             split = [batch.split(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
             given = jax.device_put([put(leaf, at) for leaf, at in zip(split, places, strict=True)], places)
-            number, params, optimizer, value = run(
+            number, params, optimizer, value, norm, aux = run(
                 state.step, state.params, state.optimizer, (state.random, state.other), given
             )
-            return TrainState(number, params, optimizer, state.random, state.other, state.graphdef), value
+            after = TrainState(number, params, optimizer, state.random, state.other, state.graphdef)
+            return StepResult(after, value, aux, norm)
 
         return step
 
-    def _program(self, loss: SpmdLoss, stacking: Stacking, states: Stacking, micro: CutMicrobatch) -> Any:
+    def _program(
+        self,
+        loss: SpmdLoss,
+        stacking: Stacking,
+        states: Stacking,
+        micro: CutMicrobatch,
+        mask: tuple[bool, ...],
+        metrics: Metrics | None,
+    ) -> Any:
+        trained = self.loss.trained
+        in_stacks = [_whether(group, mask) for group, _ in stacking.rows]
+        in_rest = [mask[leaf] for leaf, _ in stacking.rest]
         values = [weight.value for weight in micro.cut.weights]
         stacks = {tuple(values[leaf] for leaf in group): number for number, (group, _) in enumerate(stacking.rows)}
 
@@ -202,20 +217,51 @@ class SpmdTraining:
             others = (*micro.random, *micro.state)
             sources = {micro.step: number} | dict(zip(others, jax.tree.leaves(fixed), strict=True))
 
-            def total(params: Any) -> Any:
+            def total(given: Any) -> Any:
+                params = {
+                    "stacks": _merge(in_stacks, all_stacks, given[0]),
+                    "rest": _merge(in_rest, all_rest, given[1]),
+                }
                 rest = {values[leaf]: a for (leaf, _), a in zip(stacking.rest, params["rest"], strict=True)}
                 stacked = [params["stacks"][stacks[group]] for group in loss.blocks.stacked]
                 return loss(stacked, rest, sources, dict(zip(micro.batch, batch, strict=True)))
 
-            (value, weight), found = jax.value_and_grad(total, has_aux=True)(params)
-            mean = jax.tree.map(lambda g: g / weight, found)
+            all_stacks, all_rest = params["stacks"], params["rest"]
+            given = (list(compress(all_stacks, in_stacks)), list(compress(all_rest, in_rest)))
+            (value, (weight, sums, rows)), found = jax.value_and_grad(total, has_aux=True)(given)
+            below = micro.divisor(weight)
+            means = [g / below for g in (*found[0], *found[1])]
+            norm = gradient_norm(means)
             whole = stacking.unpack(params)
+            split = len(found[0])
+            packed = {
+                "stacks": _merge(in_stacks, [None] * len(in_stacks), means[:split]),
+                "rest": _merge(in_rest, [None] * len(in_rest), means[split:]),
+            }
             before = states.unpack(optimizer)
-            updates, state = updated(self.optimizer, stacking.unpack(mean), before, whole, value / weight)
-            changed = optax.apply_updates(whole, updates)
-            return number + 1, stacking.pack(changed), states.pack(state), value / weight
+            mean = trained.with_gradients(whole, [g for g in stacking.leaves(packed) if g is not None])
+            updates, state = updated(self.optimizer, mean, before, whole, value / below)
+            changed = trained.apply(whole, updates)
+            aux = None if metrics is None else metrics.all(sums, rows)
+            return number + 1, stacking.pack(changed), states.pack(state), value / below, norm, aux
 
         whole = replicated(self.mesh)
-        places = (whole, stacking.shardings, states.shardings, whole)
+        places = (whole, stacking.shardings, states.shardings, whole, whole, whole)
         options = keeping_barriers(self.mesh.devices.flat)
         return jax.jit(step, out_shardings=places, donate_argnums=(1, 2), compiler_options=options)
+
+
+def _whether(group: Sequence[int], mask: Sequence[bool]) -> bool:
+    """Whether the parameters of a stack are trained. Raises MissingCapabilityError where only some are."""
+    if len({mask[leaf] for leaf in group}) > 1:
+        raise MissingCapabilityError(
+            "wrt= trains a parameter of some blocks and not the same one of others, which one program for all stages "
+            "keeps in one stack: train it in all blocks or in none, or run the stages in one process"
+        )
+    return mask[group[0]]
+
+
+def _merge(flags: Sequence[bool], held: Sequence[Any], changed: Sequence[Any]) -> list[Any]:
+    """``held`` with those replaced, in turn, that have a flag."""
+    rest = iter(changed)
+    return [next(rest) if flag else value for flag, value in zip(flags, held, strict=True)]

@@ -28,7 +28,8 @@ Kind = Literal[
     "between",  # from the first half of a backward to the second
     "cotangent",  # of a departure, from one of its users
     "gradient",  # of a weight, summed over microbatches
-    "sum",  # Σ weight · loss, Σ weight
+    "sum",  # Σ weight · loss, Σ weight, and what adds up of metrics
+    "row",  # what is joined of metrics: of one microbatch
     "departure",
     "arrival_gradient",
     "marker",  # what a rank has run so far, counted: there when a function is done, and read by the rank's next
@@ -72,6 +73,10 @@ class Operands:
     m: int
     state: Mapping[int, int]
     """Arguments that carry state → the outputs that carry it on."""
+    sums: tuple[int, ...] = ()
+    """Outputs that add up over microbatches, beside the loss and its weight."""
+    rows: tuple[int, ...] = ()
+    """Outputs that are joined over microbatches."""
 
     def key(self, value: int) -> Key:
         if value == self.m:
@@ -80,7 +85,7 @@ class Operands:
 
 
 TOTAL, WEIGHT = 0, 1
-"""Positions among the program's outputs: Σ weight · loss and Σ weight over replicas; state follows."""
+"""Positions among the program's outputs: Σ weight · loss and Σ weight over replicas; state and metrics follow."""
 
 
 def stage_functions(
@@ -162,8 +167,12 @@ class _Builder:
             keys.append(("sum", TOTAL, 0))
         keys += [("departure", v, 0) for v in self.part.departures if v not in self.cut.live]
         for position in self.part.results:
-            if position != TOTAL:
-                keys.append(("sum", WEIGHT, 0) if position == WEIGHT else ("state", state[position], 0))
+            if position == WEIGHT or position in self.operands.sums:
+                keys.append(("sum", position, 0))
+            elif position in self.operands.rows:
+                keys.append(("row", position, 0))
+            elif position != TOTAL:
+                keys.append(("state", state[position], 0))
         return keys
 
     def _forward(self, program: FlatProgram, returned: Sequence[Key], kept: Sequence[int]) -> StageFunction:
@@ -258,7 +267,8 @@ class _Builder:
         for key, atom in zip(makes, outputs, strict=True):
             if key[0] in ("gradient", "sum"):
                 aval = aval_of(program, atom)
-                dtype = jnp.promote_types(aval.dtype, jnp.float32)
+                counts = jnp.issubdtype(aval.dtype, jnp.integer)
+                dtype = aval.dtype if counts else jnp.promote_types(aval.dtype, jnp.float32)
                 keys[key] = jax.ShapeDtypeStruct(aval.shape, dtype)
         if any(key[0] == "batch" and self.operands.batch[key[1]] for key in keys):
             keys[("m", 0, 0)] = jax.ShapeDtypeStruct((), jnp.int32)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,17 @@ class TrainState:
                 "returned, as in `state, loss = train(state, batch)`"
             )
         return structure
+
+
+class StepResult(NamedTuple):
+    """What a compiled step makes."""
+
+    state: TrainState
+    loss: jax.Array
+    aux: Any
+    """The metrics beside the loss; None without ``has_aux``."""
+    grad_norm: jax.Array
+    """The global norm of the gradients of what is trained, before the optimizer changes them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from shardwright.backends.jax.capture import Source, read, trace
 from shardwright.backends.jax.guided import Setting, Value, run_guided
 from shardwright.backends.jax.guides import Guides, guides
 from shardwright.backends.jax.layout import follow_parameters
-from shardwright.backends.jax.loss import Loss, LossFunction, Microbatches
+from shardwright.backends.jax.loss import LossFunction, Microbatches
+from shardwright.backends.jax.returned import Returned
 from shardwright.backends.jax.state import TrainState
 from shardwright.backends.jax.trace import Recorder, TracedCall
 from shardwright.backends.jax.tree import abstract, flat_names
@@ -145,7 +146,7 @@ class TensorParallel:
         lowered = cls(plan, mesh, batch.dims, over_replicas, names, FusedParameters.of(plan, names))
         return replace(batch, loss=replace(batch.loss, laid_out=lowered.run))
 
-    def run(self, loss: LossFunction, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> Loss:
+    def run(self, loss: LossFunction, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> Returned:
         """What ``loss.plain`` returns, with the module calls that it records. Raises PlanError when the function is not
         the one that was planned."""
         leaves, structure = jax.tree.flatten((params, random, other, batch))
@@ -159,7 +160,7 @@ class TensorParallel:
         arguments = [Value(leaf, dict(tag)) for leaf, tag in zip(leaves, tags, strict=True)]
         batch_axis = "dp" if self.over_replicas and self.plan.decision.dp > 1 else None
         setting = Setting(self.mesh, AXIS, self.plan.decision.tp, batch_axis)
-        made: Loss = jax.tree.unflatten(results, run_guided(closed, found, setting, arguments))
+        made: Returned = jax.tree.unflatten(results, run_guided(closed, found, setting, arguments))
         return made
 
     def _prepare(

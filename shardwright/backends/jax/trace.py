@@ -30,12 +30,13 @@ PATH_ATTRIBUTE = "_shardwright_path"
 
 NORMS = (nnx.LayerNorm, nnx.RMSNorm, linen.LayerNorm, linen.RMSNorm)
 DROPOUTS = (nnx.Dropout, linen.Dropout)
+BATCH_NORMS = (nnx.BatchNorm, linen.BatchNorm)
 
 
 @dataclass(frozen=True, slots=True)
 class TracedCall:
     """One module call: its path, the number of the call around it, and the kind that all its equations make together
-    ("normalization", "dropout", or "" when they stay apart)."""
+    ("normalization", "dropout", "batch_norm", or "" when they stay apart)."""
 
     path: str
     parent: int
@@ -50,6 +51,8 @@ class Recorder:
     calls: list[TracedCall] = field(default_factory=lambda: [TracedCall("", 0, 0)])
     open: list[int] = field(default_factory=lambda: [0])
     seen: dict[str, int] = field(default_factory=dict)
+    whole_batch_norms: bool = False
+    """Whether the equations of a batch norm make one op; to a planner they are several."""
 
     @contextmanager
     def call(self, path: str, whole_kind: str = "") -> Iterator[None]:
@@ -61,6 +64,8 @@ class Recorder:
         occurrence = self.seen.get(path, 0)
         self.seen[path] = occurrence + 1
         number = len(self.calls)
+        if whole_kind == "batch_norm" and not self.whole_batch_norms:
+            whole_kind = ""
         self.calls.append(TracedCall(path, self.open[-1], occurrence, whole_kind))
         self.open.append(number)
         try:
@@ -83,6 +88,8 @@ def whole_kind(module: Any) -> str:
     """The kind of op that a call of this module makes as a whole."""
     if isinstance(module, DROPOUTS):
         return "dropout"
+    if isinstance(module, BATCH_NORMS):
+        return "batch_norm"
     if isinstance(module, NORMS) and _last_dim_only(getattr(module, "reduction_axes", -1)):
         return "normalization"
     return ""

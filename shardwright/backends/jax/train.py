@@ -17,15 +17,18 @@ from shardwright.backends.capabilities import JAX as CAPABILITIES
 from shardwright.backends.jax.compiled import Compilation
 from shardwright.backends.jax.held import pipeline_bytes, program_bytes
 from shardwright.backends.jax.layout import optimizer_shardings, parameter_shardings, replicated, spread_over
-from shardwright.backends.jax.loss import LossFunction, Microbatches, accumulate, updated
+from shardwright.backends.jax.loss import LossFunction, Microbatches, accumulate, gradient_norm, updated
 from shardwright.backends.jax.mesh import bind
 from shardwright.backends.jax.pipeline import Pipeline, StepCounts
 from shardwright.backends.jax.pipelined import PipelinedStep, PipelinedTraining
+from shardwright.backends.jax.python_values import PythonValues, Slot, WithValues
 from shardwright.backends.jax.recompute import keeping_barriers
+from shardwright.backends.jax.reductions import REDUCTIONS
 from shardwright.backends.jax.samples import batch_sharding, batch_size, of_no_mesh, put, resolve_batch_dims
 from shardwright.backends.jax.spmd_training import SpmdTraining
 from shardwright.backends.jax.state import (
     Parts,
+    StepResult,
     TrainState,
     abstractly,
     is_abstract,
@@ -36,12 +39,12 @@ from shardwright.backends.jax.state import (
     take_apart,
 )
 from shardwright.backends.jax.tensor_parallel import FusedParameters, TensorParallel
+from shardwright.backends.jax.trained import Trained
 from shardwright.backends.jax.watch import Watch
-from shardwright.core.errors import MissingCapabilityError, PlanError, ShardwrightError
+from shardwright.core.errors import MissingCapabilityError, PlanError, PlanWarning, ShardwrightError
 from shardwright.core.plan import Plan
-from shardwright.core.timeline import Timeline
 
-Loss = jax.Array
+COMPILED_OFTEN = 4
 NO_MESH = jax.sharding.Mesh(np.empty((), dtype=object), ())
 
 
@@ -53,14 +56,17 @@ def train_step(
     devices: Sequence[jax.Device] | None = None,
     batch_dims: Any = None,
     one_program: bool | None = None,
+    has_aux: bool = False,
+    wrt: Any = None,
+    reduction: str | None = None,
 ) -> "TrainStep":
     """A training step under a plan.
 
     loss_fn: ``loss_fn(model, batch)`` for an NNX module, ``loss_fn(params, batch, *, rngs=None, state=None)`` for a
-        pytree of parameters; it is handed one microbatch at a time. It returns the loss, or ``(loss, weight)``:
-        microbatches and replicas are then combined as Σ weight · loss / Σ weight (a count of tokens, say); a plain
-        function that keeps state returns ``(loss, weight, state)``. ``rngs`` is a random key of this microbatch,
-        ``state`` what `TrainStep.init` was given; both are passed only to functions that name them.
+        pytree of parameters; it is handed one microbatch at a time. It returns the loss, or `weighted`: microbatches
+        and replicas are then combined as Σ weight · loss / Σ weight (a count of tokens, say); a plain function that
+        names ``state`` returns ``(loss, state)``. ``rngs`` is a random key of this microbatch, ``state`` what
+        `TrainStep.init` was given; both are passed only to functions that name them.
     optimizer: an optax gradient transformation.
     plan: its dp × tp are laid over ``devices`` (default: all). Parameters lie as the plan says, the optimizer's state
         as its parameters, the batch along dp, and what the function computes is laid out as the plan says. Fused
@@ -69,15 +75,35 @@ def train_step(
     batch_dims: as in capture.
     one_program: run pipeline stages as one SPMD program, which stages that are alike can, instead of programs of their
         own for each stage, which any model and schedule can, but in one process. Default: only over several processes.
+    has_aux: the function returns ``(loss, aux)``, or ``(loss, aux, state)``, and the step ``state, loss, aux``: a
+        pytree of metrics, each combined over microbatches and replicas by what it is (`backends.jax.metrics`): joined
+        where it has a dim of samples, else the weighted mean, integers the sum.
+    wrt: which parameters are trained (default: all): an NNX filter, a function of (path, value) that returns a bool,
+        or a pytree of bools. The others get no gradient and no optimizer state.
+    reduction: how the losses of microbatches and replicas make that of the batch, where the function returns no weight:
+        "mean" or "sum". Default: as its program shows, which is traced at two batch sizes: the mean, a mean weighted by
+        the count that it divides by, or the sum; where samples are coupled, or it cannot be told, the first step is
+        refused, unless one microbatch holds the whole batch.
 
     Raises MissingCapabilityError for what this runtime does not do, ClusterError when the number of devices is not the
     plan's.
     """
-    return TrainStep(loss_fn, optimizer, plan, devices=devices, batch_dims=batch_dims, one_program=one_program)
+    return TrainStep(
+        loss_fn,
+        optimizer,
+        plan,
+        devices=devices,
+        batch_dims=batch_dims,
+        one_program=one_program,
+        has_aux=has_aux,
+        wrt=wrt,
+        reduction=reduction,
+    )
 
 
 class TrainStep:
-    """``state = train.init(…)``, then ``state, loss = train(state, batch)``. See `train_step`."""
+    """``state = train.init(…)``, then ``state, loss = train(state, batch)``, with ``has_aux`` ``state, loss, aux``.
+    See `train_step`."""
 
     def __init__(
         self,
@@ -88,22 +114,34 @@ class TrainStep:
         devices: Sequence[jax.Device] | None = None,
         batch_dims: Any = None,
         one_program: bool | None = None,
+        has_aux: bool = False,
+        wrt: Any = None,
+        reduction: str | None = None,
     ) -> None:
         _require_supported(plan)
         _warn_of_precision(plan)
         if isinstance(optimizer, type) or not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise PlanError(f"optimizer is {optimizer!r}: give an optax transformation, as optax.adam(1e-3) makes it")
+        if reduction not in REDUCTIONS:
+            raise PlanError(f"reduction={reduction!r}: expected 'mean', 'sum' or None")
         self.plan = plan
-        self.optimizer = optimizer
+        self.trained = Trained(wrt)
+        self.optimizer = self.trained.optimizer(optimizer)
         self.batch_dims = batch_dims
-        self._loss = LossFunction.of(loss_fn, plan)
-        self._compiled: dict[Any, Callable[..., tuple[TrainState, Loss]]] = {}
+        self.has_aux = has_aux
+        self._loss = LossFunction.of(loss_fn, plan, reduction=reduction, has_aux=has_aux, trained=self.trained)
+        self._compiled: dict[Any, Callable[..., StepResult]] = {}
+        self._latest: dict[Any, tuple[Any, ...]] = {}
+        """For every form of batch and state, the Python values that its last step was compiled for."""
+        self._looked_through: dict[int, Any] = {}
+        """Descriptions of modules, whose classes' code was read."""
+        self._grad_norm: jax.Array | None = None
         self._pipelined: PipelinedTraining | SpmdTraining | None = None
         if plan.decision.pp * plan.decision.virtual_stages > 1:
             used = jax.devices() if devices is None else devices
             spread = len({device.process_index for device in used}) > 1
             form = SpmdTraining if one_program or (one_program is None and spread) else PipelinedTraining
-            self._pipelined = form(self._loss, optimizer, plan, devices)
+            self._pipelined = form(self._loss, self.optimizer, plan, devices)
         else:
             self.mesh = bind(plan.mesh, devices)
 
@@ -124,6 +162,8 @@ class TrainStep:
     def _init(self, params_or_init: Any, state: Any, seed: int) -> TrainState:
         init = params_or_init if callable(params_or_init) and not isinstance(params_or_init, nnx.Module) else None
         given = take_apart(abstractly(init) if init is not None else params_or_init, seed, state)
+        if isinstance(params_or_init, nnx.Module) and self._loss.python is not None:
+            self._loss.python.watch(params_or_init)
         if init is None and is_abstract(given):
             raise PlanError(
                 "init was given shapes without values: give it arrays, or a function of no arguments that makes them"
@@ -156,15 +196,29 @@ class TrainStep:
             self._pipelined = PipelinedTraining(self._loss, self.optimizer, self.plan, devices)
         return self._pipelined
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Loss]:
-        """One update on a global batch: the new state and the loss before the update, a scalar.
+    def __call__(self, state: TrainState, batch: Any) -> Any:
+        """One update on a global batch: the new state and the loss before the update, a scalar; with ``has_aux`` the
+        metrics too.
 
         ``state`` is donated: its memory becomes the new state's. Raises PlanError when it already was, and when the
         batch is not of the plan's size.
         """
         with self._step(state, batch) as (step, leaves):
-            made: tuple[TrainState, Loss] = step(state, leaves)
-        return made
+            made: StepResult = step(state, leaves)
+        return self._given(made)
+
+    def _given(self, made: StepResult, *more: Any) -> tuple[Any, ...]:
+        """What a step returns to the caller."""
+        self._grad_norm = made.grad_norm
+        return (made.state, made.loss, *((made.aux,) if self.has_aux else ()), *more)
+
+    @property
+    def grad_norm(self) -> jax.Array:
+        """The global norm of the last step's gradients, those of the whole model and batch before the optimizer changed
+        them: a scalar. Raises PlanError before a step."""
+        if self._grad_norm is None:
+            raise PlanError("there is no gradient norm before the first step: run one")
+        return self._grad_norm
 
     @contextmanager
     def _step(self, state: TrainState, batch: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
@@ -215,21 +269,70 @@ class TrainStep:
                 f"microbatch {decision.microbatch} × {self.plan.microbatches} microbatches): give {decision.batch}, or "
                 f"plan with batch={size}"
             )
-        leaves, structure = jax.tree.flatten(jax.tree.map(of_no_mesh, batch))
+        batch = jax.tree.map(of_no_mesh, batch)
+        leaves, structure = jax.tree.flatten(batch)
         shapes = tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
-        key = (structure, dims, shapes, form)
+        form = (structure, dims, shapes, form)
+        python = self._python(state.graphdef)
+        now = python.prints()
+        if (form, now) not in self._compiled and form in self._latest:
+            changed = python.changed(self._latest[form], now)
+            lifted = python.lift(changed)
+            if lifted:
+                try:
+                    return self._compiled_for(state, batch, dims, form)
+                except Exception:  # whatever JAX or a library says of a number that it has to know
+                    python.settle(lifted)  # another error comes again
+            self._warn_of_values(form, changed)
+        return self._compiled_for(state, batch, dims, form)
+
+    def _python(self, graphdef: Any) -> PythonValues:
+        """What the loss function reads of Python, as it is now."""
+        python = self._loss.python
+        assert python is not None
+        if graphdef is not None and id(graphdef) not in self._looked_through:
+            self._looked_through[id(graphdef)] = graphdef
+            kinds = [getattr(node, "type", None) for node in graphdef.nodes]
+            python.look_through([kind for kind in kinds if isinstance(kind, type)])
+        python.notice()
+        return python
+
+    def _compiled_for(
+        self, state: TrainState, batch: Any, dims: tuple[int | None, ...], form: Any
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """The compiled step for a batch and what Python's values are, and the leaves of both."""
+        python = self._python(state.graphdef)
+        values = python.inputs()
+        given = WithValues(batch, values) if values else batch
+        leaves, structure = jax.tree.flatten(given)
+        dims = (*dims, *([None] * len(values)))
         stages = self._in_stages(state.graphdef)
         if stages is None:
             leaves = [put(leaf, batch_sharding(self.mesh, dim)) for leaf, dim in zip(leaves, dims, strict=True)]
-        if key not in self._compiled:
+        now = python.prints()
+        if (form, now) not in self._compiled:
             compile_step = self._compile if stages is None else stages.step_for
-            self._compiled[key] = compile_step(state, structure, dims, leaves)
-        return self._compiled[key], tuple(leaves)
+            self._compiled[form, now] = compile_step(state, structure, dims, leaves)
+        self._latest[form] = now
+        return self._compiled[form, now], tuple(leaves)
 
-    def measure(self, state: TrainState, batch: Any) -> tuple[TrainState, Loss, Timeline]:
-        """One update, and when each of its actions ran. Nothing is compiled meanwhile; still, a step's first run is not
-        like the others, so run one of the same form before. Raises MissingCapabilityError for a plan without pipeline
-        stages, which has no actions."""
+    def _warn_of_values(self, form: Any, changed: Sequence[Slot]) -> None:
+        """Of a value that Python has to know, and for which a step was compiled again and again."""
+        times = sum(other == form for other, _ in self._compiled)
+        if times == COMPILED_OFTEN:
+            names = ", ".join(slot.name for slot in changed)
+            warnings.warn(
+                f"the step is compiled for the {times + 1}th time, as {names} changed and the loss function needs it "
+                "as a Python value (a shape, a branch): give it in the batch as an array, or let it take few values",
+                PlanWarning,
+                stacklevel=5,
+            )
+
+    def measure(self, state: TrainState, batch: Any) -> Any:
+        """One update: what a step returns, and a `Timeline` of when each of its actions ran.
+
+        Nothing is compiled meanwhile; still, a step's first run is not like the others, so run one of the same form
+        before. Raises MissingCapabilityError for a plan without pipeline stages, which has no actions."""
         if not isinstance(self._in_stages(state.graphdef), PipelinedTraining):
             raise MissingCapabilityError(
                 "a step of this plan is one program, without actions to measure: plan with pp above 1, in one process, "
@@ -238,8 +341,8 @@ class TrainStep:
         with self._step(state, batch) as (step, leaves):
             step.pipeline.finish()
             with Watch(step.pipeline.micro.cut, self.plan.decision.pp) as watch:
-                state, loss = step(state, leaves, watch)
-            return state, loss, watch.timeline()
+                made: StepResult = step(state, leaves, watch)
+            return self._given(made, watch.timeline())
 
     def memory_bytes(self, state: TrainState, batch: Any) -> tuple[int, ...]:
         """For every device, those of the first pipeline rank first, the bytes that it holds at the peak of a step, by
@@ -365,7 +468,9 @@ class TrainStep:
     def lower(self, state: TrainState, batch: Any) -> Any:
         """The step as `jax.stages.Lowered`, to look at what is compiled. Arrays may be shapes."""
         dims = resolve_batch_dims(batch, self.batch_dims)
-        leaves, structure = jax.tree.flatten(batch)
+        values = self._python(state.graphdef).inputs()
+        leaves, structure = jax.tree.flatten(WithValues(batch, values) if values else batch)
+        dims = (*dims, *([None] * len(values)))
         with self._mesh_set_aside():
             compiled: Any = self._compile(state, structure, dims, leaves)
             return compiled.lower(state, tuple(leaves))
@@ -411,35 +516,30 @@ class TrainStep:
         )
 
     def _compile(
-        self, state: TrainState, structure: Any, dims: tuple[int | None, ...], _leaves: Sequence[Any]
-    ) -> Callable[..., tuple[TrainState, Loss]]:
+        self, state: TrainState, structure: Any, dims: tuple[int | None, ...], leaves: Sequence[Any]
+    ) -> Callable[..., StepResult]:
         parts = Parts(state.params, state.random, state.other, state.graphdef)
         FusedParameters.of(self.plan, parts.names).require(state)
         shardings = self._shardings(parts)
         decision = self.plan.decision
         gradients_at = spread_over("dp", state.params, shardings.params) if decision.shard >= 2 else shardings.params
 
-        microbatches = Microbatches(
-            self._loss,
-            state.graphdef,
-            structure,
-            dims,
-            decision.dp,
-            self.plan.microbatches,
-            decision.loss_scope == "replica",
-        )
+        microbatches = Microbatches.of(self._loss, self.plan, parts, structure, dims, leaves)
         microbatches = TensorParallel.lay_out(microbatches, self.plan, self.mesh.abstract_mesh, parts.names)
 
-        def step(state: TrainState, leaves: tuple[Any, ...]) -> tuple[TrainState, Loss]:
-            loss, gradients, other = accumulate(microbatches, state, leaves, mesh=self.mesh, gradients_at=gradients_at)
-            updates, optimizer = updated(self.optimizer, gradients, state.optimizer, state.params, loss)
-            params = optax.apply_updates(state.params, updates)
-            return replace(state, step=state.step + 1, params=params, optimizer=optimizer, other=other), loss
+        whole: Any = replicated(self.mesh)
+
+        def step(state: TrainState, leaves: tuple[Any, ...]) -> StepResult:
+            loss, mean, other, aux = accumulate(microbatches, state, leaves, mesh=self.mesh, gradients_at=gradients_at)
+            updates, optimizer = updated(self.optimizer, mean, state.optimizer, state.params, loss)
+            params = self.trained.apply(state.params, updates)
+            after = replace(state, step=state.step + 1, params=params, optimizer=optimizer, other=other)
+            return StepResult(after, loss, aux, gradient_norm(mean))
 
         return jax.jit(
             step,
             in_shardings=(shardings, tuple(batch_sharding(self.mesh, dim) for dim in dims)),
-            out_shardings=(shardings, replicated(self.mesh)),
+            out_shardings=StepResult(shardings, whole, None if microbatches.metrics is None else whole, whole),
             donate_argnums=0,
             compiler_options=keeping_barriers(self.mesh.devices.flat),
         )
