@@ -50,9 +50,9 @@ def runtimes_of(captured: Capabilities, frameworks: Sequence[str] | None = None)
     """
     if frameworks is None:
         return tuple(RUNTIMES.values()) if captured.framework in RUNTIMES else (captured,)
-    if isinstance(frameworks, str) or not frameworks:
+    if not isinstance(frameworks, Sequence) or isinstance(frameworks, str) or not frameworks:
         raise PlanError(f"frameworks={frameworks!r}: expected names, such as ['torch'] or ['torch', 'jax']")
     for name in frameworks:
-        if name not in RUNTIMES:
+        if not isinstance(name, str) or name not in RUNTIMES:
             raise PlanError(f"frameworks: there is no runtime for {name!r}: {nearest(str(name), RUNTIMES)}")
     return tuple(RUNTIMES[name] for name in dict.fromkeys(frameworks))

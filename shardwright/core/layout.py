@@ -35,8 +35,10 @@ class Split:
     blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.dim < 0:
-            raise LayoutError(f"Split counts dims from 0: given dim {self.dim}")
+        if type(self.dim) is not int or self.dim < 0:
+            raise LayoutError(f"Split counts dims from 0: given dim {self.dim!r}")
+        if not isinstance(self.blocks, tuple) or any(type(size) is not int for size in self.blocks):
+            raise LayoutError(f"blocks are a tuple of whole numbers: given {self.blocks!r}")
         if self.blocks and (len(self.blocks) < 2 or min(self.blocks) < 1):
             raise LayoutError(f"blocks are the sizes of two or more parts: given {self.blocks}")
 
@@ -51,7 +53,7 @@ class Partial:
     op: Reduction = "sum"
 
     def __post_init__(self) -> None:
-        if self.op not in get_args(Reduction):
+        if not isinstance(self.op, str) or self.op not in get_args(Reduction):
             raise LayoutError(f"Partial reduces by one of {get_args(Reduction)}: given {self.op!r}")
 
     def __str__(self) -> str:
@@ -71,6 +73,13 @@ class Layout:
     placements: tuple[tuple[str, Placement], ...] = ()
 
     def __post_init__(self) -> None:
+        for item in self.placements if isinstance(self.placements, tuple) else (self.placements,):
+            axis, placement = item if isinstance(item, tuple) and len(item) == 2 else (None, item)
+            if not isinstance(axis, str) or not isinstance(placement, Split | Replicate | Partial):
+                raise LayoutError(
+                    f"a layout gives axes of the mesh a Split, a Replicate or a Partial, as Layout.of(tp=Split(0)): "
+                    f"given {item!r}"
+                )
         names = [axis for axis, _ in self.placements]
         if len(set(names)) != len(names):
             raise LayoutError(f"a layout gives each axis one placement: given {self.placements}")
@@ -92,6 +101,8 @@ class Layout:
 
     def check(self, shape: tuple[int, ...], mesh: Mesh) -> None:
         """Raise LayoutError unless a tensor of ``shape`` can lie like this, in equal pieces, on ``mesh``."""
+        if not isinstance(shape, tuple) or any(type(size) is not int for size in shape):
+            raise LayoutError(f"a shape is a tuple of whole numbers: given {shape!r}")
         ways = [1] * len(shape)
         for axis, placement in self.placements:
             size = mesh.axis_size(axis)

@@ -26,12 +26,14 @@ class Mesh:
     sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.names, tuple) or not isinstance(self.sizes, tuple):
+            raise ClusterError(f"a mesh is a tuple of names and one of sizes: given {self.names!r} and {self.sizes!r}")
         if len(self.names) != len(self.sizes):
             raise ClusterError(f"a mesh needs one size per axis: given {self.names} and {self.sizes}")
-        if len(set(self.names)) != len(self.names):
+        if any(not isinstance(name, str) for name in self.names) or len(set(self.names)) != len(self.names):
             raise ClusterError(f"the axes of a mesh have different names: given {self.names}")
         for name, size in zip(self.names, self.sizes, strict=True):
-            if not isinstance(size, int) or size < 1:
+            if type(size) is not int or size < 1:
                 raise ClusterError(f"axis {name!r} has size {size!r}: expected a whole number of at least 1")
         if self.size > MOST_RANKS:
             said = " × ".join(f"{name} {size}" for name, size in zip(self.names, self.sizes, strict=True))

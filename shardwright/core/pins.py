@@ -57,6 +57,11 @@ def pins_of(graph: Graph, asked: Asked | None, axis: str = "tp") -> tuple[Pin, .
     Raises LayoutError for what is no rule, for rules of logical axes where the model names none, and as `from_styles`,
     `from_patterns` and `from_logical_axes` do.
     """
+    if asked is not None and (isinstance(asked, str) or not isinstance(asked, Mapping | Sequence)):
+        raise LayoutError(
+            f"layouts={asked!r}: expected a list of rules, such as [('.*weight', Layout.of(tp=Split(0)))], or a dict "
+            f"of module pattern → style"
+        )
     styles = asked if isinstance(asked, Mapping) else None
     rules = list(asked) if asked is not None and styles is None else []
     found = [*graph.pins, *(rule for rule in rules if isinstance(rule, Pin))]

@@ -68,11 +68,10 @@ class Action:
 
     def __post_init__(self) -> None:
         mb, stage = self.microbatch, self.stage
-        if type(mb) is int and type(stage) is int and type(self.kind) is Kind and mb >= 0 and stage >= 0:
-            if not self.parts and self.kind not in _PER_STAGE_OR_PAIR:
-                return  # nearly all: schedules are made of many
-        else:
-            self._require_types()
+        whole = type(mb) is int and type(stage) is int and mb >= 0 and stage >= 0
+        if whole and type(self.kind) is Kind and self.parts == () and self.kind not in _PER_STAGE_OR_PAIR:
+            return  # nearly all: schedules are made of many
+        self._require_types()
         if self.kind is Kind.OVERLAP:
             kinds = [part.kind for part in self.parts]
             if len(kinds) != 2 or kinds[0] is not F or kinds[1] not in (B, I):

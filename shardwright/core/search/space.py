@@ -26,6 +26,8 @@ MAX_MICROBATCH = 64
 MAX_TENSOR_DEGREE = 8
 """Tensor degrees that do not fit into a node are tried up to this one: beyond it messages of every layer leave the node
 too often to pay (a pin may ask for more)."""
+MAX_TENSOR_DEGREE_IN_NODE = 256
+"""Those that fit into a node, up to this one: each has its layouts solved, and no model has so many heads."""
 MANY_STAGES = 32
 """Beyond so many stages only `DEEP_SCHEDULES` are tried: tables grow with the square of the stages, and plans as deep
 as that are few."""
@@ -133,7 +135,7 @@ class Space:
             for tp in _options(given["tp"], world // pp):
                 if given["dp"] and pp * tp * given["dp"] != world:
                     continue
-                if not given["tp"] and node % tp and tp > MAX_TENSOR_DEGREE:
+                if not given["tp"] and (tp > MAX_TENSOR_DEGREE_IN_NODE or (node % tp and tp > MAX_TENSOR_DEGREE)):
                     continue
                 if (reason := self._pointless(pp, world // (pp * tp), tp)) is not None:
                     reasons[reason] = None
