@@ -120,7 +120,7 @@ def torch_rank(case: Case, plan: str) -> None:
             loss = train_step(model, mine)
             optimizer.step()
         peak = tracker.peak_bytes() if tracker is not None else 0
-        losses.append(float(loss.reduce_mean()))
+        losses.append(float(loss.all_reduce_mean()))
     everyone: list[Any] = [None] * sw.size()
     torch.distributed.all_gather_object(everyone, peak)
     if sw.rank() == 0:

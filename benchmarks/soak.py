@@ -99,7 +99,7 @@ def soak(name: str, steps: int, pipeline: str) -> bool:
     resident, threads, files = [], [], []
     for step in range(steps):
         optimizer.zero_grad()
-        float(train_step(model, batch(step)).reduce_mean())
+        float(train_step(model, batch(step)).all_reduce_mean())
         optimizer.step()
         for store, value in zip((resident, threads, files), state(), strict=True):
             store.append(value)

@@ -53,7 +53,7 @@ def planned(plan: str, batches: np.ndarray) -> Iterator[float]:
         adamw.zero_grad()
         loss = train_step(model, twins.torch_batch(mine))
         adamw.step()
-        yield float(loss.reduce_mean())
+        yield float(loss.all_reduce_mean())
 
 
 def main() -> None:

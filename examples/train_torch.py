@@ -56,7 +56,7 @@ def main() -> None:
     loader = DataLoader(dataset, batch_size=own_batch, sampler=sampler)
     for number, (input_ids,) in zip(range(args.steps), loader, strict=False):
         optimizer.zero_grad()
-        loss = train_step(model, input_ids).reduce_mean()
+        loss = train_step(model, input_ids).all_reduce_mean()
         norm = model.clip_grad_norm_(1.0)
         optimizer.step()
         if sw.rank() == 0:

@@ -12,6 +12,10 @@ class CaptureError(ShardwrightError):
     """The model could not be read."""
 
 
+class LossError(ShardwrightError):
+    """The loss of a batch does not follow from those of its microbatches, and nobody has said how it is meant."""
+
+
 class UnrecordableError(CaptureError):
     """The step cannot be recorded once and replayed, because what the model does depends on the values of tensors.
 

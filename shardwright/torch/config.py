@@ -59,7 +59,9 @@ class Config:
             its own, and a step is over all of them.
         optimize: on the tensor axis, "memory" divides along the sequence what would be held whole by every rank,
             "speed" keeps it whole; default: what the planner finds.
-        loss_scope: "global" lets batch norm see the microbatches of all replicas together.
+        loss_scope: what is meant where the loss couples samples: "replica" takes every microbatch of every replica by
+            itself; "global" lets batch norm see the microbatches of all replicas together. None: such a loss is an
+            error where there are several microbatches.
         compile: run each block of this rank through torch.compile; a name is that of its backend. Not with dropout,
             with recompute or with schedules that split the backward pass.
         compare_in_full_every: in every so many training steps ranks compare all of their batches, replicas all of their
@@ -82,7 +84,7 @@ class Config:
     recompute: Literal["none", "full"] = "none"
     prescaled_batch: bool = True
     optimize: Literal["speed", "memory"] | None = None
-    loss_scope: LossScope = "replica"
+    loss_scope: LossScope | None = None
     compile: bool | str = False
     seed: int = 0
     wait_timeout_s: float = 600.0
@@ -115,7 +117,7 @@ class Config:
             raise ShardwrightError(f"pipeline={self.pipeline!r} is no schedule: {hint}")
         if self.recompute not in ("none", "full"):
             raise ShardwrightError(f"recompute={self.recompute!r}: expected 'none' or 'full'")
-        if self.loss_scope not in ("replica", "global"):
+        if self.loss_scope not in (None, "replica", "global"):
             raise ShardwrightError(f"loss_scope={self.loss_scope!r}: expected 'replica' or 'global'")
         if not isinstance(self.compile, bool):
             backends = torch.compiler.list_backends(exclude_tags=())

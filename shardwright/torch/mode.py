@@ -29,6 +29,7 @@ def run_step(
     body: StepBody,
     microbatches: Sequence[Sequence[torch.Tensor]],
     shares: Shares,
+    axes: Sequence[int | None] | None = None,
 ) -> tuple[Tree, dict[int, Returned]]:
     """Run a step, recorded or by messages; see `Runtime.step`. Planning comes first, at the first step.
 
@@ -42,11 +43,11 @@ def run_step(
     prepared = None
     if runtime.messages is None and mode == "auto":
         try:
-            prepared = runtime.prepare(signature, body, microbatches, shares)
+            prepared = runtime.prepare(signature, body, microbatches, shares, axes)
         except UnrecordableError as error:  # on every rank
             _say(session, error)
             start_messages(session, runtime, body, microbatches[0])
-    return runtime.step(signature, body, microbatches, shares, prepared)
+    return runtime.step(signature, body, microbatches, shares, prepared, axes)
 
 
 def start_messages(session: Session, runtime: Runtime, body: StepBody, microbatch: Sequence[torch.Tensor]) -> None:

@@ -1,9 +1,9 @@
 """The model as the user holds it: whole in name, split in memory."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -58,6 +58,7 @@ class DistributedModel(nn.Module):
         )
         if session.config.compile:
             self.runtime.compiler = Compiler("inductor" if session.config.compile is True else session.config.compile)
+        self.runtime.semantics.scope = session.loss_scope
         self.runtime.listeners.append(self._watch_clipping)
         session.runtime = self.runtime
         self._agree(module, weights)
@@ -69,7 +70,7 @@ class DistributedModel(nn.Module):
                 StageMap.whole(
                     session.config.schedule(None),
                     recompute=session.config.recompute,
-                    loss_scope=session.config.loss_scope,
+                    loss_scope=session.config.loss_scope or "replica",
                 )
             )
 
@@ -119,17 +120,40 @@ class DistributedModel(nn.Module):
             )
         return self.module(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
+    def backward(
+        self,
+        tensors: torch.Tensor | Sequence[torch.Tensor],
+        grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+        *,
+        weight: float | torch.Tensor | None = None,
+        reduction: Literal["mean", "sum"] | None = None,
+    ) -> None:
         """Inside ``@sw.step``: the loss of a microbatch, whose gradient is wanted.
 
+        Gradients are those of the unsplit model on the batch of all microbatches and replicas. What the loss is to its
+        batch is told from what computes it: a mean over samples, a weighted mean whose count follows from the batch
+        (a mask, ``ignore_index``), a sum, and penalties beside them. What cannot be told is asked for.
+
         Args:
-            loss: a scalar.
-            weight: of this microbatch (its number of tokens, say); gradients are those of the weighted mean over all
-                microbatches of all replicas. Default: all the same.
+            tensors: the loss, a scalar; or tensors as `torch.autograd.backward` takes them.
+            grad_tensors: what each of them is multiplied by, as `torch.autograd.backward` takes them.
+            weight: of this microbatch, the number that its loss is divided by; gradients are those of the weighted mean
+                over all microbatches of all replicas.
+            reduction: what the loss is to the batch: its "mean" over samples, or the "sum".
+
+        Raises:
+            LossError: when the step is first run: there are several microbatches, and what the loss is to the batch
+                cannot be told.
         """
         if self.runtime.recorder is None:
             raise ShardwrightError("model.backward(loss) belongs inside a function decorated with @sw.step")
-        self.runtime.recorder.backward(loss, weight)
+        if reduction not in (None, "mean", "sum"):
+            raise ShardwrightError(f"reduction={reduction!r}: expected 'mean', 'sum', or None to have it told")
+        if weight is not None and reduction is not None:
+            raise ShardwrightError(
+                "model.backward takes a weight or a reduction: a weight says that it is a weighted mean"
+            )
+        self.runtime.recorder.backward(_one_loss(tensors, grad_tensors), weight, reduction)
 
     def use_schedule(self, schedule: str | Schedule, costs: StageCosts | None = None) -> None:
         """Run the steps from now on under another schedule of the same stages; every rank calls this.
@@ -241,6 +265,36 @@ class DistributedModel(nn.Module):
     def _watch_clipping(self) -> None:
         if self.session.bound.size("pp") > 1:
             warn_of_plain_clipping(self.local_parameters())
+
+
+def _one_loss(tensors: Any, grad_tensors: Any) -> Any:
+    """What `torch.autograd.backward` of tensors and their gradients is the backward of."""
+    many = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
+    if grad_tensors is None:
+        factors: list[Any] = [None] * len(many)
+    else:
+        factors = list(grad_tensors) if isinstance(grad_tensors, (list, tuple)) else [grad_tensors]
+    if len(factors) != len(many):
+        raise ShardwrightError(f"model.backward was given {len(many)} tensors and {len(factors)} grad_tensors")
+    terms = []
+    for tensor, factor in zip(many, factors, strict=True):
+        if factor is None:
+            terms.append(tensor)
+            continue
+        if not isinstance(factor, torch.Tensor) or factor.shape != tensor.shape:
+            said = f"shape {tuple(factor.shape)}" if isinstance(factor, torch.Tensor) else type(factor).__name__
+            raise ShardwrightError(
+                f"the second argument of model.backward is grad_tensors, as SageMaker and torch.autograd.backward have "
+                f"it, a tensor of shape {tuple(tensor.shape)} like the first: given {said}. The weight of a microbatch "
+                f"is given by name, model.backward(loss, weight=...)"
+            )
+        terms.append((tensor * factor.detach()).sum())
+    if len(terms) == 1:
+        return terms[0]
+    for term in terms:
+        if not isinstance(term, torch.Tensor) or term.numel() != 1:
+            raise ShardwrightError("model.backward takes several tensors of one element each, or grad_tensors for them")
+    return torch.stack([term.reshape(()) for term in terms]).sum()
 
 
 @contextmanager

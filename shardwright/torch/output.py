@@ -8,40 +8,68 @@ from shardwright.core.errors import ShardwrightError
 class StepOutput:
     """A tensor that the step returned, once for every microbatch of this rank's replica.
 
-    Scalars (losses, metrics) are reduced over every microbatch of every data-parallel replica, so that all ranks see
-    the same number; other tensors over the microbatches of this replica. A loss that was given weights by
-    ``model.backward(loss, weight)`` is averaged by them.
+    Reductions are over the microbatches of this replica, as SageMaker's are; those whose name begins with
+    ``all_reduce`` are over all replicas, and the same on every rank. A mean takes a loss by the shares that its
+    microbatches have in the whole batch (weights that were given, what a masked mean counts), and anything else by
+    samples where microbatches have different numbers of them.
 
     Attributes:
         outputs: the values of this replica's microbatches, in order. They are detached.
     """
 
     def __init__(
-        self, outputs: list[torch.Tensor], everywhere: torch.Tensor | None = None, weights: torch.Tensor | None = None
+        self,
+        outputs: list[torch.Tensor],
+        everywhere: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+        first: int = 0,
     ) -> None:
+        """``everywhere`` and ``weights`` are of the microbatches of all replicas; this replica's begin at ``first``."""
         self.outputs = outputs
         self._everywhere = everywhere
         self._weights = weights
+        self._first = first
 
     def reduce_mean(self) -> torch.Tensor:
-        """The mean over microbatches: by weight for a loss that was given weights, and by samples where microbatches
-        have different numbers of them."""
-        if self._everywhere is None:
+        """The mean over this replica's microbatches."""
+        if self._everywhere is None or self._weights is None:
             return self.stack().mean(dim=0)
-        if self._weights is None:
-            return self._everywhere.mean()
-        weights = self._weights.to(self._everywhere.dtype)
-        return (self._everywhere * weights).sum() / weights.sum()
+        own = slice(self._first, self._first + len(self.outputs))
+        return _mean(self._everywhere[own], self._weights[own]).reshape(self.outputs[0].shape)
+
+    def reduce_sum(self) -> torch.Tensor:
+        """The sum over this replica's microbatches."""
+        return self.stack().sum(dim=0)
+
+    def all_reduce_mean(self) -> torch.Tensor:
+        """The mean over the microbatches of all replicas: of a loss that is a mean, the loss of the whole batch.
+
+        Raises ShardwrightError for what is no floating scalar: only those travel between replicas.
+        """
+        everywhere = self._of_all()
+        return everywhere.mean() if self._weights is None else _mean(everywhere, self._weights)
+
+    def all_reduce_sum(self) -> torch.Tensor:
+        """The sum over the microbatches of all replicas: of a loss that is a sum, the loss of the whole batch.
+
+        Raises ShardwrightError for what is no floating scalar.
+        """
+        return self._of_all().sum()
+
+    def _of_all(self) -> torch.Tensor:
+        if self._everywhere is None:
+            raise ShardwrightError(
+                f"values of shape {tuple(self.outputs[0].shape)} and dtype {self.outputs[0].dtype} stay on the replica "
+                f"that computed them: return a floating scalar from the step for a reduction over all replicas"
+            )
+        return self._everywhere
 
     def item(self) -> float:
         """Refused: there is one value for each microbatch. Raises ShardwrightError naming what to call instead."""
         raise ShardwrightError(
-            f"a StepOutput holds {len(self.outputs)} values, one for each microbatch: call .reduce_mean().item()"
+            f"a StepOutput holds {len(self.outputs)} values, one for each microbatch: call .reduce_mean().item(), or "
+            f".all_reduce_mean().item() for those of all replicas"
         )
-
-    def reduce_sum(self) -> torch.Tensor:
-        """The sum over microbatches."""
-        return self.stack().sum(dim=0) if self._everywhere is None else self._everywhere.sum()
 
     def concat(self) -> torch.Tensor:
         """This replica's values joined along the first dim, in order of the samples."""
@@ -65,3 +93,9 @@ class StepOutput:
 
     def __repr__(self) -> str:
         return f"StepOutput({len(self.outputs)} × {tuple(self.outputs[0].shape)})"
+
+
+def _mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """By weight; a value without any, such as the mean over nothing, does not count."""
+    weights = weights.to(values)
+    return torch.where(weights == 0, torch.zeros_like(values), values * weights).sum() / weights.sum()

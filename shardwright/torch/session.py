@@ -21,6 +21,7 @@ from shardwright.backends.torch.process import choose_device, start, this_launch
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.stage_map import require_whole_backward
 from shardwright.backends.torch.watch import Watch, watch_for_stop
+from shardwright.core.decision import LossScope
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 from shardwright.core.mesh import Mesh
 from shardwright.core.plan import Plan
@@ -53,6 +54,13 @@ class Session:
         """What load_state_dict was given, one text for each call."""
         self.optimizers: list[Callable[[], OptimizerSettings | None]] = []
         """References to the optimizers that were made, which give their settings in words."""
+
+    @property
+    def loss_scope(self) -> LossScope | None:
+        """What is meant where the loss couples samples; None: nobody has said so."""
+        if self.config.loss_scope is None and self.plan is not None and self.plan.decision.loss_scope == "global":
+            return "global"
+        return self.config.loss_scope
 
     @property
     def microbatches(self) -> int:
@@ -159,6 +167,11 @@ def _read(given: Mapping[str, Any], plan: "Plan | str | Path | None", world_size
         _refuse_degrees(given)
     settings = read_config(given)
     chosen = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    if chosen is not None and settings.loss_scope not in (None, chosen.decision.loss_scope):
+        raise ShardwrightError(
+            f"init was given loss_scope={settings.loss_scope!r} and a plan for {chosen.decision.loss_scope!r}: plan "
+            f"anew with that loss_scope"
+        )
     if chosen is not None:
         chosen.require_world(world_size)
         CAPABILITIES.require_axes({"tp": chosen.decision.tp})
@@ -216,7 +229,6 @@ def _refuse_degrees(given: Mapping[str, Any]) -> None:
         "microbatches",
         "pipeline",
         "virtual_stages",
-        "loss_scope",
         "recompute",
         "placement_strategy",
         "cluster",

@@ -187,7 +187,8 @@ class _Step:
             return self.function(*again.args, **again.kwargs)
 
         key = self._key(runtime, call.form, literals, microbatches[0])
-        tree, returned = run_step(session, runtime, key, body, microbatches, shares)
+        axes = [self._axis(leaves[p], names[p]) for p in positions]
+        tree, returned = run_step(session, runtime, key, body, microbatches, shares, axes)
         if own and batch.whole_axis:
             returned = {
                 position: replace(found, outputs=of_this_rank(found.outputs, batch.samples, session.bound))
@@ -233,7 +234,8 @@ class _Step:
         kind = runtime.bound.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         shapes = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs)
-        return (id(self), form, tuple(map(hashable, literals)), shapes, modes, torch.is_grad_enabled(), autocast)
+        # The function itself: an id could become another one's.
+        return (self, form, tuple(map(hashable, literals)), shapes, modes, torch.is_grad_enabled(), autocast)
 
 
 def _is_model(item: Any) -> bool:
@@ -252,7 +254,7 @@ class _Leaves:
         found = self._returned.get(self._position)
         if found is None:
             return getattr(leaf, "value", None)
-        return StepOutput(found.outputs, found.everywhere, found.weights)
+        return StepOutput(found.outputs, found.everywhere, found.weights, found.first)
 
 
 def _counted(samples: Sequence[int]) -> str:

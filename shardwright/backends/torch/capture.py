@@ -198,13 +198,13 @@ class _Session:
         self, size: int, mode: Any, stand_ins: Mapping[int, torch.Tensor], make: Callable[[Leaf], torch.Tensor]
     ) -> _Run:
         recorder = self.make_recorder(self.templates, self.chance)
-        with swapped_in(self.model, stand_ins), mode, _plain_torch(), no_remembered_results(self.model):
+        with swapped_in(self.model, stand_ins), mode, plain_torch(), no_remembered_results(self.model):
             args, kwargs, made = self.sample.arguments(make)
             self._name_all(recorder, stand_ins, made)
             try:
                 # Below autograd, composite ops reach the recorder whole, and no graph is kept for a backward pass.
                 with (
-                    self._calls(recorder),
+                    noted_calls(recorder, self.paths),
                     recorder,
                     _Readings(recorder) if self.with_values else nullcontext(),
                     AutogradQuestions(recorder),
@@ -243,27 +243,6 @@ class _Session:
                 "parameter" if isinstance(tensor, nn.Parameter) else "buffer" if key in self.buffers else "constant"
             )
             recorder.name(stand_ins[key], role, name)
-
-    @contextmanager
-    def _calls(self, recorder: Recorder) -> Iterator[None]:
-        """Global module hooks that keep the recorder's call stack, for this thread."""
-        thread = threading.get_ident()
-
-        def before(module: nn.Module, args: Any) -> None:
-            path = self.paths.get(id(module))
-            if path is not None and threading.get_ident() == thread:
-                recorder.enter(path)
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if id(module) in self.paths and threading.get_ident() == thread:
-                recorder.leave(failed=sys.exc_info()[1] is not None)
-
-        handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _result(self, output: Any) -> list[torch.Tensor]:
         """The loss, or everything that the model returned."""
@@ -320,7 +299,29 @@ class _Session:
 
 
 @contextmanager
-def _plain_torch() -> Iterator[None]:
+def noted_calls(recorder: Recorder, paths: Mapping[int, str]) -> Iterator[None]:
+    """Global module hooks that keep the recorder's call stack, for this thread; ``paths`` are by ids of modules."""
+    thread = threading.get_ident()
+
+    def before(module: nn.Module, args: Any) -> None:
+        path = paths.get(id(module))
+        if path is not None and threading.get_ident() == thread:
+            recorder.enter(path)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if id(module) in paths and threading.get_ident() == thread:
+            recorder.leave(failed=sys.exc_info()[1] is not None)
+
+    handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
     """Torch's process-wide settings as the record needs them, put back afterwards."""
     mkldnn = torch._C._get_mkldnn_enabled()
     logger = logging.getLogger("torch._subclasses.fake_tensor")

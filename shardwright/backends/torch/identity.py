@@ -35,7 +35,7 @@ def text_of(program: Program) -> str:
     names = value_names(program)
     lines = [f"{name} {v.shape} {v.dtype} {v.requires_grad}" for name, v in zip(names, program.values, strict=True)]
     lines += [f"reads {name_of(g.function)} {sorted(names[v] for v in g.reads)} {g.found}" for g in program.guards]
-    losses = [f"loss {names[loss.value]}" for loss in program.losses]
+    losses = [f"loss {names[loss.value]} {loss.reduction}" for loss in program.losses]
     results = [_leaf(leaf, names) for leaf in program.result.leaves]
     return "\n".join([*sorted(lines), *losses, *results])
 

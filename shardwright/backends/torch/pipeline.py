@@ -113,7 +113,7 @@ class Pipeline:
         step: int,
         first_microbatch: int,
         grad: bool,
-        loss_scales: Sequence[float],
+        loss_scales: Sequence[Sequence[float | None]],
         recorder: Recorder | None = None,
         exchange: Exchange | None = None,
         parameters: Mapping[str, nn.Parameter] | None = None,
@@ -123,7 +123,7 @@ class Pipeline:
         Args:
             inputs: ``inputs[m]`` are the input tensors of microbatch m.
             first_microbatch: the number of this replica's first microbatch among those of all replicas.
-            loss_scales: what each microbatch's losses are multiplied by where no weight is given.
+            loss_scales: for each microbatch what each of its losses is multiplied by where no weight is given.
             recorder: notes when each action runs.
             exchange: is told when gradients are whole: those of ``parameters``, what this rank holds by first name.
         """
@@ -167,7 +167,7 @@ class Pipeline:
 
     def _run(
         self, task: _Task, inputs: Sequence[torch.Tensor], arrived: Sequence[list[torch.Tensor]], grad: bool,
-        loss_scale: float, out: StepValues,
+        loss_scales: Sequence[float | None], out: StepValues,
     ) -> None:  # fmt: skip
         kind, replay = task.action.kind, task.replay
         if kind is Kind.FORWARD:
@@ -176,11 +176,11 @@ class Pipeline:
             if grad and self.trains:
                 self._kept[task.key] = kept
         elif kind is Kind.BACKWARD:
-            replay.backward(self._kept.pop(task.key), arrived, task.depart, loss_scale)
+            replay.backward(self._kept.pop(task.key), arrived, task.depart, loss_scales)
         elif kind is Kind.INPUT_GRAD:
             kept = self._kept[task.key]
             with collecting() as kept.deferred:
-                replay.backward(kept, arrived, task.depart, loss_scale)
+                replay.backward(kept, arrived, task.depart, loss_scales)
         else:
             deferred = self._kept.pop(task.key).deferred
             if deferred is not None:

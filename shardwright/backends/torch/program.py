@@ -173,10 +173,16 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A value given to ``model.backward``; the weight of its microbatch is a value, a number, or 1 when None."""
+    """A value given to ``model.backward``.
+
+    Attributes:
+        weight: that of its microbatch, a value or a number, if the step gives one.
+        reduction: "mean" or "sum", if the step says what the loss is to the batch.
+    """
 
     value: int
     weight: Leaf | None
+    reduction: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +215,11 @@ class Program:
     """Units that draw random numbers and may do so elsewhere next time, since what they do depends on values."""
     draws_on_host: bool = False
     """Whether units draw from Python's or NumPy's generator too."""
+
+    @property
+    def depends_on_batch(self) -> bool:
+        """Whether what it does follows from values of the batch."""
+        return any(not guard.drawn for guard in self.guards)
 
     @property
     def is_one_of_many(self) -> bool:

@@ -342,7 +342,7 @@ class Recorder(TorchDispatchMode):
         if found is not None:
             return found
         outs = [_ref(len(refs) + i, t) for i, t in enumerate(outputs)]
-        call = OpCall(known.name.rpartition(".")[2], _bind(known, args, kwargs, refs), refs, outs, shares_memory=shares)
+        call = OpCall(known.name.rpartition(".")[2], bind(known, args, kwargs, refs), refs, outs, shares_memory=shares)
         if known.rule is not None:
             if call.name not in RULES and call.name.endswith("_"):
                 call.name = call.name[:-1]
@@ -433,7 +433,7 @@ def _argument(known: Func, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     return None
 
 
-def _bind(known: Func, args: tuple[Any, ...], kwargs: dict[str, Any], refs: Sequence[Ref]) -> dict[str, Any]:
+def bind(known: Func, args: tuple[Any, ...], kwargs: dict[str, Any], refs: Sequence[Ref]) -> dict[str, Any]:
     """Arguments by name, defaults filled in, Refs in place of tensors in the order in which `_key` met them."""
     remaining = iter(refs)
 

@@ -43,8 +43,8 @@ class Kept:
     """(edge, value) → the leaf that stands for what another stage sent."""
     sent: dict[tuple[int, int], GradientEdge] = field(default_factory=dict)
     """(edge, value) → where the gradient of what another stage got goes on; the value itself is not kept."""
-    roots: list[tuple[torch.Tensor, torch.Tensor | float | None]] = field(default_factory=list)
-    """Losses and their weights."""
+    roots: list[tuple[int, torch.Tensor, torch.Tensor | float | None]] = field(default_factory=list)
+    """Losses with their places among those of the step, and their weights."""
     deferred: Deferred | None = None
     """What an I left to its W."""
 
@@ -145,18 +145,20 @@ class Replay:
             weight = self._weight(loss.weight, env)
             out.loss_weights.setdefault(index, {})[mb] = weight
             if grad:
-                kept.roots.append((values[loss.value], weight))
+                kept.roots.append((index, values[loss.value], weight))
         for leaf in part.results:
             tensor = self.resolve(program.result.leaves[leaf], env)
             out.results.setdefault(leaf, {})[mb] = tensor.detach()
         return kept
 
-    def backward(self, kept: Kept, arrived: Sequence[list[torch.Tensor]], depart: Depart, loss_scale: float) -> None:
+    def backward(
+        self, kept: Kept, arrived: Sequence[list[torch.Tensor]], depart: Depart, loss_scales: Sequence[float | None]
+    ) -> None:
         """One backward action; gradients add up in the parameters.
 
         Args:
             arrived: the gradients that came in over each edge of ``taken_back``.
-            loss_scale: what the losses of this microbatch are multiplied by where no weight is given.
+            loss_scales: what each loss of this microbatch is multiplied by where no weight is given.
         """
         gradients: dict[int, torch.Tensor] = {}
         edges: dict[int, GradientEdge] = {}
@@ -167,9 +169,13 @@ class Replay:
                     gradients[value] = gradients[value] + gradient if value in gradients else gradient
         roots: list[torch.Tensor | GradientEdge] = list(edges.values())
         root_gradients: list[torch.Tensor] = [gradients[v] for v in edges]
-        for loss, weight in kept.roots:
+        for index, loss, weight in kept.roots:
+            scale = loss_scales[index] if weight is None else weight
+            assert scale is not None
+            if _is_zero(scale):  # as of a mean over nothing, which is NaN
+                continue
             roots.append(loss)
-            root_gradients.append(self._scale(loss_scale if weight is None else weight, loss))
+            root_gradients.append(self._scale(scale, loss))
         edges.clear()
         kept.sent.clear()
         kept.roots.clear()
@@ -221,6 +227,11 @@ class Replay:
         if isinstance(leaf, Literal):
             return float(leaf.value)
         return torch.as_tensor(self.resolve(leaf, env)).detach()
+
+
+def _is_zero(scale: torch.Tensor | float) -> bool:
+    """Whether a loss has no share in its batch. Of weights on a device this is not asked, as it would wait for them."""
+    return bool(scale == 0.0) if isinstance(scale, float) or scale.device.type == "cpu" else False
 
 
 class _Call:

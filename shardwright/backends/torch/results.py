@@ -24,11 +24,13 @@ class Returned:
         outputs: this replica's value for every microbatch.
         everywhere: for floating scalars, the values of all microbatches of all dp replicas, in order; else None.
         weights: the weight of each entry of ``everywhere`` in their mean, where they differ; else None.
+        first: the place of this replica's first microbatch in ``everywhere``.
     """
 
     outputs: list[torch.Tensor]
     everywhere: torch.Tensor | None
     weights: torch.Tensor | None
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +117,18 @@ def share(
     mailroom: Mailroom,
     shares: Shares,
     weights: torch.Tensor | None,
+    loss_shares: Sequence[Sequence[float] | None] = (),
 ) -> dict[int, Returned]:
     """Give every rank every tensor of the result, by its position among the leaves. Every rank calls this together.
 
     Args:
         divisions: for each microbatch.
         weights: those of the losses, if any were given.
+        loss_shares: for each loss those of all microbatches, where no weights were given.
     """
     first = divisions[0]
     outputs = _outputs(divisions, values, stage_rank, bound, mailroom)
-    loss_values = {loss.value for loss in first.program.losses}
+    losses = {loss.value: number for number, loss in enumerate(first.program.losses)}
     by_samples = None
     if not shares.equal:
         by_samples = torch.tensor(shares.flat, dtype=torch.float32, device=bound.device)
@@ -134,9 +138,13 @@ def share(
         everywhere = None
         if tensors[0].numel() == 1 and tensors[0].is_floating_point():
             everywhere = _over_dp(torch.stack(tensors).reshape(-1), bound, mailroom.watch, shares)
-        is_loss = isinstance(leaf, ValueRef) and leaf.value in loss_values
-        own_weights = weights if is_loss and weights is not None else by_samples
-        found[position] = Returned(tensors, everywhere, own_weights)
+        own_weights, number = by_samples, losses.get(leaf.value) if isinstance(leaf, ValueRef) else None
+        if number is not None and weights is not None:
+            own_weights = weights
+        elif number is not None and number < len(loss_shares) and (given := loss_shares[number]) is not None:
+            equal = len(set(given)) == 1
+            own_weights = None if equal else torch.tensor(given, dtype=torch.float32, device=bound.device)
+        found[position] = Returned(tensors, everywhere, own_weights, shares.first)
     return found
 
 

@@ -26,13 +26,15 @@ from shardwright.backends.torch.fake_state import find_model_call
 from shardwright.backends.torch.fingerprint import digest_of
 from shardwright.backends.torch.holding import Holding, Placement, place
 from shardwright.backends.torch.identity import text_of
+from shardwright.backends.torch.loss.read import Batching, Losses, LossReading, read_losses
+from shardwright.backends.torch.loss.shares import LossSemantics, LossShares, Microbatch, of_own
 from shardwright.backends.torch.measure import Recorder
 from shardwright.backends.torch.mesh import BoundMesh
 from shardwright.backends.torch.messages.engine import Messages
 from shardwright.backends.torch.messages.owners import Owners
 from shardwright.backends.torch.model_claims import LiveFlags, module_claim, parameters_claim
 from shardwright.backends.torch.pipeline import Pipeline, closing_order
-from shardwright.backends.torch.program import Program, Tree, name_of
+from shardwright.backends.torch.program import Loss, Program, Tree, name_of
 from shardwright.backends.torch.randomness import Moment, Streams
 from shardwright.backends.torch.recordings import Recordings
 from shardwright.backends.torch.results import Returned, Shares, even_split, homes_of, share, total_weight
@@ -47,7 +49,7 @@ from shardwright.backends.torch.transfer import Mailroom
 from shardwright.backends.torch.watch import Watch
 from shardwright.backends.torch.weight_transfer import add_holders, synchronize
 from shardwright.backends.torch.weights import Weights, materialize
-from shardwright.core.errors import PlanError, ShardwrightError, UnrecordableError
+from shardwright.core.errors import LossError, PlanError, ShardwrightError, UnrecordableError
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.checks import require_trains
 
@@ -80,6 +82,7 @@ class Prepared:
 
     compiled: _Compiled
     shares: Shares
+    losses: LossShares
 
 
 class Runtime:
@@ -113,7 +116,7 @@ class Runtime:
         self._schedule_digest = ""
         self.messages: Messages | None = None
         """What runs the steps when the model's control flow depends on values."""
-        self.recorder: StepRecorder | Messages | _Unheard | None = None
+        self.recorder: StepRecorder | Messages | Losses | _Unheard | None = None
         """Who hears of the losses that the body gives to ``backward``."""
         self.in_body = False
         """Whether the body of a step runs now, on stand-ins."""
@@ -126,6 +129,8 @@ class Runtime:
         self.compiler: Compiler | None = None
         """Compiles the units of this rank's stages, if asked to."""
         self.statistics: RunningStatistics | None = None
+        self.semantics = LossSemantics(bound, watch, None)
+        """What the losses of steps are to their batches."""
         self._undo_norms: Callable[[], None] | None = None
         self._compiled: dict[Hashable, list[_Compiled]] = {}
         self._ahead: tuple[Hashable, Division] | None = None
@@ -238,6 +243,7 @@ class Runtime:
         microbatches: Sequence[Sequence[torch.Tensor]],
         shares: Shares | None = None,
         prepared: Prepared | None = None,
+        axes: Sequence[int | None] | None = None,
     ) -> tuple[Tree, dict[int, Returned]]:
         """Run one training step; every rank calls this at the same time.
 
@@ -248,16 +254,18 @@ class Runtime:
             shares: what `begin` gave: the samples of each microbatch are the weight of its losses, where the step gives
                 none. Default: `begin` is called here, and all weigh alike.
             prepared: what `prepare` gave for it.
+            axes: of each input, the dim that is its batch; None where every microbatch gets it whole. Default: losses
+                are means over samples.
 
         Returns:
             the result of the body as a tree, and its tensors by their position among the leaves.
         """
         shares = shares or self.begin("a step", [1] * len(microbatches))
         if self.messages is not None:
-            return self._step_by_messages(self.messages, body, microbatches, shares)
+            return self._step_by_messages(self.messages, signature, body, microbatches, shares, axes)
         stage_map = self.stage_map
         assert stage_map is not None
-        prepared = prepared or self.prepare(signature, body, microbatches, shares)
+        prepared = prepared or self.prepare(signature, body, microbatches, shares, axes)
         if not self._synchronized:
             synchronize(self.holding, self.bound, self.watch)
             self._synchronized = True
@@ -280,8 +288,9 @@ class Runtime:
             recorder = Recorder(self.bound.device)
             self.recorders.append(recorder)
         values = pipeline.run(
-            microbatches, self.steps_run, shares.first, training and torch.is_grad_enabled(), shares.scales, recorder,
-            exchange, self.holding.local_parameters() if exchange is not None else None,
+            microbatches, self.steps_run, shares.first, training and torch.is_grad_enabled(),
+            of_own(prepared.losses, shares), recorder, exchange,
+            self.holding.local_parameters() if exchange is not None else None,
         )  # fmt: skip
         if self.statistics is not None:
             self.statistics.finish()
@@ -292,7 +301,9 @@ class Runtime:
             self.gradients.finish(total)
             self.steps_run += 1
         self.watch.doing("the results of the step")
-        returned = share(pipeline.divisions, values, stage_rank, self.bound, self.mailroom, shares, weights)
+        returned = share(
+            pipeline.divisions, values, stage_rank, self.bound, self.mailroom, shares, weights, prepared.losses
+        )
         self.watch.doing("between steps")
         return prepared.compiled.result, returned
 
@@ -302,12 +313,14 @@ class Runtime:
         body: StepBody,
         microbatches: Sequence[Sequence[torch.Tensor]],
         shares: Shares,
+        axes: Sequence[int | None] | None = None,
     ) -> Prepared:
         """The recording by which a step can be run, made now if there is none yet; every rank calls this.
 
         Raises:
             UnrecordableError: there is none, on this rank or on another.
             DisagreementError: ranks run different recordings, or only some of a replica record the step anew.
+            LossError: see `LossSemantics.shares`.
         """
         stage_map = self.stage_map
         assert stage_map is not None
@@ -353,7 +366,63 @@ class Runtime:
                 variants.pop(0).pipeline.streams.close()
             compiled = self._compile(stage_map, divisions)
             variants.append(compiled)
-        return Prepared(compiled, shares)
+        losses = divisions[0].program.losses if torch.is_grad_enabled() else ()
+        found = self.loss_shares(losses, signature, body, microbatches, divisions, shares, axes)
+        return Prepared(compiled, shares, found)
+
+    def loss_shares(
+        self,
+        losses: Sequence[Loss],
+        signature: Hashable,
+        body: StepBody,
+        microbatches: Sequence[Sequence[torch.Tensor]],
+        divisions: Sequence[Division | None],
+        shares: Shares,
+        axes: Sequence[int | None] | None,
+    ) -> LossShares:
+        """The share of each microbatch in the losses of a step; every rank calls this.
+
+        Args:
+            divisions: the recordings of the microbatches, which may differ in what the model does; None: none are made.
+        """
+        if axes is None:
+            losses = [replace(loss, reduction=loss.reduction or "mean") for loss in losses]
+        asked = []
+        for inputs, division, held in zip(microbatches, divisions, shares.own, strict=True):
+            asked.append(self._microbatch(signature, body, inputs, division, held, axes))
+        return self.semantics.shares(losses, asked, shares, type(self.model).__name__)
+
+    def _microbatch(
+        self, signature: Hashable, body: StepBody, inputs: Sequence[torch.Tensor], division: Division | None,
+        samples: int, axes: Sequence[int | None] | None,
+    ) -> Microbatch:  # fmt: skip
+        which = id(division) if division is not None and division.program.depends_on_batch else None
+        batching = Batching(tuple(axes if axes is not None else [None] * len(inputs)), samples)
+        read = partial(self._read_losses, body, inputs, batching)
+        return Microbatch(inputs, (signature, _shapes(inputs), which), read)
+
+    def _loss_shares_by_messages(
+        self, signature: Hashable, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]], shares: Shares,
+        axes: Sequence[int | None] | None,
+    ) -> LossShares | LossError | None:  # fmt: skip
+        """As `loss_shares`, of a step whose losses are not known before it is read; what cannot be told is an error for
+        the moment in which the step gives its loss. None where there is one microbatch, whose loss is all."""
+        if not torch.is_grad_enabled() or len(shares.flat) == 1:
+            return None
+        try:
+            losses = self.semantics.losses_of(
+                self._microbatch(signature, body, microbatches[0], None, shares.own[0], axes)
+            )
+            return self.loss_shares(losses, signature, body, microbatches, [None] * len(microbatches), shares, axes)
+        except LossError as error:
+            return error
+
+    def _read_losses(self, body: StepBody, inputs: Sequence[torch.Tensor], batching: Batching) -> list[LossReading]:
+        with nullcontext() if self.tensor is None else self.tensor.shards.as_whole():
+            return read_losses(
+                self.model, body, inputs, batching, self.bound.device, self._heard_by,
+                norms_are_plain=self.semantics.scope is not None,
+            )  # fmt: skip
 
     def _agree_on_recordings(
         self, find: Callable[[], list[Division] | None], ready: Callable[[Sequence[Division]], object], call: str
@@ -424,22 +493,26 @@ class Runtime:
         )  # fmt: skip
 
     def _step_by_messages(
-        self, messages: Messages, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]], shares: Shares
-    ) -> tuple[Tree, dict[int, Returned]]:
+        self, messages: Messages, signature: Hashable, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]],
+        shares: Shares, axes: Sequence[int | None] | None,
+    ) -> tuple[Tree, dict[int, Returned]]:  # fmt: skip
         if not self._synchronized:
             synchronize(self.holding, self.bound, self.watch, ("dp", "tp"))
             self._synchronized = True
         if self.statistics is not None:
             self.statistics.begin()
+        loss_shares = self._loss_shares_by_messages(signature, body, microbatches, shares, axes)
         with self._heard_by(messages):
-            tree, returned, trained = messages.step(body, microbatches, shares, seed=self.seed, step=self.steps_run)
+            tree, returned, trained = messages.step(
+                body, microbatches, shares, loss_shares, seed=self.seed, step=self.steps_run
+            )
         if self.statistics is not None:
             self.statistics.finish()
         self.steps_run += int(trained)
         return tree, returned
 
     @contextmanager
-    def _heard_by(self, listener: "Messages | _Unheard | None") -> Iterator[None]:
+    def _heard_by(self, listener: "Messages | Losses | _Unheard | None") -> Iterator[None]:
         """A step body runs, and gives its losses to ``listener``; None: to the recorders that say so themselves."""
         self.recorder, self.in_body = listener, True
         try:
@@ -603,7 +676,7 @@ class Runtime:
 class _Unheard:
     """Takes losses and does nothing with them."""
 
-    def backward(self, loss: Any, weight: Any) -> None:
+    def backward(self, loss: Any, weight: Any = None, reduction: str | None = None) -> None:
         pass
 
 

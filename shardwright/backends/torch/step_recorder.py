@@ -148,7 +148,7 @@ class StepRecorder:
             made = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         return made.requires_grad_(tensor.requires_grad)
 
-    def backward(self, loss: Any, weight: Any) -> None:
+    def backward(self, loss: Any, weight: Any = None, reduction: str | None = None) -> None:
         """``model.backward`` inside the body."""
         if not isinstance(loss, torch.Tensor) or not isinstance(self.ledger.ref(loss), ValueRef):
             raise CaptureError(f"model.backward takes the loss, a tensor that this step computed: given {said(loss)}")
@@ -165,7 +165,7 @@ class StepRecorder:
             leaf = self.ledger.use(weight)
         elif weight is not None:
             leaf = Literal(float(weight))
-        self.losses.append(Loss(self.ledger.use_value(loss), leaf))
+        self.losses.append(Loss(self.ledger.use_value(loss), leaf, reduction))
 
     # Module calls --------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ How = Literal[
     "sum",  # over the labels that the output lacks
     "mean",
     "contract",  # a product of two, summed over the labels that the output lacks
-    "at_least",  # the larger of its operand and ``number``
+    "at_least",  # the larger of its operand and ``number``, or of its two operands
     "select",  # by its first operand, from the two others
     "lookup",  # of its first operand along ``dims``, by one index operand for each of them
     "concat",  # along ``dims[0]``
@@ -32,6 +32,7 @@ How = Literal[
     "position",  # 0, 1, 2 … along its only dim
     "draw",  # random numbers, each independent of the others
     "detach",
+    "opaque",  # nothing is known: good for what does not depend on the batch alone
 ]
 
 SourceKind = Literal["samples", "trained", "fixed"]

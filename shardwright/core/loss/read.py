@@ -68,6 +68,12 @@ class _Reader:
     def _source(self, number: int) -> Value:
         source = self.program.sources.get(number)
         if source is None or source.kind == "fixed":
+            if (
+                growing(self.program, number, LossOp("fill", "something outside of the step", (), (number,)))
+                is not None
+            ):
+                finding = Finding("unknown", "a tensor grows with the batch that comes from outside of the step")
+                return Value(finding=finding)
             made = Value(number=None if source is None else source.number)
             return self._known(made) if made.number is not None else made
         if source.kind == "trained":
@@ -215,12 +221,16 @@ class _Reader:
         return [replace(made, place=place, guarded=guarded, number=number) for place in places]
 
     def at_least(self, op: LossOp, inputs: list[Value]) -> list[Value]:
-        (value,) = inputs
-        if value.is_plain:
+        if all(value.is_plain for value in inputs):
             return self.map(op, inputs)
-        assert op.number is not None
-        if op.number[0] == op.number[1] and (made := self._kept_from(value, op.inputs[0], op.number[0])) is not None:
-            return [made]
+        number, which = op.number, 0
+        if len(inputs) == 2:
+            which = int(inputs[0].number is not None)
+            number = inputs[1 - which].number
+        if number is not None and number[0] == number[1]:
+            made = self._kept_from(inputs[which], op.inputs[which], number[0])
+            if made is not None:
+                return [made]
         raise lost("coupled", op, "is no linear function of a sum over the batch")
 
     def _kept_from(self, value: Value, number: int, least: float) -> Value | None:
@@ -350,6 +360,12 @@ class _Reader:
             made.append(Value(frozenset({CONSTANT if place is None else SAMPLE}), place))
         return made
 
+    def opaque(self, op: LossOp, inputs: list[Value]) -> list[Value]:
+        grown = [growing(self.program, number, op) for number in op.outputs]
+        if any(value.place is not None for value in inputs) or any(g is not None for g in grown):
+            raise lost("unknown", op, "is not known to work on samples one by one")
+        return [Value(_plain(op, inputs))] * len(op.outputs)
+
     def detach(self, op: LossOp, inputs: list[Value]) -> list[Value]:
         return [inputs[0]] * len(op.outputs)
 
@@ -376,5 +392,5 @@ _RULES: dict[str, Callable[[_Reader, LossOp, list[Value]], list[Value]]] = {
     "multiply": _Reader.multiply, "divide": _Reader.divide, "sum": _Reader.total, "mean": _Reader.total,
     "contract": _Reader.contract, "at_least": _Reader.at_least, "select": _Reader.select, "lookup": _Reader.lookup,
     "concat": _Reader.concat, "cut": _Reader.cut, "fill": _Reader.fill, "position": _Reader.position,
-    "draw": _Reader.draw, "detach": _Reader.detach,
+    "draw": _Reader.draw, "detach": _Reader.detach, "opaque": _Reader.opaque,
 }  # fmt: skip

@@ -89,7 +89,7 @@ def batches_of_every_size() -> None:
                 out = warned(lambda: train_step(model, whole), "given 7 samples, and the plan has 8")  # noqa: B023
             else:
                 out = train_step(model, whole)
-            Comparison().losses(out["loss"].reduce_mean(), expected).require()
+            Comparison().losses(out["loss"].all_reduce_mean(), expected).require()
             assert out["logits"].concat().shape[0] == samples
             same_gradients(model, plain)
             if samples == 7:
@@ -114,7 +114,7 @@ def replicas_with_batches_of_different_sizes() -> None:
         parts = [part for half, n in zip(halves, (first, second), strict=True) for part in cut(half, min(2, n))]
         expected = plain_run(plain, parts)
         out = train_step(model, halves[sw.dp_rank()])
-        Comparison().losses(out["loss"].reduce_mean(), expected).require()
+        Comparison().losses(out["loss"].all_reduce_mean(), expected).require()
         same_gradients(model, plain)
     sw.shutdown()
 
@@ -189,7 +189,7 @@ def schedules_that_do_not_train_are_refused() -> None:
     plain = build("gpt2")
     expected = plain_run(plain, cut(batch("gpt2", 0), 2))
     with torch.no_grad():
-        found = float(evaluate(model, batch("gpt2", 0)).reduce_mean())
+        found = float(evaluate(model, batch("gpt2", 0)).all_reduce_mean())
     assert abs(found - expected) <= 1e-5 * abs(expected)
     begun = time.monotonic()
     for _ in range(2):
@@ -250,7 +250,7 @@ def batch_norm_sees_what_the_loss_scope_says() -> None:
                 expected = plain_run(plain, parts)
                 model.zero_grad()
                 out = train_step(model, {k: t.chunk(sw.dp_size())[sw.dp_rank()] for k, t in whole.items()})
-            Comparison().losses(out["loss"].reduce_mean(), expected).require()
+            Comparison().losses(out["loss"].all_reduce_mean(), expected).require()
             same_gradients(model, plain)
             same = Comparison(f"{scope} {config}")
             held, wanted = dict(model.local_named_buffers()), dict(plain.named_buffers())
@@ -354,7 +354,7 @@ def autocast_is_that_of_the_plain_model() -> None:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 out = train_step(model, given)
             assert out["logits"].outputs[0].dtype is torch.bfloat16
-            Comparison().losses(out["loss"].reduce_mean(), expected).require()
+            Comparison().losses(out["loss"].all_reduce_mean(), expected).require()
             wanted = {key: parameter.grad for key, parameter in plain.named_parameters()}
             assert {gradient.dtype for gradient in wanted.values()} == {torch.float32}
             # Sums over rows round to bfloat16 in another order.
@@ -371,7 +371,7 @@ def units_can_be_compiled() -> None:
     with record_graphs() as graphs:
         out = train_step(model, given)
     assert len(graphs) > 0, "nothing was compiled"
-    Comparison().losses(out["loss"].reduce_mean(), expected).require()
+    Comparison().losses(out["loss"].all_reduce_mean(), expected).require()
     same_gradients(model, plain)
     sw.shutdown()
     for refused, config in (("draws random numbers", {}), ("weight gradients apart", {"pipeline": "zb-h1"})):
@@ -408,7 +408,7 @@ def trained(model: torch.nn.Module, steps: list[dict[str, torch.Tensor]], autoca
                     lambda *_, path=path: calls.update({path: calls[path] + (not torch._C._is_tracing())})
                 )
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            found.append(float(train_step(split, given)["loss"].reduce_mean()))
+            found.append(float(train_step(split, given)["loss"].all_reduce_mean()))
     held, buffers = gradients(split), dict(split.local_named_buffers())
     sw.shutdown()
     return found, held, buffers, calls

@@ -75,7 +75,7 @@ def run(case: str, reference: Reference) -> dict[str, object]:
         distributed.zero_grad()
         whole = batch(name, step)
         own = {key: tensor.chunk(int(dp))[sw.dp_rank()] for key, tensor in whole.items()}
-        loss = float(train_step(model, own).reduce_mean())
+        loss = float(train_step(model, own).all_reduce_mean())
         same.losses(loss, reference.losses[step])
         held = {key: parameter.grad for key, parameter in model.local_named_parameters()}
         same.gradients(held, reference.gradients[step], part=True)

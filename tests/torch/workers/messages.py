@@ -53,7 +53,7 @@ def run(case: str) -> dict[str, object]:
         same.where = f"step {step}"
         distributed.zero_grad()
         own = {key: tensor.chunk(int(dp))[sw.dp_rank()] for key, tensor in batch(step, samples).items()}
-        loss = float(train_step(model, own).reduce_mean())
+        loss = float(train_step(model, own).all_reduce_mean())
         same.losses(loss, expected.losses[step])
         held = {key: parameter.grad for key, parameter in model.local_named_parameters()}
         same.gradients(held, {key: expected.gradients[step].get(key) for key in names}, part=True)

@@ -127,7 +127,7 @@ def a_last_batch_may_be_smaller() -> None:
             each.append(float(loss) * len(rows) / samples)
         found = train_step(model, given)
         assert [len(found)] == [len(sizes)]
-        Comparison().losses(found.reduce_mean(), sum(each)).require()
+        Comparison().losses(found.all_reduce_mean(), sum(each)).require()
         same_gradients(plain, model)
     sw.shutdown()
 
@@ -136,7 +136,7 @@ def a_last_batch_may_be_smaller() -> None:
 def report_step(model, batch):
     loss = model(**batch)
     weight = float(batch["y"].sum() + 1)
-    model.backward(loss, weight)
+    model.backward(loss, weight=weight)
     return {"loss": loss, "value": loss.item(), "text": "kept", "pairs": (batch["y"] > 1, None)}
 
 
@@ -152,7 +152,7 @@ def results_reach_every_rank() -> None:
     expected = (each * weights).sum() / weights.sum()
     expected.backward()
     out = report_step(model, batch(0, SAMPLES))
-    Comparison().losses(out["loss"].reduce_mean(), expected).losses(out["value"].outputs, list(each)).require()
+    Comparison().losses(out["loss"].all_reduce_mean(), expected).losses(out["value"].outputs, list(each)).require()
     assert out["text"] == "kept"
     assert torch.equal(out["pairs"][0].concat(), batch(0, SAMPLES)["y"] > 1)
     assert out["pairs"][1] is None

@@ -30,7 +30,7 @@ def losses(name: str, dropout: float, steps: int) -> list[float]:
     found = []
     for step in range(steps):
         optimizer.zero_grad()
-        found.append(float(train_step(model, batch(name, step)).reduce_mean()))
+        found.append(float(train_step(model, batch(name, step)).all_reduce_mean()))
         optimizer.step()
     sw.shutdown()
     return found

@@ -94,9 +94,9 @@ def run(name: str, virtual: int, loss: float, expected: dict[str, torch.Tensor |
     forward_only = name == "forward-only"
     if forward_only:
         with torch.no_grad():
-            found = float(evaluate(model, ids()).reduce_mean())
+            found = float(evaluate(model, ids()).all_reduce_mean())
     else:
-        found = float(train_step(model, ids()).reduce_mean())
+        found = float(train_step(model, ids()).all_reduce_mean())
     same = Comparison(name).losses(found, loss)
     held = {key: parameter.grad for key, parameter in model.local_named_parameters()}
     if forward_only:

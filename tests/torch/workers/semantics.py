@@ -39,7 +39,7 @@ def train_step(model, batch):
 def weighted_step(model, batch):
     loss = model(**batch).loss
     weight = (batch["labels"][:, 1:] != -100).sum()
-    model.backward(loss, weight)
+    model.backward(loss, weight=weight)
     return {"loss": loss, "tokens": weight.float(), "text": "kept"}
 
 
@@ -72,7 +72,8 @@ def losses(model: Any, name: str, steps: int, rate: float = 1e-3) -> list[float]
         optimizer.zero_grad()
         whole = batch(name, step)
         size = sw.dp_size()
-        found.append(float(train_step(model, {k: t.chunk(size)[sw.dp_rank()] for k, t in whole.items()}).reduce_mean()))
+        own = {k: t.chunk(size)[sw.dp_rank()] for k, t in whole.items()}
+        found.append(float(train_step(model, own).all_reduce_mean()))
         optimizer.step()
         scheduler.step()
     return found
@@ -113,8 +114,8 @@ def a_weighted_mean_over_unequal_microbatches() -> None:
         model = sw.DistributedModel(build("gpt2"))
         own = {k: t.chunk(sw.dp_size())[sw.dp_rank()] for k, t in whole.items()}
         out = weighted_step(model, own)
-        same = Comparison("weighted").losses(out["loss"].reduce_mean(), expected)
-        assert float(out["tokens"].reduce_sum()) == float(weights.sum())
+        same = Comparison("weighted").losses(out["loss"].all_reduce_mean(), expected)
+        assert float(out["tokens"].all_reduce_sum()) == float(weights.sum())
         assert out["text"] == "kept"
         assert len(out["loss"].outputs) == config["microbatches"]
         same.gradients(gradients(model), {name: p.grad for name, p in plain.named_parameters()}, part=True)

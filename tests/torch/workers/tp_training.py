@@ -81,7 +81,7 @@ def train(name: str, keys: dict[str, Any], replicas: int, is_meta: bool = False)
         which, of = (sw.dp_rank(), sw.dp_size()) if apart else (sw.rdp_rank(), replicas)
         own = {key: tensor.chunk(of)[which] for key, tensor in batch(name, step).items()}
         with cuts_watched(model) as before:
-            losses.append(float(train_step(model, own).reduce_mean()))
+            losses.append(float(train_step(model, own).all_reduce_mean()))
         if step == 0:
             held = max(before) if is_meta else 0
             shards = model.runtime.gradients.shards

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from shardwright.backends.torch.data_parallel import Gradients
 from shardwright.backends.torch.holding import Holding
+from shardwright.backends.torch.loss.shares import LossShares
 from shardwright.backends.torch.mesh import BoundMesh
 from shardwright.backends.torch.messages.calls import Calls
 from shardwright.backends.torch.messages.draws import Draws
@@ -31,7 +32,7 @@ from shardwright.backends.torch.program import Tree
 from shardwright.backends.torch.randomness import kept_generators
 from shardwright.backends.torch.results import Returned, Shares
 from shardwright.backends.torch.watch import PeerError, Watch, report
-from shardwright.core.errors import ShardwrightError
+from shardwright.core.errors import LossError, ShardwrightError
 
 StepBody = Callable[[list[torch.Tensor]], Any]
 
@@ -101,6 +102,7 @@ class Messages:
         self._broken: str | None = None
         self._begun = False
         self._shares = Shares(((1,),), 0)
+        self._loss_shares: LossShares | LossError | None = None
         self._outcome: Outcome | None = None
         self._wrote = False
         self._ordered = True
@@ -117,6 +119,7 @@ class Messages:
         body: StepBody,
         microbatches: Sequence[Sequence[torch.Tensor]],
         shares: Shares,
+        loss_shares: LossShares | LossError | None,
         *,
         seed: int,
         step: int,
@@ -124,8 +127,8 @@ class Messages:
         """Run a step; every rank calls this at the same time.
 
         Args:
-            shares: how many samples each microbatch of each replica has: the weight of its losses, where the step gives
-                none.
+            shares: how many samples each microbatch of each replica has.
+            loss_shares: of each loss of the step; None: all of it. An error is raised once the body has given a loss.
 
         Returns:
             the result as a tree, its tensors by position, and whether a loss was given to ``backward``.
@@ -137,7 +140,7 @@ class Messages:
         if self._broken is not None:
             raise PeerError(f"an earlier step has lost a peer, and none can be run: {self._broken}")
         self._begin(body, microbatches)
-        self._shares = shares
+        self._shares, self._loss_shares = shares, loss_shares
         self.draws.seed, self.draws.step = seed, step
         self.draws.first_microbatch = self._shares.first
         self.draws.begin(training=self.holding.model.training)
@@ -157,7 +160,8 @@ class Messages:
             self._begin_gradients()
             self.gradients.finish(outcome.total_weight)
         self.watch.doing("between steps")
-        return *outcome.returned(), outcome.training
+        given = loss_shares if isinstance(loss_shares, tuple) else ()
+        return *outcome.returned(given, shares), outcome.training
 
     def _run(self, count: int) -> Outcome:
         versions = self._buffer_versions()
@@ -198,7 +202,7 @@ class Messages:
         training = self.holding.model.training
         self._writes[training] = wrote or self._writes.get(training, False)
 
-    def backward(self, loss: Any, weight: Any) -> None:
+    def backward(self, loss: Any, weight: Any = None, reduction: str | None = None) -> None:
         """``model.backward`` inside the body: noted, and run when the body has ended.
 
         Raises ShardwrightError for what is no loss.
@@ -260,11 +264,12 @@ class Messages:
             strand.backward_depth += 1
             self.turns.rest(strand)
             self._begin_gradients()
-            scale = found.weight
-            if scale is None:
-                scale = self._shares.scales[m]
-            gradients = [torch.full_like(loss, scale) for loss, _ in losses]
-            self.calls.backward(strand, [loss for loss, _ in losses], gradients)
+            scales = self._scales(m, len(losses)) if found.weight is None else [found.weight] * len(losses)
+            counted = [(loss, scale) for (loss, _), scale in zip(losses, scales, strict=True) if scale != 0.0]
+            gradients = [torch.full_like(loss, scale) for loss, scale in counted]
+            if counted:
+                self.calls.backward(strand, [loss for loss, _ in counted], gradients)
+            del counted
             strand.backward_depth -= 1
         del losses
         for peer in self.wire.peers:
@@ -277,6 +282,20 @@ class Messages:
             self._done.set()
         else:
             self._admit()
+
+    def _scales(self, m: int, losses: int) -> list[float]:
+        """What each loss of a microbatch is multiplied by. Raises LossError where nobody knows."""
+        found = self._loss_shares
+        if found is None:
+            return [1.0] * losses
+        if isinstance(found, LossError):
+            raise found
+        if len(found) != losses:
+            raise LossError(
+                f"the step gave {losses} losses to model.backward for microbatch {m}, and {len(found)} when it was "
+                f"read before: say what each is to the batch, by model.backward(loss, reduction='mean') or 'sum'"
+            )
+        return [1.0 if one is None else one[self._shares.first + m] for one in found]
 
     # Every rank --------------------------------------------------------------------------------------------------
 

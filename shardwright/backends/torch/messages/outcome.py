@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from shardwright.backends.torch.loss.shares import LossShares
 from shardwright.backends.torch.mesh import BoundMesh
 from shardwright.backends.torch.messages.packing import pack, unpack
 from shardwright.backends.torch.program import Literal, Tree, tensors_in
@@ -23,14 +24,14 @@ class MicrobatchResult:
     """What the body returned for one microbatch, detached.
 
     Attributes:
-        losses: the positions of leaves that were given to ``backward``.
+        losses: by position, the leaves that were given to ``backward``, as its first, second … loss.
         has_loss: whether any loss was.
         weight: that of the microbatch; None when none was given.
     """
 
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
-    losses: frozenset[int]
+    losses: dict[int, int]
     has_loss: bool
     weight: float | None
 
@@ -50,10 +51,11 @@ class MicrobatchResult:
                 "model.backward is called several times in one step with different weights: give all of them the same "
                 "weight, or none"
             )
-        positions = (i for i, leaf in enumerate(leaves) if any(leaf is loss for loss, _ in losses))
+        given = {id(loss): number for number, (loss, _) in enumerate(losses)}
+        positions = {i: given[id(leaf)] for i, leaf in enumerate(leaves) if id(leaf) in given}
         return cls(
             tuple(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
-            spec, frozenset(positions), bool(losses), weights[0] if weights else None,
+            spec, positions, bool(losses), weights[0] if weights else None,
         )  # fmt: skip
 
 
@@ -71,7 +73,7 @@ class Outcome:
 
     tree: Any
     outputs: dict[int, list[torch.Tensor]]
-    losses: frozenset[int]
+    losses: dict[int, int]
     training: bool
     weights: torch.Tensor | None = None
     everywhere: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -147,17 +149,22 @@ class Outcome:
         found: Outcome = unpack(data, [tensor.to(device) for tensor in tensors], lambda _: None)
         return found
 
-    def returned(self) -> tuple[Tree, dict[int, Returned]]:
+    def _weights_of(self, position: int, loss_shares: LossShares) -> torch.Tensor | None:
+        number = self.losses.get(position)
+        if number is None or (self.weights is None and number >= len(loss_shares)):
+            return self.by_samples
+        given = None if self.weights is not None else loss_shares[number]
+        return self.weights if given is None else torch.tensor(given, dtype=torch.float32)
+
+    def returned(self, loss_shares: LossShares, shares: Shares) -> tuple[Tree, dict[int, Returned]]:
         """The result as recorded steps give it: a tree, and the tensors by position."""
         leaves, spec = pytree.tree_flatten(self.tree)
         found = {
             position: Returned(
-                values,
-                self.everywhere.get(position),
-                self.weights if position in self.losses and self.weights is not None else self.by_samples,
+                values, self.everywhere.get(position), self._weights_of(position, loss_shares), shares.first
             )
             for position, values in self.outputs.items()
-        }  # fmt: skip
+        }
         return Tree(tuple(Literal(leaf) for leaf in leaves), spec), found
 
 

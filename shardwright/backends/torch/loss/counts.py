@@ -1,0 +1,129 @@
+"""The number that a loss is divided by, computed from a microbatch before the step runs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from shardwright.backends.torch.loss.ops import Counted
+from shardwright.backends.torch.loss.trace import LossTrace, Made
+from shardwright.backends.torch.ops import Ref
+
+
+class NotOfBatchError(Exception):
+    """A count that does not follow from the batch alone; says why."""
+
+
+def _around(trace: LossTrace, call: int) -> set[int]:
+    """A module call and those that it is made in."""
+    found = {call}
+    while call:
+        call = trace.calls[call].parent
+        found.add(call)
+    return found
+
+
+class Counting:
+    """What computes some values of a trace from the inputs of the step.
+
+    Args:
+        trace: of a microbatch of the shapes that are counted.
+        wanted: the values.
+        counted: values that are counts of `nll_loss`.
+
+    Raises:
+        NotOfBatchError: one of them needs more than the batch.
+    """
+
+    def __init__(self, trace: LossTrace, wanted: Sequence[int], counted: Mapping[int, Counted]) -> None:
+        self.wanted, self.counted = tuple(wanted), counted
+        self._input = {number: position for position, number in enumerate(trace.inputs)}
+        self._made: dict[int, tuple[Made, int]] = {}
+        self._outside: dict[int, torch.Tensor] = {}
+        pending, seen = list(wanted), set[int]()
+        makers = {n: (index, op) for index, op in enumerate(trace.ops) for n in op.outputs}
+        while pending:
+            number = pending.pop()
+            if number in seen or number in self._input:
+                continue
+            seen.add(number)
+            if number in counted:
+                count = counted[number]
+                pending += [n for n in (count.target, count.weight) if n is not None]
+                continue
+            if number not in makers:
+                if trace.values[number].role != "constant" or number not in trace.outside:
+                    what = trace.values[number].name or "a tensor of the model"
+                    raise NotOfBatchError(f"it depends on {what}, which not every rank holds")
+                self._outside[number] = trace.outside[number]
+                continue
+            index, op = makers[number]
+            made = trace.calls_of.get(index)
+            where = trace.calls[op.call].path
+            place = f"{op.name}{f' in {where!r}' if where else ''}"
+            if op.name == "aten.detach":
+                pending += op.inputs
+                self._made[number] = (
+                    Made(torch.ops.aten.alias.default, {"self": Ref(0, (), "")}, op.inputs, (number,)),
+                    0,
+                )
+                continue
+            if trace.reading & _around(trace, op.call):
+                raise NotOfBatchError(f"{place} is done in a module that reads values of tensors and runs by them")
+            if made is None or number not in made.outputs:
+                raise NotOfBatchError(f"it is written in place, by {place}")
+            if torch.Tag.nondeterministic_seeded in made.function.tags:
+                raise NotOfBatchError(f"it depends on the random numbers of {place}")
+            self._made[number] = (made, made.outputs.index(number))
+            pending += made.inputs
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[float]:
+        """The values for one microbatch."""
+        known: dict[int, torch.Tensor] = {n: inputs[position] for n, position in self._input.items()}
+        with torch.no_grad():
+            found = [self._value(number, known, inputs[0].device) for number in self.wanted]
+            if not found:
+                return []
+            return [float(v) for v in torch.stack([v.reshape(()).double() for v in found]).tolist()]
+
+    def _value(self, number: int, known: dict[int, torch.Tensor], device: torch.device) -> torch.Tensor:
+        if number in known:
+            return known[number]
+        if number in self.counted:
+            count = self.counted[number]
+            target = self._value(count.target, known, device)
+            kept = target != count.ignored
+            weights = kept.double()
+            if count.weight is not None:
+                given = self._value(count.weight, known, device)
+                weights = given.double()[target.masked_fill(~kept, 0)] * weights
+            made = weights.sum()
+        elif number in self._outside:
+            made = self._outside[number].to(device)
+        else:
+            call, position = self._made[number]
+            writes = {
+                a.name for a in call.function._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+            }
+
+            def resolved(item: Any, copied: bool) -> Any:
+                if isinstance(item, torch.device):
+                    return device if item.type == "meta" else item
+                if not isinstance(item, Ref):
+                    return item
+                tensor = self._value(call.inputs[item.slot], known, device)
+                return tensor.clone() if copied else tensor
+
+            arguments = {
+                name: pytree.tree_map(
+                    lambda item, copied=name in writes: resolved(item, copied), value,
+                    is_leaf=lambda item: isinstance(item, Ref),
+                )
+                for name, value in call.arguments.items()
+            }  # fmt: skip
+            result = call.function(**arguments)
+            outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+            made = outputs[position]
+        known[number] = made
+        return made

@@ -1,0 +1,231 @@
+"""Reads the losses of a step body: how those of its microbatches make that of the batch, and what must be counted."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardwright.backends.torch.capture import noted_calls, plain_torch
+from shardwright.backends.torch.fake_state import fake_state, real_state
+from shardwright.backends.torch.loss.counts import Counting, NotOfBatchError
+from shardwright.backends.torch.loss.ops import DifferentRunsError, Translation, require_alike
+from shardwright.backends.torch.loss.trace import LossTrace
+from shardwright.backends.torch.refusals import require_room_for_values
+from shardwright.backends.torch.stand_in import no_remembered_results
+from shardwright.core.errors import CaptureError, ShardwrightError
+from shardwright.core.loss import Finding, Verdict, read_loss
+
+StepBody = Callable[[list[torch.Tensor]], Any]
+Kind = Literal["meta", "fake", "real"]
+META = torch.device("meta")
+Given = list[tuple[int, bool, str | None]]
+Listening = Callable[["Losses"], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """Which dim of every input of a step is its batch, and how many samples a microbatch has.
+
+    Attributes:
+        axes: None where every microbatch gets the input whole.
+    """
+
+    axes: tuple[int | None, ...]
+    samples: int
+
+    def sized(self, shape: Sequence[int], position: int, samples: int) -> tuple[int, ...]:
+        """The shape of an input with another number of samples."""
+        axis = self.axes[position]
+        if axis is None:
+            return tuple(shape)
+        found = list(shape)
+        found[axis] = found[axis] // self.samples * samples
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class LossReading:
+    """What was found out about one loss of a step.
+
+    Attributes:
+        verdict: its counts are numbered from 0.
+        counting: computes them, in this order, from a microbatch.
+        has_weight: whether the step gives its weight.
+        reduction: what the step says that it is.
+    """
+
+    verdict: Verdict
+    counting: Counting | None = None
+    has_weight: bool = False
+    reduction: str | None = None
+
+    def counted(self, inputs: Sequence[torch.Tensor]) -> list[float]:
+        """The counts of a microbatch."""
+        return [] if self.counting is None else self.counting(inputs)
+
+
+class Losses:
+    """Takes the losses of one run."""
+
+    def __init__(self, trace: LossTrace) -> None:
+        self.trace = trace
+        self.given: Given = []
+        """Of each loss its value, whether it has a weight, and what the step says that it is."""
+
+    def backward(self, loss: Any, weight: Any = None, reduction: Any = None) -> None:
+        """``model.backward`` inside the body."""
+        if not isinstance(loss, torch.Tensor):
+            raise CaptureError(f"model.backward takes the loss, a tensor: given a {type(loss).__name__}")
+        self.given.append((self.trace.read(loss), weight is not None, reduction))
+
+
+def read_losses(
+    model: nn.Module,
+    body: StepBody,
+    inputs: Sequence[torch.Tensor],
+    batching: Batching,
+    device: torch.device,
+    listening: Listening,
+    *,
+    norms_are_plain: bool = False,
+) -> list[LossReading]:
+    """What each loss that a step body gives to ``backward`` is to its batch.
+
+    Args:
+        inputs: those of a microbatch.
+        listening: a context in which the body's losses are given to the `Losses` that it is called with.
+        norms_are_plain: take batch norm as if it worked on samples one by one.
+    """
+    reader = _Reading(model, body, inputs, batching, device, listening, norms_are_plain)
+    try:
+        return reader.read()
+    except DifferentRunsError as error:
+        verdict = Verdict(finding=Finding("unknown", str(error)))
+        return [LossReading(verdict, None, weighted, said) for _, weighted, said in reader.given or [(0, False, None)]]
+
+
+class _Reading:
+    def __init__(
+        self, model: nn.Module, body: StepBody, inputs: Sequence[torch.Tensor], batching: Batching,
+        device: torch.device, listening: Listening, norms_are_plain: bool,
+    ) -> None:  # fmt: skip
+        self.model, self.body, self.inputs, self.batching = model, body, inputs, batching
+        self.device, self.listening, self.norms_are_plain = device, listening, norms_are_plain
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.kind: Kind = "meta"
+        self.given: Given = []
+
+    def read(self) -> list[LossReading]:
+        own = self.batching.samples
+        sizes = (own, own + 1) if own > 1 else (2, 3)
+        small, losses = self._run(sizes[0])
+        kind = self.kind
+        large, others = self._run(sizes[1])
+        if self.kind != kind:
+            small, losses = self._run(sizes[0])
+        self.given = losses
+        if losses != others:
+            raise DifferentRunsError("another loss is given to model.backward at another batch size")
+        translation = Translation(small, large, sizes, self.norms_are_plain)
+        verdicts = [read_loss(translation.program, loss) for loss, _, _ in losses]
+        if small.numbers_read is not None:
+            # What became a Python number may be in the loss, and is not seen there.
+            verdicts = [_unless_read(verdict, small.numbers_read) for verdict in verdicts]
+        counted = small
+        if own not in sizes and any(verdict.needs_counts for verdict in verdicts):
+            counted, _ = self._run(own)
+            require_alike(small, counted)
+        return [
+            replace(self._with_counts(verdict, counted, translation), has_weight=weighted, reduction=said)
+            for verdict, (_, weighted, said) in zip(verdicts, losses, strict=True)
+        ]
+
+    def _with_counts(self, verdict: Verdict, trace: LossTrace, translation: Translation) -> LossReading:
+        wanted = tuple(dict.fromkeys(c.count.value for c in verdict.combinations if c.count is not None))
+        if not wanted:
+            return LossReading(verdict)
+        numbered = tuple(
+            c if c.count is None else replace(c, count=replace(c.count, value=wanted.index(c.count.value)))
+            for c in verdict.combinations
+        )
+        try:
+            counting = Counting(trace, wanted, translation.counted)
+            return LossReading(replace(verdict, combinations=numbered), counting)
+        except NotOfBatchError as error:
+            reason = f"the loss is divided by a count that cannot be had from the batch beforehand: {error}"
+            return LossReading(Verdict(finding=Finding("unknown", reason)))
+
+    def _run(self, samples: int) -> tuple[LossTrace, Given]:
+        """On tensors without values if that goes: on the meta device, where it is quickest; on fake ones, which can be
+        on any device and know the numbers that the step makes tensors of; or on real ones."""
+        if self.kind == "meta":
+            with suppress(Exception):
+                trace, given = self._run_on(samples, nullcontext(), fake_state, self._empty_input, META)
+                if trace.knows_its_numbers:
+                    return trace, given
+            self.kind = "fake"
+        if self.kind == "fake":
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            try:
+                return self._run_on(samples, mode, fake_state, self._empty_input, self.device)
+            except CaptureError:
+                raise
+            except Exception as failed:  # a value is needed, or an op has no fake counterpart
+                self._require_values(failed)
+                self.kind = "real"
+        try:
+            return self._run_on(samples, nullcontext(), real_state, self._real_input, self.device)
+        except ShardwrightError:
+            raise
+        except Exception as failed:
+            raise DifferentRunsError(
+                f"the step fails with {samples} samples in a microbatch in place of {self.batching.samples}: {failed}"
+            ) from failed
+
+    def _require_values(self, failed: Exception) -> None:
+        try:
+            require_room_for_values(self.model, failed)
+        except CaptureError as error:
+            raise DifferentRunsError(str(error)) from error
+
+    def _run_on(
+        self, samples: int, mode: AbstractContextManager[Any], state: Any,
+        make: Callable[[int, int, torch.device], torch.Tensor], device: torch.device,
+    ) -> tuple[LossTrace, Given]:  # fmt: skip
+        trace = LossTrace()
+        losses = Losses(trace)
+        with mode, state(self.model, device) as (parameters, buffers), no_remembered_results(self.model):
+            given = [make(position, samples, device) for position in range(len(self.inputs))]
+            trace.name_all(given, parameters, buffers)
+            with (
+                plain_torch(),
+                self.listening(losses),
+                noted_calls(trace, self.paths),
+                trace,
+                torch._C._AutoDispatchBelowAutograd(),
+            ):
+                self.body(given)
+        return trace, losses.given
+
+    def _empty_input(self, position: int, samples: int, device: torch.device) -> torch.Tensor:
+        tensor = self.inputs[position]
+        shape = self.batching.sized(tensor.shape, position, samples)
+        return torch.empty(shape, dtype=tensor.dtype, device=device).requires_grad_(tensor.requires_grad)
+
+    def _real_input(self, position: int, samples: int, device: torch.device) -> torch.Tensor:
+        tensor = self.inputs[position].detach().to(device, copy=True)
+        axis = self.batching.axes[position]
+        if axis is not None:
+            rows = self.batching.sized(tensor.shape, position, samples)[axis]
+            tensor = tensor.index_select(axis, torch.arange(rows, device=device) % tensor.shape[axis])
+        return tensor.requires_grad_(self.inputs[position].requires_grad)
+
+
+def _unless_read(verdict: Verdict, path: str) -> Verdict:
+    if verdict.finding is not None:
+        return verdict
+    return Verdict(finding=Finding("unknown", f"{path!r} makes Python numbers of tensors, which may be in the loss"))

@@ -1,0 +1,148 @@
+"""The share of every microbatch in the loss and the gradient of the whole batch, found out before a step is run."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardwright.backends.torch.loss.read import LossReading
+from shardwright.backends.torch.mesh import BoundMesh
+from shardwright.backends.torch.program import Literal, Loss
+from shardwright.backends.torch.results import Shares
+from shardwright.backends.torch.watch import Watch
+from shardwright.core.errors import LossError
+from shardwright.core.loss import Finding, shares_of_microbatches
+
+LossShares = tuple[tuple[float, ...] | None, ...]
+"""For each loss of a step the share of every microbatch of every replica; None where the step gives weights."""
+
+
+def of_own(found: LossShares, shares: Shares) -> list[list[float | None]]:
+    """For each microbatch of this replica its share in each loss."""
+    return [[None if every is None else every[shares.first + m] for every in found] for m in range(len(shares.own))]
+
+
+REMEMBERED = 256
+"""So many readings of steps are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """One of this replica: its inputs, and what is read of the losses of its step, each time that it is asked for."""
+
+    inputs: Sequence[torch.Tensor]
+    key: Hashable
+    read: Callable[[], list[LossReading]]
+
+
+class LossSemantics:
+    """Tells what the losses of steps are to their batches.
+
+    Args:
+        scope: whether what couples samples is meant to see a microbatch by itself ("replica") or those of all replicas
+            ("global"); None: nobody has said so.
+    """
+
+    def __init__(self, bound: BoundMesh, watch: Watch, scope: str | None) -> None:
+        self.bound, self.watch, self.scope = bound, watch, scope
+        self._read: dict[Hashable, list[LossReading]] = {}
+
+    def shares(
+        self, losses: Sequence[Loss], microbatches: Sequence[Microbatch], shares: Shares, steps_name: str
+    ) -> LossShares:
+        """Every rank calls this together.
+
+        Raises:
+            LossError: the loss of the batch does not follow from those of its microbatches, and the step does not say
+                how it is meant.
+        """
+        found: list[tuple[float, ...] | None] = []
+        readings: list[list[LossReading]] | None = None
+        by_samples = tuple(n / sum(shares.flat) for n in shares.flat)
+        for number, loss in enumerate(losses):
+            if loss.weight is not None:
+                found.append(None)
+            elif loss.reduction == "sum":
+                found.append((1.0,) * len(shares.flat))
+            elif loss.reduction == "mean" or len(shares.flat) == 1:
+                found.append(by_samples)
+            else:
+                if readings is None:
+                    readings = [self._reading(microbatch) for microbatch in microbatches]
+                own = [reading[number] for reading in readings]
+                found.append(self._of_loss(own, microbatches, shares, by_samples, steps_name))
+        return tuple(found)
+
+    def losses_of(self, microbatch: Microbatch) -> list[Loss]:
+        """The losses of a step that is not recorded."""
+        found = self._reading(microbatch)
+        return [Loss(n, Literal(None) if r.has_weight else None, r.reduction) for n, r in enumerate(found)]
+
+    def _reading(self, microbatch: Microbatch) -> list[LossReading]:
+        known = self._read.get(microbatch.key)
+        if known is None:
+            self.watch.doing("reading the loss of the step")
+            if len(self._read) >= REMEMBERED:
+                self._read.pop(next(iter(self._read)))
+            known = self._read[microbatch.key] = microbatch.read()
+        return known
+
+    def _of_loss(
+        self, readings: Sequence[LossReading], microbatches: Sequence[Microbatch], shares: Shares,
+        by_samples: tuple[float, ...], steps_name: str,
+    ) -> tuple[float, ...]:  # fmt: skip
+        verdict = readings[0].verdict
+        other = next((r.verdict for r in readings if r.verdict.reduction != verdict.reduction), None)
+        finding = next((r.verdict.finding for r in readings if r.verdict.finding is not None), None)
+        if finding is None and other is not None:
+            finding = Finding(
+                "mixed", f"it is a {verdict.reduction} in one microbatch and a {other.reduction} in another"
+            )
+        if finding is not None:
+            if self.scope == "replica" and finding.kind == "coupled":
+                return by_samples
+            raise LossError(_question(finding, shares, self.scope, steps_name))
+        counts: dict[int, list[float]] = {}
+        if verdict.needs_counts:
+            own = [r.counted(m.inputs) for r, m in zip(readings, microbatches, strict=True)]
+            every = self._of_all_replicas(own, shares)
+            counts = {number: [row[number] for row in every] for number in range(len(every[0]))}
+        return tuple(shares_of_microbatches(verdict.combinations, verdict.constant, shares.flat, counts))
+
+    def _of_all_replicas(self, own: list[list[float]], shares: Shares) -> list[list[float]]:
+        """The counts of all microbatches of all replicas."""
+        if self.bound.size("dp") == 1:
+            return own
+        most, width = max(len(held) for held in shares.samples), len(own[0])
+        mine = torch.zeros(most, width, dtype=torch.float64)
+        mine[: len(own)] = torch.tensor(own, dtype=torch.float64)
+        mine = mine.to(self.bound.device)
+        every = [torch.empty_like(mine) for _ in range(self.bound.size("dp"))]
+        self.watch.doing("the start of the step")
+        with self.watch.waiting(f"dp peers, ranks {list(self.bound.groups['dp'])}, to tell what their losses count"):
+            dist.all_gather(every, mine, group=self.bound.handles["dp"])
+        return [row for held, rows in zip(shares.samples, every, strict=True) for row in rows.tolist()[: len(held)]]
+
+
+def _question(finding: Finding, shares: Shares, scope: str | None, steps_name: str) -> str:
+    """What is wrong, and the ways to say what is meant."""
+    replicas = len(shares.samples)
+    among = f"{len(shares.flat)} microbatches" + (f" on {replicas} replicas" if replicas > 1 else "")
+    ways = [
+        "model.backward(loss, weight=count) with the number that the loss is divided by",
+        "model.backward(loss, reduction='mean') for the mean of the microbatches' losses by their samples, or 'sum'",
+    ]
+    if finding.kind == "coupled" and scope is None:
+        ways.append(
+            "'loss_scope': 'replica' in the configuration, if every microbatch is meant to be taken by itself, as when "
+            "gradients are accumulated ('global' lets batch norm see the microbatches of all replicas together)"
+        )
+    if finding.kind == "coupled" and scope == "global":
+        ways.append("'loss_scope': 'replica', since 'global' is carried out for batch norm alone")
+    if finding.kind == "mixed":
+        ways.append("one call of model.backward for each term")
+    return (
+        f"the loss of {steps_name} cannot be had from those of its {among}: {finding.reason}. Say what is meant by "
+        f"{'; or '.join(ways)}. With one microbatch on one replica nothing has to be said"
+    )
