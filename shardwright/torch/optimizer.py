@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from shardwright.backends.torch.model_claims import plain_text
-from shardwright.backends.torch.optimizer_states import gather_states, load_states
-from shardwright.core.errors import MissingCapabilityError, ShardwrightError
+from shardwright.backends.torch.optimizer_states import gather_states, load_states, local_states
+from shardwright.core.errors import ShardwrightError
 from shardwright.torch import session as sessions
 
 
@@ -28,6 +28,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self._holding, self._bound, self._watch = runtime.holding, session.bound, session.watch
         self._gradients = runtime.gradients
+        self._uncut: Mapping[str, Any] | None = None
         self._names: list[list[str | torch.Tensor]] = []
         self._note_groups()
         self._rebind()
@@ -52,6 +53,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ShardwrightError("a closure would run part of a model only: call the step function, then step()")
         self._steps += 1
+        self._cut_states()
         return self.optimizer.step()
 
     def said(self, name: str) -> dict[str, str]:
@@ -71,37 +73,44 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._note_groups()
         self._rebind()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of this rank's parameters."""
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave on this rank, under the same plan."""
-        self.optimizer.load_state_dict(state_dict)
-
-    def whole_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """The state of all parameters, by their original names, whatever the split: what `load_whole_state_dict` takes
-        under any other. On every rank, or with ``rank0_only`` on rank 0 and empty elsewhere. Every rank calls this.
+    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """The states of all parameters, by their original names, whatever the split: `load_state_dict` takes them under
+        any other. On every rank, or with ``rank0_only`` on rank 0 and empty elsewhere. Every rank calls this.
 
         Returns:
             ``{"state": {name: {...}}, "param_groups": [{"params": [names], ...}]}``, tensors on the CPU.
+
+        Raises:
+            MissingCapabilityError: a parameter lies in pieces along the tensor axis, and has a state of another shape.
         """
-        self._require_whole_parameters()
+        self._cut_states()
         current = sessions.current()
-        current.agreement.meet(f"optimizer.whole_state_dict({rank0_only=})", in_replica=True)
-        return gather_states(self._holding, self.optimizer, self._named_groups(), self._bound, self._watch, rank0_only)
+        current.agreement.meet(f"optimizer.state_dict({rank0_only=})", in_replica=True)
+        shards = self._gradients.shards
+        return gather_states(
+            self._holding, self.optimizer, self._named_groups(), self._bound, self._watch, rank0_only, shards
+        )
 
-    def load_whole_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this rank's share of what `whole_state_dict` gave. Raises PlanError for names that do not fit."""
-        self._require_whole_parameters()
-        load_states(self._holding, self.optimizer, self._named_groups(), state_dict)
+    def local_state_dict(self) -> dict[str, Any]:
+        """The states of this rank's parameters, or of its pieces of them, by their original names."""
+        return local_states(self._holding, self.optimizer, self._named_groups())
 
-    def _require_whole_parameters(self) -> None:
-        if self._gradients.shards is not None:
-            raise MissingCapabilityError(
-                "the states of an optimizer lie in pieces along the tensor axis, and this version puts those of a "
-                "pipeline together alone: save state_dict() on every rank, and load it under the same plan"
-            )
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load this rank's share of what `state_dict` gave under any plan, or of what torch's own optimizer gave for
+        the unsplit model; or what `local_state_dict` gave on this rank under the same plan.
+
+        Raises PlanError for parameters and shapes that do not fit.
+        """
+        shards = self._gradients.shards
+        load_states(self._holding, self.optimizer, self._named_groups(), state_dict, shards)
+        # The first step cuts parameters along the tensor axis; states are cut after it.
+        self._uncut = state_dict if self._bound.size("tp") > 1 and (shards is None or not shards.is_cut) else None
+
+    def _cut_states(self) -> None:
+        shards = self._gradients.shards
+        if self._uncut is not None and shards is not None and shards.is_cut:
+            load_states(self._holding, self.optimizer, self._named_groups(), self._uncut, shards, with_options=False)
+            self._uncut = None
 
     def _named_groups(self) -> list[list[str]]:
         foreign = [p for names in self._names for p in names if not isinstance(p, str)]

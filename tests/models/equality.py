@@ -1,6 +1,6 @@
 """One training step of a model class, split, against the plain model in one process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 
 import shardwright.torch as sw
 from shardwright.backends.torch.unsplit import seeded_by_rule
+from shardwright.core.errors import ShardwrightError
 from tests.comparison import Comparison
 from tests.models import inputs
 
@@ -37,6 +38,8 @@ class Found:
     """The report of its `Comparison`."""
     elements: int
     """Of the parameters that this rank holds."""
+    asked: str = ""
+    """What had to be answered about the loss."""
 
 
 def microbatches_of(given: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -80,24 +83,50 @@ def train_step(model: Any, batch: Any) -> Any:
     return loss
 
 
+@sw.step
+def answered_step(model: Any, batch: Any) -> Any:
+    """Of a model whose loss couples samples, or cannot be told."""
+    loss = inputs.loss_of(model, batch)
+    model.backward(loss, reduction="mean")
+    return loss
+
+
+def first_step(start: Callable[[], tuple[sw.DistributedModel, dict[str, Any]]]) -> tuple[sw.DistributedModel, Any, str]:
+    """A step of a model that ``start`` makes; with an answer, of a new one, where the library asks what the loss is to
+    the batch. What it asked comes back too."""
+    model, given = start()
+    try:
+        return model, train_step(model, given), ""
+    except ShardwrightError as error:
+        if "Say what is meant" not in str(error):
+            raise
+        asked = str(error)
+    sw.shutdown()
+    model, given = start()
+    return model, answered_step(model, given), asked
+
+
 def split_step(
     name: str, ranks: int, expected: Expected, plan: Path | None = None, dtype: torch.dtype = torch.float32
 ) -> Found:
     """The same step on this rank of a split model, planned at the first step or by a plan file."""
-    if plan is not None:
-        sw.init(plan=plan, seed=0, wait_timeout_s=WAIT_S)
-    else:
-        sw.init({"pipeline_parallel_degree": ranks, "microbatches": MICROBATCHES, "wait_timeout_s": WAIT_S})
-    plain, given = made(name, dtype)
-    model = sw.DistributedModel(plain)
 
-    losses = [float(loss) for loss in train_step(model, given).outputs]
+    def start() -> tuple[sw.DistributedModel, dict[str, Any]]:
+        if plan is not None:
+            sw.init(plan=plan, seed=0, wait_timeout_s=WAIT_S)
+        else:
+            sw.init({"pipeline_parallel_degree": ranks, "microbatches": MICROBATCHES, "wait_timeout_s": WAIT_S})
+        plain, given = made(name, dtype)
+        return sw.DistributedModel(plain), given
+
+    model, out, asked = first_step(start)
+    losses = [float(loss) for loss in out.outputs]
     held = {key: parameter.grad for key, parameter in model.local_named_parameters()}
     same = compare(name, losses, held, model, expected)
     mode = "recorded" if model.runtime.messages is None else "messages"
     elements = sum(parameter.numel() for parameter in model.local_parameters())
     sw.shutdown()
-    return Found(mode, same.report(), elements)
+    return Found(mode, same.report(), elements, asked)
 
 
 def compare(

@@ -10,9 +10,9 @@ from tests.models.equality import (
     MICROBATCHES,
     Expected,
     compare,
+    first_step,
     made,
     plain_step,
-    train_step,
 )
 
 CLASSES = (
@@ -62,18 +62,20 @@ class OnPieces:
 def tensor_step(name: str, ranks: int) -> OnPieces:
     """The step of `plain_step` on this rank, with parameters and gradients put together from the pieces of all."""
     expected = plain_step(name, DTYPES.get(name, torch.float32))
-    sw.init({"tensor_parallel_degree": ranks, "microbatches": MICROBATCHES, "wait_timeout_s": 60.0})
     try:
-        return _step(name, expected)
+        return _step(name, ranks, expected)
     finally:
         sw.shutdown()
 
 
-def _step(name: str, expected: Expected) -> OnPieces:
-    plain, given = made(name, DTYPES.get(name, torch.float32))
-    model = sw.DistributedModel(plain)
+def _step(name: str, ranks: int, expected: Expected) -> OnPieces:
+    def start() -> tuple[sw.DistributedModel, dict[str, Any]]:
+        sw.init({"tensor_parallel_degree": ranks, "microbatches": MICROBATCHES, "wait_timeout_s": 60.0})
+        plain, given = made(name, DTYPES.get(name, torch.float32))
+        return sw.DistributedModel(plain), given
 
-    losses = [float(loss) for loss in train_step(model, given).outputs]
+    model, out, _ = first_step(start)
+    losses = [float(loss) for loss in out.outputs]
     runtime = model.runtime
     shards, tensor = runtime.gradients.shards, runtime.tensor
     elements, in_pieces, held = 0, 0, {}

@@ -81,7 +81,6 @@ class Prepared:
     """What a step that can be run from a recording is run with."""
 
     compiled: _Compiled
-    shares: Shares
     losses: LossShares
 
 
@@ -368,7 +367,7 @@ class Runtime:
             variants.append(compiled)
         losses = divisions[0].program.losses if torch.is_grad_enabled() else ()
         found = self.loss_shares(losses, signature, body, microbatches, divisions, shares, axes)
-        return Prepared(compiled, shares, found)
+        return Prepared(compiled, found)
 
     def loss_shares(
         self,
@@ -405,15 +404,17 @@ class Runtime:
         self, signature: Hashable, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]], shares: Shares,
         axes: Sequence[int | None] | None,
     ) -> LossShares | LossError | None:  # fmt: skip
-        """As `loss_shares`, of a step whose losses are not known before it is read; what cannot be told is an error for
-        the moment in which the step gives its loss. None where there is one microbatch, whose loss is all."""
+        """As `loss_shares`, of a step whose losses are not known before it is read; None where there is one microbatch,
+        whose loss is all. Of a step that could not be run for that an error comes back: the step fails when it is run,
+        or the error is raised once it gives its loss."""
         if not torch.is_grad_enabled() or len(shares.flat) == 1:
             return None
+        first = self._microbatch(signature, body, microbatches[0], None, shares.own[0], axes)
+        losses, unknown = self.semantics.losses_of(first), [None] * len(microbatches)
+        if losses is not None:
+            return self.loss_shares(losses, signature, body, microbatches, unknown, shares, axes)
         try:
-            losses = self.semantics.losses_of(
-                self._microbatch(signature, body, microbatches[0], None, shares.own[0], axes)
-            )
-            return self.loss_shares(losses, signature, body, microbatches, [None] * len(microbatches), shares, axes)
+            return self.loss_shares([Loss(0, None)], signature, body, microbatches, unknown, shares, axes)
         except LossError as error:
             return error
 

@@ -323,22 +323,22 @@ def optimizer_states_move_to_another_split() -> None:
             model.load_state_dict(weights)
             ours, _ = two_optimizers(model, sw.DistributedOptimizer)
             for optimizer, state in zip(ours, states, strict=bool(number)):
-                optimizer.load_whole_state_dict(state)
+                optimizer.load_state_dict(state)
             for step in (2 * number, 2 * number + 1):
                 model.zero_grad()
                 given = {k: t.chunk(sw.dp_size())[sw.dp_rank()] for k, t in batch("gpt2", step).items()}
                 train_step(model, given)
                 for one in ours:
                     one.step()
-            weights, states = model.state_dict(), [one.whole_state_dict() for one in ours]
-            only = ours[0].whole_state_dict(rank0_only=True)
+            weights, states = model.state_dict(), [one.state_dict() for one in ours]
+            only = ours[0].state_dict(rank0_only=True)
             assert bool(only) == (sw.rank() == 0)
             assert set(states[0]["state"]) == {n for n, p in plain.named_parameters() if p.dim() > 1}
             assert states[1]["param_groups"][1]["lr"] == theirs[1].param_groups[1]["lr"]
             if number:
                 states[0]["param_groups"][0]["params"][0] += "s"
                 with pytest.raises(ShardwrightError, match="did you mean"):
-                    ours[0].load_whole_state_dict(states[0])
+                    ours[0].load_state_dict(states[0])
             sw.shutdown()
         Comparison("moved").values(weights, plain.state_dict(), relative=1e-4, absolute=1e-5).require()
 

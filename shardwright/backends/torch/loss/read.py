@@ -56,12 +56,14 @@ class LossReading:
         counting: computes them, in this order, from a microbatch.
         has_weight: whether the step gives its weight.
         reduction: what the step says that it is.
+        was_run: whether the step could be run to read it.
     """
 
     verdict: Verdict
     counting: Counting | None = None
     has_weight: bool = False
     reduction: str | None = None
+    was_run: bool = True
 
     def counted(self, inputs: Sequence[torch.Tensor]) -> list[float]:
         """The counts of a microbatch."""
@@ -105,7 +107,9 @@ def read_losses(
         return reader.read()
     except DifferentRunsError as error:
         verdict = Verdict(finding=Finding("unknown", str(error)))
-        return [LossReading(verdict, None, weighted, said) for _, weighted, said in reader.given or [(0, False, None)]]
+        if not reader.given:
+            return [LossReading(verdict, was_run=False)]
+        return [LossReading(verdict, None, weighted, said) for _, weighted, said in reader.given]
 
 
 class _Reading:

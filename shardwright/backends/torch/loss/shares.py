@@ -74,9 +74,11 @@ class LossSemantics:
                 found.append(self._of_loss(own, microbatches, shares, by_samples, steps_name))
         return tuple(found)
 
-    def losses_of(self, microbatch: Microbatch) -> list[Loss]:
-        """The losses of a step that is not recorded."""
+    def losses_of(self, microbatch: Microbatch) -> list[Loss] | None:
+        """The losses of a step that is not recorded; None where it cannot be run to read them."""
         found = self._reading(microbatch)
+        if not all(r.was_run for r in found):
+            return None
         return [Loss(n, Literal(None) if r.has_weight else None, r.reduction) for n, r in enumerate(found)]
 
     def _reading(self, microbatch: Microbatch) -> list[LossReading]:

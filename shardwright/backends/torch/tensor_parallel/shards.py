@@ -96,6 +96,11 @@ class Shards:
         self.places, self._is_cut = wanted, True
         self.watch.doing("between steps")
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the parameters lie in pieces by now: the first step cuts them."""
+        return self._is_cut
+
     def counts(self, name: str) -> bool:
         """Whether this rank's part of a parameter belongs into a sum over the axis: pieces do, copies once."""
         return name in self.places or self.axis.coordinate == 0
