@@ -356,7 +356,7 @@ CALLS: dict[str, State] = {
     "clipping": lambda run, t: run.model.clip_grad_norm_(1.0),
     "the state dict": lambda run, t: run.model.state_dict(),
     "the state dict of rank 0": lambda run, t: run.model.state_dict(rank0_only=True),
-    "the states of the optimizer": lambda run, t: run.optimizer.whole_state_dict(),
+    "the states of the optimizer": lambda run, t: run.optimizer.state_dict(),
     "a barrier": lambda run, t: sw.barrier(),
     "a step more": lambda run, t: train_step(run.model, **run.batch),
     "another step function": lambda run, t: other_step(run.model, **run.batch),
