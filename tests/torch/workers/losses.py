@@ -258,6 +258,7 @@ def terms_with_other_counts_are_given_one_by_one() -> None:
 
 
 def batch_norm_is_asked_for() -> None:
+    batch = {k: torch.cat([t, t[:1]]) for k, t in given().items()}  # two samples at least in every microbatch
     for name, config in CONFIGS.items():
         for scope in (None, "replica"):
             sw.init({**config, "loss_scope": scope})
@@ -265,9 +266,9 @@ def batch_norm_is_asked_for() -> None:
             step = step_of(lambda s, y, m: F.cross_entropy(s, y))
             if scope is None:
                 with pytest.raises(LossError, match=r"statistics over the samples.*'loss_scope': 'replica'"):
-                    step(model, **own_part(given()))
+                    step(model, **own_part(batch))
             else:
-                step(model, **own_part(given()))
+                step(model, **own_part(batch))
                 assert all(p.grad is not None for _, p in model.local_named_parameters()), name
             sw.shutdown()
 

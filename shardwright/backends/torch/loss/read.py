@@ -132,9 +132,9 @@ class _Reading:
         if self.kind != kind:
             small, losses = self._run(sizes[0])
         self.given = losses
+        translation = Translation(small, large, sizes, self.norms_are_plain)
         if losses != others:
             raise DifferentRunsError("another loss is given to model.backward at another batch size")
-        translation = Translation(small, large, sizes, self.norms_are_plain)
         verdicts = [read_loss(translation.program, loss) for loss, _, _ in losses]
         if small.numbers_read is not None:
             # What became a Python number may be in the loss, and is not seen there.

@@ -1,0 +1,131 @@
+"""What is read of the losses of step bodies, in one process: ops that the runs of `workers/losses.py` do not meet."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardwright.backends.torch.loss.read import Batching, Losses, LossReading, read_losses
+from shardwright.core.loss import shares_of_microbatches
+
+CLASSES = 5
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, CLASSES)
+        self.norm = nn.BatchNorm1d(CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layer(x)
+        return made
+
+
+Body = Callable[[Net, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def inputs(samples: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples, and labels of which some do not count."""
+    random = torch.Generator().manual_seed(samples)
+    y = torch.randint(0, CLASSES, (samples,), generator=random)
+    y[::3] = -100
+    return torch.randn(samples, 4, generator=random), y
+
+
+def read(body: Body, x: torch.Tensor, y: torch.Tensor, model: Net | None = None) -> LossReading:
+    model = model or Net()
+    found: list[Losses] = []
+
+    @contextmanager
+    def listening(losses: Losses) -> Iterator[None]:
+        found.append(losses)
+        yield
+
+    def step(given: list[torch.Tensor]) -> Any:
+        found[-1].backward(body(model, *given))
+
+    (reading,) = read_losses(model, step, [x, y], Batching((0, 0), len(x)), torch.device("cpu"), listening)
+    return reading
+
+
+def ctc(model: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    logs = model(x).log_softmax(-1).unsqueeze(0).expand(6, -1, -1)
+    lengths = torch.full((len(x),), 2, dtype=torch.long)
+    targets = y.clamp(min=1)[:, None] % 4 + torch.tensor([[1, 0]])
+    return F.ctc_loss(logs, targets.clamp(min=1), torch.full((len(x),), 6), lengths)
+
+
+def written_in_place(model: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    targets = y.clone()
+    targets[targets == -100] = 0
+    each = F.cross_entropy(model(x), targets, reduction="none") * (y != -100)
+    return each.sum() / (y != -100).sum()
+
+
+TOLD: dict[str, tuple[str, Body]] = {
+    "ctc": ("mean", ctc),
+    "written in place": ("weighted mean", written_in_place),
+    "batch norm in evaluation": ("weighted mean", lambda m, x, y: F.cross_entropy(m.norm.eval()(m(x)), y)),
+    "two views": ("mean", lambda m, x, y: (lambda a, b: (a - b).square().mean())(*m(torch.cat([x, -x])).chunk(2))),
+    "heads inside of the batch": (
+        "mean", lambda m, x, y: m(x).T.reshape(CLASSES * len(x)).view(CLASSES, len(x)).square().sum(0).mean(),
+    ),
+    "number of samples as a tensor": ("mean", lambda m, x, y: m(x).square().sum() / torch.tensor(len(x))),
+    "detached weights": (
+        "weighted mean", lambda m, x, y: (m(x).square().mean(1) * x[:, 0].abs()).sum() / x[:, 0].abs().sum(),
+    ),
+    "triplets": ("mean", lambda m, x, y: F.triplet_margin_loss(m(x), m(x + 1), m(x - 1))),
+    "noise": ("mean", lambda m, x, y: (m(x) + torch.randn_like(m(x))).square().mean()),
+    "a penalty": ("weighted mean", lambda m, x, y: F.cross_entropy(m(x), y) + 1e-3 * m.layer.weight.square().sum()),
+}  # fmt: skip
+ASKED: dict[str, tuple[str, Body]] = {
+    "batch norm": ("takes statistics over the samples", lambda m, x, y: F.cross_entropy(m.norm(m(x)), y)),
+    "weights with gradients": (
+        "depends on the parameters", lambda m, x, y: m(x).square().sum() / m(x).abs().sum(),
+    ),
+    "picked by a mask": ("aten.index", lambda m, x, y: m(x)[y >= 0].mean()),
+    "number of samples less one": ("a number that is", lambda m, x, y: m(x).square().sum() / (len(x) - 1)),
+    "first half": ("out of the batch", lambda m, x, y: m(x)[:3].mean()),
+    "ranks": ("is not known to work on samples one by one", lambda m, x, y: m(x).mean(1).sort().values.mean()),
+    "random count": (
+        "random numbers",
+        lambda m, x, y: (lambda k: (m(x) * k).sum() / k.sum())((torch.rand_like(x[:, :1]) > 0.5).float()),
+    ),
+    "a loop over samples": ("at one batch size alone", lambda m, x, y: sum(m(one[None]).sum() for one in x) / len(x)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_a_loss_is_told(name: str) -> None:
+    """And the losses of microbatches of two sizes make that of the batch."""
+    reduction, body = TOLD[name]
+    torch.manual_seed(1)
+    model, (x, y) = Net(), inputs()
+    reading = read(body, x[:2], y[:2], model)
+    assert reading.verdict.finding is None, reading.verdict.finding
+    assert reading.verdict.reduction == reduction
+    if name == "noise":
+        return
+    parts = [(x[:2], y[:2]), (x[2:5], y[2:5]), (x[5:], y[5:])]
+    readings = [read(body, *part, model) for part in parts]
+    counts = [r.counted(part) for r, part in zip(readings, parts, strict=True)]
+    shares = shares_of_microbatches(
+        reading.verdict.combinations, reading.verdict.constant, [2, 3, 2],
+        {n: [row[n] for row in counts] for n in range(len(counts[0]))},
+    )  # fmt: skip
+    found = sum(share * float(body(model, *part).detach()) for share, part in zip(shares, parts, strict=True))
+    wanted = float(body(model, x, y).detach())
+    assert abs(found - wanted) <= 1e-5 * abs(wanted)
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_loss_that_cannot_be_told_is_not(name: str) -> None:
+    said, body = ASKED[name]
+    verdict = read(body, *inputs()).verdict
+    assert verdict.finding is not None, verdict
+    assert said in verdict.finding.reason
