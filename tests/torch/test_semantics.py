@@ -9,6 +9,7 @@ from tests.torch.launch import Outcome, single, torchrun
 CHECKS = (
     "dropout_does_not_depend_on_the_split",
     "a_weighted_mean_over_unequal_microbatches",
+    "gradients_are_clipped_by_the_norm_of_the_whole_model",
     "gradients_add_up_over_steps",
     "evaluation_and_changing_shapes",
     "a_state_dict_goes_around",

@@ -1,8 +1,9 @@
 """Checks of the torch runtime on two ranks, in one launch. Prints `ok NAME` for each; any failure ends the launch.
 
-Usage: semantics.py FOLDER; FOLDER holds what `reference.py` left.
+Usage: semantics.py FOLDER [CHECK...]; FOLDER holds what `reference.py` left.
 """
 
+import functools
 import json
 import sys
 import warnings
@@ -118,8 +119,40 @@ def a_weighted_mean_over_unequal_microbatches() -> None:
         assert float(out["tokens"].all_reduce_sum()) == float(weights.sum())
         assert out["text"] == "kept"
         assert len(out["loss"].outputs) == config["microbatches"]
-        same.gradients(gradients(model), {name: p.grad for name, p in plain.named_parameters()}, part=True)
-        require_of_ranks(same)
+        wanted = {name: p.grad for name, p in plain.named_parameters()}
+        require_of_ranks(same.gradients(gradients(model), wanted, part=True))
+        weighted_step(model, own)  # what an earlier step left is divided by no weight again
+        twice = Comparison("weighted, twice")
+        require_of_ranks(twice.gradients(gradients(model), {n: 2 * g for n, g in wanted.items()}, part=True))
+        sw.shutdown()
+
+
+def gradients_are_clipped_by_the_norm_of_the_whole_model() -> None:
+    """Of every kind; a tied weight counts once."""
+    plain = build("gpt2")
+    for part in range(4):
+        (plain(**{k: t.chunk(4)[part] for k, t in batch("gpt2", 0).items()}).loss / 4).backward()
+    left = {name: p.grad.clone() for name, p in plain.named_parameters()}
+    for config in (CONFIG, {"microbatches": 2, "ddp": True}):
+        sw.init(config)
+        model = sw.DistributedModel(build("gpt2"))
+        train_step(model, {k: t.chunk(sw.dp_size())[sw.dp_rank()] for k, t in batch("gpt2", 0).items()})
+        found = {name: gradient.clone() for name, gradient in gradients(model).items()}
+        for kind in (2.0, 1.0, 3.0, float("inf")):
+            same = Comparison(f"norm {kind}")
+            for limit in (0.01, 1e6):
+                for held, gradients_of in ((model.local_named_parameters(), found), (plain.named_parameters(), left)):
+                    for name, parameter in held:
+                        parameter.grad = gradients_of[name].clone()
+                same.where = f"limit {limit}"
+                wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), limit, kind)
+                same.losses(model.clip_grad_norm_(limit, kind), wanted, what="norms")
+                same.gradients(gradients(model), {name: p.grad for name, p in plain.named_parameters()}, part=True)
+            require_of_ranks(same)
+        if sw.pp_rank() == 0:
+            next(iter(model.local_parameters())).grad[0] = float("inf")
+        clip = functools.partial(model.clip_grad_norm_, 1.0, error_if_nonfinite=True)
+        expect(ShardwrightError, "expected a finite number", clip)
         sw.shutdown()
 
 
@@ -314,6 +347,7 @@ def data_is_shared_out() -> None:
 CHECKS = (
     dropout_does_not_depend_on_the_split,
     a_weighted_mean_over_unequal_microbatches,
+    gradients_are_clipped_by_the_norm_of_the_whole_model,
     gradients_add_up_over_steps,
     evaluation_and_changing_shapes,
     a_state_dict_goes_around,
@@ -326,4 +360,4 @@ CHECKS = (
 
 
 if __name__ == "__main__":
-    run_checks(CHECKS)
+    run_checks(check for check in CHECKS if len(sys.argv) == 2 or check.__name__ in sys.argv[2:])
