@@ -17,6 +17,7 @@ import hashlib
 import importlib
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -38,7 +39,9 @@ COPIED = ("shardwright", "tests", "benchmarks", "examples", "pyproject.toml", "R
 EQUIVALENT = ROOT / "benchmarks" / "mutants_equivalent.json"
 NOTICED = 0.9
 SLOWER, START_S = 5.0, 60.0
-"""A change is given so many times the seconds of its tests, and so many to start."""
+"""A change is given so many times the processor's seconds of its tests, and so many to start."""
+WAITED = 20.0
+"""How many times longer than that it may take by the clock, on a machine that does other work too."""
 PRELOADED = ("numpy", "scipy.optimize", "scipy.sparse", "networkx", "pydantic", "rich.table", "hypothesis", "pytest")
 """What each run would import again, were it not forked from a process that has it."""
 PLUGIN = """
@@ -48,9 +51,9 @@ from coverage import Coverage
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item):
     Coverage.current().switch_context(item.nodeid)
-    begun = time.perf_counter()
+    begun = time.process_time()
     yield
-    DURATIONS[item.nodeid] = time.perf_counter() - begun
+    DURATIONS[item.nodeid] = time.process_time() - begun
     Coverage.current().switch_context("")
 
 DURATIONS = {}
@@ -67,7 +70,7 @@ class Coverage:
 
     Attributes:
         tests: file, then line, then the tests; those of the empty name are run by an import.
-        durations_s: of each test.
+        durations_s: of each test, on the processor.
     """
 
     tests: dict[str, dict[int, set[str]]]
@@ -174,17 +177,18 @@ class Run:
         self.log = copy / "log.txt"
         self.pid = os.fork()
         if self.pid == 0:
-            _run_tests(copy, self.tests, self.log)
+            _run_tests(copy, self.tests, self.log, int(self.limit_s))
 
     def ended(self) -> dict[str, Any] | None:
         """What came of it, with the copy as it was before; None while it runs."""
-        late = time.perf_counter() - self.begun > self.limit_s
+        late = time.perf_counter() - self.begun > self.limit_s * WAITED
         if late:
             os.killpg(self.pid, signal.SIGKILL)
         pid, status = os.waitpid(self.pid, 0 if late else os.WNOHANG)
         if pid == 0:
             return None
         (self.copy / self.mutation.file).write_text(self.source)
+        late = late or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU)
         noticed = "takes too long" if late else "noticed"
         said = [line for line in self.log.read_text().splitlines() if line.startswith(("FAILED", "ERROR"))]
         return {
@@ -194,11 +198,13 @@ class Run:
         }  # fmt: skip
 
 
-def _run_tests(copy: Path, tests: Sequence[Sequence[str]], log: Path) -> None:
+def _run_tests(copy: Path, tests: Sequence[Sequence[str]], log: Path, limit_s: int) -> None:
     """In a fork: end with 1 at the first failure. Byte code is not written, lest it outlive the change."""
     code = 1
     try:
         os.setsid()
+        used = int(time.process_time())
+        resource.setrlimit(resource.RLIMIT_CPU, (used + limit_s, used + limit_s + 5))
         os.chdir(copy)
         sys.dont_write_bytecode = True
         sys.path[:] = [str(copy), *(path for path in sys.path if Path(path).resolve() != ROOT)]

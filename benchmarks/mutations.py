@@ -25,6 +25,8 @@ ARITHMETIC = {
 BOOLEAN = {ast.And: ("and", "or"), ast.Or: ("or", "and")}
 OF_TYPES = ("Literal", "TypeVar", "TypeAlias", "cast", "overload", "isinstance")
 """What stands in calls and subscripts of these names says something of types."""
+COMMUTATIVE = ("min", "max", "minimum", "maximum", "gcd", "isclose", "add", "multiply")
+"""Calls of these names have arguments that may change places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ class _Finder:
             row = self.rows[of.lineno - 1].strip()
             lines = (of.lineno, of.end_lineno or of.lineno)
             yield Mutation(self.file, lines, start, end, text, kind, ".".join(place), row)
+        if isinstance(node, ast.keyword) and node.arg == "strict":
+            return  # of a zip: it says what is so
         for name, value in ast.iter_fields(node):
             if name in ("annotation", "returns", "decorator_list", "bases", "type_params"):
                 continue
@@ -133,7 +137,7 @@ class _Finder:
                 f"(not ({self._text(node.test)}))",
                 node.test,
             )
-        elif isinstance(node, ast.Call) and len(node.args) >= 2 and not any(map(_is_starred, node.args[:2])):
+        elif isinstance(node, ast.Call) and _has_an_order(node):
             first, second = node.args[:2]
             one, other = self._text(first), self._text(second)
             if one != other:
@@ -175,8 +179,7 @@ def _is_docstring(node: ast.AST) -> bool:
 
 def _is_of_types(node: ast.AST) -> bool:
     named = node.func if isinstance(node, ast.Call) else node.value if isinstance(node, ast.Subscript) else None
-    name = named.id if isinstance(named, ast.Name) else named.attr if isinstance(named, ast.Attribute) else ""
-    return name in OF_TYPES or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    return _name(named) in OF_TYPES or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
 
 
 def _is_text(node: Any) -> bool:
@@ -187,8 +190,17 @@ def _is_text(node: Any) -> bool:
     )
 
 
-def _is_starred(node: ast.AST) -> bool:
-    return isinstance(node, ast.Starred)
+def _has_an_order(call: ast.Call) -> bool:
+    """Whether its first two arguments are two, and mean something by their places."""
+    return (
+        len(call.args) >= 2
+        and not any(isinstance(a, ast.Starred) for a in call.args[:2])
+        and (_name(call.func) not in COMMUTATIVE)
+    )
+
+
+def _name(node: ast.AST | None) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 def _can_be_left_out(node: ast.AST) -> bool:

@@ -23,7 +23,7 @@ def first(values: list[int], *, wide: bool = True) -> int:
     """Of 2."""
     if not values and wide:
         raise ValueError(f"{len(values) + 1} of {LIMIT + 1}")
-    found = max(values[0] * 2, LIMIT)
+    found = pick(max(values[0] * 2, LIMIT), 0.5)
     log.write(found)
     return found if found <= LIMIT else -found
 '''
@@ -32,17 +32,18 @@ CHANGED = {
     ("truth value", "def first(values: list[int], *, wide: bool = False) -> int:"),
     ("condition", "if  values and wide:"),
     ("condition", "if not values or wide:"),
-    ("number", "found = max(values[1] * 2, LIMIT)"),
-    ("number", "found = max(values[0] * 3, LIMIT)"),
-    ("arithmetic", "found = max(values[0] / 2, LIMIT)"),
-    ("arguments", "found = max(LIMIT, values[0] * 2)"),
+    ("number", "found = pick(max(values[1] * 2, LIMIT), 0.5)"),
+    ("number", "found = pick(max(values[0] * 3, LIMIT), 0.5)"),
+    ("arithmetic", "found = pick(max(values[0] / 2, LIMIT), 0.5)"),
+    ("number", "found = pick(max(values[0] * 2, LIMIT), 1.0)"),
+    ("arguments", "found = pick(0.5, max(values[0] * 2, LIMIT))"),
     ("statement", "pass"),
     ("comparison", "return found if found < LIMIT else -found"),
 }
 
 
 def test_what_is_changed_and_what_is_left_alone() -> None:
-    """Not the docstrings, the message and what is raised, nor the types."""
+    """Not the docstrings, the message and what is raised, the types, nor the order of what is compared by `max`."""
     found = set()
     for mutation in mutations_of("file.py", SOURCE):
         before, after = (text.splitlines() for text in (SOURCE, mutation.apply(SOURCE)))

@@ -91,3 +91,19 @@ def test_an_unknown_preset_names_the_nearest() -> None:
 
     with pytest.raises(ClusterError, match="did you mean 'p4d'"):
         Cluster.preset("p4dd")
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(16, 4), (16, 16), (6, 3), (8, 1)])
+def test_rings_and_trees_are_their_closed_forms(ranks: int, nodes: int) -> None:
+    """A ring crosses each node's ports once; a tree takes log2(nodes) hops out of a node and those inside it."""
+    inside, outside = INSIDE.effective_bandwidth_bytes_per_s, OUTSIDE.effective_bandwidth_bytes_per_s
+    group = Group(ranks, nodes, INSIDE, None if nodes == 1 else OUTSIDE)
+    bandwidth = inside if nodes == 1 else outside
+    hop = 3e-6 if nodes == 1 else (nodes * 10e-6 + (ranks - nodes) * 3e-6) / ranks
+    for size in (8.0, 1e6, 1e10):
+        ring = (ranks - 1) * (hop + size / ranks / bandwidth)
+        assert group.all_gather_s(size) == pytest.approx(ring)
+        assert group.reduce_scatter_s(size) == pytest.approx(ring)
+        hops = math.ceil(math.log2(nodes)) * 10e-6 + (ranks // nodes - 1) * 3e-6
+        tree = 2 * (hops + size / (0.9 * bandwidth))
+        assert group.all_reduce_s(size) == pytest.approx(2 * ring if nodes == 1 else min(2 * ring, tree))

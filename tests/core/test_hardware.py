@@ -19,6 +19,7 @@ from shardwright.core.hardware import (
     profile_names,
 )
 from shardwright.core.hardware.check import ORIGINS
+from shardwright.core.hardware.device import MeasuredProduct
 
 EXPECTED = {
     "v100", "a100-40gb", "a100-80gb", "h100", "h200", "b200", "t4", "tpu-v4", "tpu-v5e", "tpu-v5p", "trn1", "cpu",
@@ -250,3 +251,19 @@ def test_a_scaled_link_keeps_all_but_its_bandwidth() -> None:
     assert link.effective_bandwidth_bytes_per_s == 5e9
     assert link.scaled(4) == dataclasses.replace(link, bandwidth_bytes_per_s=40e9)
     assert link.scaled(1.0) is link
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"flops_per_s": 0.0}, "flops_per_s"),
+        ({"flops_per_s": math.nan}, "flops_per_s"),
+        ({"m": 0}, "m must"),
+        ({"n": 1.5}, "n must"),
+        ({"precision": "fp31"}, "did you mean 'fp32'"),
+    ],
+)
+def test_a_measured_product_that_cannot_be_is_refused(changed: dict[str, object], match: str) -> None:
+    MeasuredProduct("fp32", 2, 3, 4, 1e9)
+    with pytest.raises(ClusterError, match=match):
+        MeasuredProduct(**({"precision": "fp32", "m": 2, "n": 3, "k": 4, "flops_per_s": 1e9} | changed))

@@ -90,3 +90,13 @@ def test_a_matrix_times_its_own_transpose_keeps_it() -> None:
     x = b.elementwise("scale", b.input("x", -1, 8, dtype="float32"), b.parameter("scale", 8))
     graph = b.build(b.op("contraction", "einsum", [x, x], (-1, 8, 8), L.contraction("bi", "bj", "bij")))
     assert WorkCounter(graph).count(fold(graph).units[0], 2).saved_bytes == 2 * 8 * 4
+
+
+@pytest.mark.parametrize("dims", [(0, 2), (2,)])
+def test_a_replica_remembers_the_statistics_of_what_it_norms_by_the_batch(dims: tuple[int, ...]) -> None:
+    """Mean and variance in double precision of each of 6 channels; nothing of a norm within each sample."""
+    b = Builder()
+    x = b.elementwise("scale", b.input("x", -1, 6, 10, dtype="float32"), b.parameter("scale", 10))
+    graph = b.build(b.op("normalization", "norm", [x], (-1, 6, 10), L.over_dims((2, 6, 10), dims, "statistic")))
+    (unit,) = fold(graph).units
+    assert WorkCounter(graph).batch_statistics_bytes(unit) == (2 * 8 * 6 if 0 in dims else 0)
