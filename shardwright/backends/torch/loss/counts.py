@@ -28,16 +28,24 @@ class Counting:
     """What computes some values of a trace from the inputs of the step.
 
     Args:
-        trace: of a microbatch of the shapes that are counted.
-        wanted: the values.
+        trace: of a microbatch of the shapes that are counted; or of two samples, where a microbatch has one.
+        wanted: the values, each a count of samples C / B^power, with that power.
         counted: values that are counts of `nll_loss`.
+        alone: of a microbatch of one sample, which cannot be told from a dim that broadcasts, the batch dim of every
+            input: the sample is counted twice.
 
     Raises:
         NotOfBatchError: one of them needs more than the batch.
     """
 
-    def __init__(self, trace: LossTrace, wanted: Sequence[int], counted: Mapping[int, Counted]) -> None:
-        self.wanted, self.counted = tuple(wanted), counted
+    def __init__(
+        self,
+        trace: LossTrace,
+        wanted: Mapping[int, int],
+        counted: Mapping[int, Counted],
+        alone: Sequence[int | None] | None,
+    ) -> None:
+        self.wanted, self.counted, self.alone = dict(wanted), counted, alone
         self._input = {number: position for position, number in enumerate(trace.inputs)}
         self._made: dict[int, tuple[Made, int]] = {}
         self._outside: dict[int, torch.Tensor] = {}
@@ -80,12 +88,17 @@ class Counting:
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[float]:
         """The values for one microbatch."""
+        if self.alone is not None:
+            inputs = [t if d is None else torch.cat([t, t], d) for t, d in zip(inputs, self.alone, strict=True)]
         known: dict[int, torch.Tensor] = {n: inputs[position] for n, position in self._input.items()}
         with torch.no_grad():
             found = [self._value(number, known, inputs[0].device) for number in self.wanted]
             if not found:
                 return []
-            return [float(v) for v in torch.stack([v.reshape(()).double() for v in found]).tolist()]
+            values = torch.stack([v.reshape(()).double() for v in found]).tolist()
+        if self.alone is None:
+            return [float(v) for v in values]
+        return [float(v) * 2.0 ** (power - 1) for v, power in zip(values, self.wanted.values(), strict=True)]
 
     def _value(self, number: int, known: dict[int, torch.Tensor], device: torch.device) -> torch.Tensor:
         if number in known:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardwright.backends.torch.capture import noted_calls, plain_torch
 from shardwright.backends.torch.fake_state import fake_state, real_state
 from shardwright.backends.torch.loss.counts import Counting, NotOfBatchError
-from shardwright.backends.torch.loss.ops import DifferentRunsError, Translation, require_alike
+from shardwright.backends.torch.loss.ops import DifferentRunsError, Translation
 from shardwright.backends.torch.loss.trace import LossTrace
 from shardwright.backends.torch.refusals import require_room_for_values
 from shardwright.backends.torch.stand_in import no_remembered_results
@@ -139,12 +139,8 @@ class _Reading:
         if small.numbers_read is not None:
             # What became a Python number may be in the loss, and is not seen there.
             verdicts = [_unless_read(verdict, small.numbers_read) for verdict in verdicts]
-        counted = small
-        if own not in sizes and any(verdict.needs_counts for verdict in verdicts):
-            counted, _ = self._run(own)
-            require_alike(small, counted)
         return [
-            replace(self._with_counts(verdict, counted, translation), has_weight=weighted, reduction=said)
+            replace(self._with_counts(verdict, small, translation), has_weight=weighted, reduction=said)
             for verdict, (_, weighted, said) in zip(verdicts, losses, strict=True)
         ]
 
@@ -157,7 +153,9 @@ class _Reading:
             for c in verdict.combinations
         )
         try:
-            counting = Counting(trace, wanted, translation.counted)
+            powers = {c.count.value: c.count.power for c in verdict.combinations if c.count is not None}
+            alone = self.batching.axes if self.batching.samples == 1 else None
+            counting = Counting(trace, powers, translation.counted, alone)
             return LossReading(replace(verdict, combinations=numbered), counting)
         except NotOfBatchError as error:
             reason = f"the loss is divided by a count that cannot be had from the batch beforehand: {error}"
