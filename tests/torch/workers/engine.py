@@ -395,7 +395,7 @@ def record_graphs() -> Iterator[list[int]]:
 
 def trained(model: torch.nn.Module, steps: list[dict[str, torch.Tensor]], autocast: bool, **config: Any) -> Any:
     """Losses, gradients and buffers after some steps without an optimizer, and how often each module was called."""
-    sw.init(CONFIG, **config)
+    sw.init(CONFIG | {"loss_scope": "replica"}, **config)
     sw.set_seed(5)
     split = sw.DistributedModel(copy.deepcopy(model))
     calls: dict[str, int] = {}

@@ -23,7 +23,7 @@ SAMPLES = {"normed": 64}
 @sw.step
 def train_step(model, batch):
     loss = model(**batch)
-    model.backward(loss)
+    model.backward(loss, reduction="mean")
     return loss
 
 

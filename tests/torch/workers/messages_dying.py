@@ -15,7 +15,7 @@ HOW, VICTIM = sys.argv[1], int(sys.argv[2])
 @sw.step
 def train_step(model, batch):
     loss = model(**batch)
-    model.backward(loss)
+    model.backward(loss, reduction="mean")
     return loss
 
 

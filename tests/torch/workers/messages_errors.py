@@ -180,7 +180,7 @@ def wrong_inputs() -> None:
     @sw.step
     def tiny(model, x):
         loss = model(x).mean()
-        model.backward(loss)
+        model.backward(loss, reduction="mean")
         return loss
 
     expect(ShardwrightError, "at most pp=2", lambda: tiny(small, torch.ones(4, 4)))

@@ -27,7 +27,7 @@ CONFIG = {
 @sw.step
 def train_step(model, batch):
     loss = model(**batch)
-    model.backward(loss)
+    model.backward(loss, reduction="mean")
     return loss
 
 

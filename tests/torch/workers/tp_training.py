@@ -36,7 +36,7 @@ HOW: dict[str, dict[str, Any]] = {
 @sw.step
 def train_step(model, batch):
     loss = model(**batch).loss
-    model.backward(loss)
+    model.backward(loss, reduction="mean")
     return loss
 
 
