@@ -96,8 +96,8 @@ def session_claims(session: "Session") -> list[Claim]:
             "the schedule", runtime.schedule_text, "Call model.use_schedule with the same schedule on every rank."
         ),
         Claim.of(
-            "what was loaded into the model", "; ".join(session.loaded) or "nothing",
-            "Call load_state_dict with the same whole state dict on every rank.",
+            "what was loaded since the start", session.loaded,
+            "Every rank loads the same whole state dicts.",
         ),
     ]  # fmt: skip
     said = session.optimizers_said()

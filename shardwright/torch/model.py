@@ -253,7 +253,7 @@ class DistributedModel(nn.Module):
         missing, unexpected = checkpoint.load(
             self.runtime.holding, state_dict, strict=strict, shards=self.runtime.gradients.shards
         )
-        self.session.loaded.append(digest_of_state(state_dict))
+        self.session.note_loaded(f"weights {digest_of_state(state_dict)}")
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     def __getattr__(self, name: str) -> Any:

@@ -105,6 +105,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         load_states(self._holding, self.optimizer, self._named_groups(), state_dict, shards)
         # The first step cuts parameters along the tensor axis; states are cut after it.
         self._uncut = state_dict if self._bound.size("tp") > 1 and (shards is None or not shards.is_cut) else None
+        sessions.current().note_loaded("states of the optimizer")
 
     def _cut_states(self) -> None:
         shards = self._gradients.shards

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from shardwright.backends.torch import CAPABILITIES
 from shardwright.backends.torch.agreement import Agreement
+from shardwright.backends.torch.fingerprint import digest_of
 from shardwright.backends.torch.handshake import shake_hands
 from shardwright.backends.torch.mesh import BoundMesh, bind
 from shardwright.backends.torch.process import choose_device, start, this_launch
@@ -50,8 +51,8 @@ class Session:
         """Of the model that was wrapped."""
         self.steps_begun = 0
         """How many steps were called, evaluation among them."""
-        self.loaded: list[str] = []
-        """What load_state_dict was given, one text for each call."""
+        self.loaded = "nothing"
+        """Which state dicts were loaded, in words."""
         self.optimizers: list[Callable[[], OptimizerSettings | None]] = []
         """References to the optimizers that were made, which give their settings in words."""
 
@@ -65,6 +66,10 @@ class Session:
     @property
     def microbatches(self) -> int:
         return self.config.microbatches if self.plan is None else self.plan.microbatches
+
+    def note_loaded(self, what: str) -> None:
+        """Remember that this rank loaded its share of a whole state dict."""
+        self.loaded = f"{what}, after {digest_of(self.loaded) & 0xFFFFFF:06x}"
 
     @property
     def compares_in_full(self) -> bool:

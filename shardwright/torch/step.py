@@ -106,9 +106,8 @@ class _Step:
         failure: Exception | None = None
         try:
             given = self._given(args, kwargs, session)
-            claims = [*self._claims(given, session), *runtime.flags.claims(), *session_claims(session)]
-            if session.compares_in_full:
-                claims += runtime.claims_in_full()
+            if session.bound.mesh.size > 1:
+                claims = self._claims(given, session, runtime)
         except Exception as error:
             failure = error  # which the other ranks are told
         session.steps_begun += 1
@@ -144,19 +143,17 @@ class _Step:
         batch = Batch.of(sized, session.microbatches)
         return _Given(bound, leaves, spec, form, names, batch)
 
-    def _claims(self, given: "_Given", session: sessions.Session) -> list[Claim]:
+    def _claims(self, given: "_Given", session: sessions.Session, runtime: Runtime) -> list[Claim]:
+        """What all ranks must have alike for this call."""
         in_full = session.compares_in_full
         fix = "Every rank runs the same script."
         function = Claim.of("the code of the step", f"{self._name} ({self._code})", fix)
         form = Claim.of(
             "the form of the arguments", given.form, "Pass the same arguments on every rank of a replica.", "replica"
         )
-        return [
-            function,
-            mode_claim(),
-            *batch_claims(self._labels[given.form], given.leaves, session, in_full=in_full),
-            form,
-        ]
+        batch = batch_claims(self._labels[given.form], given.leaves, session, in_full=in_full)
+        of_model = [*runtime.flags.claims(), *(runtime.claims_in_full() if in_full else ())]
+        return [function, mode_claim(), *batch, form, *of_model, *session_claims(session)]
 
     def _run(self, call: "_Given", session: sessions.Session, runtime: Runtime, shares: Shares) -> Any:
         leaves, names, batch = call.leaves, call.names, call.batch

@@ -88,8 +88,13 @@ def source_claim(weights: Any) -> Claim:
 
 
 def digest_of_state(state: Mapping[str, Any]) -> str:
-    """A text that two state dicts share when their names and values are the same."""
-    parts = (f"{key} {fingerprint(entry)}" for key, entry in state.items() if isinstance(entry, torch.Tensor))
+    """A text that two state dicts share when their names and values are the same; one may hold others."""
+    parts = []
+    for key, entry in state.items():
+        if isinstance(entry, torch.Tensor):
+            parts.append(f"{key} {fingerprint(entry)}")
+        elif isinstance(entry, Mapping):
+            parts.append(f"{key} {digest_of_state(entry)}")
     return _short(digest_of(*parts))
 
 
