@@ -2,11 +2,13 @@
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from shardwright.core import cluster_file
 from shardwright.core.cost.groups import Group
@@ -44,6 +46,20 @@ class NodeGroup:
     def devices(self) -> int:
         """How many devices the group has."""
         return self.nodes * self.devices_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class _Spread:
+    """How a group of ranks lies on the nodes of a cluster."""
+
+    members: int
+    nodes: int
+    fewest: int
+    """Members on the node that has the fewest."""
+    groups: tuple[int, ...]
+    """The groups of nodes that hold any."""
+    crowded: tuple[int, ...]
+    """Those of them of which a node holds several."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -218,52 +234,64 @@ class Cluster:
         waits for its slowest hop. For a single rank, its node's link.
         Raises ClusterError when ``ranks`` is empty, repeats a rank, or holds one that is not in the cluster.
         """
-        members = tuple(ranks)
         check.whole("link_for_group", "concurrent", concurrent, at_least=1)
-        if not members:
-            raise ClusterError("a group needs at least one rank; given none")
-        if len(set(members)) != len(members):
-            raise ClusterError(f"a group names each rank once; given {members}")
-        members_of_node = Counter(map(self._place, members))
-        if len(members_of_node) == 1:
-            return self.groups[next(iter(members_of_node))[0]].intra_node
-        crowded = {group for (group, _), count in members_of_node.items() if count > 1}
-        inside = [self.groups[group].intra_node for group in sorted(crowded)]
-        outside = self._ports(members_of_node, concurrent)
+        return self._link(self._spread(ranks if isinstance(ranks, range) else tuple(ranks)), concurrent)
+
+    def _link(self, spread: "_Spread", concurrent: int) -> Link:
+        if spread.nodes == 1:
+            return self.groups[spread.groups[0]].intra_node
+        inside = [self.groups[group].intra_node for group in spread.crowded]
+        outside = self._ports(spread, concurrent)
         slowest = min((*inside, outside), key=lambda link: link.effective_bandwidth_bytes_per_s)
         return replace(slowest, latency_s=max(link.latency_s for link in (*inside, outside)))
 
     def group(self, ranks: Iterable[int]) -> Group:
         """How collectives over ``ranks`` travel, while every other device of their nodes runs the same ones in groups
         of its own: they share what leaves the node. Raises ClusterError as ``link_for_group`` does."""
-        members = tuple(ranks)
-        inside = self.link_for_group(members)
-        members_of_node = Counter(map(self._place, members))
-        if len(members_of_node) == 1:
-            return Group(len(members), 1, inside)
-        fewest = min(members_of_node.values())
-        largest = max(self.groups[group].devices_per_node for group, _ in members_of_node)
-        crowded = {group for (group, _), count in members_of_node.items() if count > 1}
-        links = [self.groups[group].intra_node for group in sorted(crowded)]
+        spread = self._spread(ranks if isinstance(ranks, range) else tuple(ranks))
+        inside = self._link(spread, 1)
+        if spread.nodes == 1:
+            return Group(spread.members, 1, inside)
+        largest = max(self.groups[group].devices_per_node for group in spread.groups)
+        links = [self.groups[group].intra_node for group in spread.crowded]
         slowest = min(links, key=lambda link: link.effective_bandwidth_bytes_per_s, default=inside)
-        outside = self._ports(members_of_node, max(1, largest // fewest))
-        return Group(len(members), len(members_of_node), slowest, outside)
+        outside = self._ports(spread, max(1, largest // spread.fewest))
+        return Group(spread.members, spread.nodes, slowest, outside)
 
-    def _ports(self, members_of_node: Mapping[tuple[int, int], int], concurrent: int) -> Link:
+    def _spread(self, members: Sequence[int]) -> "_Spread":
+        """How a group lies on the nodes. Of many ranks at one distance, on nodes that are alike, it is counted at once:
+        a search asks for groups of hundreds of thousands. Raises ClusterError as ``link_for_group`` does."""
+        if len(members) == 0:
+            raise ClusterError("a group needs at least one rank; given none")
+        if isinstance(members, range) and len(self.groups) == 1 and members.step > 0:
+            self._place(members[0])
+            self._place(members[-1])
+            nodes = np.arange(members.start, members.stop, members.step) // self.groups[0].devices_per_node
+            counts = np.diff(np.flatnonzero(np.diff(nodes, prepend=-1, append=-1)))
+            several = int(counts.max()) > 1
+            return _Spread(len(members), len(counts), int(counts.min()), (0,), (0,) if several else ())
+        if len(set(members)) != len(members):
+            raise ClusterError(f"a group names each rank once; given {tuple(members)}")
+        on = Counter(map(self._place, members))
+        groups = tuple(dict.fromkeys(group for group, _ in on))
+        crowded = tuple(sorted({group for (group, _), count in on.items() if count > 1}))
+        return _Spread(len(members), len(on), min(on.values()), groups, crowded)
+
+    def _ports(self, spread: "_Spread", concurrent: int) -> Link:
         """The link out of a node as one ring sees it, the node with the fewest members deciding; between regions, the
         slower of that and the link between them."""
         if self.inter_node is None:  # _settle gives every cluster of several nodes a link
             raise ClusterError(_NO_INTER_NODE)
-        port = self._shared(self.inter_node, members_of_node, concurrent)
-        if self.inter_region is None or len({self.groups[group].region for group, _ in members_of_node}) == 1:
+        port = self._shared(self.inter_node, spread, concurrent)
+        if self.inter_region is None or len({self.groups[group].region for group in spread.groups}) == 1:
             return port
-        far = self._shared(self.inter_region, members_of_node, concurrent)
+        far = self._shared(self.inter_region, spread, concurrent)
         slower = min((port, far), key=lambda link: link.effective_bandwidth_bytes_per_s)
         return replace(slower, latency_s=max(port.latency_s, far.latency_s))
 
-    def _shared(self, link: Link, members_of_node: Mapping[tuple[int, int], int], concurrent: int) -> Link:
+    def _shared(self, link: Link, spread: "_Spread", concurrent: int) -> Link:
         if link.sharing == "device":
-            return link.scaled(min(members_of_node.values()))
+            return link.scaled(spread.fewest)
         return link.scaled(1 / concurrent)
 
     def _place(self, rank: int) -> tuple[int, int]:

@@ -1,5 +1,7 @@
 """The links of a mesh on a cluster: looked up once, shared by all candidates of a search."""
 
+import math
+
 from shardwright.core.cluster import Cluster
 from shardwright.core.cost.groups import Group
 from shardwright.core.cost_tables import Place
@@ -33,8 +35,11 @@ class Links:
         """Whether there are several pipeline ranks, and those of one pipeline are alike and all on one node."""
         if mesh not in self._on_nodes:
             pp, node_of = mesh.axis_size("pp"), self.cluster.node_of
-            reach = (pp - 1) * mesh.stride("pp")
-            firsts = (rank for rank in range(mesh.size) if mesh.coordinates(rank)["pp"] == 0)
+            near = mesh.stride("pp")
+            reach = (pp - 1) * near
+            # On nodes that are alike the ranks lie as before once both begin anew.
+            several = min(mesh.size, math.lcm(near * pp, self._period)) if self._period else mesh.size
+            firsts = (rank for begin in range(0, several, near * pp) for rank in range(begin, begin + near))
             self._on_nodes[mesh] = (
                 pp > 1 and self.cluster.is_uniform and all(node_of(rank) == node_of(rank + reach) for rank in firsts)
             )

@@ -2,6 +2,8 @@
 
 import dataclasses
 import pickle
+import random
+import time
 
 import pytest
 from hypothesis import given
@@ -280,3 +282,22 @@ def test_a_faulty_cluster_file_is_refused_with_the_path_inside_it(tmp_path, text
 def test_a_cluster_file_that_is_not_there(tmp_path) -> None:
     with pytest.raises(ClusterError, match="cannot read the cluster file"):
         Cluster.load(tmp_path / "none.toml")
+
+
+def test_groups_at_one_distance_are_counted_as_ranks_one_by_one_are() -> None:
+    """A search asks for them as ranges, hundreds of thousands long."""
+    rng = random.Random(3)
+    for _ in range(200):
+        inside, nodes = rng.choice((1, 2, 3, 4, 8)), rng.choice((1, 2, 5, 9))
+        cluster = Cluster(rng.choice(("a100-80gb", "v100", "t4")), nodes=nodes, devices_per_node=inside)
+        first = rng.randrange(cluster.world_size)
+        ranks = range(first, rng.randrange(first, cluster.world_size) + 1, rng.choice((1, 2, 3, 4, 8, 16)))
+        assert cluster.group(ranks) == cluster.group(tuple(ranks)), ranks
+        assert cluster.link_for_group(ranks) == cluster.link_for_group(tuple(ranks)), ranks
+    begun = time.process_time()
+    huge = Cluster("a100-80gb", nodes=100_000, devices_per_node=8)
+    for _ in range(20):
+        assert huge.group(range(0, huge.world_size, 2)).ranks == 400_000
+    assert time.process_time() - begun < 2.0
+    with pytest.raises(ClusterError, match="is not in this cluster"):
+        huge.group(range(0, huge.world_size + 1, 2))
