@@ -66,7 +66,9 @@ class Config:
             with recompute or with schedules that split the backward pass.
         compare_in_full_every: in every so many training steps ranks compare all of their batches, replicas all of their
             parameters, and every rank what the model's modules are; in the others they compare digests of the batches.
-        wait_timeout_s: how long this rank waits for a peer before it stops with an error.
+        wait_timeout_s: how long a peer may give no sign of life before this rank stops with an error; how long all
+            ranks may wait for each other without anything moving; how long ranks wait for each other to start. A peer
+            that computes, compiles or saves is waited for.
         axes: the mesh axes, outermost first.
         layouts: as in `shardwright.plan`; "auto" takes the plan that Hugging Face ships for the model.
     """
@@ -87,7 +89,7 @@ class Config:
     loss_scope: LossScope | None = None
     compile: bool | str = False
     seed: int = 0
-    wait_timeout_s: float = 600.0
+    wait_timeout_s: float = 60.0
     compare_in_full_every: int = 100
     layouts: Any = None
     pipeline_mode: str = "auto"

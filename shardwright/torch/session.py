@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -17,11 +18,11 @@ from shardwright.backends.torch import CAPABILITIES
 from shardwright.backends.torch.agreement import Agreement
 from shardwright.backends.torch.fingerprint import digest_of
 from shardwright.backends.torch.handshake import shake_hands
-from shardwright.backends.torch.mesh import BoundMesh, bind
-from shardwright.backends.torch.process import choose_device, start, this_launch
+from shardwright.backends.torch.mesh import BoundMesh
+from shardwright.backends.torch.process import choose_device, start, this_launch, watch_over
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.stage_map import require_whole_backward
-from shardwright.backends.torch.watch import Watch, watch_for_stop
+from shardwright.backends.torch.watch import Fault, Watch, watch_for_stop
 from shardwright.core.decision import LossScope
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 from shardwright.core.mesh import Mesh
@@ -147,12 +148,12 @@ def init(
     def handshake(store: Store, rank: int, size: int) -> None:
         shake_hands(store, rank, size, said, failure, settings.wait_timeout_s)
 
-    start(launch, place, settings.wait_timeout_s, backend, handshake)
+    joined = start(launch, place, settings.wait_timeout_s, backend, handshake)
     assert asked is not None
-    bound = bind(asked.mesh, place)
-    watch = Watch(bound.describe(), settings.wait_timeout_s)
+    bound, watch = watch_over(joined, asked.mesh, place, settings.wait_timeout_s)
     if bound.mesh.size > 1:
         watch_for_stop(watch)
+        _tell_of_uncaught_errors()
     agreement = Agreement(bound, watch)
     _session = Session(settings, asked.plan, bound, watch, agreement, owns_group)
     atexit.register(_leave_at_exit)
@@ -198,6 +199,8 @@ def shutdown() -> None:
     if session is None:
         return
     session.agreement.leave("it called sw.shutdown, or its script ended")
+    if session.watch.pulse is not None:
+        session.watch.pulse.stop(Fault(session.bound.rank, "left", f"{session.watch.who} left"))
     if session.runtime is not None:
         session.runtime.close()
     session.agreement.close()
@@ -222,8 +225,34 @@ def _leave_at_exit() -> None:
     error = getattr(sys, "last_value", None)
     if error is None:
         shutdown()
-    elif _session is not None:
+    else:
+        _tell(error)
+
+
+def _tell(error: BaseException) -> None:
+    """Tell the other ranks that this one ends, and why."""
+    if _session is not None:
         _session.agreement.leave(f"its script ended with {type(error).__name__}: {error}")
+        if _session.watch.pulse is not None:
+            _session.watch.pulse.stop(_session.watch.fault_of(error))
+
+
+_are_told = False
+
+
+def _tell_of_uncaught_errors() -> None:
+    """From now on the other ranks are told of an error that ends this script, and at once: the interpreter may wait for
+    threads of the user's before it leaves."""
+    global _are_told
+    if _are_told:
+        return
+    _are_told, before = True, sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _tell(error)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def _refuse_degrees(given: Mapping[str, Any]) -> None:
@@ -351,6 +380,6 @@ def barrier(group: ProcessGroup | None = None) -> None:
     session.watch.doing("barrier")
     if group is None or group is dist.group.WORLD:
         session.agreement.meet("sw.barrier")
-    with session.watch.waiting("the other ranks"):
+    with session.watch.waiting("the other ranks", () if group is None else dist.get_process_group_ranks(group)):
         dist.barrier(group)
     session.watch.doing("between steps")

@@ -98,6 +98,11 @@ class _Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session = sessions.current()
+        with session.watch.step():
+            return self._agreed(args, kwargs, session)
+
+    def _agreed(self, args: Any, kwargs: Any, session: sessions.Session) -> Any:
+        """The step, once all ranks have come to it with what must be alike."""
         runtime = session.runtime
         if runtime is None:
             raise ShardwrightError("wrap the model first: sw.DistributedModel(model)")

@@ -61,7 +61,7 @@ class ControlChannel:
             assert isinstance(made, ProcessGroup)
             whole = made
         others = [rank for rank in self.everyone if rank != self.bound.rank]
-        links = LocalLinks(self.bound.rank, whole, self.watch.timeout_s)
+        links = LocalLinks(self.bound.rank, whole, self.watch.longest_s, self.watch.require_peers)
         links.open(others)
         if all(links.reach(rank, [peer for peer in self.everyone if peer != rank]) for rank in self.everyone):
             self._links = links
@@ -244,22 +244,18 @@ class _Wait:
             self.channel.write_place(self.ranks, self.call)
         if reason := self.channel.conflict(self.ranks, self.call):
             raise DisagreementError(reason)
-        if waited_s > self.channel.watch.timeout_s:
+        self.channel.watch.require_peers()
+        if waited_s > self.channel.watch.longest_s:
             whom = "a rank" if rank is None else f"rank {rank}"
-            raise PeerError(
-                f"{self.channel.watch.describe()}: {whom} did not come within {self.channel.watch.timeout_s:g} s "
-                f"(wait_timeout_s): it died, is slower than that, or makes another call"
-            )
+            raise RuntimeError(f"{whom} lives, and did not come within {self.channel.watch.longest_s:g} s")
 
     def lost(self, rank: int, error: RuntimeError) -> None:
-        """The connection to a rank broke. Raises DisagreementError when it is known why, else PeerError."""
+        """The connection to a rank broke. Raises DisagreementError when it is known why."""
         if isinstance(error, PeerError):
             raise error
         if reason := self.channel.conflict(self.ranks, self.call):
             raise DisagreementError(reason) from error
-        raise PeerError(
-            f"{self.channel.watch.describe()}: rank {rank} is gone ({error}): its own output says why"
-        ) from error
+        raise error  # the watch finds out who is gone
 
     def over(self) -> None:
         if self._written:

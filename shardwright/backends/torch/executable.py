@@ -1,5 +1,6 @@
 """A plan bound to a model and an optimizer, for callers that know no framework: what `Backend.compile` returns."""
 
+import atexit
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,11 +11,10 @@ from torch.utils import _pytree as pytree
 
 from shardwright.backends.torch import checkpoint
 from shardwright.backends.torch.measure import gather
-from shardwright.backends.torch.mesh import bind
-from shardwright.backends.torch.process import choose_device, start, this_launch
+from shardwright.backends.torch.process import choose_device, start, this_launch, watch_over
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.stage_map import StageMap
-from shardwright.backends.torch.watch import Watch
+from shardwright.backends.torch.watch import Fault
 from shardwright.backends.torch.weights import Weights
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.plan import Plan
@@ -60,7 +60,8 @@ class TorchExecutable:
         if self._optimizer is not None:
             self._optimizer.zero_grad()
         shapes = tuple((tuple(t.shape), t.dtype) for t in microbatches[0])
-        _, returned = runtime.step((str(spec), shapes), body, microbatches)
+        with runtime.watch.step():
+            _, returned = runtime.step((str(spec), shapes), body, microbatches)
         if self._optimizer is None:
             self._optimizer = self._make_optimizer(list(runtime.holding.local_parameters().values()))
         self._optimizer.step()
@@ -95,7 +96,7 @@ def compile(
     optimizer: MakeOptimizer | None = None,
     weights: Weights | None = None,
     seed: int = 0,
-    wait_timeout_s: float = 600.0,
+    wait_timeout_s: float = 60.0,
 ) -> TorchExecutable:
     """Bind a plan to a model on this run's ranks.
 
@@ -113,9 +114,10 @@ def compile(
     device = choose_device(launch)
     plan.require_world(dist.get_world_size() if dist.is_initialized() else launch.world_size)
     plan.require_model("torch", tuple(name for name, _ in model.named_parameters()), type(model).__name__)
-    start(launch, device, wait_timeout_s)
-    bound = bind(plan.mesh, device)
-    runtime = Runtime(model, bound, Watch(bound.describe(), wait_timeout_s), seed=seed, weights=weights)
+    bound, watch = watch_over(start(launch, device, wait_timeout_s), plan.mesh, device, wait_timeout_s)
+    if watch.pulse is not None:
+        atexit.register(watch.pulse.stop, Fault(bound.rank, "left", f"{watch.who} left"))
+    runtime = Runtime(model, bound, watch, seed=seed, weights=weights)
     runtime.split(stage_map)
     make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     return TorchExecutable(runtime, loss or _own_loss, make)

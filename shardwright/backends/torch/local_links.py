@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ LOOK_S = 0.02
 """For so long a rank that has a core for itself looks for what it waits for before it sleeps."""
 BUFFER_BYTES = 2**20
 """What a socket is asked to hold; systems may allow less."""
+ASK_S = 0.25
+"""How often a rank that waits asks whether its peers are still there."""
 _LOOKS_BETWEEN_CLOCKS = 50
 _HELLO = struct.Struct("!I")
 
@@ -61,12 +63,15 @@ class LocalLink:
                 writer.start()  # it waits for the lock
                 self._writer = writer
 
-    def drain(self, timeout_s: float) -> None:
-        """Until everything is written. Raises RuntimeError when the peer does not take it, or is gone."""
+    def drain(self, timeout_s: float, require_peers: Callable[[], None] = lambda: None) -> None:
+        """Until everything is written. Raises RuntimeError when the peer does not take it, or is gone, and whatever
+        ``require_peers``, which is asked meanwhile, raises."""
+        end = time.monotonic() + timeout_s
         writer = self._writer
-        if writer is not None:
-            writer.join(timeout_s)
-            if writer.is_alive():
+        while writer is not None and writer.is_alive():
+            require_peers()
+            writer.join(min(ASK_S, max(0.0, end - time.monotonic())))
+            if writer.is_alive() and time.monotonic() >= end:
                 raise RuntimeError("a peer did not take all that it was sent in time")
         self._require_peer()
 
@@ -157,10 +162,15 @@ class LocalLinks:
         me: this rank's coordinate in ``group``.
         group: the peers; all of them make their links at the same time.
         timeout_s: how long a wait may take.
+        require_peers: asked in long waits; raises when a peer is known to be gone.
     """
 
-    def __init__(self, me: int, group: ProcessGroup, timeout_s: float) -> None:
-        self.me, self.timeout_s = me, timeout_s
+    require_peers: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(
+        self, me: int, group: ProcessGroup, timeout_s: float, require_peers: Callable[[], None] = lambda: None
+    ) -> None:
+        self.me, self.timeout_s, self.require_peers = me, timeout_s, require_peers
         self.group: ProcessGroup | None = group
         self._links: dict[int, LocalLink] = {}
         self._pairs: set[tuple[int, int]] = set()
@@ -224,16 +234,17 @@ class LocalLinks:
             if now - begun > within_s:
                 return False
             if now - begun >= self._look_s:
+                self.require_peers()
                 sleeper = select.poll()
                 sleeper.register(link.connection, select.POLLIN)
-                sleeper.poll(1e3 * (begun + within_s - now))
+                sleeper.poll(1e3 * min(ASK_S, begun + within_s - now))
         return True
 
     def drain(self) -> None:
         """Until everything is written."""
         begun = time.monotonic()
         for link in self._links.values():
-            link.drain(max(0.0, begun + self.timeout_s - time.monotonic()))
+            link.drain(max(0.0, begun + self.timeout_s - time.monotonic()), self.require_peers)
 
     def close(self) -> None:
         for link in self._links.values():

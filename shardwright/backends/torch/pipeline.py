@@ -75,7 +75,7 @@ class Pipeline:
         self.traffic = Traffic(self.divisions, schedule, rank)
         self.trains = self.traffic.trains
         self.actions = self.traffic.actions
-        means = Means(modules, streams, mailroom.device, Recompute(recompute, modules, streams))
+        means = Means(modules, streams, mailroom.device, Recompute(recompute, modules, streams), watch)
         replays: dict[tuple[int, int], Replay] = {}
         for action in self.actions:
             division = self.divisions[microbatch_of(action)]
@@ -128,6 +128,7 @@ class Pipeline:
             exchange: is told when gradients are whole: those of ``parameters``, what this rank holds by first name.
         """
         out = StepValues()
+        self.watch.under_way()
         self._kept.clear()
         self._arrivals.clear()
         mailroom, streams = self.mailroom, self.streams
@@ -158,6 +159,9 @@ class Pipeline:
                     if recorder is not None:
                         recorder.end()
             mailroom.drain()
+        except BaseException as error:
+            self.watch.note(error)
+            raise
         finally:
             streams.enabled = False
             self._kept.clear()

@@ -27,6 +27,7 @@ from shardwright.backends.torch.program import (
 from shardwright.backends.torch.randomness import Streams
 from shardwright.backends.torch.recompute import Recompute
 from shardwright.backends.torch.stages import Division, Edge
+from shardwright.backends.torch.watch import Watch
 from shardwright.backends.torch.weight_gradients import Deferred
 from shardwright.core.errors import CaptureError
 
@@ -67,6 +68,7 @@ class Means:
     streams: Streams
     device: torch.device
     recompute: Recompute
+    watch: Watch
 
 
 @dataclass(slots=True)
@@ -126,14 +128,20 @@ class Replay:
             values[index] = inputs[made].clone() if index in part.copied else inputs[made]
         copies: dict[int, torch.Tensor] = {}
         streams = self.means.streams
-        for call, step, release in self._calls:
-            if streams.active:
-                streams.enter(program, step)
-            for value in call.run(env):
-                if value in self._copied_when_sent:
-                    copies[value] = values[value].clone()
-            for value in release:
-                values.pop(value, None)
+        running: Step | None = None
+        try:
+            for call, step, release in self._calls:
+                running = step
+                if streams.active:
+                    streams.enter(program, step)
+                for value in call.run(env):
+                    if value in self._copied_when_sent:
+                        copies[value] = values[value].clone()
+                for value in release:
+                    values.pop(value, None)
+        except BaseException as error:
+            self.means.watch.note(error, f"in {running.name}" if running is not None else "")
+            raise
         for edge in part.sends:
             tensors = [copies[v] if v in copies else values[v] for v in edge.values]
             depart(edge, [tensor.detach() for tensor in tensors])

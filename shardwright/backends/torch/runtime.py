@@ -286,19 +286,24 @@ class Runtime:
         if self.recorders is not None:
             recorder = Recorder(self.bound.device)
             self.recorders.append(recorder)
-        values = pipeline.run(
-            microbatches, self.steps_run, shares.first, training and torch.is_grad_enabled(),
-            of_own(prepared.losses, shares), recorder, exchange,
-            self.holding.local_parameters() if exchange is not None else None,
-        )  # fmt: skip
-        if self.statistics is not None:
-            self.statistics.finish()
         stage_rank = [stage_map.schedule.stage_to_rank(s) for s in range(stage_map.schedule.stages)]
-        self.watch.doing("the end of the step")
-        total, weights = total_weight(pipeline.divisions, values, stage_rank, self.bound, self.mailroom, shares)
-        if training:
-            self.gradients.finish(total)
-            self.steps_run += 1
+        try:
+            values = pipeline.run(
+                microbatches, self.steps_run, shares.first, training and torch.is_grad_enabled(),
+                of_own(prepared.losses, shares), recorder, exchange,
+                self.holding.local_parameters() if exchange is not None else None,
+            )  # fmt: skip
+            if self.statistics is not None:
+                self.statistics.finish()
+            self.watch.doing("the end of the step")
+            total, weights = total_weight(pipeline.divisions, values, stage_rank, self.bound, self.mailroom, shares)
+            if training:
+                self.gradients.finish(total)
+        except BaseException:
+            if training:
+                self.gradients.abandon()
+            raise
+        self.steps_run += int(training)
         self.watch.doing("the results of the step")
         returned = share(
             pipeline.divisions, values, stage_rank, self.bound, self.mailroom, shares, weights, prepared.losses

@@ -86,11 +86,11 @@ class Mailroom:
         group: ProcessGroup,
     ) -> None:  # fmt: skip
         self.ranks, self.me, self.device, self.watch = tuple(ranks), me, device, watch
-        self.timeout = timedelta(seconds=watch.timeout_s)
+        self.timeout = timedelta(seconds=watch.longest_s)
         self.group: ProcessGroup | None = group
         self.peers: ProcessGroup | None = peers
         self.by_order = device.type == "cuda"
-        self.links = None if self.by_order else LocalLinks(me, peers, watch.timeout_s)
+        self.links = None if self.by_order else LocalLinks(me, peers, watch.longest_s, watch.require_peers)
         self._linked: set[frozenset[int]] = set()
         self._channels: dict[tuple[int, int], ProcessGroup] = {}
         self._expected: dict[int, deque[Message]] = {}

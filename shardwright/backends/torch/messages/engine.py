@@ -6,6 +6,7 @@ modules until it tells them that the step is over. At most ``active`` microbatch
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -28,6 +29,7 @@ from shardwright.backends.torch.messages.owners import Owners
 from shardwright.backends.torch.messages.patches import patched_calls
 from shardwright.backends.torch.messages.strands import StoppedError, Strand, Threads, Turns, current_strand
 from shardwright.backends.torch.messages.wire import Envelope, Kind, Wire
+from shardwright.backends.torch.process import wait_longer
 from shardwright.backends.torch.program import Tree
 from shardwright.backends.torch.randomness import kept_generators
 from shardwright.backends.torch.results import Returned, Shares
@@ -77,12 +79,16 @@ class Messages:
         schedule: str,
     ) -> None:
         self.holding, self.gradients, self.bound, self.watch = holding, gradients, bound, watch
-        self.timeout_s = timeout_s
         self.me, self.size = bound.coordinate("pp"), bound.size("pp")
         self.active = active or self.size + MORE_THAN_RANKS
         self.turns = Turns(schedule not in FORWARD_FIRST)
         self.threads = Threads()
-        self.wire = Wire(_group(bound, timedelta(seconds=timeout_s)), self.me, self.size, self._deliver, self._lost)
+        group = _group(bound, timedelta(seconds=timeout_s))
+        if group is not None:
+            wait_longer(group)
+            if watch.pulse is not None:
+                watch.pulse.groups.append(group)
+        self.wire = Wire(group, self.me, self.size, self._deliver, self._lost)
         self.draws = Draws(bound.device)
         self.calls = Calls(
             owners, holding, self.wire, self.turns, self.draws, bound.device, bound.describe(), bound.groups["pp"],
@@ -152,6 +158,10 @@ class Messages:
             except BaseException as error:
                 self._fail(error)
                 self._unwind()
+                if self.bound.mesh.size == self.size:
+                    error._shardwright_heard = True  # type: ignore[attr-defined]
+                else:  # the replicas of this pipeline do not hear of it over the wire
+                    self.watch.under_way()
                 raise
             finally:
                 self._clear()
@@ -169,7 +179,7 @@ class Messages:
             self._admit()
         self._wait_for(self._done)
         self._raise_if_failed()
-        if not self.turns.ended(self.timeout_s):
+        if not self._comes(self.turns.ended):
             raise PeerError(f"{self.bound.describe()}: a microbatch that was over did not end")
         wrote = self._buffer_versions() != versions
         if not self.draws.end():
@@ -183,7 +193,7 @@ class Messages:
             self.wire.say_last(Kind.END, *self._outcome.packed())
         else:
             self.wire.say_last(Kind.BYE, wrote)
-        if not self.wire.quiet(self.timeout_s):
+        if not self._comes(self.wire.quiet):
             raise PeerError(f"{self.bound.describe()}: a peer did not end its step in time")
         self._raise_if_failed()
         self.wire.drain()
@@ -376,9 +386,12 @@ class Messages:
 
     def _lost(self, peer: int, error: Exception) -> None:
         """The connection with a peer is broken."""
-        first = (str(error).splitlines() or [""])[0]
-        said = f"{self.watch.describe()}; the connection with rank {self.bound.peer('pp', peer)} is lost: {first}"
-        self._give_up(said)
+        pulse = self.watch.pulse
+        fault = self.watch.told or (None if pulse is None else pulse.inquest())
+        cause = (str(error).splitlines() or [""])[0] if fault is None else fault.text
+        self._give_up(
+            f"{self.watch.describe()}; the connection with rank {self.bound.peer('pp', peer)} is lost: {cause}"
+        )
 
     def _give_up(self, said: str, told: Failure | None = None) -> None:
         """A peer is gone: neither this step nor a later one can be run."""
@@ -428,13 +441,27 @@ class Messages:
             now = self.turns.progress()
             waited_s = waited_s + LOOK_S if now is not None and now == seen else 0.0
             seen = now
+            self._look()
             # A rank that waits for an answer knows more than one that only serves, and speaks first.
-            limit_s = self.timeout_s if self.turns.waits() else self.timeout_s + IDLE_S
+            limit_s = self.watch.longest_s if self.turns.waits() else self.watch.longest_s + IDLE_S
             if waited_s >= limit_s:
-                self._give_up(
-                    f"{self.watch.describe()}; nothing came for {limit_s:.0f} s: a peer died, or was slower than "
-                    f"wait_timeout_s"
-                )
+                self._give_up(f"{self.watch.describe()}; nothing came for {limit_s:.0f} s")
+
+    def _look(self) -> None:
+        """Give up once it is known that a peer has failed or is gone."""
+        fault = self.watch.told
+        if fault is not None and self._broken is None:
+            self._give_up(f"{self.watch.describe()}; {fault.text}")
+
+    def _comes(self, is_there: Callable[[float], bool]) -> bool:
+        """Wait for the end of something, as long as peers live. Raises PeerError when one does not."""
+        begun = time.monotonic()
+        while not is_there(LOOK_S):
+            self._look()
+            self._raise_if_failed()
+            if time.monotonic() - begun > self.watch.longest_s:
+                return False
+        return True
 
 
 class _Waits:

@@ -16,6 +16,7 @@ from torch.distributed import _functional_collectives as functional
 
 from shardwright.backends.torch.tensor_parallel.pieces import piece_of, whole_of
 from shardwright.backends.torch.transfer import as_carried
+from shardwright.backends.torch.watch import LONGEST_WAIT_S, Watch
 from shardwright.core.conversions import table_bytes
 from shardwright.core.errors import LayoutError
 from shardwright.core.layout import Partial, Placement, Replicate, Split
@@ -44,10 +45,12 @@ class Traffic:
 class Axis:
     """This rank's place on the tensor axis, and the collectives along it."""
 
-    def __init__(self, group: ProcessGroup, ranks: Sequence[int], coordinate: int) -> None:
+    def __init__(self, group: ProcessGroup, ranks: Sequence[int], coordinate: int, watch: Watch | None = None) -> None:
         """``ranks`` are the group's global ranks in order of their coordinate."""
         self.group, self.ranks, self.coordinate = group, tuple(ranks), coordinate
+        self.watch = watch or Watch("this rank", LONGEST_WAIT_S)
         self.name = group.group_name
+        self._peers = f"tp peers, ranks {list(self.ranks)}"
         self.traffic = Traffic()
 
     @property
@@ -59,6 +62,10 @@ class Axis:
         if not torch.compiler.is_compiling():
             self.traffic.note(key, size_bytes)
 
+    def _waiting(self, what: str, key: tuple[str, str] = ("", "")) -> Watch:
+        where = f" of the {key[1]} of {key[0]}" if key[0] else ""
+        return self.watch.waiting(f"{self._peers}, in the {what}{where}", self.ranks)
+
     def all_reduce(self, tensor: torch.Tensor, reduction: str, key: tuple[str, str]) -> torch.Tensor:
         """The sum or maximum over all ranks; ``tensor`` is overwritten."""
         if torch.compiler.is_compiling():
@@ -66,7 +73,8 @@ class Axis:
         tensor = _own_memory(tensor)
         self.note(key, 2 * (self.size - 1) * tensor.numel() * tensor.element_size())
         op = dist.ReduceOp.SUM if reduction == "sum" else dist.ReduceOp.MAX
-        dist.all_reduce(as_carried(tensor), op=op, group=self.group)
+        with self._waiting("all-reduce", key):
+            dist.all_reduce(as_carried(tensor), op=op, group=self.group)
         return tensor
 
     def begin_sum(self, tensor: torch.Tensor, key: tuple[str, str]) -> tuple[torch.Tensor, Callable[[], Any]]:
@@ -74,16 +82,23 @@ class Axis:
         overwritten."""
         tensor = _own_memory(tensor)
         self.note(key, 2 * (self.size - 1) * tensor.numel() * tensor.element_size())
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        return tensor, work.wait
+        with self._waiting("start of an all-reduce", key):
+            work = dist.all_reduce(tensor, group=self.group, async_op=True)
 
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        def arrive() -> None:
+            with self._waiting("all-reduce", key):
+                work.wait()
+
+        return tensor, arrive
+
+    def all_gather(self, tensor: torch.Tensor, key: tuple[str, str] = ("", "")) -> list[torch.Tensor]:
         """The tensors of all ranks, in order."""
         if torch.compiler.is_compiling():
             whole = _functional(functional.all_gather_tensor(tensor.unsqueeze(0).contiguous(), 0, self.name))
             return list(whole.unbind(0))
         received = list(tensor.new_empty((self.size, *tensor.shape)).unbind(0))
-        dist.all_gather([as_carried(t) for t in received], as_carried(tensor), group=self.group)
+        with self._waiting("all-gather", key):
+            dist.all_gather([as_carried(t) for t in received], as_carried(tensor), group=self.group)
         return received
 
     def convert(
@@ -103,13 +118,13 @@ class Axis:
             if isinstance(after, Replicate):
                 return self.all_reduce(tensor if fresh else tensor.clone(), "sum", key)
             self.note(key, table_bytes(before, after, self.size, size))
-            return self._reduce_scatter(tensor, after)
+            return self._reduce_scatter(tensor, after, key)
         self.note(key, table_bytes(before, after, self.size, size))
         if isinstance(after, Replicate):
-            return whole_of(self.all_gather(tensor), before)
+            return whole_of(self.all_gather(tensor, key), before)
         if before.dim == after.dim:  # other blocks of one dim
-            return piece_of(whole_of(self.all_gather(tensor), before), after, self.size, self.coordinate)
-        return self._all_to_all(tensor, before, after)
+            return piece_of(whole_of(self.all_gather(tensor, key), before), after, self.size, self.coordinate)
+        return self._all_to_all(tensor, before, after, key)
 
     def _from_whole(self, tensor: torch.Tensor, after: Placement) -> torch.Tensor:
         if isinstance(after, Split):
@@ -125,23 +140,25 @@ class Axis:
         empty = torch.zeros_like(tensor)
         return whole_of([tensor if r == self.coordinate else empty for r in range(self.size)], before)
 
-    def _reduce_scatter(self, tensor: torch.Tensor, after: Split) -> torch.Tensor:
+    def _reduce_scatter(self, tensor: torch.Tensor, after: Split, key: tuple[str, str]) -> torch.Tensor:
         sent = [_own_memory(piece_of(tensor, after, self.size, r)) for r in range(self.size)]
         if torch.compiler.is_compiling():
             summed = functional.reduce_scatter_tensor(torch.stack(sent), "sum", 0, self.name)
             return _functional(summed).squeeze(0)
         received = torch.empty_like(sent[self.coordinate])
-        dist.reduce_scatter(as_carried(received), [as_carried(t) for t in sent], group=self.group)
+        with self._waiting("reduce-scatter", key):
+            dist.reduce_scatter(as_carried(received), [as_carried(t) for t in sent], group=self.group)
         return received
 
-    def _all_to_all(self, tensor: torch.Tensor, before: Split, after: Split) -> torch.Tensor:
+    def _all_to_all(self, tensor: torch.Tensor, before: Split, after: Split, key: tuple[str, str]) -> torch.Tensor:
         sent = torch.stack([piece_of(tensor, after, self.size, r) for r in range(self.size)])
         if torch.compiler.is_compiling():
             return whole_of(
                 list(_functional(functional.all_to_all_single(sent, None, None, self.name)).unbind(0)), before
             )
         received = torch.empty_like(sent)
-        dist.all_to_all_single(as_carried(received), as_carried(sent), group=self.group)
+        with self._waiting("all-to-all", key):
+            dist.all_to_all_single(as_carried(received), as_carried(sent), group=self.group)
         return whole_of(list(received.unbind(0)), before)
 
 

@@ -31,7 +31,7 @@ class Shards:
     ) -> None:
         self.holding, self.watch, self.planned = holding, watch, planned or {}
         self.device = bound.device
-        self.axis = Axis(bound.handles["tp"], bound.groups["tp"], bound.coordinate("tp"))
+        self.axis = Axis(bound.handles["tp"], bound.groups["tp"], bound.coordinate("tp"), watch)
         self.places: dict[str, Split] = {}
         """First name → placement, of those that are split."""
         self.summed: frozenset[str] = frozenset()
