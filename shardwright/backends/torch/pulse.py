@@ -67,7 +67,9 @@ class Beat:
 class _Peer:
     beat: Beat
     heard: float
-    """When its beat was new, by this rank's clock."""
+    """When it was last known to live, by this rank's clock."""
+    told: float
+    """When its beat was new."""
     moved: float
     """When it did something, or began to wait."""
 
@@ -257,10 +259,10 @@ class Pulse:
             beat = Beat(**json.loads(text))
             before = self._peers.get(rank)
             if before is None:
-                self._peers[rank] = _Peer(beat, now, now)
+                self._peers[rank] = _Peer(beat, now, now, now)
                 continue
             if beat.number != before.beat.number:
-                before.heard = now
+                before.heard = before.told = now
             if beat.moves != before.beat.moves or not beat.waits:
                 before.moved = now
             before.beat = beat
@@ -368,7 +370,11 @@ class Pulse:
         others = [self._peers.get(r) for r in range(self.size) if r != self.rank and r not in self._left]
         if self.watch.still_s() < limit_s or not self.watch.is_waiting:
             return None
-        if any(peer is None or not peer.beat.waits or now - peer.moved < limit_s for peer in others):
+        fresh_s = LATE_BEATS * BEAT_S  # what a rank said before it fell silent is no evidence
+        if any(
+            peer is None or not peer.beat.waits or now - peer.moved < limit_s or now - peer.told > fresh_s
+            for peer in others
+        ):
             return None
         said = "; ".join(peer.beat.said for peer in others if peer is not None)
         return self._lost(
