@@ -114,7 +114,7 @@ def test_only_what_is_named_is_trained(form: str) -> None:
     )
     same.require("norm", "weights")
     state, _ = train(state, batch)
-    np.testing.assert_array_equal(train.params(state)["head"], params["head"])
+    Comparison("head").equal(train.params(state)["head"], params["head"]).require()
 
 
 def test_an_nnx_filter_says_what_is_trained() -> None:
