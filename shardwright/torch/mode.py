@@ -13,6 +13,7 @@ from shardwright.backends.torch.fingerprint import digest_of
 from shardwright.backends.torch.messages.owners import Owners
 from shardwright.backends.torch.messages.planning import count_flops, divide_modules, with_containers
 from shardwright.backends.torch.program import Tree
+from shardwright.backends.torch.python_reads import left_as_it_is
 from shardwright.backends.torch.results import Returned, Shares
 from shardwright.backends.torch.runtime import Runtime, StepBody
 from shardwright.backends.torch.stage_map import StageMap
@@ -190,7 +191,7 @@ def _divided(session: Session, runtime: Runtime, body: StepBody, microbatch: Seq
             place = next((p.device for p in runtime.model.parameters()), session.bound.device)
             inputs = [tensor.detach().to(place).clone() for tensor in microbatch]
             # What fails here fails in the step, on every rank.
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception), left_as_it_is(runtime.model, getattr(body, "python_roots", ())):
                 flops = count_flops(runtime.model, lambda: runtime.try_running(body, inputs))
         try:
             found = [dict(divide_modules(runtime.model, session.bound.size("pp"), flops).owners)]

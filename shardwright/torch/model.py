@@ -262,6 +262,20 @@ class DistributedModel(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes are the model's, as they are when they are read, but for those of this class."""
+        module = vars(self).get("_modules", {}).get("module")
+        if module is None or name in vars(self) or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in vars(self):
+            super().__delattr__(name)
+        else:
+            delattr(self.module, name)
+
     def _watch_clipping(self) -> None:
         if self.session.bound.size("pp") > 1:
             warn_of_plain_clipping(self.local_parameters())

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from shardwright.backends.torch.python_reads import left_as_it_is
 from shardwright.backends.torch.runtime import Runtime, StepBody
 from shardwright.backends.torch.stage_map import StageMap
 from shardwright.core.cluster import Cluster
@@ -24,10 +25,11 @@ def capture_at_first_step(runtime: Runtime, body: StepBody, microbatch: list[tor
     """The model as the step calls it. Raises CaptureError."""
     from shardwright.backends.torch import TorchBackend
 
-    args, kwargs = runtime.find_model_call(body, microbatch)
-    sample = _sample(runtime.model, args, kwargs)
-    _require_batch(sample)
-    return TorchBackend().capture(runtime.model, sample, require_loss=False)
+    with left_as_it_is(runtime.model, getattr(body, "python_roots", ())):
+        args, kwargs = runtime.find_model_call(body, microbatch)
+        sample = _sample(runtime.model, args, kwargs)
+        _require_batch(sample)
+        return TorchBackend().capture(runtime.model, sample, require_loss=False)
 
 
 def _layouts(asked: Any, module: nn.Module) -> Any:

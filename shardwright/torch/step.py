@@ -85,6 +85,8 @@ class _Step:
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._code = f"{digest_of(code_of(function), sorted(whole), sorted(axes.items())) & 0xFFFFFFFF:08x}"
         self._said: set[int] = set()
+        self._numbers: dict[str, dict[tuple[str, int], float]] = {}
+        """By the form of the arguments the numbers among them, by (name, position): a recording is given them anew."""
         self._names: dict[str, list[str]] = {}
         """By the form of the arguments, the argument that each leaf belongs to."""
         self._labels: dict[str, list[str]] = {}
@@ -171,6 +173,8 @@ class _Step:
                 if axis is not None:
                     leaves[p] = of_all_peers(leaves[p].to(device), axis, session.bound, session.watch)
         literals = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        numbers = self._numbers.setdefault(call.form, {})
+        numbers.update({(names[p], p): leaf for p, leaf in enumerate(leaves) if type(leaf) in (int, float)})
         self._say_of_size(session, batch)
         inputs = [
             batch.slices(leaves[p].to(device, non_blocking=True), self._axis(leaves[p], names[p])) for p in positions
@@ -179,6 +183,8 @@ class _Step:
 
         def body(stand_ins: list[torch.Tensor]) -> Any:
             given = list(literals)
+            for (_, position), number in numbers.items():
+                given[position] = number
             for position, tensor in zip(positions, stand_ins, strict=True):
                 given[position] = tensor
             again = copy.copy(call.bound)
@@ -188,6 +194,10 @@ class _Step:
             }
             return self.function(*again.args, **again.kwargs)
 
+        objects = [(item, names[p]) for p, item in enumerate(literals) if item is not None and not _is_model(item)]
+        body.python_roots = (  # type: ignore[attr-defined]
+            (self.function, "the step function"), (numbers, "the arguments"), *objects
+        )  # fmt: skip
         key = self._key(runtime, call.form, literals, microbatches[0])
         axes = [self._axis(leaves[p], names[p]) for p in positions]
         tree, returned = run_step(session, runtime, key, body, microbatches, shares, axes)
@@ -230,7 +240,7 @@ class _Step:
                 hash(item)
             except TypeError:
                 return id(item)
-            return (type(item), item)
+            return (type(item), None if type(item) in (int, float) else item)
 
         modes = tuple([module.training for module in runtime.holding.modules.values()])
         kind = runtime.bound.device.type

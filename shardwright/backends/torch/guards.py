@@ -17,6 +17,7 @@ from shardwright.backends.torch.program import (
     Guard,
     Leaf,
     Literal,
+    NumberRef,
     Program,
     Step,
     Tree,
@@ -110,6 +111,8 @@ class _Retrace:
             return self._env[leaf.value]
         if isinstance(leaf, ConstantRef):
             return leaf.tensor
+        if isinstance(leaf, NumberRef):
+            return leaf.expression.now()
         assert isinstance(leaf, Literal)
         return leaf.value
 

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from shardwright.backends.torch.program import Leaf, Literal, Program, Step, ValueRef, name_of
+from shardwright.backends.torch.program import Leaf, Literal, NumberRef, Program, Step, ValueRef, name_of
 
 _SPOKEN = (int, float, complex, str, bytes, bool, type(None))
 
@@ -55,5 +55,7 @@ def _leaf(leaf: Leaf, names: Sequence[str]) -> str:
         return names[leaf.value]
     if isinstance(leaf, Literal):
         return repr(leaf.value) if isinstance(leaf.value, _SPOKEN) else type(leaf.value).__name__
+    if isinstance(leaf, NumberRef):
+        return repr(leaf.expression)
     name: Any = getattr(leaf, "name", "")
     return f"{type(leaf).__name__} {name}"

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -87,6 +88,8 @@ class Pipeline:
             for a in self.actions
         ]
         self._closes = self._last_uses()
+        self.numbers: Sequence[Sequence[Any]] = ((),) * len(self.divisions)
+        """For each microbatch what its program is given of Python values."""
         self._arrivals: dict[Key, list[torch.Tensor]] = {}
         self._kept: dict[tuple[int, int], Kept] = {}
 
@@ -176,7 +179,9 @@ class Pipeline:
         kind, replay = task.action.kind, task.replay
         if kind is Kind.FORWARD:
             with deferrable() if grad and task.is_split else _NOTHING:
-                kept = replay.forward(task.microbatch, inputs, arrived, task.depart, out, grad)
+                kept = replay.forward(
+                    task.microbatch, inputs, arrived, task.depart, out, grad, self.numbers[task.microbatch]
+                )
             if grad and self.trains:
                 self._kept[task.key] = kept
         elif kind is Kind.BACKWARD:

@@ -16,6 +16,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from shardwright.backends.torch.python_numbers import Expression
+from shardwright.backends.torch.python_values import PythonValues
+
 Context = tuple[str, int, int]
 """Where a random number is drawn: (module path, occurrence of its call, how many calls it has made before the draw)."""
 
@@ -56,13 +59,21 @@ class ObjectRef:
 
 
 @dataclass(frozen=True, slots=True)
+class NumberRef:
+    """What an expression of Python values gives at every step: number ``index`` of those of the program."""
+
+    index: int
+    expression: Expression
+
+
+@dataclass(frozen=True, slots=True)
 class Literal:
     """Anything else: numbers, strings, None, dtypes, functions, modules."""
 
     value: Any
 
 
-Leaf = ValueRef | ParameterRef | BufferRef | ConstantRef | ObjectRef | Literal
+Leaf = ValueRef | ParameterRef | BufferRef | ConstantRef | ObjectRef | NumberRef | Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +226,7 @@ class Program:
     """Units that draw random numbers and may do so elsewhere next time, since what they do depends on values."""
     draws_on_host: bool = False
     """Whether units draw from Python's or NumPy's generator too."""
+    python: PythonValues = field(repr=False, default_factory=PythonValues)
 
     @property
     def depends_on_batch(self) -> bool:

@@ -22,6 +22,7 @@ from shardwright.backends.torch.program import (
     Context,
     Leaf,
     Literal,
+    NumberRef,
     Program,
     Step,
     Value,
@@ -197,6 +198,8 @@ def draw_again(values: Sequence[Value], step: Step | Draft, device: torch.device
             return leaf.tensor.clone()
         if isinstance(leaf, Literal):
             return leaf.value
+        if isinstance(leaf, NumberRef):
+            return leaf.expression.now()
         raise CaptureError(
             f"{name_of(step.function)} draws random numbers for a parameter, a buffer or an object outside of every "
             f"unit, and is followed by another draw: put them into modules of their own"

@@ -20,6 +20,7 @@ from shardwright.backends.torch.guards import decide, what_was_read
 from shardwright.backends.torch.host_draws import CONSTRUCTORS, FROM_NUMPY, DrawnArray, HostFunction, of_array
 from shardwright.backends.torch.ledger import Ledger
 from shardwright.backends.torch.program import Context, Guard, tensors_in
+from shardwright.backends.torch.python_numbers import Tape
 from shardwright.backends.torch.randomness import Moment, kept_generators
 from shardwright.backends.torch.refusals import draws_on_the_host, reads_what_it_computed
 
@@ -31,6 +32,7 @@ class Recording(Protocol):
     device: torch.device
     real: bool
     ledger: Ledger
+    tape: Tape
     frames: list[Frame]
     guards: list[Guard]
     unit_depth: int
@@ -97,6 +99,7 @@ class RecordedDraws:
         recording = self.recording
         if recording.unit_depth or not recording.frames:
             return function(*args, **kwargs)
+        args, kwargs = recording.tape.plain((args, kwargs), fix=True)
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             draft = recording.make_draft(None, 0, HostFunction(function), (args, kwargs), None, kept=False)
             recording.note_draw(draft)

@@ -82,6 +82,30 @@ def sets_an_attribute(model: nn.Module, path: str | None, module: str, name: str
     return CaptureError(f"the step {what}: set it before the step, or pass the value as an argument")
 
 
+def keeps_a_tensor(model: nn.Module, place: str, *, by_model: bool) -> CaptureError:
+    """The error for a tensor that a step leaves in a Python object, for a later step or for the user."""
+    what = (
+        f"leaves a tensor that it computed in {place}, and reads what is there: a recorded step computes it on one "
+        f"rank and leaves nothing there"
+    )
+    if by_model:
+        return UnrecordableError(
+            f"{type(model).__name__} cannot be recorded, because it {what}. Write into a buffer in place "
+            f"(self.name.copy_(value)) inside a module that one stage holds whole, or let the model run by message "
+            f"passing"
+        )
+    return CaptureError(f"the step {what}. Return the tensor from the step, and pass it to the next in the batch")
+
+
+def shares_a_value(model: nn.Module, place: str) -> UnrecordableError:
+    """The error for a Python value that a unit writes and code between units reads."""
+    return UnrecordableError(
+        f"{type(model).__name__} cannot be recorded, because a module that one stage holds whole writes {place}, which "
+        f"is read between such modules: only the rank of that stage would see the new value. Return it from the "
+        f"module, or let the model run by message passing"
+    )
+
+
 def wraps_units(model: nn.Module, path: str | None, function: Callable[..., Any]) -> UnrecordableError:
     """The error for a custom autograd function that runs modules of several stages in its own way."""
     name = function.args[0].__name__ if isinstance(function, functools.partial) else str(function)

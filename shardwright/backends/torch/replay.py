@@ -19,6 +19,7 @@ from shardwright.backends.torch.program import (
     ConstantRef,
     Leaf,
     Literal,
+    NumberRef,
     ParameterRef,
     Step,
     ValueRef,
@@ -73,8 +74,10 @@ class Means:
 
 @dataclass(slots=True)
 class _Env:
-    """The values of one microbatch on one stage, and the objects that its units were given."""
+    """The values of one microbatch on one stage, the objects that its units were given, and what the program is given
+    of Python values."""
 
+    numbers: Sequence[Any] = ()
     values: dict[int, torch.Tensor] = field(default_factory=dict)
     objects: dict[int, Any] = field(default_factory=dict)
 
@@ -105,15 +108,17 @@ class Replay:
         depart: Depart,
         out: StepValues,
         grad: bool,
+        numbers: Sequence[Any] = (),
     ) -> Kept:
         """One forward action; gradients are enabled as ``grad`` says.
 
         Args:
             inputs: the input tensors of the microbatch.
             arrived: what came in over each edge that the stage receives.
+            numbers: what the program is given of Python values.
         """
         program, part = self.program, self.part
-        env, kept = _Env(), Kept()
+        env, kept = _Env(numbers), Kept()
         values = env.values
         given = iter([tensor for tensors in arrived for tensor in tensors])
         for (edge, value, strides, has_gradient, is_copied), came in zip(self._received, given, strict=True):
@@ -223,6 +228,8 @@ class Replay:
             return getattr(self.means.modules[path], last)
         if isinstance(leaf, ConstantRef):
             return leaf.tensor
+        if isinstance(leaf, NumberRef):
+            return env.numbers[leaf.index]
         if leaf.index not in env.objects:
             templates = self.program.templates
             template = templates.get((leaf.index, self.stage)) or templates[leaf.index, -1]

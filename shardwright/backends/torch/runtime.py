@@ -34,8 +34,11 @@ from shardwright.backends.torch.messages.engine import Messages
 from shardwright.backends.torch.messages.owners import Owners
 from shardwright.backends.torch.model_claims import LiveFlags, module_claim, parameters_claim
 from shardwright.backends.torch.pipeline import Pipeline, closing_order
-from shardwright.backends.torch.program import Loss, Program, Tree, name_of
+from shardwright.backends.torch.program import Literal, Loss, NumberRef, Program, Tree, name_of
+from shardwright.backends.torch.python_places import Holder
+from shardwright.backends.torch.python_reads import left_as_it_is
 from shardwright.backends.torch.randomness import Moment, Streams
+from shardwright.backends.torch.recording_check import Varying, record_varying
 from shardwright.backends.torch.recordings import Recordings
 from shardwright.backends.torch.results import Returned, Shares, even_split, homes_of, share, total_weight
 from shardwright.backends.torch.stage_map import StageMap, keep_microbatches
@@ -82,6 +85,15 @@ class Prepared:
 
     compiled: _Compiled
     losses: LossShares
+    numbers: Sequence[Sequence[Any]]
+    """For each microbatch what its program is given of Python values."""
+
+    @property
+    def result(self) -> Tree:
+        """That of the body, with numbers of the last microbatch."""
+        given, result = self.numbers[-1], self.compiled.result
+        leaves = [Literal(given[leaf.index]) if isinstance(leaf, NumberRef) else leaf for leaf in result.leaves]
+        return Tree(tuple(leaves), result.spec)
 
 
 class Runtime:
@@ -120,6 +132,8 @@ class Runtime:
         self.in_body = False
         """Whether the body of a step runs now, on stand-ins."""
         self.steps_run = 0
+        self.recorded = 0
+        """How often the body of a step was recorded."""
         self.listeners: list[Callable[[], None]] = []
         """Called whenever the parameters of this rank have changed identity."""
         self.recorders: list[Recorder] | None = None
@@ -132,7 +146,7 @@ class Runtime:
         """What the losses of steps are to their batches."""
         self._undo_norms: Callable[[], None] | None = None
         self._compiled: dict[Hashable, list[_Compiled]] = {}
-        self._ahead: tuple[Hashable, Division] | None = None
+        self._ahead: tuple[Hashable, Division, Varying] | None = None
         self._recordings = Recordings(type(model).__name__)
         self._synchronized = False
         self._digests: dict[int, tuple[Division, int]] = {}
@@ -281,7 +295,7 @@ class Runtime:
         exchange = None
         if training:
             exchange = self.gradients.begin(prepared.compiled.order)
-        pipeline.streams.seed = self.seed
+        pipeline.streams.seed, pipeline.numbers = self.seed, prepared.numbers
         recorder = None
         if self.recorders is not None:
             recorder = Recorder(self.bound.device)
@@ -309,7 +323,7 @@ class Runtime:
             pipeline.divisions, values, stage_rank, self.bound, self.mailroom, shares, weights, prepared.losses
         )
         self.watch.doing("between steps")
-        return prepared.compiled.result, returned
+        return prepared.result, returned
 
     def prepare(
         self,
@@ -330,10 +344,20 @@ class Runtime:
         assert stage_map is not None
         shapes = tuple(map(_shapes, microbatches))
         if self._ahead is not None and self.tensor is None:
-            self._recordings.add((signature, self._ahead[0], self._schedule_digest), self._ahead[1])
+            self._recordings.add((signature, self._ahead[0], self._schedule_digest), *self._ahead[1:])
         self._ahead = None
+        numbers: list[tuple[Any, ...]] = []
 
         def divided(anew: bool) -> list[Division] | None:
+            numbers.clear()
+            left: list[tuple[Holder, Any, Any]] = []
+            try:
+                return each_divided(anew, left)
+            finally:
+                for holder, key, value in reversed(left):
+                    holder.put(key, value)
+
+        def each_divided(anew: bool, left: list[tuple[Holder, Any, Any]]) -> list[Division] | None:
             divisions = []
             holding: dict[Hashable, Division] = {}  # for all microbatches of a shape, whatever is in them
             for number, microbatch in enumerate(microbatches):
@@ -348,18 +372,24 @@ class Runtime:
                         division = self._recordings.held(key, microbatch, moment)
                     if division is None:
                         return None
-                    if not division.program.guards:
+                    if not division.program.guards and not division.program.python.effects:
                         holding[shapes[number]] = division
                 divisions.append(division)
+                numbers.append(division.program.python.numbers())
+                left += division.program.python.leave()
             return divisions
 
         def ready(divisions: Sequence[Division]) -> _Compiled | None:
             variants = self._compiled.get((signature, shapes, self._schedule_digest), ())
             return next((made for made in variants if made.runs(divisions)), None)
 
-        divisions, all_ready = self._agree_on_recordings(partial(divided, False), ready, "looking for the recording")
+        divisions, all_ready = self._agree_on_recordings(
+            partial(divided, False), ready, numbers, "looking for the recording"
+        )
         if divisions is None:
-            divisions, all_ready = self._agree_on_recordings(partial(divided, True), ready, "recording the step")
+            divisions, all_ready = self._agree_on_recordings(
+                partial(divided, True), ready, numbers, "recording the step"
+            )
         assert divisions is not None
         compiled = ready(divisions)
         if not all_ready:
@@ -372,7 +402,9 @@ class Runtime:
             variants.append(compiled)
         losses = divisions[0].program.losses if torch.is_grad_enabled() else ()
         found = self.loss_shares(losses, signature, body, microbatches, divisions, shares, axes)
-        return Prepared(compiled, found)
+        for division in divisions:
+            division.program.python.leave()
+        return Prepared(compiled, found, tuple(numbers))
 
     def loss_shares(
         self,
@@ -400,7 +432,7 @@ class Runtime:
         self, signature: Hashable, body: StepBody, inputs: Sequence[torch.Tensor], division: Division | None,
         samples: int, axes: Sequence[int | None] | None,
     ) -> Microbatch:  # fmt: skip
-        which = id(division) if division is not None and division.program.depends_on_batch else None
+        which = None if division is None else division.program.python.serial
         batching = Batching(tuple(axes if axes is not None else [None] * len(inputs)), samples)
         read = partial(self._read_losses, body, inputs, batching)
         return Microbatch(inputs, (signature, _shapes(inputs), which), read)
@@ -424,16 +456,25 @@ class Runtime:
             return error
 
     def _read_losses(self, body: StepBody, inputs: Sequence[torch.Tensor], batching: Batching) -> list[LossReading]:
+        def once(given: list[torch.Tensor]) -> Any:
+            with left_as_it_is(self.model, getattr(body, "python_roots", ())):
+                return body(given)
+
         with nullcontext() if self.tensor is None else self.tensor.shards.as_whole():
             return read_losses(
-                self.model, body, inputs, batching, self.bound.device, self._heard_by,
+                self.model, once, inputs, batching, self.bound.device, self._heard_by,
                 norms_are_plain=self.semantics.scope is not None,
             )  # fmt: skip
 
     def _agree_on_recordings(
-        self, find: Callable[[], list[Division] | None], ready: Callable[[Sequence[Division]], object], call: str
+        self,
+        find: Callable[[], list[Division] | None],
+        ready: Callable[[Sequence[Division]], object],
+        numbers: Sequence[Sequence[Any]],
+        call: str,
     ) -> tuple[list[Division] | None, bool]:
-        """The recordings that all ranks run by, unless one of them has none; and whether all ranks are ready to run."""
+        """The recordings that all ranks run by, unless one of them has none; and whether all ranks are ready to run.
+        ``numbers`` has, once they are found, what they are given of Python values."""
         divisions: list[Division] | None = None
         failure: Exception | None = None
         is_ready = False
@@ -453,6 +494,10 @@ class Runtime:
             Claim(
                 "what the step does", digest, lambda: f"recording {digest & 0xFFFFFF:06x}",
                 "The step body, and the code of the model, must do the same on all pipeline peers.", "pipeline",
+            ),
+            Claim(
+                "numbers that the step reads of Python", 0 if divisions is None else digest_of(_said(numbers)),
+                lambda: _said(numbers), "Set attributes, globals and variables that a step reads alike.", "replica",
             ),
         ]  # fmt: skip
         notes = (int(divisions is not None), int(is_ready))
@@ -541,8 +586,8 @@ class Runtime:
 
     def record_ahead(self, stage_map: StageMap, body: StepBody, inputs: Sequence[torch.Tensor]) -> None:
         """Record the step that comes next, before the model is split."""
-        moment = Moment(self.seed, self.steps_run, 0)
-        self._ahead = (_shapes(inputs), self.record(stage_map, body, inputs, moment))
+        moment, varying = Moment(self.seed, self.steps_run, 0), Varying()
+        self._ahead = (_shapes(inputs), self.record(stage_map, body, inputs, moment, varying), varying)
 
     def find_model_call(self, body: StepBody, inputs: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with which a step body first calls the model; see `step_recorder.find_model_call`."""
@@ -552,17 +597,19 @@ class Runtime:
         finally:
             self.in_body = False
 
-    def record(self, stage_map: StageMap, body: StepBody, inputs: Sequence[torch.Tensor], moment: Moment) -> Division:
+    def record(
+        self, stage_map: StageMap, body: StepBody, inputs: Sequence[torch.Tensor], moment: Moment, varying: Varying
+    ) -> Division:
         """Record a step body and divide it into stages."""
         self.watch.doing("recording the step")
         tensor = self.tensor
         if tensor is not None and not tensor.by_calls_because:
             try:
-                return self._record_on_pieces(tensor, stage_map, body, inputs, moment)
+                return self._record_on_pieces(tensor, stage_map, body, inputs, moment, varying)
             except NotReplayableError as reason:
                 tensor.by_calls_because = str(reason)
         with nullcontext() if tensor is None else tensor.shards.as_whole():
-            program, recorder = self._recorded(stage_map.stage_of_call, body, inputs, moment)
+            program, recorder = self._recorded(stage_map.stage_of_call, body, inputs, moment, varying)
         written = next((step.function for step in program.steps if step.stage is not None), None)
         if written is not None and stage_map.recompute:
             raise UnrecordableError(
@@ -584,7 +631,7 @@ class Runtime:
             )
         stage_of_call = stage_map.stage_of_call
         if tensor is not None:
-            with tensor.shards.as_whole():
+            with tensor.shards.as_whole(), left_as_it_is(self.model):
                 program = tensor.by_calls(program, stage_of_call, self.bound.device)
             tensor.cut()
             stage_of_call = tensor.stage_of_call
@@ -592,15 +639,20 @@ class Runtime:
 
     def _recorded(
         self, stage_of_call: Mapping[tuple[str, int], int], body: StepBody, inputs: Sequence[torch.Tensor],
-        moment: Moment,
+        moment: Moment, varying: Varying,
     ) -> tuple[Program, StepRecorder]:  # fmt: skip
+        def once(places: Sequence[tuple[Holder, Any]]) -> tuple[Program, StepRecorder]:
+            self.recorded += 1
+            with self._heard_by(None):
+                return record(
+                    self.model, stage_of_call, self.bound.device, body, list(inputs), self._listen_to, moment,
+                    units_run_again=self.tensor is None, places=places,
+                )  # fmt: skip
+
         found: tuple[Program, StepRecorder] | None = None
         failure: Exception | None = None
         try:
-            with self._heard_by(None):
-                found = record(
-                    self.model, stage_of_call, self.bound.device, body, list(inputs), self._listen_to, moment
-                )
+            found = record_varying(once, varying)
         except Exception as error:
             failure = error
         if self.tensor is not None:  # what follows takes collectives of the tensor axis
@@ -616,12 +668,13 @@ class Runtime:
 
     def _record_on_pieces(
         self, tensor: TensorParallel, stage_map: StageMap, body: StepBody, inputs: Sequence[torch.Tensor],
-        moment: Moment,
+        moment: Moment, varying: Varying,
     ) -> Division:  # fmt: skip
         """Record a step body with the model's units in place of the model."""
         with tensor.shards.as_whole():
-            program, _ = self._recorded({MODEL_CALL: 0}, body, inputs, moment)
-            expanded = tensor.expand(program, inputs, self.bound.device)
+            program, _ = self._recorded({MODEL_CALL: 0}, body, inputs, moment, varying)
+            with left_as_it_is(self.model):
+                expanded = tensor.expand(program, inputs, self.bound.device)
         tensor.cut()
         return divide(expanded, tensor.stage_of_call, stage_map.parameter_stages, stage_map.schedule.stages)
 
@@ -688,3 +741,8 @@ class _Unheard:
 
 def _shapes(inputs: Sequence[torch.Tensor]) -> Hashable:
     return tuple((tuple(t.shape), t.dtype) for t in inputs)
+
+
+def _said(numbers: Sequence[Sequence[Any]]) -> str:
+    """The numbers of each microbatch, as ranks compare them; of a tensor its shape."""
+    return str([[tuple(n.shape) if isinstance(n, torch.Tensor) else n for n in each] for each in numbers])

@@ -10,7 +10,7 @@ from the batch alone, which becomes a guard of the program (`guards`).
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -35,6 +35,7 @@ from shardwright.backends.torch.program import (
     Leaf,
     Literal,
     Loss,
+    NumberRef,
     ObjectRef,
     ParameterRef,
     Program,
@@ -46,16 +47,22 @@ from shardwright.backends.torch.program import (
     make_template,
     tensors_in,
 )
+from shardwright.backends.torch.python_numbers import Number, Tape
+from shardwright.backends.torch.python_places import Holder
+from shardwright.backends.torch.python_reads import Reads, undo
+from shardwright.backends.torch.python_values import Effect, PythonValues
 from shardwright.backends.torch.randomness import Moment, draws
 from shardwright.backends.torch.recorded_draws import RecordedDraws
 from shardwright.backends.torch.refusals import (
     draws_on_the_host,
+    keeps_a_tensor,
     reads_a_value,
     reads_what_it_computed,
     refuse_function,
     require_room_for_values,
     said,
     sets_an_attribute,
+    shares_a_value,
     where,
     wraps_units,
 )
@@ -73,6 +80,8 @@ class StepRecorder:
         device: where the stand-ins are, or pretend to be.
         real: whether they have values.
         moment: by which random numbers are drawn where they decide what the model does.
+        units_run_again: whether units are replayed by calling their modules, which read Python values anew.
+        places: of Python values that change from step to step, so that the program is given them anew.
     """
 
     def __init__(
@@ -83,12 +92,17 @@ class StepRecorder:
         *,
         real: bool = False,
         moment: Moment | None = None,
+        units_run_again: bool = True,
+        places: Sequence[tuple[Holder, Any]] = (),
     ) -> None:
         self.model = model
         self.stage_of_call = stage_of_call
         self.device = device
         self.real = real
         self.moment = moment or Moment()
+        self.units_run_again = units_run_again
+        self.reads = Reads(model, self._runs_again)
+        self.tape = Tape(places, lambda: not self._runs_again(), with_tensors=units_run_again)
         self.ledger = Ledger()
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.counts: defaultdict[str, int] = defaultdict(int)
@@ -102,11 +116,16 @@ class StepRecorder:
         self.seen_calls: set[tuple[str, int]] = set()
         self.failed_path: str | None = None
         """The innermost module call that an error left first; None when none was under way."""
+        self.effects: list[Effect] = []
         self._units_called = 0
         self._objects: dict[int, int] = {}
         self._keep: list[Any] = []
         self._host_state = host_state()
         self._draws = RecordedDraws(self, self.moment, [])
+
+    def _runs_again(self) -> bool:
+        """Whether what runs now will run again at every replay."""
+        return self.units_run_again and self.current is not None
 
     # What the user's code meets ------------------------------------------------------------------------------------
 
@@ -122,6 +141,7 @@ class StepRecorder:
             mode,
             state(self.model, self.device) as (parameters, buffers),
             no_remembered_results(self.model),
+            self.tape.in_place(),
         ):
             for name, parameter in parameters.items():
                 self.ledger.know(parameter, ParameterRef(name))
@@ -133,13 +153,35 @@ class StepRecorder:
                 stand_ins.append(self._stand_in(tensor))
                 self.ledger.new_value(stand_ins[-1], None, position)
             drawing = patched_functions(self.model, self._draws.host_function, self.function_call)
-            with patched_modules(self), drawing, Functions(self), Ops(self):
+            reading = self.reads.watching(getattr(body, "python_roots", ()))
+            with reading, patched_modules(self), drawing, Functions(self), Ops(self):
                 try:
                     result = body(stand_ins)
                 except VALUE_DEPENDENT as error:
                     raise reads_a_value(self.model, self.failed_path, error) from error
                 self._note_host_draws()
+            self.reads.close()
+            self._note_python_writes()
             return self._finish(result)
+
+    def _note_python_writes(self) -> None:
+        """What the run wrote to Python values becomes what the step does to them, and is undone here.
+
+        Raises CaptureError for a tensor that was left where it may be read again; UnrecordableError, a CaptureError,
+        where the model did that.
+        """
+        writes = self.reads.writes()
+        undo(writes)
+        for write in writes:
+            if write.by_unit:
+                if not self.reads.is_of_module(write.holder) and not tensors_in(write.new):
+                    raise shares_a_value(self.model, write.place)
+            elif tensors_in(write.new):
+                if self.reads.may_be_read(write):
+                    raise keeps_a_tensor(self.model, write.place, by_model=self.reads.is_of_module(write.holder))
+            else:
+                value = write.new.expression if isinstance(write.new, Number) else write.new
+                self.effects.append(Effect(write.holder, write.key, value))
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.real:
@@ -162,7 +204,9 @@ class StepRecorder:
         if isinstance(weight, torch.Tensor):
             if weight.numel() != 1:
                 raise CaptureError(f"the weight of a loss has one element: given shape {tuple(weight.shape)}")
-            leaf = self.ledger.use(weight)
+            leaf = self._leaf(weight, None)
+        elif isinstance(weight, Number):
+            leaf = self._leaf(weight, None)
         elif weight is not None:
             leaf = Literal(float(weight))
         self.losses.append(Loss(self.ledger.use_value(loss), leaf, reduction))
@@ -204,6 +248,10 @@ class StepRecorder:
         kwargs: Any,
     ) -> Any:  # fmt: skip
         self.seen_calls.add((path, occurrence))
+        if (
+            not self.units_run_again
+        ):  # what the module does with a number is seen below torch's functions, as a constant
+            args, kwargs = self.tape.plain((args, kwargs), fix=True)
         draft = self.make_draft(path, occurrence, None, (args, kwargs), stage)
         draft.counts = dict(self.counts)
         draft.counts[path] -= 1
@@ -212,12 +260,16 @@ class StepRecorder:
             for leaf, item in zip(draft.arguments.leaves, pytree.tree_leaves((args, kwargs)), strict=True)
             if isinstance(leaf, ObjectRef)
         }
+        args, kwargs = self.tape.plain((args, kwargs))
         given = tensors_in((args, kwargs))
         versions = [tensor._version for tensor in given]
         self.unit_depth += 1
         outer, self.current = self.current, draft
         try:
-            result = original(module, *args, **kwargs)
+            with self.reads.unit() if self.units_run_again else nullcontext():
+                result = original(module, *args, **kwargs)
+                if self.units_run_again:
+                    result = self._outputs_of_their_own(result)
             self._note_host_draws()
         finally:
             self.unit_depth -= 1
@@ -230,6 +282,16 @@ class StepRecorder:
         draft.outputs = self.outputs_of(draft, result)
         draft.object_outputs = [(index, tuple(self.outputs_of(draft, item))) for index, item in objects.items()]
         return result
+
+    def _outputs_of_their_own(self, result: Any) -> Any:
+        """A unit's result with another tensor in place of each that it only hands on, as dropout of nothing does: when
+        it runs again it may not."""
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            passed = isinstance(self.ledger.ref(tensor), ValueRef) and tensor.is_floating_point()
+            return tensor.view_as(tensor) if passed else tensor
+
+        return pytree.tree_map_only(torch.Tensor, own, result)
 
     def assignment(self, module: nn.Module, name: str, value: Any) -> None:
         """An attribute of a module is about to be set. Between units, on a module that replay runs as part of one, that
@@ -245,6 +307,7 @@ class StepRecorder:
         known = isinstance(value, torch.Tensor) and isinstance(self.ledger.ref(value), ValueRef)
         if len(stages) > 1 or not self.frames or not (known or constant):
             raise sets_an_attribute(self.model, self.frames[-1].path if self.frames else None, path, name)
+        self.reads.set_on_replay(module, name)
         draft = self.make_draft(None, 0, SetAttribute(module, path, name), ((value,), {}), None)
         (draft.stage,) = stages
 
@@ -266,12 +329,15 @@ class StepRecorder:
 
     def function_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.unit_depth:
+            args, kwargs = self.tape.plain((args, kwargs), fix=not self.units_run_again)
             return function(*args, **kwargs)
         refuse_function(function, args)
         function, args, kwargs = self._draws.on_arrays(function, args, kwargs)
+        recorded = args, kwargs
+        args, kwargs = self.tape.plain(recorded)
         given = tensors_in((args, kwargs))
         if getattr(function, "__name__", "") in READING and any(self.ledger.is_drawn(tensor) for tensor in given):
-            draft = self.make_draft(None, 0, function, (args, kwargs), None, kept=False)
+            draft = self.make_draft(None, 0, function, recorded, None, kept=False)
             if self._draws.decides(draft):
                 return self._draws.decide(draft)
         versions = [tensor._version for tensor in given]
@@ -295,7 +361,9 @@ class StepRecorder:
             probe.reads_value = False  # as `ctc_loss` reads lengths: what it gives is one number whatever they are
         if not (changed or made or (probe.reads_value and given)):
             return result
-        draft = self.make_draft(None, 0, function, (args, kwargs), None, kept=changed or bool(made))
+        if probe.random:  # how much is drawn may depend on it
+            recorded = self.tape.plain(recorded, fix=True)
+        draft = self.make_draft(None, 0, function, recorded, None, kept=changed or bool(made))
         draft.parameters |= probe.parameters
         draft.buffers |= probe.buffers
         draft.random = probe.random
@@ -372,6 +440,9 @@ class StepRecorder:
     # Values --------------------------------------------------------------------------------------------------------
 
     def _leaf(self, item: Any, stage: int | None) -> Leaf:
+        expression = self.tape.expression_of(item)
+        if expression is not None:
+            return NumberRef(self.tape.use(expression), expression)
         if isinstance(item, torch.Tensor):
             return self.ledger.use(item)
         if is_plain(item):
@@ -395,6 +466,9 @@ class StepRecorder:
         return ObjectRef(index)
 
     def _name_or_none(self, tensor: torch.Tensor) -> Any:
+        expression = self.tape.expression_of(tensor)
+        if expression is not None:  # inside an object, which keeps it
+            self.tape.conditions.append((expression, tensor))
         if self.ledger.ref(tensor) is None:
             return None if self.ledger.is_made(tensor) else ConstantRef(tensor)
         return self.ledger.use(tensor)
@@ -434,14 +508,14 @@ class StepRecorder:
         leaves: list[Leaf] = []
         for item in items:
             if isinstance(item, torch.Tensor):
-                leaves.append(self.ledger.use(item))
+                leaves.append(self._leaf(item, None))
             elif tensors_in(item):
                 raise CaptureError(
                     f"the step returns a {type(item).__name__}, which holds tensors: return tensors, or lists, tuples "
                     f"and dicts of them"
                 )
             else:
-                leaves.append(Literal(item))
+                leaves.append(self._leaf(item, None) if isinstance(item, Number) else Literal(item))
         drafts = self.ledger.drafts
         random_paths = {context[0] for draft in drafts for context in draft.random}
         late = {c[0] for draft in drafts for c in draft.random if c[2] > 0}
@@ -456,7 +530,20 @@ class StepRecorder:
             {path: self.counts[path] for path in random_paths},
             tuple(dict.fromkeys(d.path for d in drafts if d.path is not None and d.random and d.reads_value)),
             any(draft.draws_on_host for draft in drafts),
+            PythonValues(
+                self.reads.guards(self._constants(leaves), lambda tensor: id(tensor) in self.tape.tensors),
+                tuple(self.effects),
+                tuple(self.tape.used),
+                tuple(self.tape.conditions),
+            ),
         )
+
+    def _constants(self, result: Iterable[Leaf]) -> set[int]:
+        """The ids of the tensors from outside the step that the program uses."""
+        leaves = [leaf for draft in self.ledger.drafts for leaf in draft.arguments.leaves]
+        leaves += [ref for template in self.templates.values() for _, ref in template.markers if ref is not None]
+        leaves += [loss.weight for loss in self.losses if loss.weight is not None]
+        return {id(leaf.tensor) for leaf in (*leaves, *result) if isinstance(leaf, ConstantRef)}
 
 
 def record(
@@ -467,19 +554,24 @@ def record(
     inputs: list[torch.Tensor],
     begin: Callable[[StepRecorder], None],
     moment: Moment | None = None,
+    *,
+    units_run_again: bool = True,
+    places: Sequence[tuple[Holder, Any]] = (),
 ) -> tuple[Program, StepRecorder]:
     """Record a step: on fake tensors, and where the model needs values on real ones.
 
     ``begin`` is called with the recorder before each run of the body. Raises as `StepRecorder.record`.
     """
-    recorder = StepRecorder(model, stage_of_call, device, moment=moment)
+    recorder = StepRecorder(model, stage_of_call, device, moment=moment, units_run_again=units_run_again, places=places)
     begin(recorder)
     try:
         return recorder.record(body, inputs), recorder
     except (UnrecordableError, RuntimeError, NotImplementedError) as failed:
         # Values are needed, or an op has no fake counterpart; an error of the model's own comes again.
         require_room_for_values(model, failed)
-        recorder = StepRecorder(model, stage_of_call, device, real=True, moment=moment)
+        recorder = StepRecorder(
+            model, stage_of_call, device, real=True, moment=moment, units_run_again=units_run_again, places=places
+        )
         begin(recorder)
         return recorder.record(body, inputs), recorder
 

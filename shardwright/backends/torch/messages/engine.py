@@ -7,7 +7,7 @@ modules until it tells them that the step is over. At most ``active`` microbatch
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +31,7 @@ from shardwright.backends.torch.messages.strands import StoppedError, Strand, Th
 from shardwright.backends.torch.messages.wire import Envelope, Kind, Wire
 from shardwright.backends.torch.process import wait_longer
 from shardwright.backends.torch.program import Tree
+from shardwright.backends.torch.python_reads import Reads
 from shardwright.backends.torch.randomness import kept_generators
 from shardwright.backends.torch.results import Returned, Shares
 from shardwright.backends.torch.watch import PeerError, Watch, report
@@ -263,7 +264,7 @@ class Messages:
         strand.batch = {i: _copied(tensor) for i, tensor in enumerate(self.calls.microbatches[m])}
         self.draws.body(strand)
         assert self._body is not None
-        with self._modes.applied(self.bound.device):
+        with self._modes.applied(self.bound.device), self._noting_python_writes(self._body):
             result = self._body([strand.batch[i] for i in range(len(strand.batch))])
         losses, strand.losses = strand.losses, []
         found = self._results[m] = MicrobatchResult.of(result, losses)
@@ -306,6 +307,19 @@ class Messages:
                 f"read before: say what each is to the batch, by model.backward(loss, reduction='mean') or 'sum'"
             )
         return [1.0 if one is None else one[self._shares.first + m] for one in found]
+
+    @contextlib.contextmanager
+    def _noting_python_writes(self, body: StepBody) -> Iterator[None]:
+        """In the first step, which is run in order: whether the body, or modules that run here, write to Python values
+        such as counters. Two microbatches would then see each other's."""
+        if self.holding.model.training in self._writes or self._wrote:
+            yield
+            return
+        reads = Reads(self.holding.model, lambda: False)
+        with reads.watching(getattr(body, "python_roots", ())):
+            yield
+        reads.close()
+        self._wrote = self._wrote or bool(reads.writes())
 
     # Every rank --------------------------------------------------------------------------------------------------
 

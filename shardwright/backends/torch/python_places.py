@@ -1,0 +1,301 @@
+"""Places where Python keeps values: attributes, entries, cells, defaults of functions.
+
+A place is read again at every step, so reading and comparing must be quick: all values of one holder are fetched by one
+call in C and compared by identity, and only where that fails one by one.
+"""
+
+import enum
+import operator
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+PLAIN = (
+    int, float, complex, bool, str, bytes, type(None), type(Ellipsis), range, slice,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, enum.Enum, np.generic,
+)  # fmt: skip
+"""Values that nobody can change, compared by what they are."""
+MISSING = object()
+
+
+class Holder:
+    """Something that keeps values under keys.
+
+    Attributes:
+        target: what is read: a dict, a list, a cell, an object.
+        label: for messages, such as ``model.config``.
+        before: key → value, when it was first looked at.
+    """
+
+    __slots__ = ("before", "label", "target")
+
+    def __init__(self, target: Any, label: str) -> None:
+        self.target, self.label = target, label
+        self.before: dict[Any, Any] = self.read()
+
+    def read(self) -> dict[Any, Any]:
+        """All values now, by key."""
+        raise NotImplementedError
+
+    def put(self, key: Any, value: Any) -> None:
+        """Set one value. Raises an error where it cannot be set."""
+        raise NotImplementedError
+
+    def fetcher(self, keys: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
+        """A quick way to read some values. It raises LookupError, AttributeError or ValueError when one is gone."""
+        raise NotImplementedError
+
+    def place(self, key: Any) -> str:
+        """A value of this holder in words."""
+        return f"{self.label}[{key!r}]"
+
+    def value(self, key: Any) -> Any:
+        """One value now; MISSING where there is none."""
+        return self.read().get(key, MISSING)
+
+
+class Entries(Holder):
+    """Entries of a dict; of the dict of an object, a module or a class with ``attributes``, whose label names that."""
+
+    __slots__ = ("attributes",)
+
+    def __init__(self, target: Mapping[Any, Any], label: str, *, attributes: bool) -> None:
+        self.attributes = attributes
+        super().__init__(target, label)
+
+    def read(self) -> dict[Any, Any]:
+        return dict(self.target)
+
+    def value(self, key: Any) -> Any:
+        return self.target.get(key, MISSING)
+
+    def put(self, key: Any, value: Any) -> None:
+        if value is MISSING:
+            self.target.pop(key, None)
+        else:
+            self.target[key] = value
+
+    def fetcher(self, keys: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
+        get, target = operator.itemgetter(*keys, keys[0]), self.target
+        return lambda: get(target)
+
+    def place(self, key: Any) -> str:
+        if not self.attributes:
+            return f"{self.label}[{key!r}]"
+        return f"{self.label}.{key}" if self.label else f"the global {key}"
+
+
+class Items(Holder):
+    """Items of a list, a tuple or a deque, by position."""
+
+    __slots__ = ()
+
+    def read(self) -> dict[Any, Any]:
+        return dict(enumerate(self.target))
+
+    def put(self, key: Any, value: Any) -> None:
+        if value is MISSING:
+            del self.target[key:]
+        elif key == len(self.target):
+            self.target.append(value)
+        else:
+            self.target[key] = value
+
+    def fetcher(self, keys: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
+        target = self.target
+        if keys == tuple(range(len(self.before))):
+            return lambda: tuple(target)
+        return lambda: tuple([target[key] for key in keys])
+
+
+class Members(Holder):
+    """Members of a set, as one value under the key None."""
+
+    __slots__ = ()
+
+    def read(self) -> dict[Any, Any]:
+        return {None: frozenset(self.target)}
+
+    def put(self, key: Any, value: Any) -> None:
+        self.target.clear()
+        self.target.update(value)
+
+    def fetcher(self, keys: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
+        target = self.target
+        return lambda: (frozenset(target),)
+
+    def place(self, key: Any) -> str:
+        return self.label
+
+
+class Attributes(Holder):
+    """Attributes that lie in no dict: those of ``__slots__``, and the defaults and the code of functions."""
+
+    __slots__ = ("names",)
+
+    def __init__(self, target: Any, label: str, names: Iterable[str]) -> None:
+        self.names = tuple(names)
+        super().__init__(target, label)
+
+    def read(self) -> dict[Any, Any]:
+        return {name: getattr(self.target, name) for name in self.names if hasattr(self.target, name)}
+
+    def put(self, key: Any, value: Any) -> None:
+        if value is MISSING:
+            object.__delattr__(self.target, key)
+        else:
+            object.__setattr__(self.target, key, value)
+
+    def fetcher(self, keys: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
+        get, target = operator.attrgetter(*keys, keys[0]), self.target
+        return lambda: get(target)
+
+    def place(self, key: Any) -> str:
+        return f"{self.label}.{key}"
+
+
+class Cell(Holder):
+    """A variable of a surrounding function, under the key None."""
+
+    __slots__ = ()
+
+    def read(self) -> dict[Any, Any]:
+        try:
+            return {None: self.target.cell_contents}
+        except ValueError:
+            return {}
+
+    def put(self, key: Any, value: Any) -> None:
+        if value is MISSING:
+            del self.target.cell_contents
+        else:
+            self.target.cell_contents = value
+
+    def fetcher(self, keys: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
+        target = self.target
+        return lambda: (target.cell_contents,)
+
+    def place(self, key: Any) -> str:
+        return self.label
+
+
+class Asked(Holder):
+    """What functions without arguments give, by their names: settings of torch, a context variable."""
+
+    __slots__ = ("functions",)
+
+    def __init__(self, functions: Mapping[str, Callable[[], Any]], label: str) -> None:
+        self.functions = dict(functions)
+        super().__init__(None, label)
+
+    def read(self) -> dict[Any, Any]:
+        return {name: function() for name, function in self.functions.items()}
+
+    def put(self, key: Any, value: Any) -> None:
+        raise TypeError(f"{self.place(key)} is not set from here")
+
+    def fetcher(self, keys: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
+        functions = [self.functions[key] for key in keys]
+        return lambda: tuple([function() for function in functions])
+
+    def place(self, key: Any) -> str:
+        return str(key)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are one object, or plain values that do not differ."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (np.ndarray, Array)):
+        return _content(one) == _content(other)
+    if isinstance(one, types.MethodType):
+        return one.__self__ is other.__self__ and one.__func__ is other.__func__
+    if isinstance(one, tuple) and not isinstance(one, PLAIN):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, frozenset):
+        return bool(one == other)
+    if not isinstance(one, PLAIN):
+        return False
+    return bool(one == other) or (one != one and other != other)
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """What an array holds: it may be written to."""
+
+    content: tuple[Any, ...]
+
+
+def _content(array: Any) -> tuple[Any, ...]:
+    if isinstance(array, Array):
+        return array.content
+    return array.shape, array.dtype.str, array.tobytes()
+
+
+def remembered(value: Any) -> Any:
+    """A value as it is kept to be compared with later ones."""
+    return Array(_content(value)) if isinstance(value, np.ndarray) else value
+
+
+@dataclass(slots=True)
+class Guarded:
+    """The values of one holder that a recording rests on."""
+
+    holder: Holder
+    keys: tuple[Any, ...]
+    values: tuple[Any, ...]
+    absent: frozenset[Any] = frozenset()
+    """Keys under which there was nothing, and where something would be found first now."""
+    size: int | None = None
+    """How many there are, for a list or a dict."""
+    _fetch: Callable[[], tuple[Any, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._fetch = self.holder.fetcher(self.keys) if self.keys else tuple
+
+    def holds(self) -> bool:
+        """Whether all values are as they were."""
+        try:
+            now = self._fetch()
+        except (LookupError, AttributeError, ValueError, TypeError):
+            return False
+        target = self.holder.target
+        if self.size is not None and len(target) != self.size:
+            return False
+        if self.absent and not self.absent.isdisjoint(target):
+            return False
+        if all(map(operator.is_, now, self.values)):
+            return True
+        values = self.values
+        if not all(map(same_or_array, now, values)):
+            return False
+        self.values = tuple(
+            [old if isinstance(old, Array) else new for new, old in zip(now, values, strict=False)]
+        )  # equal values are quicker to find alike when they are the same objects
+        return True
+
+    def changed(self) -> list[Any]:
+        """The keys under which there is another value now."""
+        now = self.holder.read()
+        found = [
+            key
+            for key, value in zip(self.keys, self.values, strict=False)
+            if key not in now or not same_or_array(now[key], value)
+        ]
+        found += [key for key in self.absent if key in now]
+        if self.size is not None and len(now) != self.size:
+            found += [key for key in now if key not in self.holder.before] or [None]
+        return found
+
+
+def same_or_array(now: Any, kept: Any) -> bool:
+    """Whether a value is the one that `remembered` kept."""
+    if isinstance(kept, Array):
+        return isinstance(now, np.ndarray) and _content(now) == kept.content
+    return same(now, kept)

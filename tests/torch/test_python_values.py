@@ -1,0 +1,36 @@
+"""Python values that a step or a model reads and that change between steps, or in them, as in the unsplit model."""
+
+import pytest
+
+from tests.torch.launch import Outcome, single, torchrun
+
+CASES = (
+    "an_attribute", "a_text", "a_function", "a_nested_object", "a_replaced_object",
+    "an_attribute_by_its_name_in_parts", "items_of_a_list", "an_attribute_of_a_class", "a_tensor_that_is_no_buffer",
+    "a_buffer_in_place", "dropout", "a_global", "entries_of_a_dict", "a_property_and_a_method", "a_default",
+    "the_environment", "arguments", "a_closure", "an_attribute_of_a_loss", "nothing",
+)  # fmt: skip
+"""Values that are changed from outside."""
+WRITTEN = (
+    "a_counter_in_forward", "an_average_in_forward", "a_flag_and_a_list_in_forward", "a_counter_in_the_step",
+)  # fmt: skip
+"""Values that the step writes itself."""
+REFUSED = ("a_tensor_kept_in_forward", "changed_on_one_rank")
+KINDS = {"one": (*CASES, *WRITTEN), "pp": (*CASES, *WRITTEN, *REFUSED), "tp": (*CASES, *WRITTEN, *REFUSED),
+         "messages": (*CASES, *WRITTEN)}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Outcome]:
+    script = "python_values.py"
+    return {kind: single(script, kind) if kind == "one" else torchrun(script, 2, kind, timeout_s=300) for kind in KINDS}
+
+
+@pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind, cases in KINDS.items() for case in cases])
+def test_a_value_is_as_in_the_unsplit_model(outcomes: dict[str, Outcome], kind: str, case: str) -> None:
+    assert f"ok {case}" in outcomes[kind].text, outcomes[kind].text[-4000:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_launch_ends_well(outcomes: dict[str, Outcome], kind: str) -> None:
+    assert outcomes[kind].code == 0, outcomes[kind].text[-4000:]
