@@ -4,7 +4,7 @@ say to several processes, and the losses of a plain function."""
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -103,6 +103,28 @@ def plain_losses(pp: int) -> list[float]:
     return losses
 
 
+def disagreements(rank: int) -> Iterator[tuple[str, str]]:
+    """What is said where process 1 has something else than process 0, at the first step and at a later one."""
+    (batch,) = batches(1)
+    other = {**batch, "y": batch["y"][::-1]}
+    narrow = plan_of(4, 4, 2, microbatch=1) if rank else plan_of(4, 4, 2)
+    cases = {
+        "plan": (narrow, [batch]),
+        "batch": (plan_of(4, 4, 2), [other if rank else batch]),
+        "later batch": (plan_of(4, 1, 8, microbatch=1), [batch, batch, other if rank else batch, batch, batch]),
+    }
+    for what, (plan, steps) in cases.items():
+        train = sw.train_step(loss_fn, optimizer(), plan)
+        state = train.init(maker(4))
+        try:
+            for step in steps:
+                state, loss = train(state, step)
+                jax.block_until_ready((loss, train.grad_norm))
+            yield what, "nothing"
+        except sw.ShardwrightError as error:
+            yield what, str(error)
+
+
 def main(rank: int, processes: int, port: int) -> None:
     jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -119,6 +141,8 @@ def main(rank: int, processes: int, port: int) -> None:
         sw.train_step(loss_fn, optimizer(), plan_of(4, 4, 2), one_program=False)
     except sw.ShardwrightError as error:
         print(f"refused: {type(error).__name__}: {error}", flush=True)
+    for what, said in disagreements(rank):
+        print(f"{what} refused: {said}", flush=True)
     print(f"plain {plain_losses(4)}", flush=True)
     print(f"alone {plain_losses(1)}", flush=True)
     jax.distributed.shutdown()

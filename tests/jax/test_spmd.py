@@ -137,6 +137,9 @@ def test_two_processes_of_four_devices_each(expected: Run) -> None:
             r"refused: MissingCapabilityError: the plan has pp=4 over the devices of 2 processes, .*one_program=True"
         )
         assert re.search(refusal, text), text
+        for what, name in (("plan", "plan"), ("batch", "batch"), ("later batch", "batch")):
+            differs = rf"{what} refused: the processes do not have the same {name}: .* process 1 differs from process 0"
+            assert re.search(f"^{differs}", text, re.MULTILINE), text
         for stages in ("plain", "alone"):
             match = re.search(stages + r" \[(.*)\]", text)
             assert match, text

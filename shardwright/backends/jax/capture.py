@@ -185,7 +185,8 @@ def _function_source(function: Callable[..., Any], params: Any, loss: Callable[.
     trainable = tuple(True if jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact) else None for leaf in leaves)
 
     def run(values: Any, sample: Any, recorder: Recorder) -> Any:
-        output = function(values, sample)
+        with linen_calls(recorder):  # a training step runs the function so too
+            output = function(values, sample)
         return loss(output) if loss is not None else output
 
     name = getattr(function, "__name__", type(function).__name__)

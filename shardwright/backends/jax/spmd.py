@@ -56,7 +56,12 @@ def block_plan(plan: Plan) -> Plan:
         )
     size = (end - first) // stages
     starts = (0, *range(first, end, size), end)
-    return replace(plan, decision=replace(decision, pp=stages + 2, virtual_stages=1, stage_starts=starts))
+    ranks = (stages + 2) * decision.dp * decision.tp  # as many as it would take, were each stage a program of its own
+    return replace(
+        plan,
+        decision=replace(decision, pp=stages + 2, virtual_stages=1, stage_starts=starts),
+        provenance=replace(plan.provenance, world_size=ranks),
+    )
 
 
 def _refuse_results_of_blocks(micro: CutMicrobatch, stages: int) -> None:

@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 
 from shardwright.backends.capabilities import JAX as CAPABILITIES
+from shardwright.backends.jax.agreement import Agreement, array_sum, text_sum, versions
 from shardwright.backends.jax.compiled import Compilation
 from shardwright.backends.jax.held import pipeline_bytes, program_bytes
 from shardwright.backends.jax.layout import optimizer_shardings, parameter_shardings, replicated, spread_over
@@ -133,6 +134,10 @@ class TrainStep:
         self._compiled: dict[Any, Callable[..., StepResult]] = {}
         self._latest: dict[Any, tuple[Any, ...]] = {}
         """For every form of batch and state, the Python values that its last step was compiled for."""
+        self._sums: dict[str, int] | None = None
+        """Of what is alike in every step; None before the first."""
+        self._given_sum = 0
+        """Of the parameters that init was given as arrays."""
         self._looked_through: dict[int, Any] = {}
         """Descriptions of modules, whose classes' code was read."""
         self._grad_norm: jax.Array | None = None
@@ -142,8 +147,10 @@ class TrainStep:
             spread = len({device.process_index for device in used}) > 1
             form = SpmdTraining if one_program or (one_program is None and spread) else PipelinedTraining
             self._pipelined = form(self._loss, self.optimizer, plan, devices)
+            self._agreement = Agreement(list(used)[: plan.mesh.size])
         else:
             self.mesh = bind(plan.mesh, devices)
+            self._agreement = Agreement(list(self.mesh.devices.flat))
 
     def init(self, params_or_init: Any, *, state: Any = None, seed: int = 0) -> TrainState:
         """Parameters on their devices, and the optimizer's state beside them.
@@ -168,6 +175,8 @@ class TrainStep:
             raise PlanError(
                 "init was given shapes without values: give it arrays, or a function of no arguments that makes them"
             )
+        if init is None and not self._agreement.alone:
+            self._given_sum = array_sum([np.asarray(leaf) for leaf in jax.tree.leaves(given.params)])
         stages = self._in_stages(given.graphdef)
         if stages is not None:
             self._require(given)
@@ -225,14 +234,20 @@ class TrainStep:
         """The compiled step for a batch, and the batch's leaves. An error before the whole of a step is compiled ends
         its compilation; a later call begins with a new one."""
         with self._mesh_set_aside():
-            step, leaves = self._step_for(state, batch)
+            try:
+                step, leaves = self._step_for(state, batch)
+            except (ValueError, AssertionError) as error:  # JAX compares too what it puts on several processes' devices
+                if not isinstance(error, ShardwrightError):
+                    self._agreement.settle()
+                raise
             try:
                 yield step, leaves
             except BaseException as error:
                 if isinstance(step, PipelinedStep) and not step.pipeline.is_compiled:
                     step.pipeline.cancel()
                     self._compiled = {key: other for key, other in self._compiled.items() if other is not step}
-                if isinstance(error, ValueError) and not isinstance(error, ShardwrightError):
+                if isinstance(error, ValueError | AssertionError) and not isinstance(error, ShardwrightError):
+                    self._agreement.settle()
                     self._require_places(state)
                 raise
 
@@ -306,15 +321,38 @@ class TrainStep:
         given = WithValues(batch, values) if values else batch
         leaves, structure = jax.tree.flatten(given)
         dims = (*dims, *([None] * len(values)))
+        now = python.prints()
+        self._compare(state, structure, dims, leaves, is_new=(form, now) not in self._compiled)
         stages = self._in_stages(state.graphdef)
         if stages is None:
             leaves = [put(leaf, batch_sharding(self.mesh, dim)) for leaf, dim in zip(leaves, dims, strict=True)]
-        now = python.prints()
         if (form, now) not in self._compiled:
             compile_step = self._compile if stages is None else stages.step_for
             self._compiled[form, now] = compile_step(state, structure, dims, leaves)
         self._latest[form] = now
         return self._compiled[form, now], tuple(leaves)
+
+    def _compare(
+        self, state: TrainState, structure: Any, dims: tuple[int | None, ...], leaves: Sequence[Any], *, is_new: bool
+    ) -> None:
+        """Compare with the other processes what all must have alike. Raises PlanError, naming what differs."""
+        if self._agreement.alone:
+            return
+        if is_new:
+            held = [(jax.tree_util.keystr(path), leaf.shape, str(leaf.dtype)) for path, leaf in
+                    jax.tree_util.tree_flatten_with_path((state.params, state.optimizer))[0]]  # fmt: skip
+            batch = [(np.shape(leaf), str(leaf.dtype), dim) for leaf, dim in zip(leaves, dims, strict=True)]
+            loss = self._loss
+            self._sums = {
+                "versions of JAX and its libraries": text_sum(versions()),
+                "plan": text_sum((self.plan.decision, self.plan.mesh)),
+                "parameters and optimizer": text_sum(held),
+                "settings of train_step": text_sum((loss.has_aux, loss.reduction, self.has_aux)),
+                "seed": array_sum(jax.tree.leaves(state.random)),
+                "parameters given to init": self._given_sum,
+                "form of the batch": text_sum((structure, batch)),
+            }
+        self._agreement.compare({**(self._sums or {}), "batch": array_sum(leaves)}, wait=is_new)
 
     def _warn_of_values(self, form: Any, changed: Sequence[Slot]) -> None:
         """Of a value that Python has to know, and for which a step was compiled again and again."""

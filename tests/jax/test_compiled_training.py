@@ -1,0 +1,33 @@
+"""Pipelines compiled as users compile them, with all of XLA's optimisations, for twenty steps. Other tests of pipelines
+leave the optimisations out, as they compile much and run little."""
+
+import jax
+import optax
+import pytest
+
+import shardwright.jax as sw
+from tests.comparison import Comparison
+from tests.jax import chains, spmd_model
+from tests.jax.chains import module_reference
+
+STEPS = 20
+
+
+@pytest.mark.parametrize("form", ["stages", "one program for all stages"])
+def test_twenty_steps_are_the_unsplit_models(form: str) -> None:
+    if form == "stages":
+        create, loss_fn, batches = chains.maker(4), chains.loss_fn, chains.batches(STEPS)
+        plan, one_program = chains.plan_of(chains.graph_of(create), 2, schedule="1f1b"), False
+    else:
+        create, loss_fn, batches = spmd_model.maker(2), chains.plain_loss, spmd_model.batches(STEPS)
+        plan, one_program = spmd_model.plan_of(2, 2), True
+    assert not jax.config.read("jax_disable_most_optimizations")
+    expected = module_reference(loss_fn, create, optax.adamw(1e-3), batches)
+    train = sw.train_step(loss_fn, optax.adamw(1e-3), plan, devices=jax.devices()[:2], one_program=one_program)
+    state, losses = train.init(create), []
+    for batch in batches:
+        state, loss = train(state, batch)
+        losses.append(loss)
+    same = Comparison(form)
+    same.losses(losses, expected.losses, moving=1e-3)
+    same.require("losses")
