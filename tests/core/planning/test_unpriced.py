@@ -100,3 +100,9 @@ def test_a_plan_names_it_with_its_share() -> None:
 
 def test_a_model_of_known_ops_is_quiet() -> None:
     assert unpriced_text(decoder(2, 32, 4, 64, 16)) is None
+
+
+def test_an_unknown_op_of_weights_alone_does_not_grow_with_the_batch() -> None:
+    """As a product of 64 × 32 by 32 × 96, whatever the batch."""
+    graph = unknown((64, 96), (64, 32), (32, 96))
+    assert [forward_flops(graph, batch) for batch in (1, 7)] == [2 * 64 * 32 * 96] * 2
