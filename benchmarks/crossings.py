@@ -93,7 +93,7 @@ def main() -> None:
     sw.init({"pipeline_parallel_degree": 2, "microbatches": 1, "pipeline_mode": "messages", "wait_timeout_s": 120.0})
     model = sw.DistributedModel(Caller(given.calls))
     owners = Owners.of(model.module, {"here": 0, "there": 1})
-    model.runtime.run_by_messages(owners, microbatches=1, active=None, schedule="interleaved")
+    model.runtime.run_by_messages(owners, active=None, schedule="interleaved")
     if sw.rank() == 0:
         print("tensor      forward    forward + backward    bare message and answer   (microseconds for each call)")
     for kib in given.kib:

@@ -47,9 +47,7 @@ def start(
     torch.manual_seed(4)
     model = sw.DistributedModel(build())
     if owners is not None:
-        model.runtime.run_by_messages(
-            Owners.of(model.module, owners), microbatches=MICROBATCHES, active=None, schedule="interleaved"
-        )
+        model.runtime.run_by_messages(Owners.of(model.module, owners), active=None, schedule="interleaved")
     return plain, model
 
 
