@@ -47,6 +47,10 @@ class ScheduleError(ShardwrightError):
     """A schedule does not admit the sizes given, or its table is not valid."""
 
 
+class NonFiniteError(ShardwrightError, ArithmeticError):
+    """A loss or a gradient is NaN or infinite; says in which step, stage and microbatch."""
+
+
 class MissingCapabilityError(ShardwrightError):
     """The backend cannot do what was asked; names the capability."""
 

@@ -69,6 +69,9 @@ class Config:
         wait_timeout_s: how long a peer may give no sign of life before this rank stops with an error; how long all
             ranks may wait for each other without anything moving; how long ranks wait for each other to start. A peer
             that computes, compiles or saves is waited for.
+        nonfinite: what to do when a loss or a gradient is NaN or infinite: "warn", "error", or "ignore". In float16
+            gradients that overflow are left to the scaler.
+        debug: "numerics" looks at every op, and names the first that made a NaN or an infinity; slow.
         axes: the mesh axes, outermost first.
         layouts: as in `shardwright.plan`; "auto" takes the plan that Hugging Face ships for the model.
     """
@@ -90,6 +93,8 @@ class Config:
     compile: bool | str = False
     seed: int = 0
     wait_timeout_s: float = 60.0
+    nonfinite: Literal["warn", "error", "ignore"] = "warn"
+    debug: str | None = None
     compare_in_full_every: int = 100
     layouts: Any = None
     pipeline_mode: str = "auto"
@@ -126,6 +131,14 @@ class Config:
             if self.compile not in backends:
                 said = ", ".join(backends)
                 raise ShardwrightError(f"compile={self.compile!r}: expected True, False or a backend: {said}")
+        if self.nonfinite not in ("warn", "error", "ignore"):
+            raise ShardwrightError(f"nonfinite={self.nonfinite!r}: expected 'warn', 'error' or 'ignore'")
+        if self.debug not in (None, "numerics"):
+            raise ShardwrightError(f"debug={self.debug!r}: expected 'numerics', or None")
+        if self.debug and self.compile:
+            raise ShardwrightError("debug='numerics' looks at single ops, and compile leaves none: leave one out")
+        if self.debug and self.nonfinite == "ignore":
+            raise ShardwrightError("debug='numerics' and nonfinite='ignore' are given: leave one of them out")
         if self.optimize not in (None, "speed", "memory"):
             raise ShardwrightError(f"optimize={self.optimize!r}: expected 'speed' or 'memory'")
         if self.ddp_dist_backend not in ("auto", "nccl", "gloo"):

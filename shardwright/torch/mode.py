@@ -91,6 +91,7 @@ def _refuse_what_is_recorded_only(session: Session) -> None:
         "loss_scope='global'": config.loss_scope == "global"
         or (decision is not None and decision.loss_scope == "global"),
         "compile": bool(config.compile),
+        "debug='numerics'": config.debug is not None,
     }
     refused = [name for name, is_asked in asked.items() if is_asked]
     if refused:

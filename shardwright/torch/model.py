@@ -14,6 +14,7 @@ from shardwright.backends.torch.agreement import Claim
 from shardwright.backends.torch.compiling import Compiler
 from shardwright.backends.torch.model_claims import digest_of_state, model_claims, source_claim, values_digest
 from shardwright.backends.torch.runtime import Runtime
+from shardwright.backends.torch.sentinels import Sentinel
 from shardwright.backends.torch.stage_map import StageMap
 from shardwright.backends.torch.tensor_parallel.registry import replace_registered
 from shardwright.backends.torch.weight_transfer import take_values
@@ -55,6 +56,10 @@ class DistributedModel(nn.Module):
             seed=session.seed,
             weights=weights,
             agreement=session.agreement,
+        )
+        config = session.config
+        self.runtime.sentinel = Sentinel(
+            config.nonfinite, config.debug == "numerics", session.watch, session.bound.device
         )
         if session.config.compile:
             self.runtime.compiler = Compiler("inductor" if session.config.compile is True else session.config.compile)

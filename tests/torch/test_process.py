@@ -1,12 +1,16 @@
 """Ranks from the environments of launchers, and the checks of `init` that need no process group."""
 
+import os
+
 import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwright.torch as sw
+from shardwright.backends.torch import process
 from shardwright.backends.torch.mesh import bind
 from shardwright.backends.torch.process import Launch, first_node, read_launch
+from shardwright.backends.torch.rendezvous import _listen
 from shardwright.core.errors import ClusterError, MissingCapabilityError, ShardwrightError
 from shardwright.core.mesh import Mesh
 from shardwright.core.schedule import Schedule
@@ -75,6 +79,32 @@ def test_a_rank_outside_its_world_is_refused() -> None:
 )
 def test_first_node(nodes: str, first: str) -> None:
     assert first_node(nodes) == first
+
+
+@pytest.mark.parametrize(("address", "interface"), [("127.0.0.1", "lo"), ("localhost", "lo"), ("10.1.2.3", None)])
+def test_sockets_of_one_host_are_bound_to_the_loopback_interface(
+    monkeypatch: pytest.MonkeyPatch, address: str, interface: str | None
+) -> None:
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in (*names, "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # so that what the test leaves is taken back
+        monkeypatch.delenv(name)
+    seen: list[dict[str, str | None]] = []
+    monkeypatch.setattr(process, "meet", lambda meeting: torch._C._distributed_c10d.HashStore())
+    monkeypatch.setattr(process, "wait_longer", lambda group: None)
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group",
+        lambda *args, **keys: seen.append({name: os.environ.get(name) for name in names}),
+    )  # fmt: skip
+    process.start(Launch("torchrun", 0, 2, 0, address, 1234), torch.device("cpu"), 1.0)
+    assert seen == [dict.fromkeys(names, interface)]
+
+
+def test_the_store_listens_where_the_ranks_were_told() -> None:
+    with _listen("127.0.0.1", 0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+    with _listen("localhost", 0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
 
 
 def test_an_unknown_key_names_the_nearest() -> None:

@@ -14,6 +14,7 @@ from shardwright.backends.torch.overlap import Exchange
 from shardwright.backends.torch.randomness import Streams, kept_generators
 from shardwright.backends.torch.recompute import Call, Recompute
 from shardwright.backends.torch.replay import Depart, Kept, Means, Replay, StepValues
+from shardwright.backends.torch.sentinels import Sentinel
 from shardwright.backends.torch.stages import Division, Edge
 from shardwright.backends.torch.traffic import Traffic, microbatch_of
 from shardwright.backends.torch.transfer import Key, Mailroom, Message
@@ -76,6 +77,7 @@ class Pipeline:
         self.traffic = Traffic(self.divisions, schedule, rank)
         self.trains = self.traffic.trains
         self.actions = self.traffic.actions
+        self.modules = modules
         means = Means(modules, streams, mailroom.device, Recompute(recompute, modules, streams), watch)
         replays: dict[tuple[int, int], Replay] = {}
         for action in self.actions:
@@ -120,6 +122,7 @@ class Pipeline:
         recorder: Recorder | None = None,
         exchange: Exchange | None = None,
         parameters: Mapping[str, nn.Parameter] | None = None,
+        sentinel: Sentinel | None = None,
     ) -> StepValues:
         """Run every action; gradients add up in the parameters.
 
@@ -128,6 +131,7 @@ class Pipeline:
             first_microbatch: the number of this replica's first microbatch among those of all replicas.
             loss_scales: for each microbatch what each of its losses is multiplied by where no weight is given.
             recorder: notes when each action runs.
+            sentinel: is told of what comes in, and looks at the ops if it is to.
             exchange: is told when gradients are whole: those of ``parameters``, what this rank holds by first name.
         """
         out = StepValues()
@@ -137,8 +141,10 @@ class Pipeline:
         mailroom, streams = self.mailroom, self.streams
         mailroom.expect(self.traffic.incoming, self.traffic.taken)
         streams.enabled = streams.active
+        ops = sentinel.ops if sentinel is not None else None
+        looking = _NOTHING if ops is None else ops.watching(self.modules)
         try:
-            with torch.set_grad_enabled(grad), kept_generators(streams.active, mailroom.device):
+            with torch.set_grad_enabled(grad), kept_generators(streams.active, mailroom.device), looking:
                 for position, task in enumerate(self._tasks):
                     mb = task.microbatch
                     self.watch.doing(task.text)
@@ -150,6 +156,10 @@ class Pipeline:
                         else mailroom.take(message)
                         for edge, message in zip(task.edges, task.messages, strict=True)
                     ]
+                    if sentinel is not None:
+                        for taken, came in zip(task.messages, arrived, strict=True):
+                            if taken is not None:
+                                sentinel.arrived(taken.text, came)
                     if recorder is not None:
                         recorder.start(task.action)
                     if streams.active:

@@ -58,6 +58,8 @@ class StepValues:
 
     results: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
     loss_weights: dict[int, dict[int, torch.Tensor | float | None]] = field(default_factory=dict)
+    losses: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    """What was given to ``backward`` on this rank, and what each is of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,7 @@ class Replay:
             loss = program.losses[index]
             weight = self._weight(loss.weight, env)
             out.loss_weights.setdefault(index, {})[mb] = weight
+            out.losses.append((f"loss of microbatch {mb} (stage {self.stage})", values[loss.value].detach()))
             if grad:
                 kept.roots.append((index, values[loss.value], weight))
         for leaf in part.results:

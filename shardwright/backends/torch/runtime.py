@@ -41,6 +41,7 @@ from shardwright.backends.torch.randomness import Moment, Streams
 from shardwright.backends.torch.recording_check import Varying, record_varying
 from shardwright.backends.torch.recordings import Recordings
 from shardwright.backends.torch.results import Returned, Shares, even_split, homes_of, share, total_weight
+from shardwright.backends.torch.sentinels import Sentinel
 from shardwright.backends.torch.stage_map import StageMap, keep_microbatches
 from shardwright.backends.torch.stages import Division, divide
 from shardwright.backends.torch.step_recorder import StepRecorder, record
@@ -141,6 +142,8 @@ class Runtime:
         self.tensor: TensorParallel | None = None
         self.compiler: Compiler | None = None
         """Compiles the units of this rank's stages, if asked to."""
+        self.sentinel = Sentinel("warn", False, watch, bound.device)
+        """Looks for NaN and infinity in losses and gradients."""
         self.statistics: RunningStatistics | None = None
         self.semantics = LossSemantics(bound, watch, None)
         """What the losses of steps are to their batches."""
@@ -301,11 +304,14 @@ class Runtime:
             recorder = Recorder(self.bound.device)
             self.recorders.append(recorder)
         stage_rank = [stage_map.schedule.stage_to_rank(s) for s in range(stage_map.schedule.stages)]
+        if training:
+            self.sentinel.begin(self.steps_run)
         try:
             values = pipeline.run(
                 microbatches, self.steps_run, shares.first, training and torch.is_grad_enabled(),
                 of_own(prepared.losses, shares), recorder, exchange,
                 self.holding.local_parameters() if exchange is not None else None,
+                self.sentinel if training else None,
             )  # fmt: skip
             if self.statistics is not None:
                 self.statistics.finish()
@@ -322,6 +328,10 @@ class Runtime:
         returned = share(
             pipeline.divisions, values, stage_rank, self.bound, self.mailroom, shares, weights, prepared.losses
         )
+        if training:
+            for text, loss in values.losses:
+                self.sentinel.loss(text, loss)
+            self.sentinel.finish(self.holding.local_parameters())
         self.watch.doing("between steps")
         return prepared.result, returned
 
@@ -553,6 +563,7 @@ class Runtime:
         if self.statistics is not None:
             self.statistics.begin()
         loss_shares = self._loss_shares_by_messages(signature, body, microbatches, shares, axes)
+        self.sentinel.begin(self.steps_run)
         with self._heard_by(messages):
             tree, returned, trained = messages.step(
                 body, microbatches, shares, loss_shares, seed=self.seed, step=self.steps_run
@@ -560,6 +571,10 @@ class Runtime:
         if self.statistics is not None:
             self.statistics.finish()
         self.steps_run += int(trained)
+        for text, loss in messages.losses:
+            self.sentinel.loss(text, loss)
+        if trained:
+            self.sentinel.finish(self.holding.local_parameters())
         return tree, returned
 
     @contextmanager

@@ -194,6 +194,11 @@ class Watch:
     def is_waiting(self) -> bool:
         return self._waiting is not None
 
+    @property
+    def described_action(self) -> str:
+        """``stage 1, action 1F3, microbatch 3``"""
+        return self._doing
+
     def still_s(self) -> float:
         """For how long the rank has done one thing."""
         return time.monotonic() - self._since

@@ -158,6 +158,7 @@ def failing(case: Case, model: sw.DistributedModel) -> Iterator[None]:
 def train(case: Case) -> None:
     """What a rank does. After an error in a step it takes another one, and notes what comes of that."""
     torch.set_num_threads(1)
+    note("began", str(time.time()))
     config = {"pipeline_parallel_degree": case.pp, "tensor_parallel_degree": case.tp, "ddp": case.dp > 1}
     config |= {"microbatches": 4} | ({"wait_timeout_s": case.timeout_s} if case.timeout_s else {})
     if case.fault == "config" and int(os.environ["RANK"]) == case.victim:
@@ -219,7 +220,7 @@ def at_start(case: Case, folder: Path, limit_s: float) -> list[Ended]:
 
 def run(case: Case, folder: Path, limit_s: float) -> list[Ended]:
     """Run a case; how its ranks ended."""
-    if case.fault in ("port", "missing", "twice", "world"):
+    if case.fault in ("port", "missing", "twice", "world", "config"):
         return at_start(case, folder, limit_s)
     kill = frozenset({case.victim} if case.fault == "stop" else ())
     return run_ranks(partial(train, case), world(case.ranks), folder, limit_s, kill)

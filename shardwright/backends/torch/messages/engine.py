@@ -116,6 +116,8 @@ class Messages:
         self._body: StepBody | None = None
         self._modes = Modes(True, False, None)
         self._results: dict[int, MicrobatchResult] = {}
+        self.losses: list[tuple[str, torch.Tensor]] = []
+        """Of the last step, on the driver."""
         self._next_microbatch = 0
         self._under_way = 0
 
@@ -268,6 +270,7 @@ class Messages:
             result = self._body([strand.batch[i] for i in range(len(strand.batch))])
         losses, strand.losses = strand.losses, []
         found = self._results[m] = MicrobatchResult.of(result, losses)
+        self.losses += [(f"loss of microbatch {m}", loss.detach()) for loss, _ in losses]
         del result
         if self._ordered:
             self._admit()
@@ -330,6 +333,7 @@ class Messages:
         self._ordered = self._writes.get(self.holding.model.training, True)
         self._clear()
         self._body, self.calls.microbatches = body, microbatches
+        self.losses = []
         self._next_microbatch = self._under_way = 0
         self._done.clear()
         self.turns.begin()
