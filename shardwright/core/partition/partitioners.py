@@ -27,7 +27,7 @@ DEFAULT = "exact"
 
 def require_partitioner(name: object) -> str:
     """Raises PlanError for an unknown name."""
-    if name not in PARTITIONERS:
+    if not isinstance(name, str) or name not in PARTITIONERS:
         raise PlanError(f"no partitioner is named {name!r}: {nearest(str(name), PARTITIONERS)}")
     return str(name)
 

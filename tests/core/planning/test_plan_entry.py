@@ -246,6 +246,7 @@ def test_what_is_shown_of_text() -> None:
         ({"batch": 10**9, "microbatch": 1}, "makes 125000000 microbatches of 1"),
         ({"schedule": ["1f1b"]}, "schedule="),
         ({"partitioner": 7}, "no partitioner is named 7"),
+        ({"partitioner": ["exact"]}, "no partitioner is named"),
     ],
 )
 def test_a_request_of_other_kinds_is_named(pins: dict[str, Any], said: str) -> None:
