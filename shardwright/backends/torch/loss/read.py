@@ -82,6 +82,10 @@ class Losses:
         """``model.backward`` inside the body."""
         if not isinstance(loss, torch.Tensor):
             raise CaptureError(f"model.backward takes the loss, a tensor: given a {type(loss).__name__}")
+        if loss.numel() != 1:
+            raise CaptureError(
+                f"model.backward takes a loss of one element: given shape {tuple(loss.shape)}; reduce it by mean or sum"
+            )
         self.given.append((self.trace.read(loss), weight is not None, reduction))
 
 
