@@ -148,7 +148,7 @@ def _captured(runtime: Runtime, body: StepBody, microbatch: Sequence[torch.Tenso
     except UnrecordableError:
         raise
     except CaptureError as error:
-        reason = _why_unrecordable(runtime, body, microbatch)
+        reason = _why_unrecordable(runtime, body, microbatch, error)
         if reason is None:
             raise
         raise reason from error
@@ -163,15 +163,20 @@ def _text_of(stage_map: StageMap | None) -> str:
     return f"{len(stage_map.calls)} stages ({digest & 0xFFFFFFFF:08x})"
 
 
-def _why_unrecordable(runtime: Runtime, body: StepBody, microbatch: Sequence[torch.Tensor]) -> UnrecordableError | None:
-    """Why a step cannot be recorded; None when it is something else that capture did not like."""
+def _why_unrecordable(
+    runtime: Runtime, body: StepBody, microbatch: Sequence[torch.Tensor], hindered: CaptureError
+) -> UnrecordableError | None:
+    """Why no recorded pipeline can be made of a step that could not be captured; None where it would fail by messages
+    too: it asks for what no step may do, or fails by itself."""
     try:
-        runtime.try_recording(body, microbatch)
+        called = runtime.try_recording(body, microbatch)
     except UnrecordableError as error:
         return error
-    except CaptureError:
+    except Exception:
         return None
-    return None
+    if not called:
+        return None
+    return UnrecordableError(f"no plan can be made for it, because {hindered}")
 
 
 def _say(session: Session, reason: CaptureError) -> None:

@@ -1,6 +1,5 @@
 """Planning at the first step, when `init` was given degrees and no plan: capture, then cut with the degrees pinned."""
 
-import inspect
 import os
 from dataclasses import replace
 from typing import Any, Literal
@@ -12,7 +11,7 @@ from shardwright.backends.torch.python_reads import left_as_it_is
 from shardwright.backends.torch.runtime import Runtime, StepBody
 from shardwright.backends.torch.stage_map import StageMap
 from shardwright.core.cluster import Cluster
-from shardwright.core.errors import PlanError, ShardwrightError
+from shardwright.core.errors import ShardwrightError
 from shardwright.core.graph import Graph
 from shardwright.core.hardware import Device, load_profile
 from shardwright.core.plan import Plan
@@ -26,10 +25,7 @@ def capture_at_first_step(runtime: Runtime, body: StepBody, microbatch: list[tor
     from shardwright.backends.torch import TorchBackend
 
     with left_as_it_is(runtime.model, getattr(body, "python_roots", ())):
-        args, kwargs = runtime.find_model_call(body, microbatch)
-        sample = _sample(runtime.model, args, kwargs)
-        _require_batch(sample)
-        return TorchBackend().capture(runtime.model, sample, require_loss=False)
+        return TorchBackend().capture(runtime.model, runtime.sample_of(body, microbatch), require_loss=False)
 
 
 def _layouts(asked: Any, module: nn.Module) -> Any:
@@ -85,22 +81,6 @@ def _schedule_for_cut(config: Config) -> str:
     if isinstance(config.pipeline, Schedule):
         return config.pipeline.name if config.pipeline.name in schedule_names() else "looped-bfs"
     return "looped-bfs" if config.pipeline == AUTO else config.pipeline
-
-
-def _sample(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments as capture takes them: all by position, or all by keyword."""
-    if not args:
-        return kwargs
-    if not kwargs:
-        return tuple(args)
-    bound = inspect.signature(module.forward).bind(*args, **kwargs)
-    return dict(bound.arguments)
-
-
-def _require_batch(sample: Any) -> None:
-    items = sample.values() if isinstance(sample, dict) else sample
-    if not any(isinstance(t, torch.Tensor) and t.dim() > 0 for t in items):
-        raise PlanError("the model is called without any tensor that has a batch dim: nothing to plan by")
 
 
 def _precision(module: torch.nn.Module) -> Literal["fp32", "bf16", "fp16"]:

@@ -198,8 +198,9 @@ class _Step:
         body.python_roots = (  # type: ignore[attr-defined]
             (self.function, "the step function"), (numbers, "the arguments"), *objects
         )  # fmt: skip
-        key = self._key(runtime, call.form, literals, microbatches[0])
         axes = [self._axis(leaves[p], names[p]) for p in positions]
+        body.axes = tuple(axes)  # type: ignore[attr-defined]
+        key = self._key(runtime, call.form, literals, microbatches[0])
         tree, returned = run_step(session, runtime, key, body, microbatches, shares, axes)
         if own and batch.whole_axis:
             returned = {

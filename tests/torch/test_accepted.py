@@ -13,7 +13,9 @@ from tests.torch.workers.accepted_models import CASES
 def test_models_train_split_as_they_train_whole(how: str) -> None:
     outcome = torchrun("accepted.py", 2, how, timeout_s=200)
     assert outcome.code == 0, outcome.text[-6000:]
-    assert [line[3:] for line in outcome.text.splitlines() if line.startswith("ok ")] == list(CASES)
+    assert [line[3:] for line in outcome.text.splitlines() if line.startswith("ok ")] == [
+        name for name, case in CASES.items() if how[:2] in case.axes
+    ]
 
 
 def test_hooks_that_are_given_something_else_than_a_gradient_are_refused() -> None:

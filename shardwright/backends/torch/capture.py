@@ -52,10 +52,10 @@ def capture(
     """The graph of ``model``'s forward pass on ``sample`` and of its loss. The model is read, never changed.
 
     The model may lie on any device, the meta device included; no memory is allocated for it. ``sample`` is a tensor, a
-    tuple (positional arguments) or a dict (keyword arguments); ``batch_dims`` says where the batch is when it is not
-    dim 0. ``loss`` maps the model's output to a scalar; without it the output's own ``loss`` is used, or the output
-    itself where that is a scalar. With ``require_loss=False`` a model without a loss gives a graph whose outputs are
-    all tensors that the model returns.
+    tuple (positional arguments) or a dict (keyword arguments), or a `Sample` of them; ``batch_dims`` says where the
+    batch is when it is not dim 0. ``loss`` maps the model's output to a scalar; without it the output's own ``loss`` is
+    used, or the output itself where that is a scalar. With ``require_loss=False`` a model without a loss gives a graph
+    whose outputs are all tensors that the model returns.
 
     Raises CaptureError: no loss; a model that fails, that needs values which do not exist, or whose ops depend on the
     batch size; samples whose tensors disagree about the batch.
@@ -65,7 +65,7 @@ def capture(
     lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
     if lazy:
         raise CaptureError(f"parameter {lazy[0]!r} has no shape yet: run the model once, so that lazy modules are made")
-    batched = Sample(sample, batch_dims)
+    batched = sample if isinstance(sample, Sample) else Sample(sample, batch_dims)
     session = _Session(model, batched, loss, require_loss)
     try:
         runs = session.run_fake()
@@ -199,7 +199,7 @@ class _Session:
     ) -> _Run:
         recorder = self.make_recorder(self.templates, self.chance)
         with swapped_in(self.model, stand_ins), mode, plain_torch(), no_remembered_results(self.model):
-            args, kwargs, made = self.sample.arguments(make)
+            args, kwargs, made = self.sample.arguments(make, size)
             self._name_all(recorder, stand_ins, made)
             try:
                 # Below autograd, composite ops reach the recorder whole, and no graph is kept for a backward pass.

@@ -13,7 +13,7 @@ _HOOKS = {
     "_backward_pre_hooks": "backward pre-hook",
     "_backward_hooks": "backward hook",
 }
-_LIBRARIES = ("torch", "transformers", "shardwright")
+COMPUTING_LIBRARIES = ("torch", "transformers", "peft", "shardwright")
 """Whose hooks compute something, which is recorded, and do not watch."""
 
 
@@ -30,7 +30,7 @@ def require_hooks_fire(modules: Mapping[str, nn.Module], unit_paths: Iterable[st
             continue
         for attribute, what in _HOOKS.items():
             for hook in getattr(module, attribute, {}).values():
-                if str(getattr(hook, "__module__", "")).split(".")[0] in _LIBRARIES:
+                if str(getattr(hook, "__module__", "")).split(".")[0] in COMPUTING_LIBRARIES:
                     continue
                 raise CaptureError(
                     f"there is a {what} on {path or 'the model itself'!r}, whose call is divided over the stages, so "

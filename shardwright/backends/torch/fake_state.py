@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
+from shardwright.backends.torch.loss_scaler import real_scales
 from shardwright.backends.torch.stand_in import swapped_in
 from shardwright.core.errors import CaptureError
 
@@ -105,7 +106,7 @@ def find_model_call(
         return original(module, *args, **kwargs)
 
     real: dict[int, torch.Tensor] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True), fake_state(model, device):
+    with FakeTensorMode(allow_non_fake_inputs=True), fake_state(model, device), real_scales():
         fakes = []
         for tensor in inputs:
             fakes.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=device))

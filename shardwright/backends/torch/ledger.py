@@ -103,7 +103,7 @@ class Ledger:
                 f"a tensor of shape {tuple(tensor.shape)} reached {where()} in a way that cannot be recorded (it was "
                 f"made by no torch function that this step called): compute it inside a module, or pass it in the batch"
             )
-        if tensor.requires_grad:
+        if tensor.requires_grad and torch.is_grad_enabled():  # such as a teacher's, read under no_grad
             raise CaptureError(
                 f"a tensor of shape {tuple(tensor.shape)} that requires gradients is used at {where()}, and is no "
                 f"parameter of the model: register it in the model, so that its gradient is reduced"
@@ -143,7 +143,10 @@ class Ledger:
                 old = self._version(value, number)
                 base, draft = self.values[value], self.drafts[writer]
                 self._renewed[key] = len(self.values)
-                requires_grad = base.requires_grad or any(self.values[v].requires_grad for v in draft.reads)
+                requires_grad = base.requires_grad or draft.function is torch.Tensor.requires_grad_
+                if draft.grad_enabled:
+                    written = any(self.values[v].requires_grad for v in draft.reads)
+                    requires_grad = requires_grad or written or bool(draft.parameters)
                 self.values.append(
                     Value(base.shape, base.dtype, requires_grad, writer, None, base.memory, base.strides)
                 )

@@ -106,6 +106,16 @@ def shares_a_value(model: nn.Module, place: str) -> UnrecordableError:
     )
 
 
+def takes_a_gradient(model: nn.Module, function: Callable[..., Any]) -> CaptureError:
+    """The error for a gradient taken in the body of a step whose values lie on several pipeline ranks."""
+    name = f"torch.autograd.{getattr(function, '__name__', 'grad')}"
+    return CaptureError(
+        f"{name} is called in the step at {where()}, and {type(model).__name__} is split over pipeline stages, each of "
+        f"which has its own part of the graph: compute that gradient inside a module that one stage holds whole, or "
+        f"use a pipeline_parallel_degree of 1; replicas and the tensor axis can do it"
+    )
+
+
 def wraps_units(model: nn.Module, path: str | None, function: Callable[..., Any]) -> UnrecordableError:
     """The error for a custom autograd function that runs modules of several stages in its own way."""
     name = function.args[0].__name__ if isinstance(function, functools.partial) else str(function)

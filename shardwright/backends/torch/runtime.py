@@ -22,7 +22,6 @@ from shardwright.backends.torch.checks import (
 )
 from shardwright.backends.torch.compiling import Compiler
 from shardwright.backends.torch.data_parallel import Gradients
-from shardwright.backends.torch.fake_state import find_model_call
 from shardwright.backends.torch.fingerprint import digest_of
 from shardwright.backends.torch.holding import Holding, Placement, place
 from shardwright.backends.torch.identity import text_of
@@ -32,6 +31,7 @@ from shardwright.backends.torch.measure import Recorder
 from shardwright.backends.torch.mesh import BoundMesh
 from shardwright.backends.torch.messages.engine import Messages
 from shardwright.backends.torch.messages.owners import Owners
+from shardwright.backends.torch.model_call import growth_of, sample_of
 from shardwright.backends.torch.model_claims import LiveFlags, module_claim, parameters_claim
 from shardwright.backends.torch.pipeline import Pipeline, closing_order
 from shardwright.backends.torch.program import Literal, Loss, NumberRef, Program, Tree, name_of
@@ -41,6 +41,7 @@ from shardwright.backends.torch.randomness import Moment, Streams
 from shardwright.backends.torch.recording_check import Varying, record_varying
 from shardwright.backends.torch.recordings import Recordings
 from shardwright.backends.torch.results import Returned, Shares, even_split, homes_of, share, total_weight
+from shardwright.backends.torch.sample import Sample
 from shardwright.backends.torch.sentinels import Sentinel
 from shardwright.backends.torch.stage_map import StageMap, keep_microbatches
 from shardwright.backends.torch.stages import Division, divide
@@ -594,23 +595,21 @@ class Runtime:
         with self._heard_by(_Unheard()):
             body(list(inputs))
 
-    def try_recording(self, body: StepBody, inputs: Sequence[torch.Tensor]) -> None:
-        """Record a step body for no plan. Raises CaptureError."""
+    def try_recording(self, body: StepBody, inputs: Sequence[torch.Tensor]) -> bool:
+        """Record a step body for no plan; whether it calls modules of the model. Raises CaptureError."""
         with self._heard_by(None):
-            record(self.model, {}, self.bound.device, body, list(inputs), self._listen_to)
+            _, recorder = record(self.model, {}, self.bound.device, body, list(inputs), self._listen_to)
+        return bool(recorder.counts)
 
     def record_ahead(self, stage_map: StageMap, body: StepBody, inputs: Sequence[torch.Tensor]) -> None:
         """Record the step that comes next, before the model is split."""
         moment, varying = Moment(self.seed, self.steps_run, 0), Varying()
         self._ahead = (_shapes(inputs), self.record(stage_map, body, inputs, moment, varying), varying)
 
-    def find_model_call(self, body: StepBody, inputs: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with which a step body first calls the model; see `step_recorder.find_model_call`."""
-        self.in_body = True
-        try:
-            return find_model_call(self.model, body, list(inputs), self.bound.device)
-        finally:
-            self.in_body = False
+    def sample_of(self, body: StepBody, inputs: Sequence[torch.Tensor]) -> Sample:
+        """The arguments with which a step body first calls the model; see `model_call.sample_of`."""
+        with self._heard_by(_Unheard()):
+            return sample_of(self.model, body, inputs, self.bound.device)
 
     def record(
         self, stage_map: StageMap, body: StepBody, inputs: Sequence[torch.Tensor], moment: Moment, varying: Varying
@@ -640,9 +639,10 @@ class Runtime:
                     f"modules it calls depends on the batch, so that no recording fits the plan; let the model run by "
                     f"message passing"
                 )
-            raise PlanError(
+            raise UnrecordableError(
                 f"the plan has {len(missing)} module calls that the step does not make, {path!r} (call {occurrence}) "
-                f"first: plan from a capture with the arguments that the step passes to the model"
+                f"first: plan from a capture with the arguments that the step passes to the model, or let steps that "
+                f"train different parts of the model run by message passing"
             )
         stage_of_call = stage_map.stage_of_call
         if tensor is not None:
@@ -688,8 +688,10 @@ class Runtime:
         """Record a step body with the model's units in place of the model."""
         with tensor.shards.as_whole():
             program, _ = self._recorded({MODEL_CALL: 0}, body, inputs, moment, varying)
-            with left_as_it_is(self.model):
-                expanded = tensor.expand(program, inputs, self.bound.device)
+            with left_as_it_is(self.model, getattr(body, "python_roots", ())):
+                with self._heard_by(_Unheard()):
+                    growth = growth_of(self.model, body, inputs, self.bound.device)
+                expanded = tensor.expand(program, inputs, self.bound.device, growth)
         tensor.cut()
         return divide(expanded, tensor.stage_of_call, stage_map.parameter_stages, stage_map.schedule.stages)
 

@@ -26,6 +26,21 @@ class Leaf:
     """Entries along the batch dim for each sample: the patches of an image, where they lie one after the other."""
 
 
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How a sample grows with the batch, where that is known.
+
+    Attributes:
+        batch: of the sample.
+        dims: of every tensor, in the order of the sample, its batch dim (None: it has none) and rows for each sample.
+        at: the whole sample at other batch sizes, for what of it is no tensor and changes too.
+    """
+
+    batch: int
+    dims: tuple[tuple[int | None, int], ...]
+    at: Mapping[int, Any]
+
+
 class Sample:
     """A sample with its batch dims known. Raises CaptureError when they do not agree.
 
@@ -34,10 +49,23 @@ class Sample:
     may be multiples of it, several entries for each sample.
     """
 
-    def __init__(self, sample: Any, batch_dims: Any = None, *, fixed: bool = False) -> None:
-        """``fixed``: no tensor grows with the batch."""
+    def __init__(
+        self, sample: Any, batch_dims: Any = None, *, fixed: bool = False, growth: Growth | None = None
+    ) -> None:
+        """``fixed``: no tensor grows with the batch. ``growth``: how they grow, in place of ``batch_dims``."""
         self._sample = sample
+        self._at: Mapping[int, Any] = {} if growth is None else growth.at
         self.leaves: list[Leaf] = []
+        if growth is not None:
+            self._collect(sample, None, "")
+            self.batch = growth.batch
+            if len(self.leaves) != len(growth.dims):
+                raise CaptureError(f"the sample has {len(self.leaves)} tensors, and {len(growth.dims)} are known")
+            self.leaves = [
+                replace(leaf, batch_dim=dim, rows=rows)
+                for leaf, (dim, rows) in zip(self.leaves, growth.dims, strict=True)
+            ]
+            return
         if fixed:
             self._collect(sample, None, "")
             self.batch = 1
@@ -67,11 +95,12 @@ class Sample:
         ]
 
     def arguments(
-        self, make: Callable[[Leaf], torch.Tensor]
+        self, make: Callable[[Leaf], torch.Tensor], size: int
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
-        """Positional and keyword arguments with every tensor replaced by ``make(leaf)``; and what was made."""
+        """Positional and keyword arguments at a batch size, with every tensor replaced by ``make(leaf)``; and what was
+        made."""
         made = [make(leaf) for leaf in self.leaves]
-        replaced = _replace(self._sample, iter(made))
+        replaced = _replace(self._at.get(size, self._sample), iter(made))
         if isinstance(self._sample, Mapping):
             return (), dict(replaced), made
         if isinstance(self._sample, (tuple, list)):

@@ -4,6 +4,7 @@ import functools
 import random
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -115,10 +116,13 @@ def swapped_in(model: nn.Module, stand_ins: Tensors) -> Iterator[None]:
             vars(module).clear()
             vars(module).update(state)
         for table, held in tables:
-            table.clear()
-            table.update(held)
+            if list(map(id, table.values())) != list(map(id, held.values())) or list(table) != list(held):
+                base: Any = OrderedDict if isinstance(table, OrderedDict) else dict
+                base.clear(table)  # not its own methods, which those of a frozen subclass refuse to be
+                base.update(table, held)
         for items, kept in lists:
-            items[:] = kept
+            if list(map(id, items)) != list(map(id, kept)):
+                list.__setitem__(items, slice(None), kept)
         torch.set_rng_state(generators[0])
         random.setstate(generators[1])
         np.random.set_state(generators[2])

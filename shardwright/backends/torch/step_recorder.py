@@ -28,6 +28,7 @@ from shardwright.backends.torch.fake_state import (
 from shardwright.backends.torch.guards import READING, masks_of, what_was_read
 from shardwright.backends.torch.host_draws import host_state, patched_functions
 from shardwright.backends.torch.ledger import Ledger, memory_of
+from shardwright.backends.torch.loss_scaler import real_scales
 from shardwright.backends.torch.program import (
     BufferRef,
     ConstantRef,
@@ -63,6 +64,7 @@ from shardwright.backends.torch.refusals import (
     said,
     sets_an_attribute,
     shares_a_value,
+    takes_a_gradient,
     where,
     wraps_units,
 )
@@ -142,6 +144,7 @@ class StepRecorder:
             state(self.model, self.device) as (parameters, buffers),
             no_remembered_results(self.model),
             self.tape.in_place(),
+            real_scales(),
         ):
             for name, parameter in parameters.items():
                 self.ledger.know(parameter, ParameterRef(name))
@@ -332,6 +335,11 @@ class StepRecorder:
             args, kwargs = self.tape.plain((args, kwargs), fix=not self.units_run_again)
             return function(*args, **kwargs)
         refuse_function(function, args)
+        if function in (torch.autograd.grad, torch.autograd.backward) and len(set(self.stage_of_call.values())) > 1:
+            raise takes_a_gradient(self.model, function)
+        begins_gradients = function in _BEGINNING_GRADIENTS and bool((*args, True)[1]) and not args[0].requires_grad
+        if begins_gradients:
+            function, args, kwargs = torch.Tensor.requires_grad_, args[:1], {}
         function, args, kwargs = self._draws.on_arrays(function, args, kwargs)
         recorded = args, kwargs
         args, kwargs = self.tape.plain(recorded)
@@ -352,6 +360,8 @@ class StepRecorder:
         made = tensors_in(result)
         if not made and not probe.scalars and getattr(function, "__name__", "") in READING:
             probe.reads_value = True
+        if begins_gradients:
+            versions[0] -= 1  # from here on it is another value, through which gradients flow
         changed = any(tensor._version != version for tensor, version in zip(given, versions, strict=True))
         for read, tensors in ((torch.Tensor.item, probe.scalars), (_count, probe.masks)):
             for tensor in tensors:
@@ -410,7 +420,8 @@ class StepRecorder:
                     draft.reads.add(self.ledger.use_value(item))
         if draws(function, args, kwargs):
             self.note_draw(draft)
-        if torch.Tag.data_dependent_output in function.tags or torch.Tag.dynamic_output_shape in function.tags:
+        reads = torch.Tag.data_dependent_output in function.tags or torch.Tag.dynamic_output_shape in function.tags
+        if reads or function is _PACKING:
             masks = masks_of(function, args)
             if function is _ITEM and self.ledger.ref(args[0]) is not None:
                 draft.scalars.append(args[0])
@@ -588,5 +599,8 @@ def _count(mask: torch.Tensor) -> int:
     return int(mask.count_nonzero())
 
 
+_BEGINNING_GRADIENTS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+_PACKING = torch.ops.aten._pack_padded_sequence.default
+"""Its result has as many rows as its lengths say, which its tags do not."""
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _EMPTY = Tree((), pytree.tree_flatten(())[1])

@@ -23,11 +23,13 @@ def part(batch: dict[str, Any], m: int) -> dict[str, Any]:
     return {k: v.chunk(MICROBATCHES)[m] if isinstance(v, torch.Tensor) and v.dim() else v for k, v in batch.items()}
 
 
-def plain_step(model: torch.nn.Module, batch: dict[str, Any], case: Case) -> list[float]:
+def plain_step(
+    model: torch.nn.Module, batch: dict[str, Any], whole: dict[str, torch.Tensor], case: Case
+) -> list[float]:
     losses = []
     for m in range(MICROBATCHES):
         with seeded_by_rule(model, seed=0, step=0, microbatch=m):
-            loss = case.loss(model, part(batch, m))
+            loss = case.loss(model, part(batch, m) | whole)
         (loss / MICROBATCHES).backward()
         losses.append(float(loss.detach()))
     return losses
@@ -37,18 +39,19 @@ def check(name: str, case: Case, keys: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model, batch = case.make()
     plain = copy.deepcopy(model)
-    wanted = plain_step(plain, batch, case)
+    whole = case.whole()
+    wanted = plain_step(plain, batch, whole, case)
     keys = {"microbatches": MICROBATCHES, "wait_timeout_s": WAIT_S, "pipeline": case.schedule, **keys}
     sw.init(keys)
 
-    @sw.step
-    def train_step(model: Any, batch: Any) -> Any:
-        loss = case.loss(model, batch)
-        model.backward(loss)
+    @sw.step(non_split_inputs=["whole"])
+    def train_step(model: Any, batch: Any, whole: Any) -> Any:
+        loss = case.loss(model, batch | whole)
+        model.backward(loss, reduction="mean")
         return loss
 
     split = sw.DistributedModel(model)
-    found = [float(loss) for loss in train_step(split, batch).outputs]
+    found = [float(loss) for loss in train_step(split, batch, whole).outputs]
     runtime = split.runtime
     shards, tensor = runtime.gradients.shards, runtime.tensor
     held = {}
@@ -72,7 +75,7 @@ def main() -> None:
     key = {"pp": "pipeline_parallel_degree", "tp": "tensor_parallel_degree"}[axis]
     warnings.filterwarnings("ignore")
     dist.init_process_group("gloo")
-    for name in sys.argv[2:] or CASES:
+    for name in sys.argv[2:] or [name for name, case in CASES.items() if axis in case.axes]:
         check(name, CASES[name], {key: int(ranks)})
         if dist.get_rank() == 0:
             print(f"ok {name}", flush=True)

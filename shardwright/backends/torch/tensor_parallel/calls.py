@@ -20,6 +20,7 @@ from shardwright.backends.torch.program import (
     Leaf,
     Literal,
     ObjectRef,
+    ParameterRef,
     Program,
     Step,
     Tree,
@@ -121,6 +122,7 @@ class Lowerer:
         calls: dict[int, CallOnPieces] = {}
         while True:
             kept_whole = {n for s in program.steps if s.index not in drafts for n in s.parameters}
+            kept_whole |= {leaf.name for leaf in program.result.leaves if isinstance(leaf, ParameterRef)}
             places = {name: place for name, place in planned.items() if name not in kept_whole}
             readers: dict[str, int] = {}
             for step in program.steps:

@@ -174,19 +174,24 @@ def _functional(made: torch.Tensor) -> torch.Tensor:
 
 
 class _Convert(torch.autograd.Function):
-    """A conversion of a value, and another one of its gradient."""
+    """A conversion of a value, and another one of its gradient; the gradient of a gradient is converted as the value
+    was."""
 
     @staticmethod
     def forward(
         ctx: Any, tensor: torch.Tensor, axis: Axis, value: Change, gradient: Change, unit: str, fresh: bool
     ) -> torch.Tensor:
-        ctx.axis, ctx.gradient, ctx.unit = axis, gradient, unit
+        ctx.axis, ctx.value, ctx.gradient, ctx.unit = axis, value, gradient, unit
         made = axis.convert(tensor, value, (unit, "forward"), fresh=fresh)
         return made.view_as(made) if made is tensor else made
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.axis.convert(gradient, ctx.gradient, (ctx.unit, "backward")), None, None, None, None, None
+        if torch.is_grad_enabled():
+            made = _Convert.apply(gradient, ctx.axis, ctx.gradient, ctx.value, ctx.unit, False)  # type: ignore[no-untyped-call]
+        else:
+            made = ctx.axis.convert(gradient, ctx.gradient, (ctx.unit, "backward"))
+        return made, None, None, None, None, None
 
 
 def convert(

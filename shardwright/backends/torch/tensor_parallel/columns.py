@@ -13,6 +13,8 @@ from shardwright.backends.torch import weight_gradients
 from shardwright.backends.torch.tensor_parallel.collectives import Axis, convert
 from shardwright.core.layout import Partial, Replicate
 
+R = Replicate()
+
 
 class _Columns(torch.autograd.Function):
     @staticmethod
@@ -26,7 +28,7 @@ class _Columns(torch.autograd.Function):
         unit: str,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.is_in_out, ctx.axis, ctx.key = is_in_out, axis, (unit, "backward")
+        ctx.is_in_out, ctx.axis, ctx.unit = is_in_out, axis, unit
         if not is_in_out:
             return F.linear(x, weight, bias)
         flat = x.reshape(-1, x.shape[-1])
@@ -37,17 +39,20 @@ class _Columns(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         wants_input, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        of_input = of_weight = of_bias = None
+        of_input = of_weight = of_bias = arrive = None
         if wants_input:
             terms = gradient @ (weight.t() if ctx.is_in_out else weight)
-            of_input, arrive = ctx.axis.begin_sum(terms, ctx.key)
+            if torch.is_grad_enabled():  # a gradient of this gradient will be asked for
+                of_input = convert(terms, ctx.axis, (Partial("sum"), R), (R, R), ctx.unit)
+            else:
+                of_input, arrive = ctx.axis.begin_sum(terms, (ctx.unit, "backward"))
         flat = gradient.reshape(-1, gradient.shape[-1])
         if wants_weight:
             given = x.reshape(-1, x.shape[-1])
             of_weight = given.t() @ flat if ctx.is_in_out else flat.t() @ given
         if wants_bias:
             of_bias = flat.sum(0)
-        if wants_input:
+        if arrive is not None:
             arrive()
         return of_input, of_weight, of_bias, None, None, None
 
@@ -60,7 +65,7 @@ def product(
     if _plain(x, weight):
         made: torch.Tensor = _Columns.apply(x, weight, bias, is_in_out, axis, unit)  # type: ignore[no-untyped-call]
         return made
-    x = convert(x, axis, (Replicate(), Replicate()), (Partial("sum"), Replicate()), unit)
+    x = convert(x, axis, (R, R), (Partial("sum"), R), unit)
     if not is_in_out:
         return F.linear(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])

@@ -1,6 +1,5 @@
 """Tensor parallelism inside the runtime: a step's call of the model becomes its units on pieces."""
 
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -8,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.backends.torch.model_call import arguments_of
 from shardwright.backends.torch.program import Context, Leaf, Program
 from shardwright.backends.torch.randomness import Streams
-from shardwright.backends.torch.sample import Sample
+from shardwright.backends.torch.sample import Growth, Sample
 from shardwright.backends.torch.stage_map import recomputed_calls
 from shardwright.backends.torch.tensor_parallel.calls import Lowerer, PartCall
 from shardwright.backends.torch.tensor_parallel.hooks import refuse_hooks
@@ -76,15 +76,17 @@ class TensorParallel:
         self._recorded = 0
         self._wanted: tuple[Mapping[str, Placement], frozenset[str]] = {}, frozenset()
 
-    def expand(self, program: Program, inputs: Sequence[torch.Tensor], device: torch.device) -> Program:
-        """The recorded step with the model's units in place of its call. Raises NotReplayableError where the model
-        cannot run op by op, ShardwrightError where a hook would be lost."""
+    def expand(
+        self, program: Program, inputs: Sequence[torch.Tensor], device: torch.device, growth: Growth | None = None
+    ) -> Program:
+        """The recorded step with the model's units in place of its call; ``growth`` is that of the call's arguments,
+        where it is known. Raises NotReplayableError where the model cannot run op by op, ShardwrightError where a hook
+        would be lost."""
         refuse_hooks(self.model)
         call = find_call(program, inputs)
-        arguments = _arguments(self.model, call)
-        sample = Sample(arguments)
+        sample = Sample(arguments_of(self.model, call.args, call.kwargs), growth=growth)
         with _autocast(call):
-            traced = trace(self.model, arguments, asked=call.asked)
+            traced = trace(self.model, sample, asked=call.asked)
         leaves = [call.leaf_of(leaf.tensor) for leaf in sample.leaves]
         given: dict[int, Leaf] = dict(zip(traced.graph.inputs, leaves, strict=True))
         draws = _Draws()
@@ -155,15 +157,6 @@ class TensorParallel:
             "%d units run whole on every rank of the tensor axis, which saves nothing there: %s%s",
             len(self.whole_units), shown, f"; and {more} more (model.runtime.tensor.whole_units)" if more > 0 else "",
         )  # fmt: skip
-
-
-def _arguments(model: nn.Module, call: ModelCall) -> Any:
-    """The arguments as capture takes them."""
-    if not call.args:
-        return call.kwargs
-    if not call.kwargs:
-        return call.args
-    return dict(inspect.signature(model.forward).bind(*call.args, **call.kwargs).arguments)
 
 
 def _autocast(call: ModelCall) -> Any:

@@ -2,18 +2,20 @@
 
 from torch import nn
 
+from shardwright.backends.torch.checks import COMPUTING_LIBRARIES
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
 from shardwright.core.errors import ShardwrightError
 
 
 def hooked(module: nn.Module, path: str = "") -> str | None:
-    """The first module with a hook that is not the library's own, and the hook; None: there is none."""
+    """The first module with a hook that watches, and the hook; None: there is none. What the hooks of libraries compute
+    is captured with the ops of the model."""
     for inner, found in module.named_modules(prefix=path):
         kinds = (
             found._forward_pre_hooks, found._forward_hooks, found._backward_pre_hooks, found._backward_hooks,
         )  # fmt: skip
         for hook in (hook for held in kinds for hook in held.values()):
-            if not str(getattr(hook, "__module__", "")).startswith("shardwright."):
+            if str(getattr(hook, "__module__", "")).split(".")[0] not in COMPUTING_LIBRARIES:
                 return f"{inner or 'the model'} has a hook ({getattr(hook, '__qualname__', type(hook).__name__)})"
     return None
 

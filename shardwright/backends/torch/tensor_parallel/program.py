@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from shardwright.backends.torch.program import ConstantRef, Leaf, Program, Step, Tree, Value, ValueRef
+from shardwright.backends.torch.program import ConstantRef, Leaf, ParameterRef, Program, Step, Tree, Value, ValueRef
 from shardwright.backends.torch.tensor_parallel.lower import Lowered
 from shardwright.backends.torch.tensor_parallel.pieces import local_shape
 from shardwright.backends.torch.tensor_parallel.replay import Replay
@@ -40,6 +40,10 @@ def find_call(program: Program, inputs: Sequence[torch.Tensor]) -> ModelCall:
     if len(calls) != 1:
         raise NotReplayableError(f"the step calls the model {len(calls)} times, or parts of it by themselves")
     (step,) = calls
+    outside = sorted(name for other in program.steps if other is not step for name in other.parameters)
+    outside += [leaf.name for leaf in program.result.leaves if isinstance(leaf, ParameterRef)]
+    if outside:
+        raise NotReplayableError(f"the step calls the model several times, or uses {outside[0]} outside of its call")
     if program.guards:
         raise NotReplayableError("what the model does depends on the values of the batch")
     if program.draws_on_host or program.unsteady:
@@ -51,6 +55,8 @@ def find_call(program: Program, inputs: Sequence[torch.Tensor]) -> ModelCall:
     def resolve(leaf: Leaf) -> Any:
         if isinstance(leaf, ValueRef):
             value = program.values[leaf.value]
+            if value.carries_gradient:
+                raise NotReplayableError("the step wants the gradient of what it gives to the model")
             tensor = torch.zeros(value.shape, dtype=value.dtype) if value.input is None else inputs[value.input].clone()
             found.append((tensor, leaf))
             return tensor

@@ -268,7 +268,8 @@ def trace(model: nn.Module, sample: Any, *, asked: tuple[int, ...] | None = None
         CaptureError: as `capture` does.
         NotReplayableError: the model's ops depend on values, or have gradients of their own.
     """
-    session = _TracingSession(model, Sample(sample, batch_dims), None, False)
+    batched = sample if isinstance(sample, Sample) else Sample(sample, batch_dims)
+    session = _TracingSession(model, batched, None, False)
     session.asked = asked
     try:
         small, large = session.run_fake()

@@ -1,0 +1,31 @@
+"""Gradient scalers that are used for the first time while a step body runs on stand-ins."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+_BEGIN = "_lazy_init_scale_growth_tracker"
+"""By which a scaler makes its scale, when the first loss is scaled."""
+
+
+@contextmanager
+def real_scales() -> Iterator[None]:
+    """In here a ``GradScaler`` makes its scale as a real tensor, whatever modes are in force: it is kept for all steps,
+    and a recorded step reads it where it is."""
+    original: Any = getattr(torch.amp.GradScaler, _BEGIN, None)
+    if original is None:
+        yield
+        return
+
+    def begin(scaler: Any, device: torch.device) -> None:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            original(scaler, device)
+
+    setattr(torch.amp.GradScaler, _BEGIN, begin)
+    try:
+        yield
+    finally:
+        setattr(torch.amp.GradScaler, _BEGIN, original)
