@@ -104,7 +104,8 @@ class LossTrace(Recorder):
     def _record(self, func: Any, known: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if known.name == "aten.detach":
             return self._detached(func, args[0])
-        if known.reads and known.name == "aten._local_scalar_dense" and args[0].dtype != torch.bool:
+        reads_number = known.reads and known.name == "aten._local_scalar_dense" and args[0].dtype != torch.bool
+        if reads_number and self._is_of_batch(args[0]):
             self.numbers_read = self.numbers_read or self.path or "the step"
         if known.name == "aten.lift_fresh":
             result = func(*args, **kwargs)
@@ -124,6 +125,19 @@ class LossTrace(Recorder):
                 with self:
                     return smoothed_cross_entropy(scores, **given)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _is_of_batch(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor depends on the inputs of the step: a counter that a module keeps does not."""
+        makers = {number: op for op in self.ops for number in op.outputs}
+        pending, seen = [self.read(tensor)], set[int]()
+        while pending:
+            number = pending.pop()
+            if number in self.inputs:
+                return True
+            if number not in seen and number in makers:
+                pending += makers[number].inputs
+            seen.add(number)
+        return False
 
     def _detached(self, func: Any, source: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = func(source)
