@@ -52,7 +52,7 @@ def cases(count: int, seed: int) -> list[dict[str, Any]]:
             case["victim"] = max(1, case["victim"])  # rank 0 has the list of who came
         else:
             case["fault"], places = IN_STEPS[number % len(IN_STEPS)]
-            case["where"], case["step"] = numbers.choice(places), numbers.randrange(4)
+            case["where"], case["step"] = numbers.choice(places), numbers.randrange(1, 4)
         if case["fault"] == "sleep":
             case["timeout_s"] = 2.0
         found.append(case)
