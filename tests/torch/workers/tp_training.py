@@ -45,10 +45,7 @@ def wrapped(name: str, is_meta: bool) -> sw.DistributedModel:
         return sw.DistributedModel(build(name, DROPOUT))
     with torch.device("meta"):
         bare = build(name, DROPOUT)
-    weights = build(name, DROPOUT).state_dict()
-    if dist.get_rank():  # all start from what the first has
-        weights = {key: torch.zeros_like(tensor) for key, tensor in weights.items()}
-    return sw.DistributedModel(bare, weights=weights)
+    return sw.DistributedModel(bare, weights=build(name, DROPOUT).state_dict())
 
 
 @contextmanager
