@@ -37,7 +37,7 @@ def test_stages_share_the_program_of_what_they_have_in_common() -> None:
     summing, scaling, updating = (
         [p for p in pieces if p.level == level] for level in sorted({p.level for p in pieces})
     )
-    assert [len(piece.gives) for piece in summing] == [1, 1, 1]
+    assert [len(piece.gives) for piece in summing] == [2, 2, 2]  # the sum to clip by, and that of the step's own norm
     assert [piece.stage for piece in scaling] == [0, 1, 2]
     shared = [next(p for p in updating if p.stage == stage) for stage in range(3)]
     assert [len(piece.results) for piece in shared] == [3 * 8] * 3  # of 8 arrays both moments and the parameter

@@ -189,11 +189,12 @@ def test_a_mesh_of_the_users_is_theirs_alone(graph: Graph, axis_type: jax.shardi
 
 
 def test_a_step_is_few_dispatches(graph: Graph) -> None:
-    """One for each action, one to start a stage's sums, two to update it: what stages have in common, and the rest."""
+    """One for each action, one to start a stage's sums, two to update it: what stages have in common, and the rest; and
+    one for the gradients' norm."""
     train, state = run(plan_of(graph, 2))
     train(state, batches(1)[0])
     assert train.counts is not None
-    assert train.counts.dispatches == 2 * (8 + 8) + 2 + 2 * 2
+    assert train.counts.dispatches == 2 * (8 + 8) + 2 + 2 * 2 + 1
 
 
 def test_gradients_and_the_state_are_changed_in_place(graph: Graph) -> None:

@@ -61,7 +61,8 @@ def _check_divides(name: str, shape: tuple[int, ...], sharding: NamedSharding) -
             )
 
 
-def _axes(sharding: NamedSharding) -> set[str]:
+def axes_of(sharding: NamedSharding) -> set[str]:
+    """The axes that split some dim."""
     return {axis for e in sharding.spec if e is not None for axis in ((e,) if isinstance(e, str) else e)}
 
 
@@ -78,7 +79,7 @@ def also_over(axis: str, shape: tuple[int, ...], sharding: NamedSharding) -> Nam
     size = dict(sharding.mesh.shape)[axis]
     ways = [*_ways(sharding), *([1] * (len(shape) - len(sharding.spec)))]
     fitting = [d for d in range(len(shape)) if shape[d] % (ways[d] * size) == 0]
-    if size == 1 or not fitting or axis in _axes(sharding):
+    if size == 1 or not fitting or axis in axes_of(sharding):
         return sharding
     dim = max(fitting, key=lambda d: shape[d] // ways[d])
     entries = [*sharding.spec, *([None] * (len(shape) - len(sharding.spec)))]

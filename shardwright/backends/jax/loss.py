@@ -13,6 +13,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.convolutions import for_cpu_loops
+from shardwright.backends.jax.layout import axes_of
 from shardwright.backends.jax.metrics import Metrics, arrays_of, is_weighted, metrics_of
 from shardwright.backends.jax.python_values import PythonValues, WithValues
 from shardwright.backends.jax.recompute import computed_again
@@ -324,8 +325,33 @@ def accumulate(
 
 def gradient_norm(gradients: Any) -> jax.Array:
     """The global norm of a tree of gradients, in fp32."""
-    squares = [jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32))) for g in jax.tree.leaves(gradients)]
-    return jnp.sqrt(sum(squares, jnp.zeros(())))
+    return jnp.sqrt(_squared(jax.tree.leaves(gradients)))
+
+
+def split_gradient_norm(gradients: Sequence[Any], at: Sequence[NamedSharding]) -> jax.Array:
+    """`gradient_norm` of arrays that lie split like this: devices add up what they hold before they add to each other,
+    so that one number crosses for all arrays that are split over the same axes, not one for each."""
+    groups: dict[tuple[str, ...], list[tuple[Any, PartitionSpec]]] = {}
+    for gradient, sharding in zip(gradients, at, strict=True):
+        groups.setdefault(tuple(sorted(axes_of(sharding))), []).append((gradient, sharding.spec))
+    total = jnp.zeros(())
+    for axes, members in groups.items():
+        if not axes:
+            total += _squared([gradient for gradient, _ in members])
+            continue
+        own: Any = jax.shard_map(
+            lambda *held, axes=axes: jax.lax.psum(_squared(held), axes),
+            mesh=at[0].mesh,
+            in_specs=tuple(spec for _, spec in members),
+            out_specs=PartitionSpec(),
+        )
+        total += own(*(gradient for gradient, _ in members))
+    return jnp.sqrt(total)
+
+
+def _squared(arrays: Sequence[Any]) -> jax.Array:
+    squares = [jnp.sum(jnp.square(jnp.abs(a).astype(jnp.float32))) for a in arrays]
+    return sum(squares, jnp.zeros(()))
 
 
 def accumulated_dtype(parameter: Any) -> Any:

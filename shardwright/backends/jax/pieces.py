@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from shardwright.backends.jax.equations import Equation, FlatProgram, aval_of, needed
+from shardwright.backends.jax.regroup import ASSOCIATIVE
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +75,58 @@ def divided(
         for piece, own in zip(level, components, strict=True):
             found += alike.divide(piece, own, order)
     return found
+
+
+def summed_later(flat: FlatProgram, pieces: Sequence[Piece], limit: int) -> list[Piece]:
+    """The pieces, with sums of scalars moved from those with results above ``limit`` bytes to those that read the sums:
+    a norm of all gradients would else join the updates of all parameters of a mesh, and none would be alike on every
+    mesh."""
+    maker = {value: equation for equation in flat.equations for value in equation.outputs}
+    moved: set[int] = set()
+
+    def terms(value: int) -> tuple[list[int], list[int]]:
+        """Of a sum that is moved, what it adds up, and the equations that do so."""
+        if id(maker.get(value)) not in moved:
+            return [value], []
+        found = [terms(term) for term in maker[value].values]
+        return [v for own, _ in found for v in own], [id(maker[value]), *(e for _, own in found for e in own)]
+
+    left = []
+    for piece in pieces:
+        inside = {value for equation in piece.equations for value in equation.outputs}
+        uses = Counter(value for equation in piece.equations for value in equation.values)
+        uses.update(atom for r in piece.results if isinstance(atom := flat.outputs[r], int))
+        updates = any(isinstance(a := flat.outputs[r], int) and not flat.is_small(a, limit) for r in piece.results)
+        pending, gives = (list(piece.gives), []) if updates else ([], piece.gives)
+        while pending:
+            value = pending.pop()
+            equation = maker.get(value)
+            if (
+                equation is not None
+                and not uses[value]
+                and _adds(flat, equation)
+                and inside.issuperset(equation.values)
+            ):
+                moved.add(id(equation))
+                uses.subtract(equation.values)
+                pending += equation.values
+            elif value not in gives:
+                gives.append(value)
+        kept = [equation for equation in piece.equations if id(equation) not in moved]
+        left.append(replace(piece, equations=kept, gives=gives))
+    found = []
+    for piece in left:
+        read = [terms(value) for value in piece.reads]
+        chosen = {id(equation) for equation in piece.equations}.union(*(equations for _, equations in read))
+        reads = tuple(dict.fromkeys(value for values, _ in read for value in values))
+        found.append(replace(piece, equations=[e for e in flat.equations if id(e) in chosen], reads=reads))
+    return found
+
+
+def _adds(flat: FlatProgram, equation: Equation) -> bool:
+    return equation.primitive.name in ASSOCIATIVE and all(
+        flat.avals[value].shape == () for value in (*equation.values, *equation.outputs)
+    )
 
 
 def prepared(flat: FlatProgram, pieces: Sequence[Piece], home: Mapping[int, int | None], limit: int) -> list[Piece]:

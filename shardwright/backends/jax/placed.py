@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from shardwright.backends.jax.compiled import Compiler, lower
 from shardwright.backends.jax.equations import Equation, FlatProgram, aval_of, evaluate
 from shardwright.backends.jax.likeness import signature
-from shardwright.backends.jax.pieces import Piece, divided, prepared
+from shardwright.backends.jax.pieces import Piece, divided, prepared, summed_later
 from shardwright.backends.jax.regroup import regrouped
 from shardwright.backends.jax.transfers import Route
 from shardwright.core.errors import PlanError
@@ -55,7 +55,8 @@ class PlacedProgram:
         self._place_all(flat, shared)
         self._place_all(regrouped(flat, self.home), shared)
         self.maker: dict[int, Equation] = {v: e for e in self.flat.equations for v in e.outputs}
-        pieces = prepared(self.flat, self._pieces(), self.home, SCALAR_BYTES)
+        pieces = summed_later(self.flat, self._pieces(), SCALAR_BYTES)
+        pieces = prepared(self.flat, pieces, self.home, SCALAR_BYTES)
         self.pieces = divided(self.flat, pieces, self.home, self._spot)
         for piece in self.pieces:
             piece.arguments = self._in_order_of_results(piece, successors)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.holding import holdings_of
 from shardwright.backends.jax.layout import parameter_shardings, replicated
-from shardwright.backends.jax.loss import LossFunction, Microbatches, gradient_norm, updated
+from shardwright.backends.jax.loss import LossFunction, Microbatches, split_gradient_norm, updated
 from shardwright.backends.jax.mesh import bind
 from shardwright.backends.jax.metrics import Metrics
 from shardwright.backends.jax.microbatch import CutMicrobatch, cut_microbatch
@@ -210,6 +210,8 @@ class SpmdTraining:
         trained = self.loss.trained
         in_stacks = [_whether(group, mask) for group, _ in stacking.rows]
         in_rest = [mask[leaf] for leaf, _ in stacking.rest]
+        at = [place for (_, place), flag in zip((*stacking.rows, *stacking.rest), (*in_stacks, *in_rest), strict=True)
+              if flag]  # fmt: skip
         values = [weight.value for weight in micro.cut.weights]
         stacks = {tuple(values[leaf] for leaf in group): number for number, (group, _) in enumerate(stacking.rows)}
 
@@ -231,7 +233,7 @@ class SpmdTraining:
             (value, (weight, sums, rows)), found = jax.value_and_grad(total, has_aux=True)(given)
             below = micro.divisor(weight)
             means = [g / below for g in (*found[0], *found[1])]
-            norm = gradient_norm(means)
+            norm = split_gradient_norm(means, at)
             whole = stacking.unpack(params)
             split = len(found[0])
             packed = {

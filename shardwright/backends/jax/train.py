@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from shardwright.backends.jax.agreement import Agreement, array_sum, text_sum, v
 from shardwright.backends.jax.compiled import Compilation
 from shardwright.backends.jax.held import pipeline_bytes, program_bytes
 from shardwright.backends.jax.layout import optimizer_shardings, parameter_shardings, replicated, spread_over
-from shardwright.backends.jax.loss import LossFunction, Microbatches, accumulate, gradient_norm, updated
+from shardwright.backends.jax.loss import LossFunction, Microbatches, accumulate, split_gradient_norm, updated
 from shardwright.backends.jax.mesh import bind
 from shardwright.backends.jax.pipeline import Pipeline, StepCounts
 from shardwright.backends.jax.pipelined import PipelinedStep, PipelinedTraining
@@ -572,7 +573,8 @@ class TrainStep:
             updates, optimizer = updated(self.optimizer, mean, state.optimizer, state.params, loss)
             params = self.trained.apply(state.params, updates)
             after = replace(state, step=state.step + 1, params=params, optimizer=optimizer, other=other)
-            return StepResult(after, loss, aux, gradient_norm(mean))
+            at = list(compress(jax.tree.leaves(gradients_at), self.trained.mask(state.params)))
+            return StepResult(after, loss, aux, split_gradient_norm(jax.tree.leaves(mean), at))
 
         return jax.jit(
             step,
