@@ -8,11 +8,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends import protocol
 from shardwright.backends.jax.layout import also_over, lower_layout, optimizer_shardings, parameter_shardings
+from shardwright.backends.jax.loss import split_gradient_norm
 from shardwright.backends.jax.mesh import bind
 from shardwright.core.errors import ClusterError, LayoutError
 from shardwright.core.layout import Layout, Partial, Split
 from shardwright.core.mesh import Mesh
 from tests.comparison import Comparison
+from tests.jax.collectives import of_program
 
 MESH = Mesh.of(pp=1, dp=4, tp=2)
 
@@ -106,3 +108,16 @@ def test_the_backend_offers_the_protocol(bound: jax.sharding.Mesh) -> None:
     assert backend.name == backend.capabilities.framework == "jax"
     assert backend.bind(MESH) == bound
     assert backend.lower_layout(Layout.of(tp=Split(0)), bound).spec == PartitionSpec("tp")
+
+
+def test_a_norm_of_split_gradients_sends_one_number_for_all_split_alike(bound: jax.sharding.Mesh) -> None:
+    """Of arrays split over tp, over both axes and not at all, two of each."""
+    specs = [PartitionSpec("tp"), PartitionSpec(None, "tp"), PartitionSpec("dp", "tp"), PartitionSpec(("dp", "tp")),
+             PartitionSpec(), PartitionSpec(None)]  # fmt: skip
+    at = [NamedSharding(bound, spec) for spec in specs]
+    drawn = np.random.default_rng(0)
+    whole = [drawn.standard_normal((8, 8)).astype(np.float32) for _ in at]
+    run = jax.jit(lambda *gradients: split_gradient_norm(gradients, at), in_shardings=at)
+    wanted = np.sqrt(sum(np.square(array.astype(np.float64)).sum() for array in whole))
+    np.testing.assert_allclose(run(*whole), wanted, rtol=1e-6)
+    assert of_program(run.lower(*whole).compile().as_text()) == {("all-reduce", 4): 2}
