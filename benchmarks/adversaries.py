@@ -28,6 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import claims
 import torch
 import torch.distributed as dist
 from adversary_trials import (
@@ -209,14 +210,15 @@ def main() -> int:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     crew = Crew(store.port, plans, given.only is not None)
     counts: collections.Counter[str] = collections.Counter()
-    longest_s, wrong, begun = 0.0, 0, time.monotonic()
+    reasons: dict[str, str] = {}
+    longest_s, begun = 0.0, time.monotonic()
     for trial in trials:
         ended = crew.run(trial)
         reason = judged(trial, ended)
         longest_s = max(longest_s, *(one.seconds for one in ended))
         outcome = reason or ("the same result" if ended[0].kind == "trained" else "refused on every rank")
         counts[outcome] += 1
-        wrong += bool(reason)
+        reasons[str(trial)] = reason or ""
         said = next((one.text for one in ended if one.kind == "refused"), ended[0].text)
         print(f"{trial}: {outcome} ({max(one.seconds for one in ended):.1f} s): {said[:300]}", flush=True)
         if reason:
@@ -234,7 +236,9 @@ def main() -> int:
     )
     for outcome, count in sorted(counts.items(), key=lambda item: -item[1]):
         print(f"  {count:4d}  {outcome}")
-    return 1 if wrong or not trials else 0
+    found = claims.adversaries(reasons, longest_s, len(trials))
+    print(found.verdict())
+    return found.exit_code
 
 
 if __name__ == "__main__":

@@ -191,3 +191,48 @@ def found_plans(cases: Mapping[str, Mapping[str, Any]]) -> Claims:
                 claims.at_least(f"{case}, {name}, rank {rank}: predicted over measured", ratio, low)
                 claims.at_most(f"{case}, {name}, rank {rank}: predicted over measured", ratio, high)
     return claims
+
+
+def adversaries(reasons: Mapping[str, str], longest_s: float, asked: int) -> Claims:
+    """By trial, why it is wrong, empty where every rank was told or nothing differed; none may take over 70 s."""
+    claims = Claims()
+    for trial, reason in reasons.items():
+        if reason:
+            claims.holds(f"{trial}: {reason}", False)
+    claims.at_least(
+        "trials that are refused on all ranks, or give the same", sum(not r for r in reasons.values()), asked
+    )
+    claims.at_most("seconds of the longest", longest_s, 70.0)
+    return claims
+
+
+def annealing(recordings: int, off: float, shares: Mapping[str, float]) -> Claims:
+    """Steps with values that change in each are recorded twice and lose as the plain model does; looking for changes
+    takes a hundredth of a step of 200 ms."""
+    claims = Claims()
+    claims.at_most("recordings of steps whose values change", recordings, 2)
+    claims.at_most("losses off by", off, 1e-5)
+    claims.holds("values were looked at", bool(shares))
+    for what, share in shares.items():
+        claims.at_most(f"{what}: share of a step of 200 ms", share, 0.01)
+    return claims
+
+
+def faults(complaints: Mapping[str, Sequence[str]], left: Sequence[str], asked: int) -> Claims:
+    """By case, what did not end as it should. All cases ran, and nothing is left behind."""
+    claims = Claims()
+    for case, said in complaints.items():
+        if said:
+            claims.holds(f"{case}: {'; '.join(said)}", False)
+    claims.at_least("cases that ended as they should", sum(not said for said in complaints.values()), asked)
+    claims.holds(f"nothing is left behind {', '.join(left)}".strip(), not left)
+    return claims
+
+
+def fuzz(found: Mapping[str, tuple[int, Sequence[str]]], asked: int) -> Claims:
+    """By kind, how many cases ran, and what was wrong in them."""
+    claims = Claims()
+    claims.at_least("cases", sum(count for count, _ in found.values()), asked)
+    for kind, (count, wrong) in found.items():
+        claims.holds(f"{kind}: {count} cases without a fault {'; '.join(wrong)}".strip(), not wrong)
+    return claims

@@ -23,6 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import claims
+
 ROOT = Path(__file__).resolve().parents[1]
 SOON_S = 70.0
 LIMIT_S = 240.0
@@ -122,7 +124,7 @@ def run(given: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -141,15 +143,12 @@ def main() -> None:
     for fault, count in sorted(counts.items()):
         of = [case for case in found if case["case"]["fault"] == fault]
         print(f"| {fault} | {count} | {count - sum(case in bad for case in of)} | {max(map(slowest_s, of)):.1f} |")
-    for case in bad:
-        print(f"\n{json.dumps(case['case'])}")
-        for complaint in case["complaints"]:
-            print(f"  {complaint}")
     left = set(os.listdir("/dev/shm")) - shared
     print(f"\n{len(found) - len(bad)} of {len(found)} ended as they should, in {time.monotonic() - begun:.0f} s")
-    if left:
-        print(f"left in /dev/shm: {sorted(left)}")
-    sys.exit(bool(bad or left or len(found) != arguments.count))
+    complaints = {f"{n}: {json.dumps(case['case'])}": case["complaints"] for n, case in enumerate(found)}
+    judged = claims.faults(complaints, sorted(left), arguments.count)
+    print(judged.verdict())
+    return judged.exit_code
 
 
 def slowest_s(case: dict[str, Any]) -> float:
@@ -160,4 +159,4 @@ def slowest_s(case: dict[str, Any]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import claims
 import fuzz_cases
 
 MOST_CPU_S, MOST_S = 10.0, 60.0
@@ -57,7 +58,9 @@ def main() -> int:
     each = -(-asked.cases // len(kinds))
     found = {kind: run_kind(kind, asked.seed, each) for kind in kinds}
     show(found)
-    return int(any(result.faults for result in found.values()))
+    judged = claims.fuzz({k: (sum(f.outcomes.values()), f.faults) for k, f in found.items()}, asked.cases)
+    print(judged.verdict())
+    return judged.exit_code
 
 
 def run_kind(kind: str, seed: int, cases: int) -> Found:

@@ -148,6 +148,41 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.found_plans({}),
         ],
     ),
+    "adversaries": (
+        lambda: claims.adversaries({"0": "", "1": ""}, 20.0, 2),
+        [
+            lambda: claims.adversaries({"0": "", "1": "it trained in silence"}, 20.0, 2),
+            lambda: claims.adversaries({"0": ""}, 20.0, 2),
+            lambda: claims.adversaries({"0": ""}, 71.0, 1),
+            lambda: claims.adversaries({}, 0.0, 1),
+        ],
+    ),
+    "annealing": (
+        lambda: claims.annealing(2, 0.0, {"pipeline": 0.005}),
+        [
+            lambda: claims.annealing(3, 0.0, {"pipeline": 0.005}),
+            lambda: claims.annealing(2, NAN, {"pipeline": 0.005}),
+            lambda: claims.annealing(2, 0.0, {"pipeline": 0.011}),
+            lambda: claims.annealing(2, 0.0, {}),
+        ],
+    ),
+    "faults": (
+        lambda: claims.faults({"0": []}, [], 1),
+        [
+            lambda: claims.faults({"0": ["rank 1 did not end"]}, [], 1),
+            lambda: claims.faults({"0": []}, ["a file"], 1),
+            lambda: claims.faults({"0": []}, [], 2),
+            lambda: claims.faults({}, [], 1),
+        ],
+    ),
+    "fuzz": (
+        lambda: claims.fuzz({"plans": (10, [])}, 10),
+        [
+            lambda: claims.fuzz({"plans": (10, ["KeyError"])}, 10),
+            lambda: claims.fuzz({"plans": (9, [])}, 10),
+            lambda: claims.fuzz({}, 10),
+        ],
+    ),
 }  # fmt: skip
 
 
