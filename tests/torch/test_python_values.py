@@ -1,7 +1,12 @@
 """Python values that a step or a model reads and that change between steps, or in them, as in the unsplit model."""
 
+from collections import OrderedDict
+from types import MappingProxyType
+from typing import Any
+
 import pytest
 
+from shardwright.backends.torch.python_places import MISSING, Entries
 from tests.torch.launch import Outcome, single, torchrun
 
 CASES = (
@@ -34,3 +39,21 @@ def test_a_value_is_as_in_the_unsplit_model(outcomes: dict[str, Outcome], kind: 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_launch_ends_well(outcomes: dict[str, Outcome], kind: str) -> None:
     assert outcomes[kind].code == 0, outcomes[kind].text[-4000:]
+
+
+class Maker(OrderedDict):
+    """Makes an object of each entry that it is asked for, as the table of activations of `transformers` does."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key)()
+
+
+def test_what_a_dict_makes_when_it_is_asked_is_not_made() -> None:
+    made: list[int] = []
+    table = Maker(one=lambda: made.append(1))
+    holder = Entries(table, "table", attributes=False)
+    kept = dict.__getitem__(table, "one")
+    assert holder.before == {"one": kept} and holder.value("one") is kept and holder.value("two") is MISSING
+    first, *_ = holder.fetcher(("one",))()
+    assert first is kept and not made
+    assert Entries(MappingProxyType({"one": 1}), "class", attributes=True).value("one") == 1

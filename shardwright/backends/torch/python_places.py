@@ -68,10 +68,11 @@ class Entries(Holder):
         super().__init__(target, label)
 
     def read(self) -> dict[Any, Any]:
-        return dict(self.target)
+        # What lies in it: a subclass may make a new object of each entry that it is asked for.
+        return dict(dict.items(self.target) if isinstance(self.target, dict) else self.target)
 
     def value(self, key: Any) -> Any:
-        return self.target.get(key, MISSING)
+        return dict.get(self.target, key, MISSING) if isinstance(self.target, dict) else self.target.get(key, MISSING)
 
     def put(self, key: Any, value: Any) -> None:
         if value is MISSING:
@@ -80,7 +81,10 @@ class Entries(Holder):
             self.target[key] = value
 
     def fetcher(self, keys: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
-        get, target = operator.itemgetter(*keys, keys[0]), self.target
+        target = self.target
+        if isinstance(target, dict) and type(target) is not dict:
+            return lambda: tuple([dict.__getitem__(target, key) for key in keys])
+        get = operator.itemgetter(*keys, keys[0])
         return lambda: get(target)
 
     def place(self, key: Any) -> str:

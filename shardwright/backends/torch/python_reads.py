@@ -228,7 +228,7 @@ class Reads:
         if isinstance(value, dict):
             self._holder(Entries(value, label, attributes=False))
             if len(value) <= LARGE:
-                for key, item in list(value.items()):
+                for key, item in list(dict.items(value)):
                     self.meet(item, f"{label}[{key!r}]")
             if type(value) is not dict and hasattr(value, "__dict__"):
                 self._object(value, label)
