@@ -53,7 +53,10 @@ def test_what_a_dict_makes_when_it_is_asked_is_not_made() -> None:
     table = Maker(one=lambda: made.append(1))
     holder = Entries(table, "table", attributes=False)
     kept = dict.__getitem__(table, "one")
-    assert holder.before == {"one": kept} and holder.value("one") is kept and holder.value("two") is MISSING
+    assert holder.before == {"one": kept}
+    assert holder.value("one") is kept
+    assert holder.value("two") is MISSING
     first, *_ = holder.fetcher(("one",))()
-    assert first is kept and not made
+    assert first is kept
+    assert not made
     assert Entries(MappingProxyType({"one": 1}), "class", attributes=True).value("one") == 1
