@@ -12,6 +12,8 @@ from pathlib import Path
 
 WORKERS = Path(__file__).parent / "workers"
 ROOT = Path(__file__).parents[2]
+PATIENCE = 3.0
+"""By how much longer than on a quiet machine a launch may take: two cores are often shared with other work."""
 DYING = re.compile(r"dying at ([\d.]+)")
 
 
@@ -42,16 +44,18 @@ def run(command: list[str], timeout_s: float, extra: dict[str, str] | None = Non
         env=environment() | (extra or {}),
     )  # fmt: skip
     try:
-        text, _ = process.communicate(timeout=timeout_s)
+        text, _ = process.communicate(timeout=PATIENCE * timeout_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         text, _ = process.communicate()
-        raise AssertionError(f"{' '.join(command)} did not end within {timeout_s} s:\n{text[-4000:]}") from None
+        raise AssertionError(
+            f"{' '.join(command)} did not end within {PATIENCE * timeout_s:g} s:\n{text[-4000:]}"
+        ) from None
     return Outcome(process.returncode, text)
 
 
 def torchrun(script: str, processes: int, *args: str, timeout_s: float = 120.0) -> Outcome:
-    """Run a worker script; the caller checks the outcome."""
+    """Run a worker script; the caller checks the outcome. ``timeout_s`` is that of a quiet machine."""
     return run(
         [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-addr",
@@ -91,7 +95,7 @@ def without_an_agent(script: str, how: str) -> Survivors:
             )
         )  # fmt: skip
     try:
-        texts = [process.communicate(timeout=100)[0] for process in processes[:2]]
+        texts = [process.communicate(timeout=PATIENCE * 100)[0] for process in processes[:2]]
         ended = time.time()
         processes[2].kill()
         last = processes[2].communicate(timeout=20)[0]

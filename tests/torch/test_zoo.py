@@ -36,7 +36,6 @@ RECORDED = (
 BY_MESSAGES = ("HieraForPreTraining", "SuperPointForKeypointDetection", "TimesFmModelForPrediction")
 """What is drawn, or computed, decides how many patches or points there are; each sample is taken apart by itself."""
 ON_FOUR = ("T5ForConditionalGeneration", "MixtralForCausalLM", "CLIPModel")
-pytestmark = pytest.mark.timeout(900)  # the first test waits for the launch of all classes, some 4 s each
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +44,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], l
     found = {}
     for ranks, classes in ((2, (*RECORDED, *BY_MESSAGES)), (4, ON_FOUR)):
         out = folder / f"{ranks}.json"
-        outcome = torchrun("zoo.py", ranks, "pipeline", str(out), *classes, timeout_s=700)
+        outcome = torchrun("zoo.py", ranks, "pipeline", str(out), *classes, timeout_s=400)
         assert outcome.code == 0, outcome.text[-4000:]
         found |= {(name, ranks): result for name, result in json.loads(out.read_text()).items()}
     return found
