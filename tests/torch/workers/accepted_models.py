@@ -284,8 +284,14 @@ def spectral_norms(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     return F.mse_loss(model(batch["x"]), batch["y"])
 
 
-@step(spectral(nn.utils.spectral_norm))
+@step(spectral(nn.utils.spectral_norm), axes=("pp",))
 def spectral_norms_by_hooks(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    return F.mse_loss(model(batch["x"]), batch["y"])
+
+
+@step(spectral(nn.utils.spectral_norm), mode="messages", axes=("tp",))
+def spectral_norms_by_hooks_on_a_tensor_axis(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """Its hook keeps the weight that it makes as an attribute, which no recording on pieces follows."""
     return F.mse_loss(model(batch["x"]), batch["y"])
 
 
