@@ -119,5 +119,5 @@ def test_a_norm_of_split_gradients_sends_one_number_for_all_split_alike(bound: j
     whole = [drawn.standard_normal((8, 8)).astype(np.float32) for _ in at]
     run = jax.jit(lambda *gradients: split_gradient_norm(gradients, at), in_shardings=at)
     wanted = np.sqrt(sum(np.square(array.astype(np.float64)).sum() for array in whole))
-    np.testing.assert_allclose(run(*whole), wanted, rtol=1e-6)
+    assert float(run(*whole)) == pytest.approx(wanted, rel=1e-6)
     assert of_program(run.lower(*whole).compile().as_text()) == {("all-reduce", 4): 2}

@@ -54,7 +54,7 @@ def sample() -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_loops_and_branches_that_depend_on_values_stay_whole(schedule: str) -> None:
     plan = plan_of(sw.capture(by_value, sample()), 2, schedule=schedule)
-    train = sw.train_step(by_value, optax.adamw(1e-2), plan, devices=jax.devices()[:2])
+    train = sw.train_step(by_value, optax.adamw(1e-2), plan, devices=jax.devices()[:2], reduction="mean")
     state = train.init(params)
     expected = reference(by_value, params(), optax.adamw(1e-2), batches(3))
     losses = []
@@ -102,7 +102,7 @@ def test_a_parameter_that_the_captured_function_does_not_read() -> None:
 
     given = jax.eval_shape(with_spare), sample()[1]
     plan = plan_of(sw.capture(by_value, given), 2)
-    train = sw.train_step(by_value, optax.sgd(0.1), plan, devices=jax.devices()[:2])
+    train = sw.train_step(by_value, optax.sgd(0.1), plan, devices=jax.devices()[:2], reduction="mean")
     with pytest.raises(sw.ShardwrightError, match=r"no stage uses parameter spare, \(3, 5\).*leave it out"):
         train.init(with_spare)
 

@@ -86,7 +86,9 @@ def test_a_stack_is_cut_into_its_layers(
     graph: sw.Graph, optimizer: str, pp: int, dp: int, tp: int, pins: dict[str, Any]
 ) -> None:
     plan = plan_of(graph, pp, dp, tp, **pins)
-    train = sw.train_step(loss_fn, OPTIMIZERS[optimizer], plan, devices=jax.devices()[: plan.mesh.size])
+    train = sw.train_step(
+        loss_fn, OPTIMIZERS[optimizer], plan, devices=jax.devices()[: plan.mesh.size], reduction="mean"
+    )
     state = train.init(params)
     steps = batches(3)
     expected = reference(loss_fn, params(), OPTIMIZERS[optimizer], steps)
@@ -103,7 +105,7 @@ def test_a_stack_is_cut_into_its_layers(
 def test_a_state_of_other_rows_is_refused(graph: sw.Graph) -> None:
     first, second, alone = (
         sw.train_step(loss_fn, optax.adamw(1e-2), plan_of(graph, len(starts), stage_starts=starts),
-                      devices=jax.devices()[: len(starts)])
+                      devices=jax.devices()[: len(starts)], reduction="mean")
         for starts in ((0, 3), (0, 4), (0,))
     )  # fmt: skip
     saved = jax.device_get(first.init(params()))
@@ -116,7 +118,7 @@ def test_a_state_of_other_rows_is_refused(graph: sw.Graph) -> None:
 
 def test_every_device_holds_its_rows_alone(graph: sw.Graph) -> None:
     plan = plan_of(graph, 3, stage_starts=(0, 3, 5))
-    train = sw.train_step(loss_fn, optax.adamw(1e-2), plan, devices=jax.devices()[:3])
+    train = sw.train_step(loss_fn, optax.adamw(1e-2), plan, devices=jax.devices()[:3], reduction="mean")
     state, _ = train(train.init(params()), batches(1)[0])
     for tree in (state.params, state.optimizer[0].mu):
         stack = tree["layers"]["w"]
@@ -127,7 +129,7 @@ def test_every_device_holds_its_rows_alone(graph: sw.Graph) -> None:
 
 def test_casts_of_a_stack_follow_its_rows(graph: sw.Graph) -> None:
     plan = plan_of(graph, 2, precision="bf16")
-    train = sw.train_step(loss_fn, optax.adamw(1e-2), plan, devices=jax.devices()[:2])
+    train = sw.train_step(loss_fn, optax.adamw(1e-2), plan, devices=jax.devices()[:2], reduction="mean")
     state, loss = train(train.init(params), batches(1)[0])
     exact = reference(loss_fn, params(), optax.adamw(1e-2), batches(1)).losses[0]
     assert 0 < abs(float(loss) - exact) < 2e-2 * exact
@@ -226,7 +228,7 @@ def test_a_stack_that_is_read_outside_its_loop(graph: sw.Graph) -> None:
     def regularised(params: dict[str, Any], batch: dict[str, jax.Array]) -> jax.Array:
         return loss_fn(params, batch) + 1e-3 * jnp.sum(jnp.cos(params["layers"]["w"]))
 
-    train = sw.train_step(regularised, optax.sgd(0.1), plan_of(graph, 2), devices=jax.devices()[:2])
+    train = sw.train_step(regularised, optax.sgd(0.1), plan_of(graph, 2), devices=jax.devices()[:2], reduction="mean")
     with pytest.raises(sw.ShardwrightError, match=r"holds rows \d to \d of layers\.w, .* reads the whole of it"):
         train(train.init(params), batches(1)[0])
 
@@ -236,7 +238,7 @@ def test_an_optimizer_that_mixes_layers(graph: sw.Graph) -> None:
         return jax.tree.map(lambda g: jnp.cumsum(g, 0), gradients), state
 
     mixing = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-    train = sw.train_step(loss_fn, mixing, plan_of(graph, 2), devices=jax.devices()[:2])
+    train = sw.train_step(loss_fn, mixing, plan_of(graph, 2), devices=jax.devices()[:2], reduction="mean")
     with pytest.raises(sw.ShardwrightError, match=r"mixes the layers of a stacked parameter.*cumsum"):
         train(train.init(params), batches(1)[0])
 

@@ -53,8 +53,8 @@ def training(
     ("returned", "message"),
     [
         (lambda value: {"loss": value}, "a loss that is a dict"),
-        (lambda value: None, "a loss that is a NoneType"),
-        (lambda value: (value, {"accuracy": value}), "a weight that is a dict"),
+        (lambda value: None, "a loss that is None"),
+        (lambda value: (value, {"accuracy": value}), r"could be its weight or a metric.*sw\.weighted"),
         (lambda value: (value > 0).astype(jnp.int32), "a loss of int32"),
     ],
 )

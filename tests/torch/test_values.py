@@ -17,6 +17,7 @@ from shardwright.backends.torch.guards import holds
 from shardwright.backends.torch.identity import text_of, value_names
 from shardwright.backends.torch.process import Launch, start
 from shardwright.backends.torch.randomness import Moment
+from shardwright.backends.torch.recording_check import Varying
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.unsplit import seeded_by_rule
 from shardwright.core.errors import CaptureError, UnrecordableError
@@ -435,7 +436,7 @@ def test_ranks_that_record_in_another_order_agree() -> None:
         runtime = make_runtime(model, [[("a", 0), ("a", 1)], [("b", 0)]], {})
         assert runtime.stage_map is not None
         division = runtime.record(
-            runtime.stage_map, lambda g, r=runtime: mean_square(r.model, g), [samples(WIDTH)], Moment()
+            runtime.stage_map, lambda g, r=runtime: mean_square(r.model, g), [samples(WIDTH)], Moment(), Varying()
         )
         names = value_names(division.program)
         (edge,) = division.edges
