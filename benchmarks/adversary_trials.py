@@ -418,7 +418,7 @@ class Run:
             self.batch = BATCHES[trial.kind](self.batch, trial)
         self.optimizer.zero_grad()
         with self.context():
-            loss = train_step(self.model, **self.batch).reduce_mean().item()
+            loss = train_step(self.model, **self.batch).all_reduce_mean().item()
         if not (now and self.skips):
             self.optimizer.step()
         return float(loss)
