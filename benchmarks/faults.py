@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SOON_S = 70.0
 LIMIT_S = 240.0
 """After which a case is ended. Longer than SOON_S, which counts from the fault."""
+SHARE = 5
+"""How many cases one process starts, before what it found is printed."""
 WORLDS = ((2, 1, 1), (3, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2))
 IN_STEPS = (
     ("raise", ("forward", "backward", "body", "loader")),
@@ -134,19 +136,23 @@ def main() -> int:
     shared = set(os.listdir("/dev/shm"))
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.workers) as pool:
-        shares = [given[w :: arguments.workers] for w in range(arguments.workers)]
-        parts = pool.map(run, shares, [Path(folder) / str(w) for w in range(arguments.workers)])
-        found = [case for part in parts for case in part]
+        shares = [given[first : first + SHARE] for first in range(0, len(given), SHARE)]
+        found = []
+        for part in pool.map(run, shares, [Path(folder) / str(number) for number in range(len(shares))]):
+            for case in part:
+                found.append(case)
+                said = "; ".join(case["complaints"]) or "as it should be"
+                print(f"{len(found)}: {json.dumps(case['case'])}: {said} ({slowest_s(case):.1f} s)", flush=True)
     bad = [case for case in found if case["complaints"]]
-    print("| fault | runs | as it should be | slowest, s |\n|---|---|---|---|")
+    print("\n| fault | runs | as it should be | slowest, s |\n|---|---|---|---|")
     counts = Counter(case["case"]["fault"] for case in found)
     for fault, count in sorted(counts.items()):
         of = [case for case in found if case["case"]["fault"] == fault]
         print(f"| {fault} | {count} | {count - sum(case in bad for case in of)} | {max(map(slowest_s, of)):.1f} |")
     left = set(os.listdir("/dev/shm")) - shared
     print(f"\n{len(found) - len(bad)} of {len(found)} ended as they should, in {time.monotonic() - begun:.0f} s")
-    complaints = {f"{n}: {json.dumps(case['case'])}": case["complaints"] for n, case in enumerate(found)}
-    judged = claims.faults(complaints, sorted(left), arguments.count)
+    reasons = {f"{n}: {json.dumps(case['case'])}": case["complaints"] for n, case in enumerate(found)}
+    judged = claims.faults(reasons, sorted(left), arguments.count)
     print(judged.verdict())
     return judged.exit_code
 
