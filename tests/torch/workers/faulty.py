@@ -124,7 +124,7 @@ class Model(nn.Module):
 
 
 @sw.step
-def train_step(model, x, number):
+def train_step(model, x, name):
     if _Failing.case is not None and _Failing.case.where == "body":
         happen(_Failing.case)
     loss = model(x)
@@ -171,8 +171,8 @@ def train(case: Case) -> None:
         generator = torch.Generator().manual_seed(number * case.dp + sw.rdp_rank())
         batch = torch.randn(ROWS, WIDTH, generator=generator)
         optimizer.zero_grad()
-        # A body is to fail when it is recorded: it has another signature in every step.
-        run = partial(train_step, model, batch, number if case.where == "body" else 0)
+        # A body is to fail when it is recorded: it has another signature in every step, by a word, as numbers are inputs.
+        run = partial(train_step, model, batch, f"step {number}" if case.where == "body" else "")
         is_due = number == case.step and sw.rank() == case.victim
         if is_due and case.where == "loader":
             happen(case)
