@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.fake_state import find_model_call
-from shardwright.backends.torch.program import tensors_in
 from shardwright.backends.torch.sample import Growth, Sample
 from shardwright.core.errors import CaptureError
 
@@ -65,7 +64,8 @@ def growth_of(model: nn.Module, body: Body, inputs: Sequence[torch.Tensor], devi
             calls[samples] = arguments_of(model, *find_model_call(model, body, resized, device))
         except Exception:  # a body that fits one batch size alone
             return None
-    few, many = (tensors_in(calls[samples]) for samples in SIZES)
+    # Leaf by leaf, as capture takes them: one tensor may be several arguments.
+    few, many = ([leaf.tensor for leaf in Sample(calls[samples], fixed=True).leaves] for samples in SIZES)
     dims: list[tuple[int | None, int]] = []
     if len(few) != len(many):
         return None

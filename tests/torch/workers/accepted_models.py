@@ -219,6 +219,11 @@ def a_constant_of_the_script(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     return F.mse_loss(model(batch["x"], torch.linspace(0.5, 1.5, TOKENS)[:, None]), batch["y"])
 
 
+@step()
+def one_tensor_for_two_arguments(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    return F.mse_loss(model(batch["x"], batch["x"]), batch["y"])
+
+
 @step(mode="messages")
 def a_method_other_than_forward(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     found: torch.Tensor = model.training_step(batch)
