@@ -218,6 +218,16 @@ def annealing(recordings: int, off: float, shares: Mapping[str, float]) -> Claim
     return claims
 
 
+def recording_time(cases: Mapping[str, Mapping[str, float]]) -> Claims:
+    """By model and ranks, CPU seconds to record a new sequence length, under 0.3, and how many of the lengths were not
+    recorded at all, as all must be."""
+    claims = Claims()
+    for case, found in cases.items():
+        claims.at_most(f"{case}: seconds for a new sequence length", found["new_s"], 0.3)
+        claims.holds(f"{case}: every length was recorded", found["missed"] <= 0)
+    return claims
+
+
 def faults(complaints: Mapping[str, Sequence[str]], left: Sequence[str], asked: int) -> Claims:
     """By case, what did not end as it should. All cases ran, and nothing is left behind."""
     claims = Claims()

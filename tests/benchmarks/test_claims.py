@@ -157,6 +157,15 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.adversaries({}, 0.0, 1),
         ],
     ),
+    "recording_time": (
+        lambda: claims.recording_time({"gpt2 on 1": {"new_s": 0.2, "missed": 0}}),
+        [
+            lambda: claims.recording_time({"gpt2 on 1": {"new_s": 0.31, "missed": 0}}),
+            lambda: claims.recording_time({"gpt2 on 1": {"new_s": NAN, "missed": 0}}),
+            lambda: claims.recording_time({"gpt2 on 1": {"new_s": 0.2, "missed": 1}}),
+            lambda: claims.recording_time({}),
+        ],
+    ),
     "annealing": (
         lambda: claims.annealing(2, 0.0, {"pipeline": 0.005}),
         [
