@@ -171,7 +171,7 @@ def train(case: Case) -> None:
         generator = torch.Generator().manual_seed(number * case.dp + sw.rdp_rank())
         batch = torch.randn(ROWS, WIDTH, generator=generator)
         optimizer.zero_grad()
-        # A body is to fail when it is recorded: it has another signature in every step, by a word, as numbers are inputs.
+        # A body is to fail when it is recorded: another word in every step is another signature, as numbers are inputs.
         run = partial(train_step, model, batch, f"step {number}" if case.where == "body" else "")
         is_due = number == case.step and sw.rank() == case.victim
         if is_due and case.where == "loader":
