@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "killed": {"fault": "kill", "where": "forward", "victim": 0, "tp": 2},
     "stopped": {"fault": "stop", "where": "forward", "victim": 1, "pp": 3, "timeout_s": STOPPED_S},
     "stopped host": {"fault": "stop", "where": "backward", "victim": 0, "dp": 2, "timeout_s": STOPPED_S},
+    "stopped host between steps": {"fault": "stop", "where": "loader", "victim": 0, "dp": 2, "timeout_s": STOPPED_S},
     "long": {"fault": "hold", "where": "forward", "victim": 1, "pp": 2, "timeout_s": 1.5},
     "port": {"fault": "port", "pp": 2},
     "missing": {"fault": "missing", "victim": 1, "pp": 3, "timeout_s": 2.0},
@@ -128,6 +129,10 @@ def test_the_step_after_is_refused_by_what_failed(found: dict[str, list[dict[str
             r"waited [\d.]+ s for .* rank 1 has given no sign of life for [45] s; the last was 'rank 1",
         ),
         ("stopped host", r"rank 0 at 127\.0\.0\.1:\d+, which holds the store of the run, has given no sign of life"),
+        (
+            "stopped host between steps",
+            r"rank 0 at 127\.0\.0\.1:\d+, which holds the store of the run, has given no sign of life",
+        ),
     ],
 )
 def test_a_rank_that_says_nothing_more_is_named(found: dict[str, list[dict[str, Any]]], name: str, at: str) -> None:

@@ -7,8 +7,9 @@ is, and reads where the others are: ranks that wait for each other in different 
 
 import contextlib
 import json
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +27,8 @@ LOOK_S = 1.0
 """How often a waiting rank looks where the others are."""
 STALLED_S = 2.0
 """Length of a wait after which a rank writes down where it is."""
+ANSWER_S = 2.0
+"""How long the store is waited for."""
 DETAILS_S = 5.0
 """How long a rank waits for another, in another call, to write down where it is."""
 
@@ -48,7 +51,9 @@ class ControlChannel:
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._counts = dict.fromkeys(self.everyone, 0)
         """How many exchanges there were with each rank."""
-        self._store = default_store()
+        store: Any = default_store()
+        self._store: Store = store.clone()  # of its own: one that never answers blocks nobody else
+        self._asked: threading.Thread | None = None
         epoch = self._store.add(f"shardwright/epochs/{bound.rank}", 1)
         self._prefix = f"shardwright/{epoch}"
         self._open()
@@ -156,37 +161,38 @@ class ControlChannel:
 
     def write_place(self, ranks: tuple[int, ...], call: str) -> None:
         """Write down in which exchange this rank waits."""
-        with contextlib.suppress(RuntimeError):
-            counts = {rank: self._counts[rank] for rank in ranks}
-            text = json.dumps({"ranks": ranks, "call": call, "counts": counts})
-            self._store.set(f"{self._prefix}/place/{self.bound.rank}", text)
+        counts = {rank: self._counts[rank] for rank in ranks}
+        self._write(f"place/{self.bound.rank}", json.dumps({"ranks": ranks, "call": call, "counts": counts}))
 
     def forget_place(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"{self._prefix}/place/{self.bound.rank}", "")
+        self._write(f"place/{self.bound.rank}", "")
 
     def conflict(self, ranks: tuple[int, ...], call: str) -> str:
         """Why the exchange in which this rank waits can never end; empty when no reason is known."""
-        with contextlib.suppress(RuntimeError):
-            if verdict := self._read("verdict"):
-                return verdict
-            for rank in ranks:
-                if rank == self.bound.rank:
-                    continue
-                if left := self._read(f"left/{rank}"):
-                    return self.decide(
-                        f"rank {rank} has left the run ({left}), and rank {self.bound.rank} is in {call}: every rank "
-                        f"makes the same calls, and as many steps"
-                    )
-                place = self._read(f"place/{rank}")
-                if not place:
-                    continue
-                where = json.loads(place)
-                theirs = where["counts"].get(str(self.bound.rank))
-                if theirs == self._counts[rank] and (where["call"] != call or tuple(where["ranks"]) != ranks):
-                    here, there = self.bound.rank, where["call"]
-                    first, second = sorted([(here, call), (rank, there)])
-                    return self.decide(different_calls({first[0]: first[1], second[0]: second[1]}))
+        reason = self._ask(lambda: self._reason(ranks, call))
+        self.broken = self.broken or reason
+        return reason
+
+    def _reason(self, ranks: tuple[int, ...], call: str) -> str:
+        if verdict := self._read("verdict"):
+            return verdict
+        for rank in ranks:
+            if rank == self.bound.rank:
+                continue
+            if left := self._read(f"left/{rank}"):
+                return self._decided(
+                    f"rank {rank} has left the run ({left}), and rank {self.bound.rank} is in {call}: every rank "
+                    f"makes the same calls, and as many steps"
+                )
+            place = self._read(f"place/{rank}")
+            if not place:
+                continue
+            where = json.loads(place)
+            theirs = where["counts"].get(str(self.bound.rank))
+            if theirs == self._counts[rank] and (where["call"] != call or tuple(where["ranks"]) != ranks):
+                here, there = self.bound.rank, where["call"]
+                first, second = sorted([(here, call), (rank, there)])
+                return self._decided(different_calls({first[0]: first[1], second[0]: second[1]}))
         return ""
 
     def why_apart(self, ranks: tuple[int, ...], call: str) -> str:
@@ -199,23 +205,46 @@ class ControlChannel:
             if reason := self.conflict(ranks, call):
                 return reason
             time.sleep(LOOK_S / 20)
-        return self.decide(f"some ranks make another call than rank {self.bound.rank}, which is in {call}")
+        text = f"some ranks make another call than rank {self.bound.rank}, which is in {call}"
+        self.broken = self._ask(lambda: self._decided(text)) or text
+        return self.broken
 
-    def decide(self, text: str) -> str:
+    def _decided(self, text: str) -> str:
         """Make a reason known to every rank that waits; gives the one that was made known first."""
-        with contextlib.suppress(RuntimeError):
-            text = self._store.compare_set(f"{self._prefix}/verdict", "", text).decode()
-        self.broken = text
-        return text
+        return self._store.compare_set(f"{self._prefix}/verdict", "", text).decode()
+
+    def leave(self, why: str) -> None:
+        """Tell ranks that still wait that this one makes no call any more."""
+        self._write(f"left/{self.bound.rank}", why)
 
     def _read(self, key: str) -> str:
         name = f"{self._prefix}/{key}"
         return self._store.get(name).decode() if self._store.check([name]) else ""
 
-    def leave(self, why: str) -> None:
-        """Tell ranks that still wait that this one makes no call any more."""
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"{self._prefix}/left/{self.bound.rank}", why)
+    def _write(self, key: str, text: str) -> None:
+        def write() -> str:
+            self._store.set(f"{self._prefix}/{key}", text)
+            return ""
+
+        self._ask(write)
+
+    def _ask(self, talk: Callable[[], str]) -> str:
+        """What ``talk`` with the store gives; empty when the store is gone, or does not answer in time. A store whose
+        host is stopped never answers, so that a thread of its own waits for it."""
+        answers: list[str] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                answers.append(talk())
+
+        if self._asked is not None and self._asked.is_alive():
+            return ""
+        with contextlib.suppress(RuntimeError):  # there may be no memory for a thread
+            thread = threading.Thread(target=ask, name="shardwright-control", daemon=True)
+            thread.start()
+            self._asked = thread
+            thread.join(ANSWER_S)
+        return answers[0] if answers else ""
 
     def close(self) -> None:
         if self._links is not None:
