@@ -28,6 +28,19 @@ class Claims:
     def holds(self, what: str, is_so: bool) -> None:
         self.rows.append((is_so is True, what))
 
+    def models(self, outcomes: Mapping[tuple[str, str], str], at_least: int) -> None:
+        """By model and case, how it ended (`real_outcomes`): of each case nine in ten are equal, of ``at_least`` models
+        or more whose package is here; none is wrong, and none ends in another way than by a refusal."""
+        for case in sorted({case for _, case in outcomes}):
+            of_case = {model: outcome for (model, one), outcome in outcomes.items() if one == case}
+            ran = {model: outcome for model, outcome in of_case.items() if outcome != "not here"}
+            equal = [model for model, outcome in ran.items() if outcome.startswith("equal")]
+            self.at_least(f"{case}: models", len(ran), at_least)
+            self.at_least(f"{case}: share that is equal", len(equal) / len(ran) if ran else float("nan"), 0.9)
+            for model, outcome in ran.items():
+                if model not in equal and outcome != "refused":
+                    self.holds(f"{case}: {model}: {outcome}", False)
+
     @property
     def failed(self) -> list[str]:
         return [text for holds, text in self.rows if not holds]
@@ -245,4 +258,18 @@ def fuzz(found: Mapping[str, tuple[int, Sequence[str]]], asked: int) -> Claims:
     claims.at_least("cases", sum(count for count, _ in found.values()), asked)
     for kind, (count, wrong) in found.items():
         claims.holds(f"{kind}: {count} cases without a fault {'; '.join(wrong)}".strip(), not wrong)
+    return claims
+
+
+def real_models(outcomes: Mapping[tuple[str, str], str], is_whole: bool) -> Claims:
+    """By model of a PyTorch library and case, how it ended: at least 45 in each case."""
+    claims = Claims()
+    claims.models(outcomes, 45 if is_whole else 1)
+    return claims
+
+
+def real_models_jax(outcomes: Mapping[tuple[str, str], str], is_whole: bool) -> Claims:
+    """By model of a JAX library and case, how it ended: at least 15 in each case."""
+    claims = Claims()
+    claims.models(outcomes, 15 if is_whole else 1)
     return claims

@@ -25,6 +25,7 @@ BEHIND_FIGURES = ("benchmarks/twins.py", "benchmarks/found_plans.py")
 LAYERS = {"ours, 1f1b": 1.05, "ours, gpipe": 1.04, "ppermute": 1.0, "praxis": 0.99}
 CLASS = {"class": "A", "equal": True, "split": 0.98, "reasons": []}
 FOUND = {"torch_losses": [7.0, 6.0], "jax_losses": [7.0, 6.0], "torch": [1.01], "jax": [1.1], "jax_compiled": [1.0]}
+MODELS = {(f"a:{number}", case): "equal" for number in range(45) for case in ("pp 2", "tp 2")}
 JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
     "pipeline_speed": (
         lambda: claims.pipeline_speed({"8:large": {"bound": 1.03, "torch": 0.98}}),
@@ -34,6 +35,25 @@ JUDGED: dict[str, tuple[Callable[[], Claims], list[Callable[[], Claims]]]] = {
             lambda: claims.pipeline_speed({"8:large": {"bound": NAN, "torch": 0.98}}),
             lambda: claims.pipeline_speed({"a": {"bound": 1.0, "torch": 0.9}, "b": {"bound": 1.2, "torch": 0.9}}),
             lambda: claims.pipeline_speed({}),
+        ],
+    ),
+    "real_models": (
+        lambda: claims.real_models(MODELS | {("a:0", "pp 2"): "refused", ("a:1", "tp 2"): "equal, by messages"}, True),
+        [
+            lambda: claims.real_models(MODELS | {("a:0", "pp 2"): "WRONG"}, True),
+            lambda: claims.real_models(MODELS | {("a:0", "tp 2"): "failed"}, True),
+            lambda: claims.real_models(MODELS | {(f"a:{n}", "tp 2"): "refused" for n in range(5)}, True),
+            lambda: claims.real_models(MODELS | {("a:0", "pp 2"): "not here"}, True),
+            lambda: claims.real_models({("a:0", "pp 2"): "not here"}, False),
+            lambda: claims.real_models({}, False),
+        ],
+    ),
+    "real_models_jax": (
+        lambda: claims.real_models_jax(MODELS, True),
+        [
+            lambda: claims.real_models_jax(MODELS | {("a:0", "pp 2"): "WRONG"}, True),
+            lambda: claims.real_models_jax(dict(list(MODELS.items())[:28]), True),
+            lambda: claims.real_models_jax({}, False),
         ],
     ),
     "pipeline_fidelity": (

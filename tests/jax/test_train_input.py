@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -42,10 +43,11 @@ def graph() -> sw.Graph:
 
 
 def training(
-    graph: sw.Graph, pp: int, run: Callable[..., Any] = loss, optimizer: Any = None, dp: int = 1, **pins: Any
-) -> sw.TrainStep:
+    graph: sw.Graph, pp: int, run: Callable[..., Any] = loss, optimizer: Any = None, dp: int = 1, wrt: Any = None,
+    **pins: Any,
+) -> sw.TrainStep:  # fmt: skip
     plan = plan_of(graph, pp, dp, **pins)
-    return sw.train_step(run, optimizer or optax.sgd(0.1), plan, devices=jax.devices()[: pp * dp])
+    return sw.train_step(run, optimizer or optax.sgd(0.1), plan, devices=jax.devices()[: pp * dp], wrt=wrt)
 
 
 @pytest.mark.parametrize("pp", [1, 2])
@@ -137,3 +139,40 @@ def test_an_optimizer_that_follows_the_loss(graph: sw.Graph, pp: int) -> None:
         updates, kept = optimizer.update(gradients, kept, expected, value=value)
         expected = optax.apply_updates(expected, updates)
     Comparison().values(train.params(state), expected, relative=1e-4, absolute=1e-6).require()
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Stack:
+    """A pytree that can be called, as the modules of Equinox are."""
+
+    w0: Any
+    w1: Any
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for weight in (self.w0, self.w1):
+            x = x + jnp.tanh(x @ weight)
+        return x
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_parameters_that_can_be_called(pp: int) -> None:
+    def run(model: Stack, batch: dict[str, jax.Array]) -> jax.Array:
+        return (model(batch["x"]) ** 2).mean()
+
+    graph = sw.capture(run, (Stack(**params()), BATCHES[0]))
+    train = training(graph, pp, run, wrt=Stack(False, True))
+    state = train.init(Stack(**params()))
+    state, found = train(state, BATCHES[0])
+    after = train.params(state, at=jax.devices()[0])
+    assert isinstance(after, Stack)
+    same = Comparison().losses([float(found)], [float(loss(params(), BATCHES[0]))]).equal(after.w0, params()["w0"])
+    moved = params()["w1"] - 0.1 * jax.grad(run)(Stack(**params()), BATCHES[0]).w1
+    same.values(after.w1, moved, relative=1e-5, absolute=1e-6).require()
+
+
+def test_what_is_among_parameters_and_no_array() -> None:
+    with pytest.raises(CaptureError, match=r"w1 is among the parameters.*custom_jvp.*equinox\.partition"):
+        sw.capture(lambda model, batch: model(batch["x"]).mean(), (Stack(params()["w0"], jax.nn.relu), BATCHES[0]))
+    with pytest.raises(CaptureError, match=r"a Stack is a pytree of parameters: capture the loss function"):
+        sw.capture(Stack(**params()), BATCHES[0])

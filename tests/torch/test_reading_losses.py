@@ -75,6 +75,12 @@ TOLD: dict[str, tuple[str, Body]] = {
     "heads inside of the batch": (
         "mean", lambda m, x, y: m(x).T.reshape(CLASSES * len(x)).view(CLASSES, len(x)).square().sum(0).mean(),
     ),
+    "samples repeated in place": (
+        "mean", lambda m, x, y: (m(x.repeat_interleave(3, 0)).view(len(x), 3, -1).mean(1) - m(x)).square().mean(),
+    ),
+    "copies of the batch": (
+        "mean", lambda m, x, y: (m(x.repeat(2, 1)).view(2, len(x), -1).mean(0) - m(x)).square().mean(),
+    ),
     "number of samples as a tensor": ("mean", lambda m, x, y: m(x).square().sum() / torch.tensor(len(x))),
     "detached weights": (
         "weighted mean", lambda m, x, y: (m(x).square().mean(1) * x[:, 0].abs()).sum() / x[:, 0].abs().sum(),
@@ -84,6 +90,13 @@ TOLD: dict[str, tuple[str, Body]] = {
     "a penalty": ("weighted mean", lambda m, x, y: F.cross_entropy(m(x), y) + 1e-3 * m.layer.weight.square().sum()),
 }  # fmt: skip
 ASKED: dict[str, tuple[str, Body]] = {
+    "samples repeated against copies of the batch": (
+        "brings samples together in different orders",
+        lambda m, x, y: (m(x).repeat_interleave(2, 0) * m(x).repeat(2, 1)).mean(),
+    ),
+    "samples repeated as often as there are": (
+        "", lambda m, x, y: (m(x).repeat_interleave(len(x), 0) * m(x).repeat(len(x), 1)).mean(),
+    ),
     "batch norm": ("takes statistics over the samples", lambda m, x, y: F.cross_entropy(m.norm(m(x)), y)),
     "weights with gradients": (
         "depends on the parameters", lambda m, x, y: m(x).square().sum() / m(x).abs().sum(),

@@ -15,7 +15,15 @@ from shardwright.backends.jax.program import Program, flatten, same_structure
 from shardwright.backends.jax.returned import Weighted
 from shardwright.backends.jax.samples import at_batch, batch_size, positional, resolve_batch_dims
 from shardwright.backends.jax.trace import Recorder, boxed_functions, linen_calls, nnx_calls
-from shardwright.backends.jax.tree import abstract, aliases_of, dotted, flat_names, parameter_names
+from shardwright.backends.jax.tree import (
+    abstract,
+    abstract_parameters,
+    aliases_of,
+    dotted,
+    flat_names,
+    is_function,
+    parameter_names,
+)
 from shardwright.core.errors import CaptureError
 from shardwright.core.graph import Call, Graph, Op, Parameter, Tensor, TensorRole
 
@@ -131,6 +139,11 @@ def _source(model: Any, sample: Any, loss: Callable[..., Any] | None) -> tuple[S
             f"a Linen module is captured with its variables: give ({type(model).__name__}(…), variables), "
             "where variables may be jax.eval_shape(module.init, …)"
         )
+    if callable(model) and not is_function(model):
+        raise CaptureError(
+            f"a {type(model).__name__} is a pytree of parameters: capture the loss function of it and a batch, "
+            "sw.capture(loss_fn, (model, batch))"
+        )
     if callable(model):
         if not (isinstance(sample, tuple) and len(sample) == 2):
             raise CaptureError("a function of (params, batch) is captured with the sample (params, batch): give a pair")
@@ -180,7 +193,7 @@ def _linen_source(module: linen.Module, variables: Any, loss: Callable[..., Any]
 
 
 def _function_source(function: Callable[..., Any], params: Any, loss: Callable[..., Any] | None) -> Source:
-    arrays = jax.tree.map(abstract, params)
+    arrays = abstract_parameters(params)
     leaves = jax.tree.leaves(arrays)
     trainable = tuple(True if jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact) else None for leaf in leaves)
 

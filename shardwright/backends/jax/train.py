@@ -42,6 +42,7 @@ from shardwright.backends.jax.state import (
 )
 from shardwright.backends.jax.tensor_parallel import FusedParameters, TensorParallel
 from shardwright.backends.jax.trained import Trained
+from shardwright.backends.jax.tree import is_function
 from shardwright.backends.jax.watch import Watch
 from shardwright.core.errors import MissingCapabilityError, PlanError, PlanWarning, ShardwrightError
 from shardwright.core.plan import Plan
@@ -168,7 +169,7 @@ class TrainStep:
             return self._init(params_or_init, state, seed)
 
     def _init(self, params_or_init: Any, state: Any, seed: int) -> TrainState:
-        init = params_or_init if callable(params_or_init) and not isinstance(params_or_init, nnx.Module) else None
+        init = params_or_init if is_function(params_or_init) else None
         given = take_apart(abstractly(init) if init is not None else params_or_init, seed, state)
         if isinstance(params_or_init, nnx.Module) and self._loss.python is not None:
             self._loss.python.watch(params_or_init)

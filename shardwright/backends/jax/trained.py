@@ -9,6 +9,7 @@ import optax
 from flax import nnx
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
+from shardwright.backends.jax.tree import is_function
 from shardwright.core.errors import PlanError
 
 FORMS = (
@@ -42,7 +43,7 @@ class Trained:
         return tuple(bool(chosen(path, value)) for path, value in nnx.to_flat_state(params))
 
     def _tree(self, params: Any, leaves: Sequence[Any]) -> tuple[bool, ...]:
-        if callable(self.wrt) and not isinstance(self.wrt, type):
+        if is_function(self.wrt) and not isinstance(self.wrt, type):
             named = jax.tree_util.tree_flatten_with_path(params)[0]
             return tuple(bool(self.wrt(tuple(map(_key, path)), leaf)) for path, leaf in named)
         if isinstance(self.wrt, str | type):

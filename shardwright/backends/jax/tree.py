@@ -41,6 +41,31 @@ def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
         raise CaptureError(f"a {type(leaf).__name__} is neither an array nor a shape: {leaf!r:.80}") from None
 
 
+def abstract_parameters(params: Any) -> Any:
+    """The shapes of a pytree of parameters. Raises CaptureError, naming the leaf, where one is neither an array nor a
+    number, as the functions among the fields of an Equinox module are."""
+
+    def named(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        try:
+            return abstract(leaf)
+        except CaptureError as error:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise CaptureError(
+                f"{name or 'what'} is among the parameters, and {error}. Leave out of them what is no array, and put "
+                "it back inside of the loss function: in Equinox params, rest = equinox.partition(model, "
+                "equinox.is_inexact_array), and equinox.combine(params, rest)"
+            ) from None
+
+    return jax.tree_util.tree_map_with_path(named, params)
+
+
+def is_function(value: Any) -> bool:
+    """Whether a value is a function, and no pytree that can be called, as an Equinox module is."""
+    if not callable(value) or isinstance(value, nnx.Module):
+        return False
+    return jax.tree_util.all_leaves([value]) or isinstance(value, jax.tree_util.Partial)
+
+
 def aliases_of(model: nnx.Module) -> dict[str, tuple[str, ...]]:
     """First name → the further names of every variable that a model holds in more than one place."""
     first: dict[int, str] = {}

@@ -19,8 +19,8 @@ RESHAPES = frozenset({
 })  # fmt: skip
 SAME = frozenset({
     "transpose", "swapaxes", "swapdims", "t", "numpy_T", "mT", "adjoint", "permute", "expand", "broadcast_to", "real",
-    "imag", "view_as_real", "view_as_complex", "clone", "contiguous", "alias", "flip", "roll", "rot90", "repeat",
-    "tile", "dropout", "select", "unbind", "movedim",
+    "imag", "view_as_real", "view_as_complex", "clone", "contiguous", "alias", "flip", "roll", "rot90", "dropout",
+    "select", "unbind", "movedim",
 })  # fmt: skip
 CASTS = frozenset({"to", "_to_copy", "_autocast_to_reduced_precision", "_autocast_to_full_precision", "copy_"})
 FILLS = {
@@ -181,6 +181,26 @@ class _Call:
         """An op that makes a number, for ops that take it as a tensor."""
         value = self.translation.new_value(((), ()))
         return LossOp("fill", self.op.name, (), (value,), ((),), where=self.op.where, number=number), value
+
+    def repeated(self, source: int, out: int, new: Mapping[int, int]) -> list[LossOp]:
+        """Dims of ``source`` whose entries ``out`` has several times, as a broadcast and a reshape. ``new`` says for a
+        dim whether what repeats it comes before it (0) or after it (1)."""
+        widened: list[list[int]] = [[], []]
+        labels: list[int] = []
+        for dim, sizes in enumerate(zip(*self.translation.shapes[source], strict=True)):
+            times = [
+                made[dim] // size if size else 1 for size, made in zip(sizes, self.translation.shapes[out], strict=True)
+            ]
+            adds = dim in new and times != [1, 1]
+            for position in (0, 1) if adds else (0,):
+                is_new = adds and position == new[dim]
+                labels.append(-1 if is_new else dim)
+                for of_size, size, more in zip(widened, sizes, times, strict=True):
+                    of_size.append(more if is_new else size)
+        value = self.translation.new_value((tuple(widened[0]), tuple(widened[1])))
+        kept = tuple(range(len(self.translation.shapes[source][0])))
+        broadcast = self.how("same", inputs=(source,), outputs=(value,), labels=(kept, tuple(labels)), special=())
+        return [broadcast, self.how("reshape", inputs=(value,), labels=(), special=())]
 
     # Ops that need their arguments ---------------------------------------------------------------------------------
 
@@ -377,6 +397,25 @@ def _unfold(call: _Call) -> list[LossOp]:
     return [call.how("same", labels=(kept, (*kept, -1)), special=())]
 
 
+def _repeat_interleave(call: _Call) -> list[LossOp]:
+    """Every entry of a dim several times in place: a new dim after it, and both as one."""
+    (source,), (out,) = call.a.inputs[:1], call.a.outputs
+    shapes, made = call.translation.shapes[source], call.translation.shapes[out]
+    dim = call.arguments[0].get("dim")
+    if dim is None or len(call.a.inputs) != 1 or len(shapes[0]) != len(made[0]):
+        return [call.how("opaque")]
+    return call.repeated(source, out, {dim % len(shapes[0]): 1})
+
+
+def _repeat(call: _Call) -> list[LossOp]:
+    """Whole copies one after the other: for every repeated dim a new one before it, and both as one."""
+    (source,), (out,) = call.a.inputs, call.a.outputs
+    rank = len(call.translation.shapes[source][0])
+    if rank != len(call.translation.shapes[out][0]):
+        return [call.how("same")]
+    return call.repeated(source, out, dict.fromkeys(range(rank), 0))
+
+
 def _concat(call: _Call) -> list[LossOp]:
     rank = len(call.translation.shapes[call.a.outputs[0]][0])
     if len(call.a.inputs) == 1 and call.name != "stack":
@@ -450,6 +489,8 @@ _HOWS: dict[str, Callable[[_Call], list[LossOp]]] = {
     **dict.fromkeys(("index", "_unsafe_index", "index_select"), _lookup),
     **dict.fromkeys(("index_put", "_index_put_impl", "_unsafe_index_put"), _put),
     "unfold": _unfold,
+    "repeat_interleave": _repeat_interleave,
+    **dict.fromkeys(("repeat", "tile"), _repeat),
     "reciprocal": _reciprocal,
     "where": _where,
     "masked_fill": _masked_fill,
