@@ -58,7 +58,7 @@ def cases(count: int, seed: int) -> list[dict[str, Any]]:
             case["fault"], places = IN_STEPS[number % len(IN_STEPS)]
             case["where"], case["step"] = numbers.choice(places), numbers.randrange(1, 4)
         if case["fault"] == "sleep":
-            case["timeout_s"] = 2.0
+            case["timeout_s"] = 4.0
         found.append(case)
     return found
 

@@ -372,7 +372,7 @@ class Pulse:
             return None
         fresh_s = LATE_BEATS * BEAT_S  # what a rank said before it fell silent is no evidence
         if any(
-            peer is None or not peer.beat.waits or now - peer.moved < limit_s or now - peer.told > fresh_s
+            peer is None or not peer.beat.waits or peer.told - peer.moved < limit_s or now - peer.told > fresh_s
             for peer in others
         ):
             return None
