@@ -30,7 +30,8 @@ from shardwright.core.memory_over_time import memory_over_time
 from shardwright.core.schedule.actions import Kind
 
 DEEP = "gpt2, 8 layers of 128"
-USUAL: dict[str, Any] = {"recompute": "none", "shard": 0, "precision": "fp32", "pp": 1, "dp": 1, "tp": 1}
+USUAL: dict[str, Any] = {"recompute": "none", "shard": 0, "precision": "fp32", "pp": 1, "dp": 1, "tp": 1,
+                         "loss_scope": "replica"}  # fmt: skip
 TWO: dict[str, dict[str, Any]] = {"pp 2": {"pp": 2, "schedule": "1f1b"}, "dp 2": {"dp": 2}, "tp 2": {"tp": 2}}
 FOUR: dict[str, dict[str, Any]] = {
     "pp 4, 1f1b": {"pp": 4, "schedule": "1f1b"},

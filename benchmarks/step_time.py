@@ -128,7 +128,7 @@ def worker(framework: str, name: str, file: str, steps: int) -> None:
 
 def planned(graph: sw.Graph, size: int, profile: str, asked: dict[str, Any]) -> sw.Plan:
     """The plan that is asked for, of microbatches as large as the sample unless it says otherwise."""
-    asked = {"schedule": "1f1b", "recompute": "none", "shard": 0, "precision": "fp32"} | asked
+    asked = {"schedule": "1f1b", "recompute": "none", "shard": 0, "precision": "fp32", "loss_scope": "replica"} | asked
     earlier, divided = asked.pop("earlier", 0), asked.pop("divided", 1)
     size //= divided
     batch = asked.pop("microbatches", MICROBATCHES * divided) * size * asked["dp"]

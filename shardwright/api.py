@@ -70,7 +70,7 @@ def plan(
     shard_group: int | None = None,
     precision: Literal["fp32", "bf16", "fp16"] | None = None,
     optimizer: str = "adamw",
-    loss_scope: LossScope = "replica",
+    loss_scope: LossScope | None = None,
     stage_starts: Sequence[int] | None = None,
     sequence_parallel: bool | None = None,
     gradient_precision: Literal["fp32", "bf16", "fp16"] | None = None,
@@ -99,7 +99,8 @@ def plan(
         precision: of parameters and activations; default: a 16-bit one in which the device is faster than
             in fp32, else fp32.
         optimizer: whose states are counted.
-        loss_scope: whether what depends on the batch as a whole is taken over the replica's batch or the global one.
+        loss_scope: whether what depends on the batch as a whole is taken over the replica's batch or the global one;
+            None: over the replica's, and a runtime may ask where the loss couples samples.
         stage_starts: the first unit of every stage, where the cut is not to be searched.
         sequence_parallel: divide what the tensor axis leaves whole along the sequence; None searches, within what the
             framework's runtime can do.

@@ -192,6 +192,8 @@ class _Setup:
         where one process drives them all."""
         options, used, decision = dict(self.options), planned.mesh.size, planned.decision
         drives_all = self.graph.capabilities.single_controller
+        if not drives_all:  # time alone is asked for, whatever the loss is to its batch
+            options["reduction"] = "mean"
         rows = decision.batch if drives_all else decision.batch // decision.dp
         batch = _resized(self.sample, self.graph.sample_batch, rows)
         running = []

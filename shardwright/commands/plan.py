@@ -140,9 +140,13 @@ def plan_command(
         ),
     ] = None,
     loss_scope: Annotated[
-        str,
-        typer.Option(help="replica or global: what depends on the batch as a whole.", rich_help_panel="Decision"),
-    ] = "replica",
+        str | None,
+        typer.Option(
+            help="replica or global: what depends on the batch as a whole; default: replica, and the runtime asks.",
+            show_default=False,
+            rich_help_panel="Decision",
+        ),
+    ] = None,
     partitioner: Annotated[
         str,
         typer.Option(
@@ -192,7 +196,7 @@ def plan_command(
 ) -> None:
     """Capture a model and find how to split it over a cluster. What is given is pinned, the rest is searched."""
     require_folder(output)
-    if loss_scope not in _LOSS_SCOPES:
+    if loss_scope is not None and loss_scope not in _LOSS_SCOPES:
         raise ShardwrightError(f"--loss-scope {loss_scope!r}: {nearest(loss_scope, _LOSS_SCOPES)}")
     request = Request(
         batch=batch,
@@ -207,7 +211,7 @@ def plan_command(
         shard_group=shard_group,
         precision=precision,
         optimizer=optimizer,
-        loss_scope=_LOSS_SCOPES[loss_scope],
+        loss_scope=None if loss_scope is None else _LOSS_SCOPES[loss_scope],
         placement_order=placement_order,
         partitioner=partitioner,
         offload=offload,

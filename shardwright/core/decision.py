@@ -41,7 +41,9 @@ class Decision:
     shard_group: int | None = None
     precision: str = "fp32"
     optimizer: str = "adamw"
-    loss_scope: LossScope = "replica"
+    loss_scope: LossScope | None = None
+    """Which samples batch norm and other losses that couple samples see together; None: nobody has said so, and each
+    replica's own are."""
     sequence_parallel: bool = False
     """Whether what the tensor axis leaves whole is divided along the sequence (arXiv 2205.05198, section 4.2.2)."""
     gradient_precision: str | None = None
@@ -100,7 +102,7 @@ class Decision:
             "precision": (PRECISION_BYTES, ""),
             "gradient_precision": ((None, *PRECISION_BYTES), ", or None for that of the parameters"),
             "optimizer": (OPTIMIZER_STATES, ""),
-            "loss_scope": (get_args(LossScope), ""),
+            "loss_scope": ((None, *get_args(LossScope)), ", or None"),
         }
         require_schedule(self.schedule)
         for name, (known, beside) in options.items():

@@ -45,7 +45,7 @@ class DecisionFile(Section):
     shard_group: Count | None
     precision: Literal["fp32", "bf16", "fp16"]
     optimizer: Text
-    loss_scope: Literal["replica", "global"]
+    loss_scope: Literal["replica", "global"] | None
     sequence_parallel: bool
     gradient_precision: Literal["fp32", "bf16", "fp16"] | None
     placement_order: Text

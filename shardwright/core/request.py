@@ -38,7 +38,7 @@ class Request:
     shard_group: int | None = None
     precision: str | None = None
     optimizer: str = "adamw"
-    loss_scope: LossScope = "replica"
+    loss_scope: LossScope | None = None
     stage_starts: tuple[int, ...] | None = None
     sequence_parallel: bool | None = None
     gradient_precision: str | None = None
@@ -113,7 +113,7 @@ class Request:
         }
         for name, known in options.items():
             value = getattr(self, name)
-            if value is None and name.endswith("precision"):
+            if value is None and (name.endswith("precision") or name == "loss_scope"):
                 continue
             if not isinstance(value, str) or value not in known:
                 raise PlanError(f"{name}={value!r}: {nearest(str(value), known)}")

@@ -17,8 +17,9 @@ from shardwright.backends.torch.python_reads import left_as_it_is
 from shardwright.backends.torch.results import Returned, Shares
 from shardwright.backends.torch.runtime import Runtime, StepBody
 from shardwright.backends.torch.stage_map import StageMap
-from shardwright.core.errors import CaptureError, MissingCapabilityError, PlanError, UnrecordableError
+from shardwright.core.errors import CaptureError, PlanError, UnrecordableError
 from shardwright.core.graph import Graph
+from shardwright.torch.message_options import require_possible, unheeded
 from shardwright.torch.planning import capture_at_first_step, plan_at_first_step
 from shardwright.torch.session import Session
 
@@ -38,6 +39,9 @@ def run_step(
     """
     mode = session.config.pipeline_mode
     if mode == "messages" and runtime.messages is None:
+        left_out = unheeded(session.config, runtime.stage_map)
+        if left_out and session.bound.rank == 0:
+            warnings.warn(f"the plan is for a recorded pipeline.{left_out}", stacklevel=3)
         start_messages(session, runtime, body, microbatches[0])
     if runtime.messages is None and runtime.stage_map is None:
         _split(session, runtime, body, microbatches[0])
@@ -46,7 +50,7 @@ def run_step(
         try:
             prepared = runtime.prepare(signature, body, microbatches, shares, axes)
         except UnrecordableError as error:  # on every rank
-            _say(session, error)
+            _say(session, error, runtime.stage_map)
             start_messages(session, runtime, body, microbatches[0])
     return runtime.step(signature, body, microbatches, shares, prepared, axes)
 
@@ -58,7 +62,7 @@ def start_messages(session: Session, runtime: Runtime, body: StepBody, microbatc
     Raises MissingCapabilityError: the configuration or the plan asks for what recorded pipelines alone do.
     """
     config = session.config
-    _refuse_what_is_recorded_only(session)
+    require_possible(config, session.plan)
     if session.bound.size("tp") > 1 and session.bound.rank == 0:
         warnings.warn(
             f"a model that runs by message passing runs whole on each of the {session.bound.size('tp')} ranks of the "
@@ -75,30 +79,13 @@ def start_messages(session: Session, runtime: Runtime, body: StepBody, microbatc
     else:
         session.plan = None
         given = _divided(session, runtime, body, microbatch)
-    pipeline = config.pipeline if isinstance(config.pipeline, str) else config.pipeline.name
+    asked = config.pipeline if stage_map is None else stage_map.schedule.name
+    pipeline = asked if isinstance(asked, str) else asked.name
     runtime.run_by_messages(
         Owners.of(runtime.model, given),
         active=config.active_microbatches,
         schedule=pipeline,
     )
-
-
-def _refuse_what_is_recorded_only(session: Session) -> None:
-    config, plan = session.config, session.plan
-    decision = None if plan is None else plan.decision
-    asked = {
-        "recompute": config.recompute != "none" or (decision is not None and decision.recompute != "none"),
-        "loss_scope='global'": config.loss_scope == "global"
-        or (decision is not None and decision.loss_scope == "global"),
-        "compile": bool(config.compile),
-        "debug='numerics'": config.debug is not None,
-    }
-    refused = [name for name, is_asked in asked.items() if is_asked]
-    if refused:
-        raise MissingCapabilityError(
-            f"the step runs by message passing, which does not do {' nor '.join(refused)}: leave that out, or change "
-            f"the model so that it can be recorded ('pipeline_mode': 'recorded' says what hinders it)"
-        )
 
 
 def _split(session: Session, runtime: Runtime, body: StepBody, microbatch: Sequence[torch.Tensor]) -> None:
@@ -137,7 +124,7 @@ def _split(session: Session, runtime: Runtime, body: StepBody, microbatch: Seque
     elif recorded_only:
         raise unrecordable
     else:
-        _say(session, unrecordable)
+        _say(session, unrecordable, None)
         start_messages(session, runtime, body, microbatch)
 
 
@@ -179,11 +166,12 @@ def _why_unrecordable(
     return UnrecordableError(f"no plan can be made for it, because {hindered}")
 
 
-def _say(session: Session, reason: CaptureError) -> None:
+def _say(session: Session, reason: CaptureError, stage_map: StageMap | None) -> None:
     if session.bound.rank == 0:
         warnings.warn(
             f"this model runs by message passing from now on, not as a recorded pipeline: {reason}. Set "
-            f"'pipeline_mode': 'messages' to say so beforehand, or 'recorded' to make this an error",
+            f"'pipeline_mode': 'messages' to say so beforehand, or 'recorded' to make this an error."
+            f"{unheeded(session.config, stage_map)}",
             stacklevel=4,
         )
 

@@ -7,17 +7,22 @@ from typing import Any
 import torch
 
 from shardwright.backends.torch.model_claims import plain_text
-from shardwright.backends.torch.optimizer_states import gather_states, load_states, local_states
+from shardwright.backends.torch.optimizer_states import gather_states, load_states, local_states, put_together
+from shardwright.backends.torch.tensor_parallel.shards import Shards
 from shardwright.core.errors import ShardwrightError
 from shardwright.torch import session as sessions
+from shardwright.torch.scaler import share_overflows
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps an optimizer made from the model's parameters, before or after the model was wrapped or split.
 
     Parameters are matched by identity: those of other ranks leave the groups, those of a model on the meta device are
-    replaced by the ones with data. Learning-rate schedulers take the wrapper.
+    replaced by the ones with data. Learning-rate schedulers take the wrapper, and so does ``torch.amp.GradScaler``,
+    which then skips an update on all ranks where a gradient overflows on one.
     """
+
+    holds_a_split_model = True
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         # Deliberately not torch's own __init__: the groups and the state are those of the wrapped optimizer.
@@ -34,7 +39,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._rebind()
         self._steps = 0
         runtime.listeners.append(self._rebind)
+        runtime.before_whole.append(self._put_together)
         session.optimizers.append(weakref.ref(self))
+        share_overflows()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -112,6 +119,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._uncut is not None and shards is not None and shards.is_cut:
             load_states(self._holding, self.optimizer, self._named_groups(), self._uncut, shards, with_options=False)
             self._uncut = None
+
+    def _put_together(self, shards: Shards) -> None:
+        put_together(self._holding, self.optimizer, self._names, shards)
 
     def _named_groups(self) -> list[list[str]]:
         foreign = [p for names in self._names for p in names if not isinstance(p, str)]

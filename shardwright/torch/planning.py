@@ -58,7 +58,7 @@ def plan_at_first_step(session: Session, model: nn.Module, graph: Graph) -> Stag
         pp=pp, tp=bound.size("tp"), dp=dp, sequence_parallel=_divides_sequence(config),
         microbatch=samples, schedule=_schedule_for_cut(config),
         virtual_stages=config.virtual_stages, recompute=config.recompute,
-        loss_scope=config.loss_scope or "replica", shard=0, precision=_precision(model),
+        loss_scope=config.loss_scope, shard=0, precision=_precision(model),
         layouts=_layouts(config.layouts, model),
     )  # fmt: skip
     session.plan = plan

@@ -30,6 +30,7 @@ from shardwright.core.plan import Plan
 from shardwright.core.schedule import AUTO
 from shardwright.torch.claims import said_at_start
 from shardwright.torch.config import Config, read_config
+from shardwright.torch.message_options import require_carried_out
 
 
 class OptimizerSettings(Protocol):
@@ -60,9 +61,8 @@ class Session:
     @property
     def loss_scope(self) -> LossScope | None:
         """What is meant where the loss couples samples; None: nobody has said so."""
-        if self.config.loss_scope is None and self.plan is not None and self.plan.decision.loss_scope == "global":
-            return "global"
-        return self.config.loss_scope
+        planned = None if self.plan is None else self.plan.decision.loss_scope
+        return self.config.loss_scope or planned
 
     @property
     def microbatches(self) -> int:
@@ -172,10 +172,12 @@ def _read(given: Mapping[str, Any], plan: "Plan | str | Path | None", world_size
     if plan is not None:
         _refuse_degrees(given)
     settings = read_config(given)
+    require_carried_out(settings)
     chosen = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    if chosen is not None and settings.loss_scope not in (None, chosen.decision.loss_scope):
+    planned_scope = None if chosen is None else chosen.decision.loss_scope or "replica"
+    if chosen is not None and settings.loss_scope not in (None, planned_scope):
         raise ShardwrightError(
-            f"init was given loss_scope={settings.loss_scope!r} and a plan for {chosen.decision.loss_scope!r}: plan "
+            f"init was given loss_scope={settings.loss_scope!r} and a plan for {planned_scope!r}: plan "
             f"anew with that loss_scope"
         )
     if chosen is not None:

@@ -1,7 +1,9 @@
 """One suite over every backend: what the boundary promises holds in each framework."""
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import shardwright as sw
 from shardwright.backends import protocol
 from shardwright.core.capabilities import Capabilities
-from shardwright.core.errors import CaptureError, ClusterError, MissingCapabilityError, PlanError
+from shardwright.core.errors import CaptureError, ClusterError, LossError, MissingCapabilityError, PlanError
 from shardwright.core.fold import fold
 from shardwright.core.structure import structure_of
 
@@ -150,6 +152,42 @@ def test_training_follows_the_plan_and_gives_parameters_back_by_name(case: Case)
     assert losses == sorted(losses, reverse=True)
     names = set(plan.parameter_stages(case.backend.name))
     assert set(run.whole_parameters()) == names
+
+
+def with_loss(case: Case, of: Any) -> Case:
+    """The same with the loss that ``of`` makes of the model's output."""
+    case.loss = of if case.backend.name == "torch" else lambda model, batch: of(model(batch))
+    case.options = case.options | {"loss": case.loss}
+    return case
+
+
+def test_the_loss_of_a_batch_is_that_of_the_unsplit_model(case: Case) -> None:
+    given = case.sample if case.backend.name == "jax" else case.sample[0]
+    output = case.model(given) if case.backend.name == "jax" else case.model(given).detach()
+    squares = float((np.asarray(output) ** 2).sum())
+    summed = with_loss(case, lambda out: (out**2).sum())
+    run = summed.backend.compile(summed.plan(), copy.deepcopy(case.model), **summed.options)
+    assert run.step(given) == pytest.approx(squares, rel=1e-5)
+
+
+def test_a_loss_that_couples_samples_is_asked_for(case: Case) -> None:
+    given = case.sample if case.backend.name == "jax" else case.sample[0]
+    coupled = with_loss(case, lambda out: (out**2).mean() ** 0.5)
+    plan = coupled.plan()
+    with pytest.raises((LossError, PlanError), match="reduction='mean'"):
+        coupled.backend.compile(plan, copy.deepcopy(case.model), **coupled.options).step(given)
+    run = coupled.backend.compile(plan, copy.deepcopy(case.model), reduction="mean", **coupled.options)
+    assert np.isfinite(run.step(given))
+
+
+def test_a_loss_scope_of_the_plan_answers(case: Case, tmp_path: Path) -> None:
+    if case.backend.name == "jax":
+        pytest.skip("there a loss says it by its weight or by reduction=")
+    coupled = with_loss(case, lambda out: (out**2).mean() ** 0.5)
+    assert coupled.plan().decision.loss_scope is None
+    coupled.plan(loss_scope="replica").save(tmp_path / "plan.json")
+    run = coupled.backend.compile(sw.Plan.load(tmp_path / "plan.json"), coupled.model, **coupled.options)
+    assert np.isfinite(run.step(case.sample[0]))
 
 
 def test_both_frameworks_learn_the_same_from_the_same_weights() -> None:

@@ -1,4 +1,5 @@
-"""Models that do what libraries do, each split and held against the plain model: see `workers/accepted_models.py`."""
+"""Models that do what libraries do, and loops that users write, each split and held against the plain model: see
+`workers/accepted_models.py` and `workers/accepted_scripts.py`."""
 
 import pytest
 from torch import nn
@@ -7,14 +8,15 @@ from shardwright.backends.torch.checks import require_whole_gradients
 from shardwright.core.errors import CaptureError
 from tests.torch.launch import torchrun
 from tests.torch.workers.accepted_models import CASES
+from tests.torch.workers.accepted_scripts import SCRIPTS
 
 
-@pytest.mark.parametrize("how", ["pp:2", "tp:2"])
+@pytest.mark.parametrize("how", ["pp:2", "tp:2", "dp:2"])
 def test_models_train_split_as_they_train_whole(how: str) -> None:
     outcome = torchrun("accepted.py", 2, how, timeout_s=200)
     assert outcome.code == 0, outcome.text[-6000:]
     assert [line[3:] for line in outcome.text.splitlines() if line.startswith("ok ")] == [
-        name for name, case in CASES.items() if how[:2] in case.axes
+        name for name, case in {**CASES, **SCRIPTS}.items() if how[:2] in case.axes
     ]
 
 

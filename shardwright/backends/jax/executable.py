@@ -25,10 +25,11 @@ class JaxExecutable:
         *,
         devices: Sequence[jax.Device] | None = None,
         batch_dims: Any = None,
+        reduction: str | None = None,
         seed: int = 0,
     ) -> None:
         optimizer = optimizer or optax.adamw(1e-3)
-        self.train = TrainStep(loss, optimizer, plan, devices=devices, batch_dims=batch_dims)
+        self.train = TrainStep(loss, optimizer, plan, devices=devices, batch_dims=batch_dims, reduction=reduction)
         self.state: TrainState = self.train.init(model, seed=seed)
 
     def step(self, batch: Any) -> float:

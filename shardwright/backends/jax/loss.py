@@ -151,7 +151,7 @@ class Microbatches:
         Raises PlanError for a loss or a metric of which it cannot be told how those of microbatches combine.
         """
         decision = plan.decision
-        alone = decision.loss_scope == "replica" and decision.dp > 1
+        alone = decision.loss_scope != "global" and decision.dp > 1
         batch = cls(loss, parts.graphdef, structure, dims, decision.dp, plan.microbatches, alone)
         size = next(leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None)
         batch = replace(batch, samples=size // batch.calls)

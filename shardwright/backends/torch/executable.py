@@ -2,7 +2,7 @@
 
 import atexit
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.stage_map import StageMap
 from shardwright.backends.torch.watch import Fault
 from shardwright.backends.torch.weights import Weights
-from shardwright.core.errors import ShardwrightError
+from shardwright.core.errors import LossError, ShardwrightError
 from shardwright.core.plan import Plan
 from shardwright.core.timeline import Timeline
 
@@ -26,16 +26,25 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 class TorchExecutable:
     """Trains on a batch at a time."""
 
-    def __init__(self, runtime: Runtime, loss: Callable[[Any], torch.Tensor], make_optimizer: MakeOptimizer) -> None:
+    def __init__(
+        self, runtime: Runtime, loss: Callable[[Any], torch.Tensor], make_optimizer: MakeOptimizer,
+        reduction: Literal["mean", "sum"] | None = None,
+    ) -> None:  # fmt: skip
         self._runtime = runtime
+        self._reduction = reduction
         self._loss = loss
         self._make_optimizer = make_optimizer
         self._optimizer: torch.optim.Optimizer | None = None
         """Made after the first step's gradients: only then it is certain which tied parameters this rank holds."""
 
     def step(self, batch: Any) -> float:
-        """One training step on this replica's batch: a tensor, or a tuple or dict of them, batch first; the mean loss
-        over all microbatches of all replicas. Raises ShardwrightError when the batch does not divide."""
+        """One training step on this replica's batch: a tensor, or a tuple or dict of them, batch first; the loss of the
+        batch of all replicas.
+
+        Raises:
+            ShardwrightError: the batch does not divide.
+            LossError: that loss does not follow from those of microbatches, and ``reduction`` does not say how.
+        """
         runtime = self._runtime
         assert runtime.stage_map is not None
         count = runtime.stage_map.schedule.microbatches
@@ -54,20 +63,29 @@ class TorchExecutable:
                 output = runtime.model(*given) if isinstance(given, (tuple, list)) else runtime.model(given)
             loss = self._loss(output)
             assert runtime.recorder is not None
-            runtime.recorder.backward(loss, None)
+            runtime.recorder.backward(loss, None, self._reduction)
             return loss
 
         if self._optimizer is not None:
             self._optimizer.zero_grad()
         shapes = tuple((tuple(t.shape), t.dtype) for t in microbatches[0])
         with runtime.watch.step():
-            _, returned = runtime.step((str(spec), shapes), body, microbatches)
+            samples = max((leaf.shape[0] for leaf in leaves), default=count) // count
+            shares = runtime.begin("a step", [samples] * count)
+            signature, axes = (str(spec), shapes), [0] * len(leaves)
+            try:
+                prepared = runtime.prepare(signature, body, microbatches, shares, axes)
+            except LossError as error:
+                error.add_note("The executable of a plan takes compile(..., reduction='mean') or 'sum' for that.")
+                raise
+            _, returned = runtime.step(signature, body, microbatches, shares, prepared, axes)
         if self._optimizer is None:
             self._optimizer = self._make_optimizer(list(runtime.holding.local_parameters().values()))
         self._optimizer.step()
-        every = returned[0].everywhere
+        every, (each,) = returned[0].everywhere, prepared.losses
         assert every is not None
-        return float(every.mean())
+        assert each is not None
+        return sum(float(loss) * scale for loss, scale in zip(every, each, strict=True) if scale)
 
     def timelines(self, batch: Any, steps: int) -> tuple[Timeline, ...]:
         """When each action of this replica's pipeline ran in each of some training steps; every rank calls this."""
@@ -95,6 +113,7 @@ def compile(
     loss: Callable[[Any], torch.Tensor] | None = None,
     optimizer: MakeOptimizer | None = None,
     weights: Weights | None = None,
+    reduction: Literal["mean", "sum"] | None = None,
     seed: int = 0,
     wait_timeout_s: float = 60.0,
 ) -> TorchExecutable:
@@ -104,11 +123,15 @@ def compile(
         loss: called on the model's output; by default its ``.loss``, or the output itself.
         optimizer: makes the optimizer of this rank's parameters; by default AdamW at 1e-3.
         weights: data for a model on the meta device.
+        reduction: what the loss is to the batch: its "mean" over samples, or the "sum"; None: told from what computes
+            it.
 
     Raises:
         PlanError: the plan is for another model or number of ranks.
         MissingCapabilityError: the plan asks for what this runtime does not do.
     """
+    if reduction not in (None, "mean", "sum"):
+        raise ShardwrightError(f"reduction={reduction!r}: expected 'mean', 'sum', or None to have it told")
     stage_map = StageMap.of_plan(plan)
     launch = this_launch()
     device = choose_device(launch)
@@ -118,9 +141,10 @@ def compile(
     if watch.pulse is not None:
         atexit.register(watch.pulse.stop, Fault(bound.rank, "left", f"{watch.who} left"))
     runtime = Runtime(model, bound, watch, seed=seed, weights=weights)
+    runtime.semantics.scope = plan.decision.loss_scope
     runtime.split(stage_map)
     make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
-    return TorchExecutable(runtime, loss or _own_loss, make)
+    return TorchExecutable(runtime, loss or _own_loss, make, reduction)
 
 
 def _own_loss(output: Any) -> torch.Tensor:

@@ -60,6 +60,21 @@ def gather_states(
     return _by_names(found, optimizer, groups)
 
 
+def put_together(
+    holding: Holding, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str | torch.Tensor]], shards: Shards
+) -> None:
+    """Make states whole whose parameters are about to be, along the tensor axis. Every rank of it calls this.
+
+    Raises MissingCapabilityError: a parameter lies in pieces, and has a state of another shape.
+    """
+    for names in groups:
+        for name in names:
+            if isinstance(name, str) and (parameter := holding.parameter(name)) in optimizer.state:
+                states = optimizer.state[parameter]
+                for key in sorted(states):
+                    states[key] = _whole(name, key, states[key], parameter, shards)
+
+
 def local_states(holding: Holding, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
     """The states of this rank's parameters, or of its pieces of them, by names; marked as a part."""
     own = {

@@ -138,6 +138,8 @@ class Runtime:
         """How often the body of a step was recorded."""
         self.listeners: list[Callable[[], None]] = []
         """Called whenever the parameters of this rank have changed identity."""
+        self.before_whole: list[Callable[[Shards], None]] = []
+        """Called before parameters that lie in pieces are put together for good, on every rank alike."""
         self.recorders: list[Recorder] | None = None
         """While timelines are recorded: of each step when its actions ran."""
         self.tensor: TensorParallel | None = None
@@ -546,6 +548,8 @@ class Runtime:
         if self.holding.placement is None:
             self._hold(owners.placement(self.model))
         if self.tensor is not None:
+            for listener in self.before_whole:
+                listener(self.tensor.shards)
             self.tensor.shards.restore()
         if self.bound.size("dp") > 1 and self.statistics is None:
             self.statistics = RunningStatistics(self.model, self.bound, self.watch)

@@ -45,8 +45,9 @@ class StageMap:
         schedule = schedule or plan.build_schedule()
         calls = tuple(tuple((c.path, c.occurrence) for c in held) for held in plan.stage_calls("torch"))
         return cls(
-            schedule, calls, plan.parameter_stages("torch"), recomputed_calls(plan), plan.decision.loss_scope, plan
-        )
+            schedule, calls, plan.parameter_stages("torch"), recomputed_calls(plan),
+            plan.decision.loss_scope or "replica", plan,
+        )  # fmt: skip
 
     @classmethod
     def whole(

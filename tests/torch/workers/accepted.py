@@ -1,4 +1,5 @@
-"""One training step of each model of `accepted_models`, split, against the plain model in this process.
+"""One training step of each model of `accepted_models`, and the loops of `accepted_scripts`, split, against the plain
+model in this process.
 
 Usage: accepted.py AXIS:RANKS [NAME...]; prints `ok NAME` for each.
 """
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accepted_models import CASES, Case
+from accepted_scripts import SCRIPTS, Kit, Script
 
 import shardwright.torch as sw
 from shardwright.backends.torch.unsplit import seeded_by_rule
@@ -70,13 +72,39 @@ def check(name: str, case: Case, keys: dict[str, Any]) -> None:
     sw.shutdown()
 
 
+def check_script(name: str, script: Script, keys: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = script.make()
+    plain = copy.deepcopy(model)
+    wanted = list(script.loop(Kit(plain, is_split=False)))
+    sw.init({"microbatches": MICROBATCHES, "wait_timeout_s": WAIT_S, **keys})
+    split = sw.DistributedModel(model)
+    found = list(script.loop(Kit(split, is_split=True)))
+    same = Comparison(f"{name} under {keys}")
+    same.losses(found, wanted)
+    same.values(split.state_dict(), plain.state_dict(), relative=1e-3, absolute=1e-5, what="weights")
+    reports: list[Any] = [None] * sw.size()
+    dist.all_gather_object(reports, same.report())
+    Comparison.of_ranks(reports).require("losses", "weights")
+    assert (split.runtime.messages is None) == (script.mode == "recorded"), split.runtime.messages
+    sw.shutdown()
+
+
 def main() -> None:
     axis, ranks = sys.argv[1].split(":")
-    key = {"pp": "pipeline_parallel_degree", "tp": "tensor_parallel_degree"}[axis]
+    keys: dict[str, Any] = {
+        "pp": {"pipeline_parallel_degree": int(ranks)},
+        "tp": {"tensor_parallel_degree": int(ranks)},
+        "dp": {"ddp": True},
+    }[axis]
     warnings.filterwarnings("ignore")
     dist.init_process_group("gloo")
-    for name in sys.argv[2:] or [name for name, case in CASES.items() if axis in case.axes]:
-        check(name, CASES[name], {key: int(ranks)})
+    every = {**CASES, **SCRIPTS}
+    for name in sys.argv[2:] or [name for name, case in every.items() if axis in case.axes]:
+        if name in CASES:
+            check(name, CASES[name], keys)
+        else:
+            check_script(name, SCRIPTS[name], keys)
         if dist.get_rank() == 0:
             print(f"ok {name}", flush=True)
     dist.barrier()

@@ -20,13 +20,15 @@ def the_mode_is_chosen_and_said() -> None:
     plain, model = start(dynamic.Depth, pipeline_mode="recorded")
     expect(UnrecordableError, "it can run by message passing", lambda: train_step(model, batch(0, SAMPLES)))
     sw.shutdown()
-    plain, model = start(dynamic.Depth, pipeline_mode="auto")
+    plain, model = start(dynamic.Depth, pipeline_mode="auto", pipeline="zb-h1", optimize="speed")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compare(plain, model)
     said = [str(w.message) for w in caught if "runs by message passing from now on" in str(w.message)]
     assert len(said) == (1 if sw.rank() == 0 else 0), said
     assert all("reads values of tensors" in text for text in said), "the reason"
+    left_out = "What is not carried out by messages: the schedule zb-h1, optimize='speed'"
+    assert all(left_out in text for text in said), "what was asked for in vain"
     assert model.runtime.messages is not None
     sw.shutdown()
     plain, model = start(Block3, pipeline_mode="auto")
@@ -38,6 +40,15 @@ def the_mode_is_chosen_and_said() -> None:
     assert model.runtime.messages is not None, "asked for by name"
     sw.shutdown()
     expect(ShardwrightError, "did you mean 'messages'", lambda: sw.init({**CONFIG, "pipeline_mode": "message"}))
+    for asked, match in (
+        (
+            {"pipeline": "zb-h1"},
+            "does not carry out pipeline='zb-h1': leave that out. Messages take the pipeline keys 1f1b",
+        ),
+        ({"pipeline": "interleaved-1f1b", "virtual_stages": 2}, "nor virtual_stages=2"),
+        ({"cluster": "h100"}, "cluster='h100'"),
+    ):
+        expect(MissingCapabilityError, match, partial(sw.init, {**CONFIG, **asked}))
     assert not sw.is_initialized()
 
 

@@ -48,6 +48,9 @@ MORE_THAN_RANKS = 2
 FORWARD_FIRST = frozenset({"simple", "gpipe"})
 """Schedules that finish the forwards before they start the backwards."""
 
+BACKWARD_FIRST = frozenset({"interleaved", "1f1b"})
+"""Schedules that start a backward as soon as there is one."""
+
 LOOK_S = 1.0
 """How often a waiting rank looks whether its peers still answer."""
 

@@ -18,7 +18,8 @@ from shardwright.backends.torch.tensor_parallel.layouts import planned
 from shardwright.backends.torch.tensor_parallel.program import ModelCall, expand, find_call
 from shardwright.backends.torch.tensor_parallel.replay import Held, Replay, lower_all
 from shardwright.backends.torch.tensor_parallel.shards import Shards
-from shardwright.backends.torch.tensor_parallel.trace import trace
+from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, trace
+from shardwright.core.errors import PlanError
 from shardwright.core.layout import Placement
 from shardwright.core.plan import Plan
 
@@ -91,7 +92,12 @@ class TensorParallel:
         given: dict[int, Leaf] = dict(zip(traced.graph.inputs, leaves, strict=True))
         draws = _Draws()
         prefix = f"step {self._recorded} "
-        layouts = planned(traced.graph, self.plan)
+        try:
+            layouts = planned(traced.graph, self.plan)
+        except PlanError as error:
+            if not self._recorded:
+                raise
+            raise NotReplayableError(f"another kind of step was planned for: {error}") from error
         replay = lower_all(traced, layouts, self.shards.axis, sample.batch, device, draws, prefix)
         expanded = expand(program, call, replay, given, self.shards.axis.size)
         find = replay.held(self.model)

@@ -58,11 +58,14 @@ class Shards:
         return bool(flag)
 
     def restore(self) -> None:
-        """Put every weight together again, for steps that need it whole on each rank of the axis; every rank calls
-        this."""
+        """Put every weight and its gradient together again, for steps that need them whole on each rank of the axis;
+        every rank calls this."""
         for name in sorted(self.places):
             tensor = self.holding.tensor(name)
+            gradient, tensor.grad = tensor.grad, None
             tensor.data = self.whole(name, tensor)
+            if gradient is not None:
+                tensor.grad = self.whole(name, gradient)
         self.places, self._is_cut = {}, False
 
     def cut(self, places: Mapping[str, Placement]) -> None:

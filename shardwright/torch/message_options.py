@@ -1,0 +1,70 @@
+"""What message passing carries out of the configuration and of a plan."""
+
+from shardwright.backends.torch.messages.engine import BACKWARD_FIRST, FORWARD_FIRST
+from shardwright.backends.torch.stage_map import StageMap
+from shardwright.core.errors import MissingCapabilityError
+from shardwright.core.plan import Plan
+from shardwright.core.schedule import Schedule
+from shardwright.torch.config import Config
+
+_CARRIED_OUT = ", ".join(sorted(BACKWARD_FIRST | FORWARD_FIRST))
+
+
+def require_carried_out(config: Config) -> None:
+    """Raise MissingCapabilityError for ``pipeline_mode="messages"`` beside keys that only recorded pipelines heed."""
+    if config.pipeline_mode != "messages":
+        return
+    asked = [f"pipeline={_name(config.pipeline)!r}"] if not _is_carried_out(config.pipeline) else []
+    asked += _without_effect(config)
+    if config.cluster is not None:
+        asked.append(f"cluster={config.cluster!r}")
+    if asked:
+        raise MissingCapabilityError(
+            f"pipeline_mode='messages' does not carry out {' nor '.join(asked)}: leave that out. Messages take the "
+            f"pipeline keys {_CARRIED_OUT}, which say whether forwards or backwards come first, and active_microbatches"
+        )
+
+
+def require_possible(config: Config, plan: Plan | None) -> None:
+    """Raise MissingCapabilityError where steps that are to run by messages would compute, or hold, something else than
+    the configuration or the plan asks for."""
+    decision = None if plan is None else plan.decision
+    asked = {
+        "recompute": config.recompute != "none" or (decision is not None and decision.recompute != "none"),
+        "loss_scope='global'": config.loss_scope == "global"
+        or (decision is not None and decision.loss_scope == "global"),
+        "compile": bool(config.compile),
+        "debug='numerics'": config.debug is not None,
+    }
+    refused = [name for name, is_asked in asked.items() if is_asked]
+    if refused:
+        raise MissingCapabilityError(
+            f"the step runs by message passing, which does not do {' nor '.join(refused)}: leave that out, or change "
+            f"the model so that it can be recorded ('pipeline_mode': 'recorded' says what hinders it)"
+        )
+
+
+def unheeded(config: Config, stage_map: StageMap | None) -> str:
+    """What messages leave out of what was asked for, although it changes no result: a sentence, or nothing."""
+    schedule: str | Schedule = config.pipeline if stage_map is None else stage_map.schedule.name
+    left = [] if _is_carried_out(schedule) else [f"the schedule {_name(schedule)}"]
+    if stage_map is not None and stage_map.schedule.virtual_stages > config.virtual_stages:
+        left.append(f"its {stage_map.schedule.virtual_stages} stages on each rank by turns")
+    left += _without_effect(config)
+    if not left:
+        return ""
+    return f" What is not carried out by messages: {', '.join(left)}; backwards go before forwards."
+
+
+def _without_effect(config: Config) -> list[str]:
+    asked = {"virtual_stages": config.virtual_stages > 1, "layouts": config.layouts is not None,
+             "optimize": config.optimize is not None}  # fmt: skip
+    return [f"{name}={getattr(config, name)!r}" for name, is_asked in asked.items() if is_asked]
+
+
+def _is_carried_out(schedule: str | Schedule) -> bool:
+    return isinstance(schedule, str) and schedule in BACKWARD_FIRST | FORWARD_FIRST
+
+
+def _name(schedule: str | Schedule) -> str:
+    return schedule if isinstance(schedule, str) else schedule.name
