@@ -21,8 +21,10 @@ WRITTEN = (
 )  # fmt: skip
 """Values that the step writes itself."""
 REFUSED = ("a_tensor_kept_in_forward", "changed_on_one_rank")
-KINDS = {"one": (*CASES, *WRITTEN), "pp": (*CASES, *WRITTEN, *REFUSED), "tp": (*CASES, *WRITTEN, *REFUSED),
-         "messages": (*CASES, *WRITTEN)}  # fmt: skip
+IMPURE = ("a_clock", "a_generator_of_the_users")
+"""Calls that give another value each time."""
+KINDS = {"one": (*CASES, *WRITTEN, *IMPURE), "pp": (*CASES, *WRITTEN, *REFUSED, *IMPURE),
+         "tp": (*CASES, *WRITTEN, *REFUSED), "messages": (*CASES, *WRITTEN)}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

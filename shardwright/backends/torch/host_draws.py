@@ -61,6 +61,19 @@ def host_state() -> tuple[Any, ...]:
     return int(numpy["pos"]), int(numpy["key"][0]), python[-1], python[0]
 
 
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+"""Generators that a user may make beside those of the modules ``random`` and ``numpy.random``."""
+
+
+def generator_state(generator: Any) -> Any:
+    """Changes whenever such a generator has drawn."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return str(generator.get_state(legacy=False))
+    return str(generator.bit_generator.state)
+
+
 def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
     return FROM_NUMPY(np.ascontiguousarray(array))
 

@@ -234,6 +234,15 @@ class Program:
         return any(not guard.drawn for guard in self.guards)
 
     @property
+    def rests_on_clocks(self) -> bool:
+        """Whether what is computed, and not only what is returned or left in Python, depends on what clocks say."""
+        leaves = [leaf for step in self.steps for leaf in step.arguments.leaves]
+        leaves += [loss.weight for loss in self.losses if loss.weight is not None]
+        expressions = [leaf.expression for leaf in leaves if isinstance(leaf, NumberRef)]
+        expressions += [expression for expression, _ in self.python.conditions]
+        return any(expression.is_of_clock for expression in expressions)
+
+    @property
     def is_one_of_many(self) -> bool:
         """Whether random numbers decide which modules are called."""
         return any(guard.drawn for guard in self.guards)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from shardwright.backends.torch.python_places import Holder
+from shardwright.backends.torch.python_places import Clock, Holder
 
 Place = tuple[int, Any]
 """(id of what a holder holds, key)."""
@@ -62,6 +62,13 @@ class Expression:
             found = self.function(*[a.value(known, at) if isinstance(a, Expression) else a for a in self.arguments])
         known[id(self)] = found
         return found
+
+    @property
+    def is_of_clock(self) -> bool:
+        """Whether a clock is read for it."""
+        if self.function is None:
+            return isinstance(self.holder, Clock)
+        return any(isinstance(a, Expression) and a.is_of_clock for a in self.arguments)
 
     def now(self) -> Any:
         """What it is now, in a recording too."""
@@ -108,13 +115,13 @@ class Number(float):
         return float(self.tape.decide(float, (self,)))
 
     def __str__(self) -> str:
-        return str(self._fixed())
+        return str(self.tape.shown(self))
 
     def __repr__(self) -> str:
-        return repr(self._fixed())
+        return repr(self.tape.shown(self))
 
     def __format__(self, spec: str) -> str:
-        return format(self._fixed(), spec)
+        return format(self.tape.shown(self), spec)
 
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
@@ -194,6 +201,7 @@ class Tape:
         self.used: list[Expression] = []
         self.conditions: list[tuple[Expression, Any]] = []
         self.tensors: dict[int, Expression] = {}
+        self._shown: list[tuple[Expression, Any]] = []
         self._count = 0
         self._kept: list[Any] = []
 
@@ -248,6 +256,18 @@ class Tape:
         """The value of a stand-in, which the recording rests on from now on."""
         self._note(number.expression, number.true)
         return number.true
+
+    def shown(self, number: Number) -> Any:
+        """The value of a stand-in that is made text of: of a clock it decides nothing, unless the text is kept."""
+        if not number.expression.is_of_clock:
+            return self.fixed(number)
+        self._shown.append((number.expression, number.true))
+        return number.true
+
+    def keep_texts(self) -> None:
+        """A text is left somewhere: the recording rests on the clocks that it may have been made of."""
+        self.conditions += self._shown
+        self._shown.clear()
 
     def _note(self, expression: Expression, value: Any) -> None:
         if self.is_heard():

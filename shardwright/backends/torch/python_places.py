@@ -210,6 +210,24 @@ class Asked(Holder):
         return str(key)
 
 
+class Clock(Holder):
+    """A function that gives another number each time, under the number of the call."""
+
+    __slots__ = ()
+
+    def __init__(self, target: Callable[[], Any]) -> None:
+        super().__init__(target, f"time.{target.__name__}()")
+
+    def read(self) -> dict[Any, Any]:
+        return {}
+
+    def value(self, key: Any) -> Any:
+        return self.target()
+
+    def place(self, key: Any) -> str:
+        return self.label
+
+
 def same(one: Any, other: Any) -> bool:
     """Whether two values are one object, or plain values that do not differ."""
     if one is other:

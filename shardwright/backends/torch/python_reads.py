@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardwright.backends.torch.host_draws import GENERATORS, generator_state
+from shardwright.backends.torch.python_clocks import Clocks
 from shardwright.backends.torch.python_code import is_library, is_library_module, names_in
 from shardwright.backends.torch.python_numbers import Number
 from shardwright.backends.torch.python_places import (
@@ -118,6 +120,10 @@ class Reads:
         self._on_replay: set[tuple[int, str]] = set()
         """(id of a module's attributes, name) of those that a step of the program sets."""
         self._environment = False
+        self.clocks: Clocks | None = None
+        """Those that are followed in the globals that code names."""
+        self.generators: list[tuple[Any, Any]] = []
+        """Generators of random numbers of the user's own, and their states when they were met."""
 
     # The run -----------------------------------------------------------------------------------------------------
 
@@ -217,6 +223,8 @@ class Reads:
         for name in names:
             if name in variables and name not in read:
                 read.add(name)
+                if self.clocks is not None:
+                    self.clocks.meet(variables, name, variables[name])
                 holder.before[name] = _unpatched(holder.before.get(name))
                 self.meet(holder.before[name], name)
 
@@ -265,6 +273,8 @@ class Reads:
         elif isinstance(value, property):
             for item in (value.fget, value.fset):
                 self.meet(item, label)
+        elif isinstance(value, GENERATORS):
+            self.generators.append((value, generator_state(value)))
         elif isinstance(value, nn.Module):
             self._module(value, label)
             for name, child in value._modules.items():

@@ -1,6 +1,7 @@
 """Python values of a recording: those that it rests on, read again at every step, and those that running it changes."""
 
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,10 @@ class PythonValues:
     effects: tuple[Effect, ...] = ()
     used: tuple[Expression, ...] = ()
     conditions: tuple[tuple[Expression, Any], ...] = ()
+    clocks: Mapping[Place, Any] = field(default_factory=dict)
+    """What each reading of a clock gave while this was recorded, in order."""
+    readings: tuple[Expression, ...] = ()
+    """Those of clocks, in order, so that none is before an earlier one."""
     serial: int = field(default_factory=itertools.count().__next__)
 
     def hold(self) -> bool:
@@ -64,7 +69,13 @@ class PythonValues:
     def numbers(self) -> tuple[Any, ...]:
         """What the program is given of them now."""
         known: dict[int, Any] = {}
+        for reading in self.readings:
+            reading.value(known)
         return tuple([expression.value(known) for expression in self.used])
+
+    def compared(self, numbers: Sequence[Any]) -> list[Any]:
+        """Of these numbers those that are the same on every rank."""
+        return [n for n, expression in zip(numbers, self.used, strict=True) if not expression.is_of_clock]
 
     def leave(self) -> list[tuple[Holder, Any, Any]]:
         """Do to Python values what one run of the step's body does to them. Gives what was there before."""

@@ -14,11 +14,13 @@ import torch
 from shardwright.backends.torch.program import ConstantRef, Leaf, Literal, NumberRef, Program, Step, name_of
 from shardwright.backends.torch.python_numbers import Expression, Place
 from shardwright.backends.torch.python_places import MISSING, PLAIN, Holder, same
+from shardwright.backends.torch.refusals import computes_with_a_clock
 from shardwright.backends.torch.step_recorder import StepRecorder
 
 _ALIKE = ("path", "occurrence", "outputs", "grad_enabled", "autocast", "renewals", "random")
 Recorded = tuple[Program, StepRecorder]
 Places = Sequence[tuple[Holder, Any]]
+Record = Callable[[Places, Sequence[Any] | None], Recorded]
 
 
 @dataclass(slots=True)
@@ -48,41 +50,51 @@ class Varying:
         self.places.clear()
 
 
-def record_varying(record: Callable[[Places], Recorded], varying: Varying) -> Recorded:
+def record_varying(record: Record, varying: Varying) -> Recorded:
     """A recording for the Python values that there are now, and for others where that is certain.
 
     Args:
-        record: makes one with stand-ins in some places.
+        record: makes one with stand-ins in some places, and where clocks are read, unless it is given their readings.
 
     Raises:
         CaptureError: as `StepRecorder.record` does, without stand-ins.
+        UnrecordableError, a CaptureError: what clocks say is not followed into the program.
     """
     found = _tried(record, varying)
     if found is not None and varying.plain is not None and alike(found[0], varying.plain):
         return found
-    plain = record(())
+    live = found or record((), None)
+    clocks = live[0].python.clocks
+    plain = record((), tuple(clocks.values())) if clocks or found is not None else live
     varying.plain = plain[0]
     if found is not None and alike(found[0], plain[0]):
         return found
     if varying.places:
         varying.refuse()
+    if clocks and found is not None:
+        live = record((), None)
+        plain = record((), tuple(live[0].python.clocks.values()))
+        varying.plain = plain[0]
+    if clocks and not alike(live[0], plain[0]):
+        raise computes_with_a_clock(live[1].model, clocks)
+    plain, unvaried = (live, plain) if clocks else (plain, plain)
     written = [(effect.holder, effect.key) for effect in plain[0].python.effects if _can_vary(effect.value)]
     varying.add(written)
     found = _tried(record, varying) if written else None
     if found is None:
         return plain
-    if alike(found[0], plain[0]):
+    if alike(found[0], unvaried[0]):
         return found
     varying.refuse()
     return plain
 
 
-def _tried(record: Callable[[Places], Recorded], varying: Varying) -> Recorded | None:
+def _tried(record: Record, varying: Varying) -> Recorded | None:
     """A recording with stand-ins; None where there is none, or code that ran does not take them."""
     if not varying.places:
         return None
     try:
-        return record(tuple(varying.places.values()))
+        return record(tuple(varying.places.values()), None)
     except Exception:  # of the user's code, which was given what is not quite a number
         return None
 
@@ -94,7 +106,8 @@ def _can_vary(value: Any) -> bool:
 def alike(varying: Program, plain: Program) -> bool:
     """Whether a recording with stand-ins is the one without at the values of that."""
     known: dict[int, Any] = {}
-    at = {(id(g.holder.target), k): v for g in plain.python.guarded for k, v in zip(g.keys, g.values, strict=True)}
+    at = dict(plain.python.clocks)
+    at |= {(id(g.holder.target), k): v for g in plain.python.guarded for k, v in zip(g.keys, g.values, strict=True)}
 
     def value(item: Any) -> Any:
         return item.value(known, at) if isinstance(item, Expression) else item

@@ -2,13 +2,14 @@
 
 import functools
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwright.backends.torch.python_clocks import CLOCKS
 from shardwright.core.errors import CaptureError, UnrecordableError
 
 _FUNCTIONS = {
@@ -68,6 +69,21 @@ def draws_on_the_host(model: nn.Module, path: str | None) -> CaptureError:
     return CaptureError(
         f"the step {what}, and they would be the same in every step: draw them before the step and pass them in the "
         f"batch, or draw them by torch"
+    )
+
+
+def computes_with_a_clock(model: nn.Module, clocks: Iterable[tuple[Any, Any]], *, ranks: int = 1) -> UnrecordableError:
+    """The error for a step that computes with what a clock says, where a recording cannot follow that.
+
+    Args:
+        clocks: (id, call) of those that it read.
+        ranks: how many would each have a time of their own.
+    """
+    names = ", ".join(dict.fromkeys(f"time.{CLOCKS[number].__name__}()" for number, _ in clocks))
+    why = f"says another time on each of the {ranks} ranks" if ranks > 1 else "would say the same time in every step"
+    return UnrecordableError(
+        f"the step of {type(model).__name__} cannot be recorded, because it computes with {names}, which {why}: pass "
+        f"the time as an argument of the step, read it outside, or let the model run by message passing"
     )
 
 

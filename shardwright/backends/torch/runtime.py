@@ -40,6 +40,7 @@ from shardwright.backends.torch.python_reads import left_as_it_is
 from shardwright.backends.torch.randomness import Moment, Streams
 from shardwright.backends.torch.recording_check import Varying, record_varying
 from shardwright.backends.torch.recordings import Recordings
+from shardwright.backends.torch.refusals import computes_with_a_clock
 from shardwright.backends.torch.results import Returned, Shares, even_split, homes_of, share, total_weight
 from shardwright.backends.torch.sample import Sample
 from shardwright.backends.torch.sentinels import Sentinel
@@ -54,7 +55,7 @@ from shardwright.backends.torch.transfer import Mailroom
 from shardwright.backends.torch.watch import Watch
 from shardwright.backends.torch.weight_transfer import add_holders, synchronize
 from shardwright.backends.torch.weights import Weights, materialize
-from shardwright.core.errors import LossError, PlanError, ShardwrightError, UnrecordableError
+from shardwright.core.errors import CaptureError, LossError, PlanError, ShardwrightError, UnrecordableError
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.checks import require_trains
 
@@ -360,9 +361,11 @@ class Runtime:
             self._recordings.add((signature, self._ahead[0], self._schedule_digest), *self._ahead[1:])
         self._ahead = None
         numbers: list[tuple[Any, ...]] = []
+        compared: list[list[Any]] = []
 
         def divided(anew: bool) -> list[Division] | None:
             numbers.clear()
+            compared.clear()
             left: list[tuple[Holder, Any, Any]] = []
             try:
                 return each_divided(anew, left)
@@ -389,6 +392,7 @@ class Runtime:
                         holding[shapes[number]] = division
                 divisions.append(division)
                 numbers.append(division.program.python.numbers())
+                compared.append(division.program.python.compared(numbers[-1]))
                 left += division.program.python.leave()
             return divisions
 
@@ -397,11 +401,11 @@ class Runtime:
             return next((made for made in variants if made.runs(divisions)), None)
 
         divisions, all_ready = self._agree_on_recordings(
-            partial(divided, False), ready, numbers, "looking for the recording"
+            partial(divided, False), ready, compared, "looking for the recording"
         )
         if divisions is None:
             divisions, all_ready = self._agree_on_recordings(
-                partial(divided, True), ready, numbers, "recording the step"
+                partial(divided, True), ready, compared, "recording the step"
             )
         assert divisions is not None
         compiled = ready(divisions)
@@ -660,18 +664,21 @@ class Runtime:
         self, stage_of_call: Mapping[tuple[str, int], int], body: StepBody, inputs: Sequence[torch.Tensor],
         moment: Moment, varying: Varying,
     ) -> tuple[Program, StepRecorder]:  # fmt: skip
-        def once(places: Sequence[tuple[Holder, Any]]) -> tuple[Program, StepRecorder]:
+        def once(places: Sequence[tuple[Holder, Any]], readings: Sequence[Any] | None) -> tuple[Program, StepRecorder]:
             self.recorded += 1
             with self._heard_by(None):
                 return record(
                     self.model, stage_of_call, self.bound.device, body, list(inputs), self._listen_to, moment,
-                    units_run_again=self.tensor is None, places=places,
+                    units_run_again=self.tensor is None, places=places, readings=readings,
                 )  # fmt: skip
 
         found: tuple[Program, StepRecorder] | None = None
         failure: Exception | None = None
         try:
             found = record_varying(once, varying)
+            if self.bound.mesh.size > 1 and found[0].rests_on_clocks:
+                hindered = computes_with_a_clock(self.model, found[0].python.clocks, ranks=self.bound.mesh.size)
+                raise hindered if self.tensor is None else CaptureError(str(hindered))
         except Exception as error:
             failure = error
         if self.tensor is not None:  # what follows takes collectives of the tensor axis

@@ -26,7 +26,7 @@ from shardwright.backends.torch.fake_state import (
     real_state,
 )
 from shardwright.backends.torch.guards import READING, masks_of, what_was_read
-from shardwright.backends.torch.host_draws import host_state, patched_functions
+from shardwright.backends.torch.host_draws import generator_state, host_state, patched_functions
 from shardwright.backends.torch.ledger import Ledger, memory_of
 from shardwright.backends.torch.loss_scaler import real_scales
 from shardwright.backends.torch.program import (
@@ -48,6 +48,7 @@ from shardwright.backends.torch.program import (
     make_template,
     tensors_in,
 )
+from shardwright.backends.torch.python_clocks import Clocks
 from shardwright.backends.torch.python_numbers import Number, Tape
 from shardwright.backends.torch.python_places import Holder
 from shardwright.backends.torch.python_reads import Reads, undo
@@ -84,6 +85,7 @@ class StepRecorder:
         moment: by which random numbers are drawn where they decide what the model does.
         units_run_again: whether units are replayed by calling their modules, which read Python values anew.
         places: of Python values that change from step to step, so that the program is given them anew.
+        readings: of clocks; see `Clocks`.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class StepRecorder:
         moment: Moment | None = None,
         units_run_again: bool = True,
         places: Sequence[tuple[Holder, Any]] = (),
+        readings: Sequence[Any] | None = None,
     ) -> None:
         self.model = model
         self.stage_of_call = stage_of_call
@@ -105,6 +108,7 @@ class StepRecorder:
         self.units_run_again = units_run_again
         self.reads = Reads(model, self._runs_again)
         self.tape = Tape(places, lambda: not self._runs_again(), with_tensors=units_run_again)
+        self.clocks = self.reads.clocks = Clocks(self.tape, readings)
         self.ledger = Ledger()
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.counts: defaultdict[str, int] = defaultdict(int)
@@ -157,7 +161,7 @@ class StepRecorder:
                 self.ledger.new_value(stand_ins[-1], None, position)
             drawing = patched_functions(self.model, self._draws.host_function, self.function_call)
             reading = self.reads.watching(getattr(body, "python_roots", ()))
-            with reading, patched_modules(self), drawing, Functions(self), Ops(self):
+            with reading, self.clocks.followed(), patched_modules(self), drawing, Functions(self), Ops(self):
                 try:
                     result = body(stand_ins)
                 except VALUE_DEPENDENT as error:
@@ -185,6 +189,8 @@ class StepRecorder:
             else:
                 value = write.new.expression if isinstance(write.new, Number) else write.new
                 self.effects.append(Effect(write.holder, write.key, value))
+                if isinstance(value, str):
+                    self.tape.keep_texts()
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.real:
@@ -439,8 +445,13 @@ class StepRecorder:
 
         Raises CaptureError for those between units: the result is a constant to the recording.
         """
-        state = host_state()
-        if state == self._host_state:
+        state, generators = host_state(), self.reads.generators
+        drawn = False
+        for number, (generator, known) in enumerate(generators):
+            now = generator_state(generator)
+            drawn = drawn or now != known
+            generators[number] = generator, now
+        if state == self._host_state and not drawn:
             return
         self._host_state = state
         if self.current is None:
@@ -546,6 +557,8 @@ class StepRecorder:
                 tuple(self.effects),
                 tuple(self.tape.used),
                 tuple(self.tape.conditions),
+                self.clocks.readings,
+                tuple(self.clocks.sources),
             ),
         )
 
@@ -568,12 +581,15 @@ def record(
     *,
     units_run_again: bool = True,
     places: Sequence[tuple[Holder, Any]] = (),
+    readings: Sequence[Any] | None = None,
 ) -> tuple[Program, StepRecorder]:
     """Record a step: on fake tensors, and where the model needs values on real ones.
 
     ``begin`` is called with the recorder before each run of the body. Raises as `StepRecorder.record`.
     """
-    recorder = StepRecorder(model, stage_of_call, device, moment=moment, units_run_again=units_run_again, places=places)
+    recorder = StepRecorder(
+        model, stage_of_call, device, moment=moment, units_run_again=units_run_again, places=places, readings=readings
+    )
     begin(recorder)
     try:
         return recorder.record(body, inputs), recorder
@@ -581,8 +597,9 @@ def record(
         # Values are needed, or an op has no fake counterpart; an error of the model's own comes again.
         require_room_for_values(model, failed)
         recorder = StepRecorder(
-            model, stage_of_call, device, real=True, moment=moment, units_run_again=units_run_again, places=places
-        )
+            model, stage_of_call, device, real=True, moment=moment, units_run_again=units_run_again, places=places,
+            readings=readings,
+        )  # fmt: skip
         begin(recorder)
         return recorder.record(body, inputs), recorder
 
