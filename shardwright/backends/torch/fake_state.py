@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    in_kernel_invocation_manager,
 )
 from torch.utils import _pytree as pytree
 
@@ -30,7 +31,13 @@ def fake_state(model: nn.Module, device: torch.device) -> State:
     """The model with fake parameters and buffers, under a fake tensor mode; see `_swapped`."""
 
     def fake_of(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        form = tensor.shape, tensor.stride()
+        if not isinstance(mode, FakeTensorMode):
+            return torch.empty_strided(*form, dtype=tensor.dtype, device=device)
+        with in_kernel_invocation_manager(mode):  # what the mode does in the end, and what takes it longest to come to
+            made = torch.empty_strided(*form, dtype=tensor.dtype, device="meta")
+        return FakeTensor(mode, made, device)
 
     return _swapped(model, lambda name, tensor: fake_of(tensor))
 
@@ -58,7 +65,7 @@ def _swapped(
         if id(tensor) not in made:
             new = make(name, tensor)
             if isinstance(tensor, nn.Parameter):
-                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                new = _parameter(new, requires_grad=tensor.requires_grad)
             made[id(tensor)] = new
         return made[id(tensor)]
 
@@ -66,6 +73,15 @@ def _swapped(
     buffers = {name: stand_in(name, b) for name, b in model.named_buffers()}
     with swapped_in(model, made):
         yield parameters, buffers
+
+
+def _parameter(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
+    """A tensor that nothing else has, as a parameter."""
+    if not isinstance(tensor, FakeTensor):
+        return nn.Parameter(tensor, requires_grad=requires_grad)
+    fake: Any = tensor.requires_grad_(requires_grad)
+    fake._is_param = True  # as `nn.Parameter` marks tensors of other types
+    return tensor
 
 
 GROUPED_PRODUCT = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)

@@ -7,6 +7,7 @@ values anew each time, and are left out.
 """
 
 import contextvars
+import dataclasses
 import functools
 import gc
 import os
@@ -46,6 +47,10 @@ LARGE = 2000
 _OF_MODULES = frozenset(vars(nn.Module()))
 _DATA_TYPES = ("types", "argparse", "collections", "optparse")
 """Where the standard library has types that do nothing but hold values."""
+_CODE = (
+    type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType,
+    type(getattr(dataclasses, "_HAS_DEFAULT_FACTORY", object)),
+)  # fmt: skip
 SETTINGS: Mapping[str, Callable[[], Any]] = {
     "torch.get_default_dtype()": torch.get_default_dtype,
     "torch.get_default_device()": torch.get_default_device,
@@ -79,7 +84,6 @@ def left_as_it_is(model: nn.Module, roots: Iterable[tuple[Any, str]] = ()) -> It
         with reads.watching(roots):
             yield
     finally:
-        reads.close()
         undo(reads.writes())
 
 
@@ -171,7 +175,7 @@ class Reads:
         known = self._functions.get(id(code), [])
         for function in known:
             self._expand(function)
-        if code.co_freevars and not known and not code.co_name.startswith("<"):
+        if code.co_freevars and not known and not code.co_name.startswith("<") and _takes_values(frame):
             self._orphans.append(code)
         self.loaded |= names.loaded
         self._environment = self._environment or names.environment
@@ -461,6 +465,12 @@ class Reads:
             return frozenset()
         held = {name for base in owner.__mro__ if id(base) in self._met for name in vars(base) if self.is_named(name)}
         return frozenset(name for name in held if name not in holder.before and not name.startswith("__"))
+
+
+def _takes_values(frame: types.FrameType) -> bool:
+    """Whether a function that is called takes anything else from outside than code: functions, classes, modules."""
+    names, variables = frame.f_code.co_freevars, frame.f_locals
+    return not all(isinstance(variables.get(name), _CODE) for name in names)
 
 
 def _unpatched(value: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.backends.torch.guards import masks_of
+from shardwright.backends.torch.inferred import Inferred
 from shardwright.backends.torch.ops import RULES, OpCall, Ref, Template
 from shardwright.backends.torch.ops.products import WITHOUT_KERNEL, is_plain_einsum
 from shardwright.backends.torch.ops.template import Rule
@@ -102,6 +103,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._templates = templates
         self._functions: dict[Any, Func] = {}
+        self._inferred = Inferred()
         self.values: list[Value] = []
         self.ops: list[Recorded] = []
         self.calls: list[Call] = [Call("", 0)]
@@ -269,7 +271,9 @@ class Recorder(TorchDispatchMode):
                 key.append((name, _key(value, inputs)))
         refs = [_ref(i, t) for i, t in enumerate(inputs)] if known.reshapes else None
         without_kernel = WITHOUT_KERNEL.get(known.name)
-        result = func(*args, **kwargs) if without_kernel is None else without_kernel(func, *args, **kwargs)
+        result = (
+            self._inferred.run(func, args, kwargs) if without_kernel is None else without_kernel(func, *args, **kwargs)
+        )
         written = [t for name in known.writes for t in _tensors(_argument(known, name, args, kwargs))]
         outputs = list(_tensors(result))
         self._note_flow(known, inputs, outputs, written)

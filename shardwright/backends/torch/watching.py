@@ -7,11 +7,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.backends.torch.fake_state import GROUPED_PRODUCT, grouped_product
+from shardwright.backends.torch.inferred import ASKS_DEVICE, Inferred, unwatched
 from shardwright.backends.torch.ledger import Ledger, memory_of
 
 
@@ -49,19 +51,25 @@ class Ops(TorchDispatchMode):
     def __init__(self, recorder: Watching) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
+        self._inferred = Inferred()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.recorder.observe(func, args, kwargs or {})
+        if func is ASKS_DEVICE and type(args[0]) is FakeTensor:  # of which there are more than of all others
+            return args[0].fake_device
+        return unwatched(self._run, func, args, kwargs or {}, modes=0 if self.recorder.real else 1)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.recorder.observe(func, args, kwargs)
         if self.recorder.real:
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
             given = {memory_of(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
             for tensor in pytree.tree_leaves(result):
                 if isinstance(tensor, torch.Tensor) and memory_of(tensor) not in given:
                     self.recorder.ledger.note_made(tensor)
             return result
         if func is GROUPED_PRODUCT and args[0].device.type == "cpu":
-            return grouped_product(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return grouped_product(*args, **kwargs)
+        return self._inferred.run(func, args, kwargs)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.backends.torch.host_draws import host_state
+from shardwright.backends.torch.inferred import unwatched
 from shardwright.backends.torch.ops import Ref, Template
 from shardwright.backends.torch.record import Func, Recorded, Recorder, bind, dtype_name
 from shardwright.core.rules import labels
@@ -124,7 +125,10 @@ class LossTrace(Recorder):
                 scores = given.pop("self")
                 with self:
                     return smoothed_cross_entropy(scores, **given)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return unwatched(self._dispatched, func, args, kwargs or {}, modes=1)
+
+    def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().__torch_dispatch__(func, (), args, kwargs)
 
     def _is_of_batch(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor depends on the inputs of the step: a counter that a module keeps does not."""
