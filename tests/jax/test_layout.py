@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends import protocol
 from shardwright.backends.jax.layout import also_over, lower_layout, optimizer_shardings, parameter_shardings
-from shardwright.backends.jax.loss import split_gradient_norm
+from shardwright.backends.jax.loss import split_squares
 from shardwright.backends.jax.mesh import bind
 from shardwright.core.errors import ClusterError, LayoutError
 from shardwright.core.layout import Layout, Partial, Split
@@ -110,14 +110,14 @@ def test_the_backend_offers_the_protocol(bound: jax.sharding.Mesh) -> None:
     assert backend.lower_layout(Layout.of(tp=Split(0)), bound).spec == PartitionSpec("tp")
 
 
-def test_a_norm_of_split_gradients_sends_one_number_for_all_split_alike(bound: jax.sharding.Mesh) -> None:
+def test_norms_of_split_gradients_cross_together_where_they_are_split_alike(bound: jax.sharding.Mesh) -> None:
     """Of arrays split over tp, over both axes and not at all, two of each."""
     specs = [PartitionSpec("tp"), PartitionSpec(None, "tp"), PartitionSpec("dp", "tp"), PartitionSpec(("dp", "tp")),
              PartitionSpec(), PartitionSpec(None)]  # fmt: skip
     at = [NamedSharding(bound, spec) for spec in specs]
     drawn = np.random.default_rng(0)
     whole = [drawn.standard_normal((8, 8)).astype(np.float32) for _ in at]
-    run = jax.jit(lambda *gradients: split_gradient_norm(gradients, at), in_shardings=at)
-    wanted = np.sqrt(sum(np.square(array.astype(np.float64)).sum() for array in whole))
-    assert float(run(*whole)) == pytest.approx(wanted, rel=1e-6)
-    assert of_program(run.lower(*whole).compile().as_text()) == {("all-reduce", 4): 2}
+    run = jax.jit(lambda *gradients: split_squares(gradients, at), in_shardings=at)
+    wanted = [np.square(array.astype(np.float64)).sum() for array in whole]
+    Comparison().values(np.asarray(run(*whole)), np.array(wanted, np.float32), relative=1e-6, absolute=0.0).require()
+    assert of_program(run.lower(*whole).compile().as_text()) == {("all-reduce", 8): 2}

@@ -51,6 +51,10 @@ class Equation:
     effects: frozenset[Any] = frozenset()
     is_layers: bool = False
     """A loop over stacked weights: every iteration is a unit, or several, that may be recomputed by itself."""
+    call: int = 0
+    """The module call that it was traced in."""
+    source: Any = None
+    """Where in the user's code it was made, as JAX keeps it."""
 
     @property
     def values(self) -> Iterator[int]:
@@ -298,6 +302,8 @@ class _Flattener:
                 region,
                 effects,
                 is_layers,
+                call,
+                equation.source_info,
             )
         )
         cast = inputs[0] if equation.primitive.name == "convert_element_type" else None

@@ -16,7 +16,7 @@ from shardwright.backends.jax.cut import Cut
 from shardwright.backends.jax.equations import Atom, Equation, FlatProgram
 from shardwright.backends.jax.stage_functions import Key, Operands, StageFunction, StageFunctions, stage_functions
 
-NUMBERED = frozenset({"m", "kept", "between", "sum", "row", "marker"})
+NUMBERED = frozenset({"m", "kept", "between", "sum", "row", "fault", "marker"})
 """Kinds of operand whose number is no value of the program."""
 
 

@@ -276,6 +276,8 @@ class Gradients(NamedTuple):
     other: Any
     """The model's other state."""
     aux: Any
+    losses: jax.Array
+    """Σ weight · loss of every microbatch, [microbatches]."""
 
 
 def accumulate(
@@ -304,54 +306,52 @@ def accumulate(
         gradients = [a + b.astype(a.dtype) for a, b in zip(gradients, found, strict=True)]
         gradients = jax.lax.with_sharding_constraint(gradients, at)
         sums = jax.tree.map(jnp.add, before, sums)
-        return (loss_sum + value, weight_sum + weight, gradients, other, sums), rows
+        return (loss_sum + value, weight_sum + weight, gradients, other, sums), (rows, value)
 
     zeros = jax.lax.with_sharding_constraint([jnp.zeros(p.shape, accumulated_dtype(p)) for p in given], at)
     sums = [] if batch.metrics is None else batch.metrics.zeros()
     start = (jnp.zeros(()), jnp.zeros(()), zeros, state.other, sums)
     if batch.microbatches == 1:
-        (loss_sum, weight_sum, gradients, other, sums), rows = one_microbatch(start, 0)
-        rows = [each[None] for each in rows]
+        (loss_sum, weight_sum, gradients, other, sums), (rows, value) = one_microbatch(start, 0)
+        rows, losses = [each[None] for each in rows], value[None]
     else:
         numbers = jnp.arange(batch.microbatches)
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         body = for_cpu_loops(one_microbatch, start, numbers[0]) if on_cpu else one_microbatch
-        (loss_sum, weight_sum, gradients, other, sums), rows = jax.lax.scan(body, start, numbers)
+        (loss_sum, weight_sum, gradients, other, sums), (rows, losses) = jax.lax.scan(body, start, numbers)
     divisor = batch.divisor(weight_sum)
     mean = [(g / divisor).astype(p.dtype) for g, p in zip(gradients, given, strict=True)]
     aux = None if batch.metrics is None else batch.metrics.all(sums, rows)
-    return Gradients(loss_sum / divisor, trained.with_gradients(state.params, mean), other, aux)
+    return Gradients(loss_sum / divisor, trained.with_gradients(state.params, mean), other, aux, losses)
 
 
-def gradient_norm(gradients: Any) -> jax.Array:
-    """The global norm of a tree of gradients, in fp32."""
-    return jnp.sqrt(_squared(jax.tree.leaves(gradients)))
+def squared(gradient: Any) -> jax.Array:
+    """The sum of squares of one array, in fp32."""
+    return jnp.sum(jnp.square(jnp.abs(gradient).astype(jnp.float32)))
 
 
-def split_gradient_norm(gradients: Sequence[Any], at: Sequence[NamedSharding]) -> jax.Array:
-    """`gradient_norm` of arrays that lie split like this: devices add up what they hold before they add to each other,
-    so that one number crosses for all arrays that are split over the same axes, not one for each."""
-    groups: dict[tuple[str, ...], list[tuple[Any, PartitionSpec]]] = {}
-    for gradient, sharding in zip(gradients, at, strict=True):
-        groups.setdefault(tuple(sorted(axes_of(sharding))), []).append((gradient, sharding.spec))
-    total = jnp.zeros(())
+def split_squares(gradients: Sequence[Any], at: Sequence[NamedSharding]) -> jax.Array:
+    """`squared` of each of some arrays that lie split like this: devices add up what they hold before they add to each
+    other, and the numbers of all arrays that are split over the same axes cross together."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for number, sharding in enumerate(at):
+        groups.setdefault(tuple(sorted(axes_of(sharding))), []).append(number)
+    found: list[Any] = [None] * len(gradients)
     for axes, members in groups.items():
-        if not axes:
-            total += _squared([gradient for gradient, _ in members])
-            continue
-        own: Any = jax.shard_map(
-            lambda *held, axes=axes: jax.lax.psum(_squared(held), axes),
-            mesh=at[0].mesh,
-            in_specs=tuple(spec for _, spec in members),
-            out_specs=PartitionSpec(),
-        )
-        total += own(*(gradient for gradient, _ in members))
-    return jnp.sqrt(total)
-
-
-def _squared(arrays: Sequence[Any]) -> jax.Array:
-    squares = [jnp.sum(jnp.square(jnp.abs(a).astype(jnp.float32))) for a in arrays]
-    return sum(squares, jnp.zeros(()))
+        held = [gradients[number] for number in members]
+        if axes:
+            own: Any = jax.shard_map(
+                lambda *held, axes=axes: jax.lax.psum(jnp.stack([squared(a) for a in held]), axes),
+                mesh=at[0].mesh,
+                in_specs=tuple(at[number].spec for number in members),
+                out_specs=PartitionSpec(),
+            )
+            squares = own(*held)
+        else:
+            squares = [squared(a) for a in held]
+        for position, number in enumerate(members):
+            found[number] = squares[position]
+    return jnp.stack(found)
 
 
 def accumulated_dtype(parameter: Any) -> Any:

@@ -36,6 +36,13 @@ class CutMicrobatch:
     """How the values that pass between stages are split over dp and tp."""
     divisor: Callable[[jax.Array], jax.Array]
     """What the sums of a step are divided by, from its `WEIGHT`."""
+    paths: tuple[str, ...]
+    """Of the module calls in the program, by their numbers."""
+
+    def watched(self, replicas: int) -> "CutMicrobatch":
+        """The same, whose stages note which microbatches are not finite."""
+        split = {value: list(spec).index("dp") for value, spec in self.specs.items() if "dp" in spec}
+        return replace(self, operands=replace(self.operands, watched=True, replicas=replicas, split=split))
 
 
 def cut_microbatch(
@@ -48,7 +55,7 @@ def cut_microbatch(
     """
     split = [jax.eval_shape(lambda leaf, dim=dim: microbatches.split(leaf, dim), _shape(leaf))
              for leaf, dim in zip(leaves, microbatches.dims, strict=True)]  # fmt: skip
-    flat, counts = _trace(plan, microbatches, parts, split)
+    flat, counts, paths = _trace(plan, microbatches, parts, split)
     names = parts.names
     planned = plan.parameter_stages("jax")
     first = 0
@@ -90,7 +97,7 @@ def cut_microbatch(
         tuple(metrics[:sums]),
         tuple(metrics[sums:]),
     )
-    return CutMicrobatch(found, operands, random, step, state, batch, specs, microbatches.divisor)
+    return CutMicrobatch(found, operands, random, step, state, batch, specs, microbatches.divisor, paths)
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -99,8 +106,9 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _trace(
     plan: Plan, microbatches: Microbatches, parts: Parts, split: Sequence[Any]
-) -> tuple[FlatProgram, tuple[int, ...]]:
-    """The flat program, and how many of its arguments are parameters, random state, step, other state, m, batch."""
+) -> tuple[FlatProgram, tuple[int, ...], tuple[str, ...]]:
+    """The flat program; how many of its arguments are parameters, random state, step, other state, m, batch; and the
+    paths of its module calls."""
     recorder = Recorder()
     recorded = replace(microbatches, loss=replace(microbatches.loss, recorder=recorder))
 
@@ -122,7 +130,7 @@ def _trace(
         closed, recorder.calls, _homes(plan, recorder.calls), [s[0] if len(s) == 1 else None for s in stages]
     )
     counts = tuple(len(jax.tree.leaves(argument)) for argument in arguments)
-    return flat, counts
+    return flat, counts, tuple(call.path for call in recorder.calls)
 
 
 def _homes(plan: Plan, calls: list[TracedCall]) -> Home:

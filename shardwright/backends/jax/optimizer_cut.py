@@ -15,8 +15,9 @@ from shardwright.backends.jax.compiled import Compiler
 from shardwright.backends.jax.equations import FlatProgram, flatten
 from shardwright.backends.jax.holding import Holding, Stack, StageMeshes
 from shardwright.backends.jax.layout import spread_over
-from shardwright.backends.jax.loss import gradient_norm, updated
+from shardwright.backends.jax.loss import squared, updated
 from shardwright.backends.jax.placed import PlacedProgram
+from shardwright.backends.jax.sentinels import chosen, is_sound
 from shardwright.backends.jax.trained import Trained
 from shardwright.backends.jax.unstack import Unstacked, unstack
 from shardwright.core.errors import PlanError
@@ -140,11 +141,15 @@ class OptimizerCut:
         weight_stage: int,
         total_stage: int,
         divisor: Callable[[jax.Array], jax.Array],
+        nonfinite: str,
         compiler: Compiler,
     ) -> PlacedProgram:
         """The update: summed gradients, Σ weight, Σ weight · loss, the step, the optimizer's state and the parameters
         → the step, the state, the parameters, the loss and the gradients' norm. All but the two sums and the step are
         donated.
+
+        nonfinite: unless "ignore", the last result is the last stage whose gradients are not finite, and 1, or 0; with
+        "error" the state and the parameters stay as they were where the loss or a gradient is not finite.
 
         uses: the (leaf, stage) pairs of the gradients, where a tied parameter has several; of a stack, its pieces.
         divisor: what sums are divided by, from Σ weight.
@@ -171,11 +176,15 @@ class OptimizerCut:
                 if flag
             ]
             mean = self.trained.with_gradients(params, found)
-            norm = gradient_norm(mean)
+            norm, bad_stage = self._norm(found, params)
+            before = jax.tree.leaves(state)
             updates, state = updated(self.optimizer, mean, state, params, total / below)
             _require_same_state(self.state, state)
             changed = self.trained.apply(params, updates)
-            return step + 1, jax.tree.leaves(state), jax.tree.leaves(changed), total / below, norm
+            after, loss = (step + 1, jax.tree.leaves(state), jax.tree.leaves(changed)), total / below
+            if nonfinite == "error":
+                after = chosen(is_sound(loss, norm), after, (step, before, jax.tree.leaves(params)))
+            return *after, loss, norm, *(() if nonfinite == "ignore" else (bad_stage,))
 
         number = jax.ShapeDtypeStruct((), jnp.float32)
         sums = [
@@ -186,7 +195,8 @@ class OptimizerCut:
         closed = jax.make_jaxpr(update)(sums, number, number, count, self.state, self.params)
         scalars = [(Place(stage, self.meshes.whole[stage]),) for stage in (weight_stage, total_stage, 0)]
         arguments = [*(p for _, p in merged), *scalars, *self.states, *self.parameters]
-        outputs = [scalars[2], *self.states, *self.parameters, scalars[1], scalars[1]]
+        last = [scalars[1]] * (2 if nonfinite == "ignore" else 3)
+        outputs = [scalars[2], *self.states, *self.parameters, *last]
         state_shapes = jax.tree.leaves(self.state)
         shared = [False] * len(merged) + [True] * 3 + [not leaf.shape or _is_random(leaf) for leaf in state_shapes]
         shared += [False] * len(self.parameters)
@@ -199,6 +209,23 @@ class OptimizerCut:
         return self._placed(
             program, arguments, shared, outputs, compiler, donate=True, keep=kept, successors=successors
         )
+
+    def _norm(self, gradients: Sequence[Any], params: Any) -> tuple[jax.Array, jax.Array]:
+        """The global norm of the gradients of what is trained, in fp32; and the last stage where they are not finite,
+        and 1, or 0. Of stacks that stages share, none is known."""
+        homes = [places[0].stage if places[0].rows is None else -1 for places in self.parameters]
+        mask = self.trained.mask(params)
+        sums: dict[int, Any] = {}
+        for home, gradient in zip((h for h, flag in zip(homes, mask, strict=True) if flag), gradients, strict=True):
+            own = squared(gradient)
+            sums[home] = sums[home] + own if home in sums else own
+        total = sum(sums.values(), jnp.zeros(()))
+        bad = jnp.int32(0)
+        for home, own in sums.items():
+            # A number of one stage, read with the sum over all: made where the sum is, and apart from the updates.
+            alone = jnp.where(jnp.isfinite(total), 0.0, own)
+            bad = jnp.maximum(bad, jnp.where(jnp.isfinite(alone), 0, home + 1))
+        return jnp.sqrt(total), bad
 
     def _placed(
         self,

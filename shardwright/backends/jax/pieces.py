@@ -108,6 +108,7 @@ def summed_later(flat: FlatProgram, pieces: Sequence[Piece], limit: int) -> list
                 and inside.issuperset(equation.values)
             ):
                 moved.add(id(equation))
+                gives = [given for given in gives if given != value]  # where it was needed here until now
                 uses.subtract(equation.values)
                 pending += equation.values
             elif value not in gives:

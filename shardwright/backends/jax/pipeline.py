@@ -107,6 +107,10 @@ class PipelineResult(NamedTuple):
     metric_sums: list[jax.Array]
     metric_rows: list[list[jax.Array]]
     """Of every microbatch, [replica, samples, …]."""
+    bad_stage: jax.Array | None
+    """The last stage whose gradients are not finite, and 1; 0 for none."""
+    faults: list[jax.Array]
+    """What was noted of messages and losses: those of `Pipeline.faults`."""
 
 
 class Pipeline:
@@ -122,7 +126,9 @@ class Pipeline:
         meshes: StageMeshes,
         *,
         recompute: str,
+        nonfinite: str,
     ) -> None:
+        self.nonfinite = nonfinite
         self.schedule, self.micro, self.optimizer, self.meshes = schedule, micro, optimizer, meshes
         self.order = order
         self.parts = [part for action in order for part in action.flat]
@@ -195,7 +201,7 @@ class Pipeline:
             return self.meshes.at(stage, self.spots[number][kind == "gradient"])
         if kind == "batch" and self.micro.operands.batch[number]:
             return NamedSharding(whole.mesh, PartitionSpec(None, "dp"))
-        if kind == "row":
+        if kind in ("row", "fault"):
             return NamedSharding(whole.mesh, PartitionSpec("dp"))
         if kind in ("arrival", "departure", "cotangent", "arrival_gradient"):
             return NamedSharding(whole.mesh, self.micro.specs.get(number, PartitionSpec()))
@@ -221,9 +227,12 @@ class Pipeline:
             (stage, key) for stage, keys in enumerate(self.zero_keys) for key in keys if key[0] == "gradient"
         ]
         self.gradient_keys.sort(key=lambda item: (self._holding_number(item[1]), item[0]))
+        self.faults = [(stage, key) for stage, keys in enumerate(self.zero_keys) for key in keys if key[0] == "fault"]
         uses = [(self.weights[key[1]].holding.leaf, stage) for stage, key in self.gradient_keys]
         totals = self.sums[WEIGHT], self.sums[TOTAL]
-        self.update: PlacedProgram = self.optimizer.compile_update(uses, *totals, self.micro.divisor, self._compiler)
+        self.update: PlacedProgram = self.optimizer.compile_update(
+            uses, *totals, self.micro.divisor, self.nonfinite, self._compiler
+        )
 
     def finish(self) -> None:
         """Wait until everything is compiled."""
@@ -356,15 +365,18 @@ class Pipeline:
             runs[homes[value]].shared[("state", value, 0)] if value in homes else given
             for value, given in zip(self.micro.state, other, strict=True)
         ]
+        faults = [runs[stage].shared[key] for stage, key in self.faults]
         for run in runs:
             run.shared.clear()
         self.finish()
         made = self.update([*gradients, *sums, step, *optimizer, *params])
         self.counts.dispatches += self.update.dispatches
+        bad_stage = None if self.nonfinite == "ignore" else made.pop()
         states = len(optimizer)
         return PipelineResult(
-            made[0], made[1 + states : -2], made[1 : 1 + states], other, made[-2], made[-1], metric_sums, rows
-        )
+            made[0], made[1 + states : -2], made[1 : 1 + states], other, made[-2], made[-1], metric_sums, rows,
+            bad_stage, faults,
+        )  # fmt: skip
 
     def _begin(self, *arguments: Sequence[Any]) -> list[StageRun]:
         """Put what a step needs where it needs it, in one transfer, and start all sums at zero."""
@@ -417,7 +429,9 @@ def _zero_shapes(own: StageFunctions) -> dict[Key, Any]:
     """A stage's sums and gradients, and their shapes."""
     found: dict[Key, Any] = {}
     for function in (own.forward, own.backward):
-        found.update((k, a) for k, a in zip(function.reads, function.avals, strict=True) if k[0] in ("sum", "gradient"))
+        found.update(
+            (k, a) for k, a in zip(function.reads, function.avals, strict=True) if k[0] in ("sum", "gradient", "fault")
+        )
     return found
 
 

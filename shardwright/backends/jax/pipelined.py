@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.compiled import uncollected
 from shardwright.backends.jax.equations import evaluate, flatten, needed
@@ -19,6 +20,7 @@ from shardwright.backends.jax.metrics import Metrics
 from shardwright.backends.jax.microbatch import cut_microbatch
 from shardwright.backends.jax.optimizer_cut import OptimizerCut, Places, cut_up, from_pieces, is_stack, pieces
 from shardwright.backends.jax.pipeline import Observer, Pipeline, PipelineResult, dispatch_order
+from shardwright.backends.jax.sentinels import Answer, Evidence, Staged, chosen, is_sound
 from shardwright.backends.jax.state import Parts, StepResult, TrainState, own_copy, require_like
 from shardwright.backends.jax.tensor_parallel import FusedParameters, TensorParallel
 from shardwright.core.errors import PlanError
@@ -34,8 +36,9 @@ class PipelinedTraining:
         optimizer: optax.GradientTransformation,
         plan: Plan,
         devices: Sequence[jax.Device] | None,
+        nonfinite: Answer,
     ) -> None:
-        self.loss, self.optimizer, self.plan = loss, optimizer, plan
+        self.loss, self.optimizer, self.plan, self.nonfinite = loss, optimizer, plan, nonfinite
         self.schedule = plan.build_schedule()
         self.order = dispatch_order(self.schedule)
         self.meshes = StageMeshes(plan, devices, self.schedule.placement)
@@ -160,7 +163,7 @@ class PipelinedTraining:
 
     def step_for(
         self, state: TrainState, structure: Any, dims: tuple[int | None, ...], leaves: Sequence[Any]
-    ) -> Callable[..., StepResult]:
+    ) -> "PipelinedStep":
         """The compiled step for batches of one structure."""
         with uncollected():
             self._require(state)
@@ -170,8 +173,12 @@ class PipelinedTraining:
             mesh = self.meshes.meshes[0].abstract_mesh
             laid_out = TensorParallel.lay_out(microbatches, self.plan, mesh, shapes.names)
             micro = cut_microbatch(self.plan, laid_out, shapes, leaves, holdings)
+            if self.nonfinite != "ignore":
+                micro = micro.watched(microbatches.replicas)
             recompute = self.plan.decision.recompute
-            pipeline = Pipeline(self.schedule, self.order, micro, optimizer, self.meshes, recompute=recompute)
+            pipeline = Pipeline(
+                self.schedule, self.order, micro, optimizer, self.meshes, recompute=recompute, nonfinite=self.nonfinite
+            )
         fields = (state.step, state.params, state.optimizer, state.random)
         ends = tuple(accumulate(len(pieces(tree)) for tree in fields))
         metrics = None if microbatches.metrics is None else StagedMetrics.of(microbatches.metrics, pipeline)
@@ -244,6 +251,13 @@ class PipelinedStep:
     """Of the step, the parameters, the optimizer's state and the random state among the leaves of a state."""
     metrics: StagedMetrics | None
 
+    @property
+    def teller(self) -> Staged:
+        """Says what the evidence of a step means."""
+        pipeline = self.pipeline
+        labels = [(stage, key[1]) for stage, key in pipeline.faults]
+        return Staged(pipeline.micro.cut, pipeline.schedule.microbatches, labels)
+
     def __call__(self, state: TrainState, leaves: Sequence[Any], observe: Observer | None = None) -> StepResult:
         """One step on a state, which is used up."""
         held, structure = jax.tree.flatten(state)  # once: models' own containers are flattened by Python
@@ -257,9 +271,34 @@ class PipelinedStep:
         made = self.pipeline([*step, params, optimizer, random, other], batch, observe)
         for leaf in (*params, *optimizer):
             leaf.delete()  # what was not donated: an array whose memory no result could take
-        after = jax.tree.unflatten(structure, [made.step, *made.params, *made.optimizer, *random, *made.other])
+        changed = made.other
+        if self.pipeline.nonfinite == "error":
+            changed = [
+                new if new is old else _sound_state(made.loss, made.grad_norm, new, old)
+                for new, old in zip(made.other, other, strict=True)
+            ]
+        after = jax.tree.unflatten(structure, [made.step, *made.params, *made.optimizer, *random, *changed])
         aux = None if self.metrics is None else self.metrics(made)
-        return StepResult(after, made.loss, aux, made.grad_norm)
+        evidence = None
+        if made.bad_stage is not None:
+            evidence = Evidence(step[0], made.loss, made.grad_norm, (made.bad_stage, made.faults))
+        return StepResult(after, made.loss, aux, made.grad_norm, evidence)
+
+
+@jax.jit
+def _select_sound(loss: jax.Array, norm: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    found: jax.Array = chosen(is_sound(loss, norm), new, old)
+    return found
+
+
+def _sound_state(loss: jax.Array, norm: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """State after a step whose loss and gradients are finite, where its stage is; else as it was before."""
+    whole = new.sharding
+    if not isinstance(whole, NamedSharding):
+        return new
+    at = NamedSharding(whole.mesh, PartitionSpec())
+    found: jax.Array = _select_sound(*jax.device_put([loss, norm, new, old], [at, at, whole, whole]))
+    return found
 
 
 def _require_on_devices(leaves: Sequence[Any]) -> None:

@@ -123,8 +123,9 @@ class SpmdLoss:
 
     def __call__(
         self, stacked: Sequence[Any], weights: dict[int, Any], sources: dict[int, Any], batch: dict[int, Any]
-    ) -> tuple[jax.Array, tuple[jax.Array, list[jax.Array], list[jax.Array]]]:
-        """Σ weight · loss; Σ weight, and of metrics the arrays that add up and those that are joined.
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, list[jax.Array], list[jax.Array]]]:
+        """Σ weight · loss; Σ weight · loss of every microbatch, Σ weight, and of metrics the arrays that add up and
+        those that are joined.
 
         stacked: for every weight of the blocks [rounds, ranks, …], the ranks along pp; weights: all others."""
         parts, flat = self.micro.cut.parts, self.micro.cut.flat
@@ -156,7 +157,7 @@ class SpmdLoss:
 
         totals, counted, *beside = jax.lax.map(epilogue, jnp.arange(self.microbatches))
         sums = [each.sum(0) for each in beside[: len(operands.sums)]]
-        return totals.sum(), (counted.sum(), sums, beside[len(sums) :])
+        return totals.sum(), (totals, counted.sum(), sums, beside[len(sums) :])
 
     def _pipeline(
         self, stacked: Sequence[Any], common: dict[int, Any], batch: dict[int, Any], early: dict[int, Any]

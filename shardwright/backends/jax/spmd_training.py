@@ -16,12 +16,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.holding import holdings_of
 from shardwright.backends.jax.layout import parameter_shardings, replicated
-from shardwright.backends.jax.loss import LossFunction, Microbatches, split_gradient_norm, updated
+from shardwright.backends.jax.loss import LossFunction, Microbatches, split_squares, updated
 from shardwright.backends.jax.mesh import bind
 from shardwright.backends.jax.metrics import Metrics
 from shardwright.backends.jax.microbatch import CutMicrobatch, cut_microbatch
 from shardwright.backends.jax.recompute import keeping_barriers
 from shardwright.backends.jax.samples import put
+from shardwright.backends.jax.sentinels import Answer, Evidence, OneProgram, chosen, is_sound
 from shardwright.backends.jax.spmd import SpmdLoss, block_plan
 from shardwright.backends.jax.state import Parts, StepResult, TrainState, own_copy
 from shardwright.core.errors import MissingCapabilityError
@@ -76,8 +77,9 @@ class SpmdTraining:
         optimizer: optax.GradientTransformation,
         plan: Plan,
         devices: Sequence[jax.Device] | None,
+        nonfinite: Answer,
     ) -> None:
-        self.loss, self.optimizer, self.plan = loss, optimizer, plan
+        self.loss, self.optimizer, self.plan, self.nonfinite = loss, optimizer, plan, nonfinite
         self.blocks = block_plan(plan)
         self.mesh: Mesh = bind(plan.mesh, devices)
 
@@ -175,7 +177,7 @@ class SpmdTraining:
 
     def step_for(
         self, state: TrainState, structure: Any, dims: tuple[int | None, ...], leaves: Sequence[Any]
-    ) -> Callable[..., StepResult]:
+    ) -> "SpmdStep":
         """The compiled step for batches of one structure."""
         shapes = jax.eval_shape(self._unpack, state.params)
         parts = Parts(shapes, state.random, state.other, state.graphdef)
@@ -184,19 +186,13 @@ class SpmdTraining:
         micro = cut_microbatch(self.blocks, batch, parts, leaves, holdings)
         loss = SpmdLoss.of(micro, self.plan, self.mesh)
         stacking, states = self._stackings(parts)
-        run = self._program(loss, stacking, states, micro, self.loss.trained.mask(shapes), batch.metrics)
+        mask = self.loss.trained.mask(shapes)
+        run = self._program(loss, stacking, states, micro, mask, batch.metrics)
         places = [NamedSharding(self.mesh, PartitionSpec(*(() if dim is None else (None, "dp")))) for dim in dims]
-
-        def step(state: TrainState, leaves: Sequence[Any]) -> StepResult:
-            split = [batch.split(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
-            given = jax.device_put([put(leaf, at) for leaf, at in zip(split, places, strict=True)], places)
-            number, params, optimizer, value, norm, aux = run(
-                state.step, state.params, state.optimizer, (state.random, state.other), given
-            )
-            after = TrainState(number, params, optimizer, state.random, state.other, state.graphdef)
-            return StepResult(after, value, aux, norm)
-
-        return step
+        firsts = [parts.names[group[0]] for group, _ in stacking.rows if mask[group[0]]]
+        names = [f"{name}, or of the same of a later block," for name in firsts]
+        names += [parts.names[leaf] for leaf, _ in stacking.rest if mask[leaf]]
+        return SpmdStep(run, batch, places, OneProgram(names))
 
     def _program(
         self,
@@ -230,10 +226,11 @@ class SpmdTraining:
 
             all_stacks, all_rest = params["stacks"], params["rest"]
             given = (list(compress(all_stacks, in_stacks)), list(compress(all_rest, in_rest)))
-            (value, (weight, sums, rows)), found = jax.value_and_grad(total, has_aux=True)(given)
+            (value, (losses, weight, sums, rows)), found = jax.value_and_grad(total, has_aux=True)(given)
             below = micro.divisor(weight)
             means = [g / below for g in (*found[0], *found[1])]
-            norm = split_gradient_norm(means, at)
+            squares = split_squares(means, at)
+            norm, loss_value = jnp.sqrt(squares.sum()), value / below
             whole = stacking.unpack(params)
             split = len(found[0])
             packed = {
@@ -242,15 +239,42 @@ class SpmdTraining:
             }
             before = states.unpack(optimizer)
             mean = trained.with_gradients(whole, [g for g in stacking.leaves(packed) if g is not None])
-            updates, state = updated(self.optimizer, mean, before, whole, value / below)
+            updates, state = updated(self.optimizer, mean, before, whole, loss_value)
             changed = trained.apply(whole, updates)
+            after = number + 1, stacking.pack(changed), states.pack(state)
+            if self.nonfinite == "error":
+                after = chosen(is_sound(loss_value, norm), after, (number, params, optimizer))
             aux = None if metrics is None else metrics.all(sums, rows)
-            return number + 1, stacking.pack(changed), states.pack(state), value / below, norm, aux
+            evidence = None
+            if self.nonfinite != "ignore":
+                evidence = Evidence(number, loss_value, norm, (losses, squares))
+            return *after, loss_value, norm, aux, evidence
 
         whole = replicated(self.mesh)
-        places = (whole, stacking.shardings, states.shardings, whole, whole, whole)
+        places = (whole, stacking.shardings, states.shardings, whole, whole, whole, whole)
         options = keeping_barriers(self.mesh.devices.flat)
         return jax.jit(step, out_shardings=places, donate_argnums=(1, 2), compiler_options=options)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpmdStep:
+    """A compiled step, from state to state."""
+
+    run: Any
+    microbatches: Microbatches
+    places: Sequence[NamedSharding]
+    """Of the batch's leaves, split into microbatches."""
+    teller: OneProgram
+
+    def __call__(self, state: TrainState, leaves: Sequence[Any]) -> StepResult:
+        batch = self.microbatches
+        split = [batch.split(leaf, dim) for leaf, dim in zip(leaves, batch.dims, strict=True)]
+        given = jax.device_put([put(leaf, at) for leaf, at in zip(split, self.places, strict=True)], self.places)
+        number, params, optimizer, loss, norm, aux, evidence = self.run(
+            state.step, state.params, state.optimizer, (state.random, state.other), given
+        )
+        after = TrainState(number, params, optimizer, state.random, state.other, state.graphdef)
+        return StepResult(after, loss, aux, norm, evidence)
 
 
 def _whether(group: Sequence[int], mask: Sequence[bool]) -> bool:

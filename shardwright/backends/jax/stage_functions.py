@@ -7,7 +7,8 @@ rest, with what passes between them kept once more (zero bubble, arXiv 2401.1024
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, Literal
 
 import jax
@@ -30,6 +31,7 @@ Kind = Literal[
     "gradient",  # of a weight, summed over microbatches
     "sum",  # Σ weight · loss, Σ weight, and what adds up of metrics
     "row",  # what is joined of metrics: of one microbatch
+    "fault",  # of messages or losses, by replica: 1 + the first microbatch with a NaN, with an infinity; 0: none
     "departure",
     "arrival_gradient",
     "marker",  # what a rank has run so far, counted: there when a function is done, and read by the rank's next
@@ -77,6 +79,11 @@ class Operands:
     """Outputs that add up over microbatches, beside the loss and its weight."""
     rows: tuple[int, ...] = ()
     """Outputs that are joined over microbatches."""
+    watched: bool = False
+    """Whether stages note which microbatches are not finite."""
+    replicas: int = 1
+    split: Mapping[int, int] = field(default_factory=dict)
+    """The dims of values that are split over replicas: what is noted of those is noted by each."""
 
     def key(self, value: int) -> Key:
         if value == self.m:
@@ -84,6 +91,8 @@ class Operands:
         return ("batch" if value in self.batch else "state" if value in self.state else "source", value, 0)
 
 
+FORWARD, BACKWARD, LOSS = 0, 1, 2
+"""What is looked at, the number of a "fault": what came in for a forward, for a backward, and losses."""
 TOTAL, WEIGHT = 0, 1
 """Positions among the program's outputs: Σ weight · loss and Σ weight over replicas; state and metrics follow."""
 
@@ -183,6 +192,7 @@ class _Builder:
             dict(zip(program.arguments, (self._key(v) for v in self.inputs), strict=True)),
             outputs,
             (*returned, *(("kept", number, 0) for number in range(len(kept)))),
+            {"arrival": FORWARD, "sum": LOSS},
         )
 
     def _key(self, value: int) -> Key:
@@ -228,10 +238,14 @@ class _Builder:
         weight_keys: list[Key] = [("gradient", v, 0) for v in self.weights]
         arrival_keys: list[Key] = [("arrival_gradient", v, 0) for v in self.arriving]
 
-        def function(equations: Sequence[Equation], outputs: Sequence[Any], makes: Sequence[Key]) -> StageFunction:
-            return self._function(program, equations, reads, outputs, makes)
+        def function(
+            equations: Sequence[Equation], outputs: Sequence[Any], makes: Sequence[Key], looks: Mapping[str, int]
+        ) -> StageFunction:
+            return self._function(program, equations, reads, outputs, makes, looks)
 
-        backward = function(program.equations, [*weight_outputs, *arrival_outputs], [*weight_keys, *arrival_keys])
+        came = {"cotangent": BACKWARD}
+        outputs = [*weight_outputs, *arrival_outputs]
+        backward = function(program.equations, outputs, [*weight_keys, *arrival_keys], came)
         if not self.arriving:
             return backward, None, backward
         first = needed(program.equations, (a for a in arrival_outputs if isinstance(a, int)))
@@ -241,9 +255,9 @@ class _Builder:
         wanted = [v for e in second for v in e.values] + [a for a in weight_outputs if isinstance(a, int)]
         between = residuals(replace(program, equations=first), [v for v in wanted if v in made])
         between_keys: list[Key] = [("between", number, 0) for number in range(len(between.kept))]
-        input_grad = function(first, [*arrival_outputs, *between.kept], [*arrival_keys, *between_keys])
+        input_grad = function(first, [*arrival_outputs, *between.kept], [*arrival_keys, *between_keys], came)
         reads = reads | dict(zip(between.kept, between_keys, strict=True))
-        return backward, input_grad, function([*between.remade, *second], weight_outputs, weight_keys)
+        return backward, input_grad, function([*between.remade, *second], weight_outputs, weight_keys, {})
 
     # --- both
 
@@ -254,9 +268,13 @@ class _Builder:
         reads: Mapping[int, Key],
         outputs: Sequence[Any],
         makes: Sequence[Key],
+        looks: Mapping[str, int],
     ) -> StageFunction:
         """A function over flat operands. Sums and gradients are added to what is handed in; cotangents of one value
-        from several stages are summed; leaves of the batch come whole and are sliced by the microbatch's number."""
+        from several stages are summed; leaves of the batch come whole and are sliced by the microbatch's number.
+
+        looks: kinds of operand and result whose values are looked at where stages are ``watched``, and as what.
+        """
         equations = tuple(equations)
         used = {v for e in equations for v in e.values} | {a for a in outputs if isinstance(a, int)}
         operands = {argument: key for argument, key in reads.items() if argument in used}
@@ -270,7 +288,16 @@ class _Builder:
                 counts = jnp.issubdtype(aval.dtype, jnp.integer)
                 dtype = aval.dtype if counts else jnp.promote_types(aval.dtype, jnp.float32)
                 keys[key] = jax.ShapeDtypeStruct(aval.shape, dtype)
-        if any(key[0] == "batch" and self.operands.batch[key[1]] for key in keys):
+        noted: dict[Key, list[tuple[Atom, int | None]]] = {}
+        replicas, split = self.operands.replicas, self.operands.split
+        if self.operands.watched:
+            totals = ((a, key) for a, key in zip(outputs, makes, strict=True) if key == ("sum", TOTAL, 0))
+            for atom, key in (*operands.items(), *totals):
+                if key[0] in looks and jnp.issubdtype(aval_of(program, atom).dtype, jnp.inexact):
+                    dim = None if key[0] == "sum" else split.get(key[1])
+                    noted.setdefault(("fault", looks[key[0]], 0), []).append((atom, dim))
+        keys |= dict.fromkeys(noted, jax.ShapeDtypeStruct((replicas, 2), jnp.int32))
+        if noted or any(key[0] == "batch" and self.operands.batch[key[1]] for key in keys):
             keys[("m", 0, 0)] = jax.ShapeDtypeStruct((), jnp.int32)
         keys[MARKER] = jax.ShapeDtypeStruct((), jnp.int32)
         order = tuple(keys)
@@ -285,10 +312,13 @@ class _Builder:
             for key, atom in zip(makes, outputs, strict=True):
                 value = _value(program, atom, values)
                 found.append(at[key] + value.astype(at[key].dtype) if key[0] in ("gradient", "sum") else value)
+            for key, atoms in noted.items():
+                looked = [_badness(_value(program, atom, values), replicas, dim) for atom, dim in atoms]
+                found.append(_first_bad(at[key], at["m", 0, 0], looked))
             return (*found, at[MARKER] + 1)
 
-        donates = tuple(i for i, key in enumerate(order) if key[0] in ("gradient", "sum"))
-        return StageFunction(run, order, (*makes, MARKER), tuple(keys.values()), donates)
+        donates = tuple(i for i, key in enumerate(order) if key[0] in ("gradient", "sum", "fault"))
+        return StageFunction(run, order, (*makes, *noted, MARKER), tuple(keys.values()), donates)
 
     def _spelled(self, key: Key) -> list[Key]:
         """A cotangent comes from every stage that used the value."""
@@ -310,6 +340,23 @@ class _Builder:
         if key[0] == "batch" and self.operands.batch[key[1]]:
             return jax.lax.dynamic_index_in_dim(at[key], at[("m", 0, 0)], keepdims=False)
         return at[key]
+
+
+def _badness(array: jax.Array, replicas: int, dim: int | None) -> jax.Array:
+    """For every replica 2 where an array has a NaN, else 1 where it has an infinity, else 0; without any of them
+    waiting for another, where it is split over them. One pass."""
+    found = jnp.where(jnp.isnan(array), 2, jnp.where(jnp.isinf(array), 1, 0))
+    if dim is None:
+        return jnp.broadcast_to(jnp.max(found, initial=0), (replicas,))
+    shape = (*array.shape[:dim], replicas, array.shape[dim] // replicas, *array.shape[dim + 1 :])
+    others = tuple(number for number in range(len(shape)) if number != dim)
+    return jnp.max(found.reshape(shape), axis=others, initial=0)
+
+
+def _first_bad(before: jax.Array, m: jax.Array, badness: Sequence[jax.Array]) -> jax.Array:
+    """A "fault" after one more microbatch."""
+    worst = reduce(jnp.maximum, badness)[:, None]
+    return jnp.where((before == 0) & (worst == jnp.array([2, 1])), m + 1, before)
 
 
 def _value(program: FlatProgram, atom: Atom, known: Mapping[int, Any]) -> Any:

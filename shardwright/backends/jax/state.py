@@ -55,6 +55,8 @@ class StepResult(NamedTuple):
     """The metrics beside the loss; None without ``has_aux``."""
     grad_norm: jax.Array
     """The global norm of the gradients of what is trained, before the optimizer changes them."""
+    evidence: Any
+    """Arrays that say whether losses and gradients are finite, `sentinels.Evidence`; None where nobody asks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +19,25 @@ from shardwright.backends.jax.agreement import Agreement, array_sum, text_sum, v
 from shardwright.backends.jax.compiled import Compilation
 from shardwright.backends.jax.held import pipeline_bytes, program_bytes
 from shardwright.backends.jax.layout import optimizer_shardings, parameter_shardings, replicated, spread_over
-from shardwright.backends.jax.loss import LossFunction, Microbatches, accumulate, split_gradient_norm, updated
+from shardwright.backends.jax.loss import LossFunction, Microbatches, accumulate, split_squares, updated
 from shardwright.backends.jax.mesh import bind
+from shardwright.backends.jax.numerics import OpChecks
 from shardwright.backends.jax.pipeline import Pipeline, StepCounts
 from shardwright.backends.jax.pipelined import PipelinedStep, PipelinedTraining
 from shardwright.backends.jax.python_values import PythonValues, Slot, WithValues
 from shardwright.backends.jax.recompute import keeping_barriers
 from shardwright.backends.jax.reductions import REDUCTIONS
 from shardwright.backends.jax.samples import batch_sharding, batch_size, of_no_mesh, put, resolve_batch_dims
-from shardwright.backends.jax.spmd_training import SpmdTraining
+from shardwright.backends.jax.sentinels import (
+    Answer,
+    Evidence,
+    OneProgram,
+    Sentinel,
+    chosen,
+    is_sound,
+    require_settings,
+)
+from shardwright.backends.jax.spmd_training import SpmdStep, SpmdTraining
 from shardwright.backends.jax.state import (
     Parts,
     StepResult,
@@ -62,6 +72,8 @@ def train_step(
     has_aux: bool = False,
     wrt: Any = None,
     reduction: str | None = None,
+    nonfinite: Answer = "warn",
+    debug: Literal["numerics"] | None = None,
 ) -> "TrainStep":
     """A training step under a plan.
 
@@ -87,6 +99,12 @@ def train_step(
         "mean" or "sum". Default: as its program shows, which is traced at two batch sizes: the mean, a mean weighted by
         the count that it divides by, or the sum; where samples are coupled, or it cannot be told, the first step is
         refused, unless one microbatch holds the whole batch.
+    nonfinite: what to do when a loss or a gradient is NaN or infinite: "warn", "error", or "ignore". No step waits for
+        that: it is told in a later call, `TrainStep.params` or `TrainStep.settle`. With "error" such a step leaves the
+        parameters and the optimizer's state as they were, and so do those after it that nobody stopped yet if theirs
+        are not finite; the state given to the call that raises is not used up.
+    debug: "numerics" runs every microbatch beforehand on one device, looks at every op, and names the first that makes
+        a NaN or an infinity; slow.
 
     Raises MissingCapabilityError for what this runtime does not do, ClusterError when the number of devices is not the
     plan's.
@@ -101,6 +119,8 @@ def train_step(
         has_aux=has_aux,
         wrt=wrt,
         reduction=reduction,
+        nonfinite=nonfinite,
+        debug=debug,
     )
 
 
@@ -120,8 +140,11 @@ class TrainStep:
         has_aux: bool = False,
         wrt: Any = None,
         reduction: str | None = None,
+        nonfinite: Answer = "warn",
+        debug: Literal["numerics"] | None = None,
     ) -> None:
         _require_supported(plan)
+        require_settings(nonfinite, debug)
         _warn_of_precision(plan)
         if isinstance(optimizer, type) or not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise PlanError(f"optimizer is {optimizer!r}: give an optax transformation, as optax.adam(1e-3) makes it")
@@ -133,7 +156,7 @@ class TrainStep:
         self.batch_dims = batch_dims
         self.has_aux = has_aux
         self._loss = LossFunction.of(loss_fn, plan, reduction=reduction, has_aux=has_aux, trained=self.trained)
-        self._compiled: dict[Any, Callable[..., StepResult]] = {}
+        self._compiled: dict[Any, PipelinedStep | SpmdStep | OneProgramStep] = {}
         self._latest: dict[Any, tuple[Any, ...]] = {}
         """For every form of batch and state, the Python values that its last step was compiled for."""
         self._sums: dict[str, int] | None = None
@@ -148,11 +171,14 @@ class TrainStep:
             used = jax.devices() if devices is None else devices
             spread = len({device.process_index for device in used}) > 1
             form = SpmdTraining if one_program or (one_program is None and spread) else PipelinedTraining
-            self._pipelined = form(self._loss, self.optimizer, plan, devices)
+            self._pipelined = form(self._loss, self.optimizer, plan, devices, nonfinite)
             self._agreement = Agreement(list(used)[: plan.mesh.size])
         else:
             self.mesh = bind(plan.mesh, devices)
             self._agreement = Agreement(list(self.mesh.devices.flat))
+        self._op_checks: dict[int, OpChecks] = {}
+        """Of compiled steps, by identity."""
+        self._sentinel = Sentinel(nonfinite, self._agreement.alone, debug is not None)
 
     def init(self, params_or_init: Any, *, state: Any = None, seed: int = 0) -> TrainState:
         """Parameters on their devices, and the optimizer's state beside them.
@@ -204,7 +230,7 @@ class TrainStep:
         to run again, but the units of its program can, on one stage."""
         if self._pipelined is None and graphdef is None and self.plan.decision.recompute != "none":
             devices = list(self.mesh.devices.flatten())
-            self._pipelined = PipelinedTraining(self._loss, self.optimizer, self.plan, devices)
+            self._pipelined = PipelinedTraining(self._loss, self.optimizer, self.plan, devices, self._sentinel.answer)
         return self._pipelined
 
     def __call__(self, state: TrainState, batch: Any) -> Any:
@@ -214,12 +240,31 @@ class TrainStep:
         ``state`` is donated: its memory becomes the new state's. Raises PlanError when it already was, and when the
         batch is not of the plan's size.
         """
+        self._sentinel.look()
         with self._step(state, batch) as (step, leaves):
+            if self._sentinel.debugged:
+                self._look_at_ops(step, state, leaves)
             made: StepResult = step(state, leaves)
-        return self._given(made)
+        return self._given(made, step)
 
-    def _given(self, made: StepResult, *more: Any) -> tuple[Any, ...]:
+    def _look_at_ops(self, step: Any, state: TrainState, leaves: tuple[Any, ...]) -> None:
+        """Complain of a step beforehand, naming the op."""
+        parts = Parts(self._whole(state), state.random, state.other, state.graphdef)
+        if id(step) not in self._op_checks:
+            device = jax.local_devices()[0] if not self._agreement.alone else self._agreement.devices[0]
+            self._op_checks[id(step)] = OpChecks.of(self.plan, step.microbatches, parts, leaves, device)
+        said = self._op_checks[id(step)].first(parts.params, state.random, state.step, state.other, leaves)
+        if said:
+            self._sentinel.tell_beforehand(int(state.step), said)
+
+    def settle(self) -> None:
+        """Wait for all steps so far, and say what of their losses and gradients is not finite. Raises NonFiniteError
+        where ``nonfinite`` says so."""
+        self._sentinel.look(0)
+
+    def _given(self, made: StepResult, step: Any, *more: Any) -> tuple[Any, ...]:
         """What a step returns to the caller."""
+        self._sentinel.note(made.evidence, step.teller)
         self._grad_norm = made.grad_norm
         return (made.state, made.loss, *((made.aux,) if self.has_aux else ()), *more)
 
@@ -378,11 +423,12 @@ class TrainStep:
                 "a step of this plan is one program, without actions to measure: plan with pp above 1, in one process, "
                 "or use jax.profiler"
             )
+        self._sentinel.look()
         with self._step(state, batch) as (step, leaves):
             step.pipeline.finish()
             with Watch(step.pipeline.micro.cut, self.plan.decision.pp) as watch:
                 made: StepResult = step(state, leaves, watch)
-            return self._given(made, watch.timeline())
+            return self._given(made, step, watch.timeline())
 
     def memory_bytes(self, state: TrainState, batch: Any) -> tuple[int, ...]:
         """For every device, those of the first pipeline rank first, the bytes that it holds at the peak of a step, by
@@ -398,7 +444,7 @@ class TrainStep:
                 meshes = step.pipeline.meshes
                 devices = list(dict.fromkeys(d for stage in range(len(meshes)) for d in meshes.devices(stage)))
                 return pipeline_bytes(step.pipeline, state, devices)
-            held = program_bytes(step.lower(state, leaves).compile())
+            held = program_bytes(step.run.lower(state, leaves).compile())
         return (held,) * self.plan.mesh.size
 
     def params(self, state: TrainState, at: jax.Device | jax.sharding.Sharding | None = None) -> Any:
@@ -409,24 +455,28 @@ class TrainStep:
         on those of one: ``train.params(state, at=jax.devices()[0])(x)``.
         """
         state.require_alive()
+        self.settle()
         with self._mesh_set_aside():
-            stages = self._in_stages(state.graphdef)
-            if stages is not None:
-                params = stages.whole(state)
-            else:
-                fused = self._fused(state)
-                fused.require(state)
-                params = fused.restore(state.params)
-            parts = (params, state.random, state.other)
+            parts = (self._whole(state), state.random, state.other)
             if at is not None:
                 parts = jax.tree.map(lambda leaf: own_copy(leaf, at), parts)
         return put_together(Parts(*parts, state.graphdef))
+
+    def _whole(self, state: TrainState) -> Any:
+        """Parameters as they were given, without the module that they are of."""
+        stages = self._in_stages(state.graphdef)
+        if stages is not None:
+            return stages.whole(state)
+        fused = self._fused(state)
+        fused.require(state)
+        return fused.restore(state.params)
 
     def original(self, state: TrainState) -> TrainState:
         """The state with parameters and the optimizer's values in the order of the model's own, to be saved or compared
         with a state of another plan. `held` turns it back. Only a plan without pipeline stages has such a state.
         Raises PlanError for a state of another plan."""
         state.require_alive()
+        self.settle()
         fused = self._fused(state)
         fused.require(state)
         with self._mesh_set_aside():
@@ -513,7 +563,7 @@ class TrainStep:
         dims = (*dims, *([None] * len(values)))
         with self._mesh_set_aside():
             compiled: Any = self._compile(state, structure, dims, leaves)
-            return compiled.lower(state, tuple(leaves))
+            return compiled.run.lower(state, tuple(leaves))
 
     # -----------------------------------------------------------------------------------------------------------
 
@@ -557,7 +607,7 @@ class TrainStep:
 
     def _compile(
         self, state: TrainState, structure: Any, dims: tuple[int | None, ...], leaves: Sequence[Any]
-    ) -> Callable[..., StepResult]:
+    ) -> "OneProgramStep":
         parts = Parts(state.params, state.random, state.other, state.graphdef)
         FusedParameters.of(self.plan, parts.names).require(state)
         shardings = self._shardings(parts)
@@ -565,25 +615,50 @@ class TrainStep:
         gradients_at = spread_over("dp", state.params, shardings.params) if decision.shard >= 2 else shardings.params
 
         microbatches = Microbatches.of(self._loss, self.plan, parts, structure, dims, leaves)
-        microbatches = TensorParallel.lay_out(microbatches, self.plan, self.mesh.abstract_mesh, parts.names)
+        laid_out = TensorParallel.lay_out(microbatches, self.plan, self.mesh.abstract_mesh, parts.names)
 
         whole: Any = replicated(self.mesh)
+        answer = self._sentinel.answer
 
         def step(state: TrainState, leaves: tuple[Any, ...]) -> StepResult:
-            loss, mean, other, aux = accumulate(microbatches, state, leaves, mesh=self.mesh, gradients_at=gradients_at)
+            loss, mean, other, aux, losses = accumulate(
+                laid_out, state, leaves, mesh=self.mesh, gradients_at=gradients_at
+            )
             updates, optimizer = updated(self.optimizer, mean, state.optimizer, state.params, loss)
             params = self.trained.apply(state.params, updates)
             after = replace(state, step=state.step + 1, params=params, optimizer=optimizer, other=other)
             at = list(compress(jax.tree.leaves(gradients_at), self.trained.mask(state.params)))
-            return StepResult(after, loss, aux, split_gradient_norm(jax.tree.leaves(mean), at))
+            squares = split_squares(jax.tree.leaves(mean), at)
+            norm, evidence = jnp.sqrt(squares.sum()), None
+            if answer == "error":
+                after = chosen(is_sound(loss, norm), after, state)
+            if answer != "ignore":
+                evidence = Evidence(state.step, loss, norm, (losses, squares))
+            return StepResult(after, loss, aux, norm, evidence)
 
-        return jax.jit(
+        run = jax.jit(
             step,
             in_shardings=(shardings, tuple(batch_sharding(self.mesh, dim) for dim in dims)),
-            out_shardings=StepResult(shardings, whole, None if microbatches.metrics is None else whole, whole),
+            out_shardings=StepResult(shardings, whole, None if microbatches.metrics is None else whole, whole, whole),
             donate_argnums=0,
             compiler_options=keeping_barriers(self.mesh.devices.flat),
         )
+        trained = OneProgram(list(compress(parts.names, self.trained.mask(state.params))))
+        return OneProgramStep(run, microbatches, trained)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OneProgramStep:
+    """A step that is one jitted function."""
+
+    run: Any
+    microbatches: Microbatches
+    """Without the plan's layouts."""
+    teller: OneProgram
+
+    def __call__(self, state: TrainState, leaves: tuple[Any, ...]) -> StepResult:
+        found: StepResult = self.run(state, leaves)
+        return found
 
 
 def _require_supported(plan: Plan) -> None:
