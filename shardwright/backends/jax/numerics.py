@@ -70,8 +70,8 @@ class OpChecks:
     ) -> "OpChecks":
         """parts: the whole model taken apart, as arrays or shapes; leaves: those of a global batch; device: what the
         program runs on."""
-        shapes = jax.tree.map(abstract, (parts.params, parts.random, parts.other))
-        parts = Parts(*shapes, parts.graphdef)
+        params, random, other = jax.tree.map(abstract, (parts.params, parts.random, parts.other))
+        parts = Parts(params, random, other, parts.graphdef)
         names = parts.names
         holdings = holdings_of(plan, names, [leaf.shape for leaf in jax.tree.leaves(parts.params)])
         micro = cut_microbatch(plan, microbatches, parts, leaves, holdings)
@@ -267,19 +267,21 @@ def _marked(stack: Any, inherited: int) -> int:
 def _kind(array: Any) -> jax.Array:
     """`NAN` and `INFINITY`, as an array has them."""
     if not jnp.issubdtype(array.dtype, jnp.inexact):
-        return jnp.int32(0)
-    return jnp.where(jnp.isnan(array).any(), NAN, 0) | jnp.where(jnp.isinf(array).any(), INFINITY, 0)
+        return jnp.zeros((), jnp.int32)
+    found: jax.Array = jnp.where(jnp.isnan(array).any(), NAN, 0) | jnp.where(jnp.isinf(array).any(), INFINITY, 0)
+    return found
 
 
 def _joined(kinds: Sequence[jax.Array]) -> jax.Array:
-    found = jnp.int32(0)
+    found = jnp.zeros((), jnp.int32)
     for kind in kinds:
         found = found | kind
     return found
 
 
 def _is_finite(array: Any) -> jax.Array:
-    return _kind(array) == 0
+    found: jax.Array = _kind(array) == 0
+    return found
 
 
 def _line(source: Any) -> str:
