@@ -55,6 +55,10 @@ class MissingCapabilityError(ShardwrightError):
     """The backend cannot do what was asked; names the capability."""
 
 
+class PeerError(ShardwrightError, RuntimeError):
+    """A peer failed, died or left, gave no sign of life for the timeout, or waits for something else for good."""
+
+
 class DisagreementError(ShardwrightError):
     """Ranks of one run differ in what must be the same on all of them, or one failed where the others did not. Raised
     on every rank; names what differs, on which ranks, and the value on each."""

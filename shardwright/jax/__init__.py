@@ -1,8 +1,9 @@
 """The training interface for JAX: ``import shardwright.jax as sw``.
 
 Beside the names of `shardwright` itself (``capture``, ``plan``, ``Cluster`` …): `train_step`, functional as JAX users
-write; `weighted`, which a loss function returns for a loss that has a weight; and `TrainState`, the pytree that is
-handed from step to step. Raises MissingFrameworkError, naming the extra, where JAX cannot be imported.
+write; `weighted`, which a loss function returns for a loss that has a weight; `TrainState`, the pytree that is handed
+from step to step; `init` and `shutdown`, for runs of several processes. Raises MissingFrameworkError, naming the extra,
+where JAX cannot be imported.
 """
 
 from shardwright.backends.protocol import require_framework
@@ -29,6 +30,7 @@ from shardwright import (  # noqa: E402
     plan,
     simulate,
 )
+from shardwright.backends.jax.rendezvous import init, shutdown  # noqa: E402
 from shardwright.backends.jax.returned import Weighted, weighted  # noqa: E402
 from shardwright.backends.jax.state import TrainState  # noqa: E402
 from shardwright.backends.jax.train import TrainStep, train_step  # noqa: E402
@@ -53,7 +55,9 @@ __all__ = [
     "capture",
     "compare",
     "explain",
+    "init",
     "plan",
+    "shutdown",
     "simulate",
     "train_step",
     "weighted",

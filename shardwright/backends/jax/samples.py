@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -110,4 +111,8 @@ def put(leaf: Any, sharding: NamedSharding) -> Any:
             leaf = np.asarray(leaf)
     elif sharding.is_fully_addressable:
         return leaf  # a jitted function takes it as it is
+    held = np.asarray(leaf) if not isinstance(leaf, jax.Array) else None
+    if held is not None and jnp.issubdtype(held.dtype, jnp.inexact) and np.isnan(held).any():
+        # To JAX's comparison a NaN differs from itself; the processes compare their batches by `Agreement` too.
+        return jax.make_array_from_callback(held.shape, sharding, lambda index: held[index])
     return jax.device_put(leaf, sharding)

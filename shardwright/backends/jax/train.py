@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from shardwright.backends.jax.pipelined import PipelinedStep, PipelinedTraining
 from shardwright.backends.jax.python_values import PythonValues, Slot, WithValues
 from shardwright.backends.jax.recompute import keeping_barriers
 from shardwright.backends.jax.reductions import REDUCTIONS
+from shardwright.backends.jax.rendezvous import current
 from shardwright.backends.jax.samples import batch_sharding, batch_size, of_no_mesh, put, resolve_batch_dims
 from shardwright.backends.jax.sentinels import (
     Answer,
@@ -176,6 +177,7 @@ class TrainStep:
         else:
             self.mesh = bind(plan.mesh, devices)
             self._agreement = Agreement(list(self.mesh.devices.flat))
+        self._calls = 0
         self._op_checks: dict[int, OpChecks] = {}
         """Of compiled steps, by identity."""
         self._sentinel = Sentinel(nonfinite, self._agreement.alone, debug is not None)
@@ -240,6 +242,29 @@ class TrainStep:
         ``state`` is donated: its memory becomes the new state's. Raises PlanError when it already was, and when the
         batch is not of the plan's size.
         """
+        with self._explained():
+            return self._run(state, batch)
+
+    def _explained(self) -> Any:
+        """Names a peer that has failed, in runs that began with `rendezvous.init`."""
+        pulse = current()
+        if self._agreement.alone or pulse is None:
+            return nullcontext()
+        self._calls += 1
+        return pulse.explained(f"step {self._calls} of this process, {self._own_stages()}")
+
+    def _own_stages(self) -> str:
+        """The stages on this process's devices, by the plan."""
+        devices = np.array(self._agreement.devices).reshape(self.plan.mesh.sizes)
+        along = self.plan.mesh.names.index("pp") if "pp" in self.plan.mesh.names else 0
+        own = np.vectorize(lambda device: device.process_index == jax.process_index())(devices)
+        ranks = sorted({int(where[along]) for where in np.argwhere(own)})
+        placement = self.plan.build_schedule().placement
+        stages = [str(stage) for stage, rank in enumerate(placement) if rank in ranks]
+        return f"stage{'s' if len(stages) > 1 else ''} {', '.join(stages)}"
+
+    def _run(self, state: TrainState, batch: Any) -> Any:
+        """One call of the step."""
         self._sentinel.look()
         with self._step(state, batch) as (step, leaves):
             if self._sentinel.debugged:

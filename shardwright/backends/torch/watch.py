@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
+from shardwright.core.errors import PeerError as PeerError
 from shardwright.core.errors import ShardwrightError
 
 if TYPE_CHECKING:
@@ -29,10 +30,6 @@ LOOK_S = 0.3
 """How long a rank that is told to stop looks for the reason: launchers kill soon."""
 LONGEST_WAIT_S = 1800.0
 """How long a wait may take for peers that live, and that may compute, compile or save: torch's own timeout."""
-
-
-class PeerError(ShardwrightError, RuntimeError):
-    """A peer failed, died or left, gave no sign of life for the timeout, or waits for something else for good."""
 
 
 @dataclass(frozen=True, slots=True)
