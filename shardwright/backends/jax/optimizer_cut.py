@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
@@ -219,7 +220,7 @@ class OptimizerCut:
         for home, gradient in zip((h for h, flag in zip(homes, mask, strict=True) if flag), gradients, strict=True):
             own = squared(gradient)
             sums[home] = sums[home] + own if home in sums else own
-        total = sum(sums.values(), jnp.zeros(()))
+        total = reduce(jnp.add, sums.values())
         bad = jnp.int32(0)
         for home, own in sums.items():
             # A number of one stage, read with the sum over all: made where the sum is, and apart from the updates.
