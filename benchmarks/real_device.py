@@ -1,18 +1,11 @@
-"""What the process of one model of `real_models_jax.py` does: two steps of it, split, against the plain model.
-
-Usage: real_device.py MODEL pp|tp; the last line of its output is JSON.
-"""
+"""What the process of one model of `real_models_jax.py` does: two steps of it, split, against the plain model."""
 
 import inspect
 import json
 import os
-import sys
 import traceback
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +18,11 @@ import shardwright.jax as sw
 from benchmarks.real_networks.jax_models import BUILDERS, SAMPLES, Made
 from shardwright.core.errors import ShardwrightError
 from tests.comparison import Comparison
+from tests.torch.forked import note
 
 STEPS, MICROBATCH, RATE, SEED = 2, 2, 0.02, 0
+Expected = tuple[list[float], list[list[Any]], list[Any]]
+"""Losses and gradients of each step, and the parameters after the last."""
 
 
 def is_trained(leaf: Any) -> bool:
@@ -78,8 +74,7 @@ class Plain:
         found = self.made.loss(model, batch, **given)
         return found if "state" in given else (found, state)
 
-    def train(self) -> tuple[list[float], list[list[Any]], list[Any]]:
-        """Losses of each step, gradients of each step, parameters after the last."""
+    def train(self) -> Expected:
         step_of = jax.jit(jax.value_and_grad(self.loss, has_aux=True))
         arrays, state = list(self.arrays), self.made.state
         losses, gradients = [], []
@@ -112,7 +107,7 @@ def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
     return optax.GradientTransformation(init, update)
 
 
-def split(made: Made, axis: str, plain: Plain) -> Comparison:
+def split(made: Made, axis: str, plain: Plain, expected: Expected) -> Comparison:
     captured = made.loss
     given = {}
     if "rngs" in plain.named:
@@ -138,7 +133,7 @@ def split(made: Made, axis: str, plain: Plain) -> Comparison:
     state = train.init(made.model, seed=SEED) if made.state is None else train.init(
         made.model, state=made.state, seed=SEED
     )  # fmt: skip
-    losses, gradients, arrays = plain.train()
+    losses, gradients, arrays = expected
     same = Comparison()
     for step in range(STEPS):
         state, loss = train(state, made.batch)
@@ -153,37 +148,34 @@ def split(made: Made, axis: str, plain: Plain) -> Comparison:
     return same
 
 
-def main() -> None:
+def judge(name: str, axis: str) -> None:
+    """The life of a process: notes the outcome, its detail, and how many parameters there are."""
+    jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
-    name, axis = sys.argv[1:]
-    answer: dict[str, Any] = {}
+    note("report", json.dumps(_judged(name, axis)))
+
+
+def _judged(name: str, axis: str) -> dict[str, Any]:
     try:
         made = without_zeros(BUILDERS[name]())
     except ImportError as error:
-        answer = {"outcome": MISSING, "detail": f"package {error.name or name} is missing: {error}"}
-        print(json.dumps(answer), flush=True)
-        return
+        return {"outcome": MISSING, "detail": f"package {error.name or name} is missing: {error}"}
+    answer: dict[str, Any] = {}
     try:
         plain = Plain(made)
         answer["parameters"] = sum(a.size for a in plain.arrays if a is not None)
-        plain.train()
+        expected = plain.train()
     except Exception as error:
         said = f"the plain model does not train: {type(error).__name__}: {error}"
-        print(json.dumps(answer | {"outcome": FAILED, "detail": said[:400]}), flush=True)
-        return
+        return answer | {"outcome": FAILED, "detail": said[:400]}
     try:
-        same = split(made, axis, plain)
-        off = same.failures()
-        answer |= {"outcome": WRONG, "detail": "; ".join(off[:4])[:600]} if off else {
-            "outcome": EQUAL, "detail": f"{same.worst:.2g} of the bound"
-        }  # fmt: skip
+        same = split(made, axis, plain, expected)
     except Exception as error:
         if os.environ.get("REAL_MODELS_TRACEBACK"):
             traceback.print_exc()
         outcome = REFUSED if isinstance(error, ShardwrightError) else FAILED
-        answer |= {"outcome": outcome, "detail": f"{type(error).__name__}: {error}"[:600]}
-    print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        return answer | {"outcome": outcome, "detail": f"{type(error).__name__}: {error}"[:600]}
+    off = same.failures()
+    if off:
+        return answer | {"outcome": WRONG, "detail": "; ".join(off[:4])[:600]}
+    return answer | {"outcome": EQUAL, "detail": f"{same.worst:.2g} of the bound"}

@@ -8,8 +8,8 @@ Needs packages that this one does not depend on; a model whose package lacks get
 installed without what they depend on, so that torch stays as it is:
 
     pip install --no-deps --target real-packages diffusers x-transformers torch_geometric peft monai timm torchvision \
-        efficientnet_pytorch vit-pytorch einops einx loguru frozendict torch-einops-utils accelerate ema-pytorch \
-        importlib_metadata zipp xxhash requests urllib3 certifi charset_normalizer pyparsing pillow
+        efficientnet_pytorch einops einx torch-einops-utils frozendict loguru accelerate xxhash requests urllib3 \
+        certifi charset_normalizer importlib_metadata zipp pillow
     PYTHONPATH=real-packages python benchmarks/real_models.py
 
 Each model has a small configuration, random weights, train mode, dropout as its library sets it. Two Gloo processes of

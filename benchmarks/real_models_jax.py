@@ -25,9 +25,8 @@ the table as soon as it is known.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -36,29 +35,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import claims
 from real_outcomes import FAILED, Row, Table, counts, version_of
 
+from benchmarks.real_device import judge
+from benchmarks.real_networks.jax_models import BUILDERS
+from tests.torch.forked import run_ranks
+
 CASES = {"pp": "pp 2", "tp": "tp 2"}
 RESULTS = Path(__file__).parent / "results" / "real_models_jax.md"
-WORKER = Path(__file__).parent / "real_device.py"
 
 
 def row_of(name: str, axis: str, limit_s: float) -> Row:
-    """What a process of its own says of one model in one case."""
+    """What a fork of this process, which has run nothing in JAX, says of one model in one case."""
     begun = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, str(WORKER), name, axis], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    try:
-        output, errors = process.communicate(timeout=limit_s)
-        answers = [line for line in output.splitlines() if line.startswith("{")]
-        if answers:
-            found = json.loads(answers[-1])
-        else:
-            found = {"outcome": FAILED, "detail": f"the process ended with {process.returncode}: {errors[-300:]}"}
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
+    with tempfile.TemporaryDirectory() as folder:
+        (ended,) = run_ranks(lambda: judge(name, axis), [{}], Path(folder), limit_s)
+    if ended.was_killed:
         found = {"outcome": FAILED, "detail": f"no result within {limit_s:.0f} s"}
+    elif "report" not in ended.noted:
+        found = {"outcome": FAILED, "detail": f"the process ended with {ended.code}: {ended.output[-300:]}"}
+    else:
+        found = json.loads(ended.noted["report"])
     seconds = time.perf_counter() - begun
     version = version_of(name.partition(":")[0])
     return Row(name, version, found.pop("parameters", 0), CASES[axis], **found, seconds=seconds)
@@ -72,8 +67,6 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one model in one case")
     parser.add_argument("--table", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    from benchmarks.real_networks.jax_models import BUILDERS
-
     cases = arguments.cases.split(",")
     unknown = [case for case in cases if case not in CASES]
     names = [n for n in BUILDERS if not arguments.only or n in arguments.only or n.partition(":")[0] in arguments.only]

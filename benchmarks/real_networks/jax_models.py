@@ -131,21 +131,11 @@ def convnext() -> Made:
     return equinox_classifier(model, channels_first(images()), wants_key=True)
 
 
-@built_by("equimo")
-def iformer() -> Made:
-    from equimo.models import IFormer
-
-    model = IFormer(
-        in_channels=3, dims=[16, 24, 32, 48], depths=[1, 1, 2, 1], num_classes=CLASSES, key=jax.random.key(0)
-    )
-    return equinox_classifier(model, channels_first(images()), wants_key=True)
-
-
 @built_by("jaxonmodels")
 def vit() -> Made:
     from jaxonmodels.models.vit import VisionTransformer
 
-    model = VisionTransformer(16, 4, 32, 3, 2, CLASSES, key=jax.random.key(0))
+    model = VisionTransformer(16, 4, 32, 3, 2, CLASSES, key=jax.random.key(0), dtype=jnp.float32)
     return equinox_classifier(model, channels_first(images(16)))
 
 
@@ -364,17 +354,6 @@ def unet() -> Made:
 
 
 # NNX ------------------------------------------------------------------------------------------------------------------
-
-
-@built_by("jimm")
-def nnx_vit() -> Made:
-    import jimm
-
-    model = jimm.VisionTransformer(
-        num_classes=CLASSES, img_size=16, patch_size=4, num_layers=3, num_heads=2, mlp_dim=64, hidden_size=32,
-        dropout_rate=0.0, rngs=nnx.Rngs(0),
-    )  # fmt: skip
-    return Made(model, images(16), lambda model, batch: classified(model(batch["x"]), batch))
 
 
 @built_by("attnax")

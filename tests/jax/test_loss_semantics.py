@@ -143,6 +143,14 @@ READ: dict[str, tuple[Loss, str]] = {
     "with a penalty": (lambda p, b: each(p, b).mean() + PENALTY * (p["w"] ** 2).sum(), "mean"),
     "of two means": (lambda p, b: each(p, b).mean() + 0.1 * (logits(p, b) ** 2).mean(), "mean"),
     "vmapped": (lambda p, b: jax.vmap(lambda x, y: cross_entropy(x @ p["w"], y).mean())(b["x"], b["y"]).mean(), "mean"),
+    "looked up under vmap": (
+        lambda p, b: jax.vmap(jax.vmap(lambda y: jnp.take(p["w"], y, axis=0).sum()))(b["y"]).mean(),
+        "mean",
+    ),
+    "filled by NaN": (
+        lambda p, b: jnp.where(b["y"] < 5, each(p, b), jnp.nan).mean(),
+        "mean",
+    ),
     "one hot": (lambda p, b: -(jax.nn.one_hot(b["y"], 5) * jax.nn.log_softmax(logits(p, b))).sum(-1).mean(), "mean"),
     "indexed": (
         lambda p, b: -jax.nn.log_softmax(logits(p, b).mean(1))[jnp.arange(len(b["c"])), b["c"] % 5].mean(),

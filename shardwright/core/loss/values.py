@@ -106,8 +106,8 @@ def normalized(terms: frozenset[Term]) -> frozenset[Term]:
 def power_of(number: tuple[float, float], sizes: tuple[int, int]) -> int | None:
     """The r for which a number is a constant times B^r; None: there is none."""
     first, second = number
-    if first == second:
-        return 0
+    if first == second or (first != first and second != second):
+        return 0  # NaN is one too, by which JAX fills what an index outside of an array looks up
     if first == 0.0 or second == 0.0:
         return None
     for power in (1, -1, 2, -2):
