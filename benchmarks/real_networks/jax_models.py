@@ -78,9 +78,9 @@ def equinox_classifier(model: Any, batch: dict[str, Any], wants_key: bool = Fals
 
     def loss(params: Any, batch: Any) -> Any:
         whole = eqx.combine(params, static)
-        if wants_key:
-            return classified(jax.vmap(lambda x: whole(x, key=jax.random.key(0)))(batch["x"]), batch)
-        return classified(jax.vmap(whole)(batch["x"]), batch)
+        given = {"key": jax.random.key(0)} if wants_key else {}
+        made = jax.vmap(lambda x: whole(x, **given))(batch["x"])
+        return classified(made[0] if isinstance(made, tuple) else made, batch)
 
     return Made(params, batch, loss)
 

@@ -104,7 +104,7 @@ class Slot:
     def read(self) -> Any:
         try:
             return _get(*self._holder())
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+        except Exception:  # a module whose names are imported when they are asked for may fail in any way
             return MISSING
 
     def write(self, value: Any) -> None:
@@ -158,7 +158,7 @@ class _Finder:
         if isinstance(function, types.MethodType):
             self.function(function.__func__, function.__self__)
             return
-        wrapped = getattr(function, "__wrapped__", None)
+        wrapped = inspect.getattr_static(function, "__wrapped__", None)
         if wrapped is not None and wrapped is not function:
             self.function(wrapped, owner)
         if not isinstance(function, types.FunctionType):

@@ -8,6 +8,7 @@ import enum
 import operator
 import types
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,16 @@ PLAIN = (
 )  # fmt: skip
 """Values that nobody can change, compared by what they are."""
 MISSING = object()
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The dict of an object's own attributes; None where it has none. The object is not asked, as it may answer by code
+    of its own: a stand-in for a package that is not installed raises an error at every name."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except Exception:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 class Holder:
@@ -146,7 +157,11 @@ class Attributes(Holder):
         super().__init__(target, label)
 
     def read(self) -> dict[Any, Any]:
-        return {name: getattr(self.target, name) for name in self.names if hasattr(self.target, name)}
+        found = {}
+        for name in self.names:
+            with suppress(AttributeError):  # a slot that holds nothing
+                found[name] = object.__getattribute__(self.target, name)
+        return found
 
     def put(self, key: Any, value: Any) -> None:
         if value is MISSING:

@@ -10,6 +10,7 @@ import contextvars
 import dataclasses
 import functools
 import gc
+import inspect
 import os
 import sys
 import types
@@ -38,6 +39,7 @@ from shardwright.backends.torch.python_places import (
     Holder,
     Items,
     Members,
+    attributes_of,
     remembered,
     same,
 )
@@ -242,7 +244,7 @@ class Reads:
             if len(value) <= LARGE:
                 for key, item in list(dict.items(value)):
                     self.meet(item, f"{label}[{key!r}]")
-            if type(value) is not dict and hasattr(value, "__dict__"):
+            if type(value) is not dict and attributes_of(value) is not None:
                 self._object(value, label)
         elif isinstance(value, (list, tuple, deque)):
             if not isinstance(value, tuple):
@@ -250,7 +252,7 @@ class Reads:
             if len(value) <= LARGE:
                 for position, item in enumerate(value):
                     self.meet(item, f"{label}[{position}]")
-            if hasattr(value, "__dict__"):
+            if attributes_of(value) is not None:
                 self._object(value, label)
         elif isinstance(value, (set, frozenset)):
             if isinstance(value, set):
@@ -292,17 +294,17 @@ class Reads:
 
     def _object(self, value: Any, label: str) -> None:
         home = type(value).__module__
-        wrapped = getattr(value, "__wrapped__", None) if not isinstance(value, types.ModuleType) else None
+        wrapped = inspect.getattr_static(value, "__wrapped__", None)
         if isinstance(wrapped, types.FunctionType):
             self.meet(wrapped, label)
-        if home == "builtins" and not hasattr(value, "__dict__"):
+        attributes = attributes_of(value)
+        if home == "builtins" and attributes is None:
             return
         if home not in _DATA_TYPES and home != "_thread":
             module = sys.modules.get(home)
             if module is None or is_library_module(module):
                 return
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
+        if attributes is not None:
             self._attributes(attributes, label, type(value))
         slots = [name for cls in type(value).__mro__ for name in _slots_of(cls)]
         if slots:
@@ -342,8 +344,8 @@ class Reads:
                 continue
             self._attributes(vars(base), base.__name__, None)
             for item in tuple(vars(base).values()):
-                function = getattr(item, "__func__", item)
-                for one in (function, getattr(item, "fget", None)):
+                wrapped = isinstance(item, staticmethod | classmethod | types.MethodType)
+                for one in (item.__func__ if wrapped else item, item.fget if isinstance(item, property) else None):
                     if isinstance(one, types.FunctionType):
                         self._function(one)
 

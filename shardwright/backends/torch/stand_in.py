@@ -77,7 +77,8 @@ def _remembering(home: types.ModuleType) -> list[Any]:
         if isinstance(item, type) and item.__module__ == home.__name__:
             pending += vars(item).values()
     for member in pending:
-        item = getattr(member, "__func__", member)  # static and class methods
+        is_wrapped = isinstance(member, staticmethod | classmethod | types.MethodType)
+        item = member.__func__ if is_wrapped else member
         cells = (item.__closure__ or ()) if isinstance(item, types.FunctionType) else ()
         for one in (item, *(cell.cell_contents for cell in cells if _is_filled(cell))):
             if isinstance(one, functools._lru_cache_wrapper) and one.__module__ == home.__name__:

@@ -340,14 +340,29 @@ class FrozenConfig(dict[str, Any]):
     __setitem__ = __delitem__ = update = clear = pop = setdefault = _refuse  # type: ignore[assignment]
 
 
+class Absent:
+    """As MONAI stands in for a package that is not installed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"there is no package for {name}")
+
+
+ABSENT = Absent()
+
+
 class Configured(Network):
     def __init__(self) -> None:
         super().__init__()
         self.settings = FrozenConfig({"width": WIDTH})
 
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.settings["width"] != WIDTH:
+            ABSENT.kernel(*args)
+        return super().forward(*args, **kwargs)
+
 
 @step(Configured)
-def a_frozen_configuration(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+def a_frozen_configuration_and_an_absent_package(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     return F.mse_loss(model(batch["x"]), batch["y"])
 
 

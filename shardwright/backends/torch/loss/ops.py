@@ -401,7 +401,7 @@ def _repeat_interleave(call: _Call) -> list[LossOp]:
     """Every entry of a dim several times in place: a new dim after it, and both as one."""
     (source,), (out,) = call.a.inputs[:1], call.a.outputs
     shapes, made = call.translation.shapes[source], call.translation.shapes[out]
-    dim = call.arguments[0].get("dim")
+    dim = call.arguments[0].get("dim", 0 if len(shapes[0]) == 1 else None)
     if dim is None or len(call.a.inputs) != 1 or len(shapes[0]) != len(made[0]):
         return [call.how("opaque")]
     return call.repeated(source, out, {dim % len(shapes[0]): 1})
