@@ -146,8 +146,9 @@ def split(made: Made, axis: str, plain: Plain, expected: Expected) -> Comparison
     return same
 
 
-def judge(name: str, axis: str) -> None:
+def judge(name: str, axis: str, is_quick: bool) -> None:
     """The life of a process: notes the outcome, its detail, and how many parameters there are."""
+    jax.config.update("jax_disable_most_optimizations", is_quick)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     note("report", json.dumps(_judged(name, axis)))

@@ -94,6 +94,7 @@ CASES: dict[str, Case] = {
     "scatter": (lambda x, n, v: x.scatter(1, n, v), (r(4, 6), torch.arange(6).repeat(4, 1), r(4, 6))),
     "transpose": (lambda x: x.transpose(0, 2), (r(4, 6, 8),)),
     "permute": (lambda x: x.permute(2, 0, 1), (r(4, 6, 8),)),
+    "movedim": (lambda x: x.movedim((0, 2), (-1, 0)), (r(4, 6, 8),)),
     "t": (torch.t, (r(4, 6),)),
     "flatten": (lambda x: x.flatten(1), (r(4, 6, 8),)),
     "reshape, first kept": (lambda x: x.reshape(x.shape[0], -1, 2), (r(4, 6, 8),)),

@@ -161,6 +161,7 @@ HEAVY: dict[str, Case] = {
     "index, two": ("gather", lambda x, n, m: x[:, n, m], (f(6, 12, 18, 24), i(12, 30), i(18, 30))),
     "merge batch": ("view", sized(torch.reshape, (72, 18)), (f(6, 12, 18),)),
     "permute": ("view", lambda x: x.permute(2, 0, 1), (f(6, 12, 18),)),
+    "movedim": ("view", lambda x: x.movedim((0, 2), (-1, 0)), (f(6, 12, 18),)),
     "unsqueeze": ("view", lambda x: x.unsqueeze(1), (f(6, 12),)),
     "slice, steps": ("slice", lambda x: x[:, ::2], (f(6, 12, 18),)),
     "select": ("slice", lambda x: x[:, 1], (f(6, 12, 18),)),

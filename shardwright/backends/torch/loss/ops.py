@@ -20,7 +20,7 @@ RESHAPES = frozenset({
 SAME = frozenset({
     "transpose", "swapaxes", "swapdims", "t", "numpy_T", "mT", "adjoint", "permute", "expand", "broadcast_to", "real",
     "imag", "view_as_real", "view_as_complex", "clone", "contiguous", "alias", "flip", "roll", "rot90", "dropout",
-    "select", "unbind", "movedim",
+    "select", "unbind", "movedim", "moveaxis",
 })  # fmt: skip
 CASTS = frozenset({"to", "_to_copy", "_autocast_to_reduced_precision", "_autocast_to_full_precision", "copy_"})
 FILLS = {
@@ -401,7 +401,8 @@ def _repeat_interleave(call: _Call) -> list[LossOp]:
     """Every entry of a dim several times in place: a new dim after it, and both as one."""
     (source,), (out,) = call.a.inputs[:1], call.a.outputs
     shapes, made = call.translation.shapes[source], call.translation.shapes[out]
-    dim = call.arguments[0].get("dim", 0 if len(shapes[0]) == 1 else None)
+    dim = call.arguments[0].get("dim")
+    dim = 0 if dim is None and len(shapes[0]) == 1 else dim
     if dim is None or len(call.a.inputs) != 1 or len(shapes[0]) != len(made[0]):
         return [call.how("opaque")]
     return call.repeated(source, out, {dim % len(shapes[0]): 1})

@@ -36,6 +36,19 @@ def transpose(call: OpCall) -> None:
     _view(call, labels.transpose(order))
 
 
+@rule("view", "movedim", "moveaxis")
+def move_dims(call: OpCall) -> None:
+    rank = len(call.inputs[0].shape)
+    moved, to = (
+        [dim % rank for dim in (given if isinstance(given, list | tuple) else [given])]
+        for given in (call["source"], call["destination"])
+    )
+    order = [dim for dim in range(rank) if dim not in moved]
+    for position, dim in sorted(zip(to, moved, strict=True)):
+        order.insert(position, dim)
+    _view(call, labels.transpose(order))
+
+
 @rule("view", "permute")
 def permute(call: OpCall) -> None:
     rank = len(call.inputs[0].shape)
@@ -61,7 +74,7 @@ def complex_view(call: OpCall) -> None:
     )
 
 
-@rule("view", "as_strided", "unfold", "diagonal", "diag_embed", "movedim")
+@rule("view", "as_strided", "unfold", "diagonal", "diag_embed")
 def irregular(call: OpCall) -> None:
     _view(call, labels.opaque([call.inputs[0].shape], [call.out.shape]))
 
