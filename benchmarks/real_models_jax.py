@@ -20,7 +20,7 @@ samples each; the plain model takes the same microbatches with the same random k
 parameters after the first step, and every gradient of the second within 1e-4 of its norm plus 1e-6 of the norm of all.
 Models with batch norms, whose microbatches are meant to be taken by themselves, are told `reduction="mean"`. Parameters
 that are all zero get small random numbers first. Each model and case has a process and a time limit of its own, and a
-row in the table as soon as it is known. With `--quick` XLA leaves out most optimisations, and takes a third of the time.
+row in the table as soon as it is known. With `--quick` XLA leaves out most optimisations, which takes less time.
 """
 
 import argparse
