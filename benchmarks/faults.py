@@ -3,10 +3,11 @@
     python benchmarks/faults.py                      # 200 faults under the default timeouts
     python benchmarks/faults.py --count 20 --seed 1  # a sample
 
-Each case is a run of two to eight ranks over pp, dp and tp whose victim is killed, stopped, raises in the model, in its
-backward, in the step's body or in the data loader, runs out of memory, or is started wrongly; and runs in which
-something takes long, which is no fault. The exit code is 1 when a survivor did not end by itself within 70 s, did not
-name the victim and where both were, or left processes or files behind.
+Three of four cases are of PyTorch: runs of two to eight ranks over pp, dp and tp whose victim is killed, stopped,
+raises in the model, in its backward, in the step's body or in the data loader, runs out of memory, or is started
+wrongly; and runs in which something takes long, which is no fault. The fourth is of JAX: two to four processes.
+The exit code is 1 when a survivor did not end by itself within 70 s, did not name the victim and where both were, or
+left processes or files behind.
 """
 
 import argparse
@@ -27,6 +28,7 @@ import claims
 
 ROOT = Path(__file__).resolve().parents[1]
 SOON_S = 70.0
+WORKERS = {"torch": "tests/torch/workers/faulty.py", "jax": "tests/jax/faulty.py"}
 LIMIT_S = 240.0
 """After which a case is ended. Longer than SOON_S, which counts from the fault."""
 SHARE = 5
@@ -42,6 +44,9 @@ IN_STEPS = (
 )
 AT_START = ("port", "missing", "twice", "world", "config")
 NO_FAULTS = ("sleep", "hold", "none")
+JAX_IN_STEPS = (("kill", "loader"), ("stop", "loader"), ("raise", "loader"), ("raise", "trace"), ("exit", "loader"),
+                ("leave", "loader"), ("sleep", "loader"), ("kill", "trace"))  # fmt: skip
+JAX_AT_START = ("port", "missing", "twice", "world")
 
 
 def cases(count: int, seed: int) -> list[dict[str, Any]]:
@@ -49,6 +54,9 @@ def cases(count: int, seed: int) -> list[dict[str, Any]]:
     numbers = random.Random(seed)
     found: list[dict[str, Any]] = []
     for number in range(count):
+        if number % 4 == 3:
+            found.append(jax_case(number // 4, numbers))
+            continue
         pp, dp, tp = numbers.choice(WORLDS)
         case: dict[str, Any] = {"pp": pp, "dp": dp, "tp": tp, "victim": numbers.randrange(pp * dp * tp)}
         if number % 7 == 0:
@@ -60,6 +68,38 @@ def cases(count: int, seed: int) -> list[dict[str, Any]]:
         if case["fault"] == "sleep":
             case["timeout_s"] = 4.0
         found.append(case)
+    return found
+
+
+def jax_case(number: int, numbers: random.Random) -> dict[str, Any]:
+    """Of every five one is a fault of the start."""
+    dp = numbers.choice((2, 3, 4))
+    case: dict[str, Any] = {"framework": "jax", "dp": dp, "victim": numbers.randrange(dp)}
+    if number % 5 == 0:
+        case["fault"] = numbers.choice(JAX_AT_START)
+        case["victim"] = max(1, case["victim"])
+    else:
+        case["fault"], case["where"] = JAX_IN_STEPS[number % len(JAX_IN_STEPS)]
+        case["step"] = numbers.randrange(1, 4)
+    if case["fault"] == "sleep":
+        case["timeout_s"] = 2.0
+    return case
+
+
+def jax_complaints(case: dict[str, Any], ended: list[dict[str, Any]], begun: float) -> list[str]:
+    """What is wrong with how the processes of a case of JAX ended."""
+    found = []
+    for rank, end in enumerate(ended):
+        at_start = case["fault"] in JAX_AT_START
+        if rank == case["victim"] and not at_start:
+            continue
+        said = end["output"] + end["noted"].get("error", "")
+        if end["was_killed"] or end["code"] in (0, None) or float(end["at"]) - begun > SOON_S:
+            found.append(f"process {rank} ended with {end['code']} after {float(end['at']) - begun:.1f} s")
+        elif at_start and "ClusterError" not in said:
+            found.append(f"process {rank} said: {said[-300:]}")
+        elif not at_start and not re.search(rf"process {rank}, .*: process {case['victim']}\b", said):
+            found.append(f"process {rank} does not name process {case['victim']}: {said[-300:]}")
     return found
 
 
@@ -80,6 +120,8 @@ def complaints(case: dict[str, Any], ended: list[dict[str, Any]]) -> list[str]:
         begun = min(float(end["noted"]["fault"]) for end in ended if "fault" in end["noted"])
     else:
         return [*found, "the fault did not happen"]
+    if case.get("framework") == "jax":
+        return found + jax_complaints(case, ended, begun)
     for rank, end in others:
         error = end["noted"].get("error", "")
         took_s = float(end["at"]) - begun
@@ -106,20 +148,33 @@ def complaints(case: dict[str, Any], ended: list[dict[str, Any]]) -> list[str]:
 
 
 def run(given: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Run cases one after the other, as forks of one process."""
+    """Run cases one after the other, those of each framework as forks of one process."""
+    folder.mkdir()
+    of_jax = [case for case in given if case.get("framework") == "jax"]
+    found = run_of("torch", [case for case in given if case not in of_jax], folder / "torch")
+    return found + run_of("jax", of_jax, folder / "jax")
+
+
+def run_of(framework: str, given: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Run cases of one framework."""
+    if not given:
+        return []
     folder.mkdir()
     file = folder / "cases.json"
-    file.write_text(json.dumps([{"case": case, "limit_s": LIMIT_S} for case in given]), encoding="utf-8")
+    bare = [{name: value for name, value in case.items() if name != "framework"} for case in given]
+    file.write_text(json.dumps([{"case": case, "limit_s": LIMIT_S} for case in bare]), encoding="utf-8")
     (folder / "temporary").mkdir()
     alike = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder / "temporary")}
+    alike["JAX_PLATFORMS"] = "cpu"
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     ended = subprocess.run(
-        [sys.executable, str(ROOT / "tests/torch/workers/faulty.py"), str(file), str(folder / "ranks")],
+        [sys.executable, str(ROOT / WORKERS[framework]), str(file), str(folder / "ranks")],
         stdout=subprocess.PIPE, text=True, env=os.environ | alike | {"PYTHONPATH": paths}, check=True,
     )  # fmt: skip
     found: list[dict[str, Any]] = json.loads(ended.stdout.splitlines()[-1])
     left = [p.name for p in (folder / "temporary").iterdir() if not p.name.startswith("torchinductor")]
-    for case in found:
+    for case, asked in zip(found, given, strict=True):
+        case["case"] |= asked
         case["complaints"] = complaints(case["case"], case["ended"])
     if left:
         found[-1]["complaints"].append(f"files are left: {left}")
@@ -145,9 +200,11 @@ def main() -> int:
                 print(f"{len(found)}: {json.dumps(case['case'])}: {said} ({slowest_s(case):.1f} s)", flush=True)
     bad = [case for case in found if case["complaints"]]
     print("\n| fault | runs | as it should be | slowest, s |\n|---|---|---|---|")
-    counts = Counter(case["case"]["fault"] for case in found)
+    for case in found:
+        case["kind"] = f"{case['case']['fault']}{', JAX' if case['case'].get('framework') == 'jax' else ''}"
+    counts = Counter(case["kind"] for case in found)
     for fault, count in sorted(counts.items()):
-        of = [case for case in found if case["case"]["fault"] == fault]
+        of = [case for case in found if case["kind"] == fault]
         print(f"| {fault} | {count} | {count - sum(case in bad for case in of)} | {max(map(slowest_s, of)):.1f} |")
     left = set(os.listdir("/dev/shm")) - shared
     print(f"\n{len(found) - len(bad)} of {len(found)} ended as they should, in {time.monotonic() - begun:.0f} s")

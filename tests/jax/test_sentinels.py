@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,7 @@ from flax import nnx
 
 import shardwright.jax as sw
 from shardwright.core.errors import NonFiniteError
+from shardwright.core.schedule.actions import Kind
 from tests.comparison import Comparison
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -231,3 +233,20 @@ def test_ops_inside_of_loops_and_parameters_that_came_bad_are_named() -> None:
     ):
         with pytest.raises(NonFiniteError, match=said):
             train(train.init(given), batch())
+
+
+def test_an_error_in_a_stage_names_it_and_leaves_the_state() -> None:
+    train, state = begin(jnp.tanh, 2)
+    state, _ = train(state, batch())
+    launch = train.pipeline.launches[1][Kind.FORWARD]
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    train.pipeline.launches[1][Kind.FORWARD] = replace(launch, run=failing)
+    with pytest.raises(RuntimeError, match="out of memory") as said:
+        train(state, batch())
+    assert "stage 1, action 1F0, microbatch 0" in said.value.__notes__[0]
+    train.pipeline.launches[1][Kind.FORWARD] = launch
+    state, _ = train(state, batch())
+    assert int(state.step) == 2

@@ -354,7 +354,12 @@ class Pipeline:
             jax.block_until_ready([self.under_way[rank].pop() for rank in self.under_way if self.under_way[rank]])
         runs = self._begin((step,), params, (), random, other, batch)
         for part in self.parts:
-            self._act(runs, part, observe)
+            try:
+                self._act(runs, part, observe)
+            except Exception as error:
+                where = f"stage {part.stage}, action {part}, microbatch {part.microbatch}"
+                error.add_note(f"[shardwright] {where}: failed, or what came before it on its devices")
+                raise
         sums = [runs[self.sums[which]].shared[("sum", which, 0)] for which in (WEIGHT, TOTAL)]
         gradients = [runs[stage].shared[key] for stage, key in self.gradient_keys]
         operands, microbatches = self.micro.operands, range(self.schedule.microbatches)

@@ -23,9 +23,9 @@ LEAST_S = 0.05
 """Between two words to the hub."""
 INQUEST_S = 5.0
 """How long the cause of an error is looked for that may be a peer's."""
-GRACE_S = 5.0
+GRACE_S = 3.0
 """How long a process goes on that knows why it cannot, and does not move."""
-STILL_S = 8.0
+STILL_S = 6.0
 """After so long at the same place the main thread is taken for blocked, where the run has failed."""
 
 
