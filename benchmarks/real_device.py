@@ -3,8 +3,10 @@
 import inspect
 import json
 import os
+import sys
 import traceback
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -149,6 +151,8 @@ def split(made: Made, axis: str, plain: Plain, expected: Expected) -> Comparison
 def judge(name: str, axis: str, is_quick: bool) -> None:
     """The life of a process: notes the outcome, its detail, and how many parameters there are."""
     jax.config.update("jax_disable_most_optimizations", is_quick)
+    here = str(Path(__file__).parent)
+    sys.path[:] = [path for path in sys.path if path != here]  # whose jax_models is not the package of that name
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     note("report", json.dumps(_judged(name, axis)))
@@ -159,6 +163,8 @@ def _judged(name: str, axis: str) -> dict[str, Any]:
         made = without_zeros(BUILDERS[name]())
     except ImportError as error:
         return {"outcome": MISSING, "detail": f"package {error.name or name} is missing: {error}"}
+    except Exception as error:
+        return {"outcome": FAILED, "detail": f"the plain model cannot be built: {type(error).__name__}: {error}"[:400]}
     answer: dict[str, Any] = {}
     try:
         plain = Plain(made)

@@ -357,13 +357,13 @@ def unet() -> Made:
 
 
 @built_by("attnax")
-def decoder() -> Made:
+def encoder() -> Made:
     import attnax
 
     config = attnax.TransformerConfig(
         vocab_size=VOCABULARY, d_model=32, num_heads=2, num_layers=3, d_ff=64, dropout_rate=0.0, max_len=LENGTH
     )
-    model = attnax.TransformerEncoder(config, rngs=nnx.Rngs(0))
+    model = attnax.TransformerEncoder(nnx.Rngs(0), config)
     project = jnp.asarray(np.random.default_rng(1).standard_normal((32, VOCABULARY), np.float32)) / 6
 
     def loss(model: Any, batch: Any) -> Any:
@@ -380,5 +380,5 @@ def nnx_vision() -> Made:
         image_size=16, patch_size=4, num_channels=3, num_classes=CLASSES, d_model=32, num_heads=2, num_layers=3,
         d_ff=64, dropout_rate=0.0,
     )  # fmt: skip
-    model = attnax.VisionTransformer(config, rngs=nnx.Rngs(0))
+    model = attnax.VisionTransformer(nnx.Rngs(0), config)
     return Made(model, images(16), lambda model, batch: classified(model(batch["x"], deterministic=True), batch))

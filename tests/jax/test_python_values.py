@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -187,3 +187,34 @@ def test_a_number_takes_the_dtype_of_what_it_meets(monkeypatch: pytest.MonkeyPat
 
     assert jax.eval_shape(run, values.inputs()[0]).dtype == jnp.bfloat16
     assert BETA == 1.5
+
+
+class Lazy(ModuleType):
+    """A module whose names are imported when they are asked for, and whose package is not installed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"there is no package for {name}")
+
+
+class Absent:
+    """As MONAI stands in for such a package."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"there is no package for {name}")
+
+    def __call__(self) -> None: ...
+
+
+LAZY, ABSENT = Lazy("lazy"), Absent()
+
+
+def with_absent_packages(model: Net, batch: Any) -> jax.Array:
+    if BETA < 0:
+        LAZY.kernel(batch)
+        ABSENT.kernel(batch)
+        ABSENT()
+    return BETA * (model(batch) ** 2).mean()
+
+
+def test_objects_that_answer_by_code_of_their_own_are_not_asked() -> None:
+    assert "BETA" in " ".join(slot.name for slot in PythonValues.of(with_absent_packages).slots)
