@@ -281,9 +281,26 @@ class DistributedModel(nn.Module):
         else:
             delattr(self.module, name)
 
+    def __deepcopy__(self, memo: Any) -> "DistributedModel":
+        """Refused, and with it AveragedModel. Raises ShardwrightError."""
+        raise ShardwrightError(_NO_COPY)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: a split model is no object to pickle. Raises ShardwrightError."""
+        raise ShardwrightError(_NO_COPY)
+
     def _watch_clipping(self) -> None:
         if self.session.bound.size("pp") > 1:
             warn_of_plain_clipping(self.local_parameters())
+
+
+_NO_COPY = (
+    "a DistributedModel is copied or pickled (by deepcopy, AveragedModel or torch.save), and one rank of it holds a "
+    "part of the model that no other process or module can run. To save it, use model.state_dict(). For an average of "
+    "the weights keep one of what each rank holds, from the first step on: "
+    "average = {n: p.detach().clone() for n, p in model.local_named_parameters()}; after every update "
+    "average[n].lerp_(p.detach(), 1 - decay); to evaluate with it, exchange p.data and average[n] of every name"
+)
 
 
 def _one_loss(tensors: Any, grad_tensors: Any) -> Any:

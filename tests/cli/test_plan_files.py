@@ -14,6 +14,7 @@ import pytest
 import shardwright as sw
 from shardwright.backends.capabilities import JAX, TORCH
 from shardwright.core.amounts import bytes_text, count_text, seconds_text
+from shardwright.core.layout import Layout, Replicate
 from tests.cli.conftest import run
 from tests.core.toy import decoder
 
@@ -35,6 +36,21 @@ def test_show_names_layouts_once_for_repeated_blocks(plans: dict[str, Path]) -> 
     shown = run("show", plans["tensor"]).out
     line = next(line for line in shown.splitlines() if "h.*.fc " in line)
     assert line.split()[1:] == ["4", "32", "×", "128", "tp:", "S1", "(out)"]
+
+
+def test_show_names_the_unit_whose_layout_differs(tmp_path: Path) -> None:
+    pins = [(r"h\.2\.fc", Layout.of(tp=Replicate()))]
+    plan = sw.plan(decoder(layers=4), sw.Cluster("cpu", devices_per_node=2), batch=16, microbatch=2, layouts=pins,
+                   pp=1, dp=1, tp=2, shard=0)  # fmt: skip
+    slots = [slot for slot, _ in plan.decision.layouts if slot.startswith("@")]
+    plan.save(tmp_path / "plan.json")
+    ran = run("show", tmp_path / "plan.json")
+    assert ran.code == 0
+    assert slots
+    for slot in slots:
+        unit, role = slot[1:].split("/", 1)
+        (name,) = [name for own, name, _ in plan.bindings[0][1].units[int(unit)].parameters if own == role]
+        assert any(line.split()[:2] == [name, "1"] for line in ran.out.splitlines()), (name, ran.out)
 
 
 def test_show_json_is_the_plan_file(plans: dict[str, Path]) -> None:

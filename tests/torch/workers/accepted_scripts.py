@@ -4,15 +4,19 @@ A loop is given the model, what makes its optimizers and its steps, and whether 
 """
 
 import contextlib
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import shardwright.torch as sw
+from shardwright.core.errors import ShardwrightError
 from tests.torch.workers.accepted_models import SAMPLES, Network
 
 STEPS = 3
@@ -145,6 +149,36 @@ def adversaries_that_are_frozen_by_turns(kit: Kit) -> Iterator[float]:
         return found
 
     yield from adversaries(kit, loss, freezes=True)
+
+
+# An average of the weights --------------------------------------------------------------------------------------------
+
+
+@script(Network, "pp", "tp")
+def an_average_of_the_weights(kit: Kit) -> Iterator[float]:
+    """Copies are refused with the way to keep an average, which is gone here."""
+    if kit.is_split:
+        for copied in (copy.deepcopy, torch.optim.swa_utils.AveragedModel, pickle.dumps):
+            with pytest.raises(ShardwrightError, match=r"is copied or pickled.*local_named_parameters\(\)"):
+                copied(kit.model)
+    optimizer = kit.optimizer(kit.model.parameters())
+    step = kit.step(lambda model, x, y: F.mse_loss(model(x), y))
+    average: dict[str, torch.Tensor] = {}
+
+    def held() -> dict[str, torch.Tensor]:
+        return dict(kit.model.local_named_parameters() if kit.is_split else kit.model.named_parameters())
+
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        yield step(*batch(number))
+        average = average or {name: p.detach().clone() for name, p in held().items()}
+        optimizer.step()
+        for name, p in held().items():
+            average[name].lerp_(p.detach(), 0.1)
+    for name, p in held().items():
+        p.data = average[name]
+    optimizer.zero_grad()
+    yield step(*batch(0))
 
 
 # A scaler ------------------------------------------------------------------------------------------------------------
