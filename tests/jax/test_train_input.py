@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shardwright.jax as sw
@@ -176,3 +177,26 @@ def test_what_is_among_parameters_and_no_array() -> None:
         sw.capture(lambda model, batch: model(batch["x"]).mean(), (Stack(params()["w0"], jax.nn.relu), BATCHES[0]))
     with pytest.raises(CaptureError, match=r"a Stack is a pytree of parameters: capture the loss function"):
         sw.capture(Stack(**params()), BATCHES[0])
+
+
+class Tabled(nnx.Module):
+    """Holds an array that is no variable, as tables of positions are."""
+
+    def __init__(self) -> None:
+        self.table = jnp.linspace(0.0, 1.0, WIDTH)
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(number)) for number in range(2)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x + self.table))
+        return x
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_module_that_holds_plain_arrays(pp: int) -> None:
+    def run(model: Tabled, batch: dict[str, jax.Array]) -> jax.Array:
+        return (model(batch["x"]) ** 2).mean()
+
+    train = training(sw.capture(Tabled(), BATCHES[0], run), pp, run)
+    _, found = train(train.init(Tabled()), BATCHES[0])
+    Comparison().losses([float(found)], [float(run(Tabled(), BATCHES[0]))]).require()

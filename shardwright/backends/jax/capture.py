@@ -159,12 +159,16 @@ def _nnx_source(model: nnx.Module, loss: Callable[..., Any] | None) -> Source:
     flat = nnx.to_flat_state(state)
     names = tuple(dotted(path) for path, _ in flat)
     trainable = tuple(True if isinstance(variable, nnx.Param) else None for _, variable in flat)
-    arrays = tuple(abstract(variable.get_raw_value()) for _, variable in flat)
+    # A module may hold arrays beside its variables, as tables of positions.
+    arrays = tuple(abstract(v.get_raw_value() if isinstance(v, nnx.Variable) else v) for _, v in flat)
     paths = [path for path, _ in flat]
     variables = [variable for _, variable in flat]
 
     def run(values: Any, sample: Any, recorder: Recorder) -> Any:
-        filled = [variable.replace(value) for variable, value in zip(variables, values, strict=True)]
+        filled = [
+            variable.replace(value) if isinstance(variable, nnx.Variable) else value
+            for variable, value in zip(variables, values, strict=True)
+        ]
         private = nnx.merge(graphdef, nnx.from_flat_state(zip(paths, filled, strict=True)))
         with nnx_calls(private, recorder):
             return _with_loss(private, sample, loss)
