@@ -314,17 +314,6 @@ def conv_mixer() -> Made:
     return linen_model(ConvMixer(32, 4, 3, 3, num_classes=CLASSES), images(), classified, False)
 
 
-@built_by("jax_models")
-def swin() -> Made:
-    from jax_models.models.swin_transformer import SwinTransformer
-
-    model = SwinTransformer(
-        patch_size=4, emb_dim=16, depths=(2, 2), num_heads=(2, 2), window_size=4, attach_head=True,
-        num_classes=CLASSES, deterministic=False,
-    )  # fmt: skip
-    return linen_model(model, images())
-
-
 @built_by("flaxmodels")
 def flax_resnet() -> Made:
     import flaxmodels
