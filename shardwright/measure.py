@@ -190,10 +190,9 @@ class _Setup:
     def _compiled(self, planned: Plan) -> _Compiled:
         """The plan on all devices, after a step to warm up, and a batch for it: on each of their groups one of its own
         where one process drives them all."""
-        options, used, decision = dict(self.options), planned.mesh.size, planned.decision
+        used, decision = planned.mesh.size, planned.decision
+        options = {"reduction": "mean", **self.options}  # time alone is asked for, whatever the loss is to its batch
         drives_all = self.graph.capabilities.single_controller
-        if not drives_all:  # time alone is asked for, whatever the loss is to its batch
-            options["reduction"] = "mean"
         rows = decision.batch if drives_all else decision.batch // decision.dp
         batch = _resized(self.sample, self.graph.sample_batch, rows)
         running = []

@@ -37,7 +37,9 @@ class Machine:
     devices: set[int] = field(default_factory=set)
     clock: threading.local = field(default_factory=threading.local)
 
-    def compile(self, plan: sw.Plan, model: object, *, loss: object, devices: Sequence[int] = ()) -> "Running":
+    def compile(
+        self, plan: sw.Plan, model: object, *, loss: object, reduction: str, devices: Sequence[int] = ()
+    ) -> "Running":
         self.ran.append(plan)
         self.devices |= set(devices)
         return Running(self, plan)
