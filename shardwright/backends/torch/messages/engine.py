@@ -239,6 +239,7 @@ class Messages:
         elif weight is not None:
             weight = float(weight)
         strand.losses.append((loss, weight))
+        strand.reductions.append(reduction)
 
     def close(self) -> None:
         """End the threads. Nothing is run afterwards."""
@@ -272,6 +273,7 @@ class Messages:
         with self._modes.applied(self.bound.device), self._noting_python_writes(self._body):
             result = self._body([strand.batch[i] for i in range(len(strand.batch))])
         losses, strand.losses = strand.losses, []
+        reductions, strand.reductions = strand.reductions, []
         found = self._results[m] = MicrobatchResult.of(result, losses)
         self.losses += [(f"loss of microbatch {m}", loss.detach()) for loss, _ in losses]
         del result
@@ -281,7 +283,7 @@ class Messages:
             strand.backward_depth += 1
             self.turns.rest(strand)
             self._begin_gradients()
-            scales = self._scales(m, len(losses)) if found.weight is None else [found.weight] * len(losses)
+            scales = self._scales(m, reductions) if found.weight is None else [found.weight] * len(losses)
             counted = [(loss, scale) for (loss, _), scale in zip(losses, scales, strict=True) if scale != 0.0]
             gradients = [torch.full_like(loss, scale) for loss, scale in counted]
             if counted:
@@ -300,19 +302,23 @@ class Messages:
         else:
             self._admit()
 
-    def _scales(self, m: int, losses: int) -> list[float]:
-        """What each loss of a microbatch is multiplied by. Raises LossError where nobody knows."""
-        found = self._loss_shares
+    def _scales(self, m: int, reductions: Sequence[str | None]) -> list[float]:
+        """What each loss of a microbatch is multiplied by, by what was found in the body beforehand, or else by what it
+        said of each. Raises LossError where nobody knows."""
+        found, number = self._loss_shares, self._shares.first + m
         if found is None:
-            return [1.0] * losses
+            return [1.0] * len(reductions)
         if isinstance(found, LossError):
-            raise found
-        if len(found) != losses:
+            if None in reductions:
+                raise found
+            samples = self._shares.flat
+            return [1.0 if said == "sum" else samples[number] / sum(samples) for said in reductions]
+        if len(found) != len(reductions):
             raise LossError(
-                f"the step gave {losses} losses to model.backward for microbatch {m}, and {len(found)} when it was "
-                f"read before: say what each is to the batch, by model.backward(loss, reduction='mean') or 'sum'"
+                f"the step gave {len(reductions)} losses to model.backward for microbatch {m}, and {len(found)} when "
+                f"it was read before: say what each is to the batch, by model.backward(loss, reduction='mean') or 'sum'"
             )
-        return [1.0 if one is None else one[self._shares.first + m] for one in found]
+        return [1.0 if one is None else one[number] for one in found]
 
     @contextlib.contextmanager
     def _noting_python_writes(self, body: StepBody) -> Iterator[None]:

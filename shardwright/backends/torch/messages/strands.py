@@ -44,6 +44,8 @@ class Strand:
         self.frames: list[list[Any]] = []
         self.counts: defaultdict[str, int] = defaultdict(int)
         self.losses: list[tuple[torch.Tensor, torch.Tensor | float | None]] = []
+        self.reductions: list[str | None] = []
+        """What was said of each loss."""
 
 
 class Turns:
