@@ -1,12 +1,17 @@
 """Python values that a step or a model reads and that change between steps, or in them, as in the unsplit model."""
 
+import gc
+import time
 from collections import OrderedDict
 from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from shardwright.backends.torch.python_places import MISSING, Entries
+from shardwright.backends.torch.step_recorder import record
 from tests.torch.launch import Outcome, single, torchrun
 
 CASES = (
@@ -62,3 +67,39 @@ def test_what_a_dict_makes_when_it_is_asked_is_not_made() -> None:
     assert first is kept
     assert not made
     assert Entries(MappingProxyType({"one": 1}), "class", attributes=True).value("one") == 1
+
+
+class Collects(nn.Module):
+    """Garbage is collected in its forward, as it may be anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        gc.collect()
+        return self.second(x)
+
+
+collections: list[float] = []
+total_s = 0.0
+
+
+def clock_of_the_collector(phase: str, _: object) -> None:
+    global total_s
+    total_s += 1.0
+    collections.append(time.perf_counter())
+
+
+def test_what_python_runs_as_it_collects_garbage_is_no_part_of_the_step() -> None:
+    model, x = Collects(), torch.ones(2, 4)
+    gc.callbacks.insert(0, clock_of_the_collector)
+    try:
+        program, _ = record(model, {}, torch.device("cpu"), lambda given: model(given[0]).sum(), [x], lambda _: None)
+    finally:
+        gc.callbacks.remove(clock_of_the_collector)
+    assert len(collections) > 1
+    assert not program.python.clocks
+    assert not program.python.effects
+    assert not any("total_s" in guard.keys for guard in program.python.guarded)

@@ -126,6 +126,9 @@ class Reads:
         self._on_replay: set[tuple[int, str]] = set()
         """(id of a module's attributes, name) of those that a step of the program sets."""
         self._environment = False
+        self.is_collecting = False
+        """Whether Python collects garbage: what runs then (callbacks, finalizers) is no part of the body, which it
+        interrupts at any call."""
         self.clocks: Clocks | None = None
         """Those that are followed in the globals that code names."""
         self.generators: list[tuple[Any, Any]] = []
@@ -160,16 +163,33 @@ class Reads:
 
         sys.settrace(trace)
         try:
-            yield
+            with self._collections_told():
+                yield
         finally:
             sys.settrace(outer)
+
+    @contextmanager
+    def _collections_told(self) -> Iterator[None]:
+        def first(phase: str, _: object) -> None:
+            self.is_collecting = self.is_collecting or phase == "start"
+
+        def last(phase: str, _: object) -> None:
+            self.is_collecting = self.is_collecting and phase == "start"
+
+        gc.callbacks.insert(0, first)
+        gc.callbacks.append(last)
+        try:
+            yield
+        finally:
+            gc.callbacks.remove(first)
+            gc.callbacks.remove(last)
 
     def _called(self, frame: types.FrameType) -> None:
         code = frame.f_code
         if is_library(code.co_filename):
             self._skipped[id(code)] = code
             return
-        if self._is_left_out():
+        if self.is_collecting or self._is_left_out():
             return
         self._codes[id(code)] = code
         names = names_in(code)

@@ -107,7 +107,7 @@ class StepRecorder:
         self.moment = moment or Moment()
         self.units_run_again = units_run_again
         self.reads = Reads(model, self._runs_again)
-        self.tape = Tape(places, lambda: not self._runs_again(), with_tensors=units_run_again)
+        self.tape = Tape(places, self._is_heard, with_tensors=units_run_again)
         self.clocks = self.reads.clocks = Clocks(self.tape, readings)
         self.ledger = Ledger()
         self.paths = {id(module): path for path, module in model.named_modules()}
@@ -132,6 +132,10 @@ class StepRecorder:
     def _runs_again(self) -> bool:
         """Whether what runs now will run again at every replay."""
         return self.units_run_again and self.current is not None
+
+    def _is_heard(self) -> bool:
+        """Whether what is decided now is part of the recording."""
+        return not (self._runs_again() or self.reads.is_collecting)
 
     # What the user's code meets ------------------------------------------------------------------------------------
 
