@@ -41,17 +41,20 @@ class Clocks:
         self.sources: list[Expression] = []
         """Of the readings, in order."""
         self._changed: list[tuple[dict[str, Any], str, Any]] = []
+        self._are_followed = False
         self._thread = threading.get_ident()
         self._followed = {number: self._reading(function) for number, function in CLOCKS.items()}
 
     @contextmanager
     def followed(self) -> Iterator[None]:
         """The clocks of the module ``time`` are followed inside, and those that `meet` is shown."""
+        self._are_followed = True
         try:
             for name, value in list(vars(time).items()):
                 self.meet(vars(time), name, value)
             yield
         finally:
+            self._are_followed = False
             for variables, name, value in reversed(self._changed):
                 variables[name] = value
             self._changed.clear()
@@ -59,7 +62,7 @@ class Clocks:
     def meet(self, variables: dict[str, Any], name: str, value: Any) -> None:
         """A global that code which is about to run names."""
         followed = self._followed.get(id(value))
-        if followed is not None:
+        if followed is not None and self._are_followed:
             self._changed.append((variables, name, value))
             variables[name] = followed
 

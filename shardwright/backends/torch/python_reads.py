@@ -13,6 +13,7 @@ import gc
 import inspect
 import os
 import sys
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -161,20 +162,24 @@ class Reads:
                 called(frame)
             return None if outer is None else outer(frame, event, argument)
 
-        sys.settrace(trace)
-        try:
-            with self._collections_told():
+        with self._collections_told():
+            sys.settrace(trace)
+            try:
                 yield
-        finally:
-            sys.settrace(outer)
+            finally:
+                sys.settrace(outer)
 
     @contextmanager
     def _collections_told(self) -> Iterator[None]:
+        thread = threading.get_ident()
+
         def first(phase: str, _: object) -> None:
-            self.is_collecting = self.is_collecting or phase == "start"
+            if phase == "start" and threading.get_ident() == thread:
+                self.is_collecting = True
 
         def last(phase: str, _: object) -> None:
-            self.is_collecting = self.is_collecting and phase == "start"
+            if phase == "stop" and threading.get_ident() == thread:
+                self.is_collecting = False
 
         gc.callbacks.insert(0, first)
         gc.callbacks.append(last)
