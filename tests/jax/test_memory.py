@@ -99,7 +99,7 @@ def test_a_step_of_one_program_takes_what_the_plan_says() -> None:
     assert 0.85 * after <= plan.predicted.peak_memory_bytes[0] <= 1.15 * after
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("selective", marks=pytest.mark.slow), "full"])
 def test_one_program_keeps_nothing_of_what_it_computes_again(recompute: str) -> None:
     """Whose layers are no loop: XLA's CPU compiler computes them again late, and does not keep the first results."""
     plans, held = [], []

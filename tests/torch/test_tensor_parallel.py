@@ -11,26 +11,34 @@ from tests.torch.launch import torchrun
 
 CASES = ("least memory", "more memory", "slow links")
 MODELS = {
-    2: ("gpt2", "bert", "t5", "llama", "albert", "mixtral", "vit", "ncf", "fused", "recurrence"),
+    2: ("gpt2", "t5", "llama", "mixtral", "fused", "recurrence"),
     4: ("gpt2-heads4", "llama-heads4", "bert-heads4"),
 }
 
 
-def run(folder: Path, processes: int) -> dict[str, dict]:
+MORE = ("bert", "albert", "vit", "ncf")
+
+
+def run(folder: Path, processes: int, models: tuple[str, ...]) -> dict[str, dict]:
     out = folder / f"{processes}.json"
-    outcome = torchrun("tensor_parallel.py", processes, str(out), *MODELS[processes], timeout_s=240)
+    outcome = torchrun("tensor_parallel.py", processes, str(out), *models, timeout_s=240)
     assert outcome.code == 0, outcome.text[-4000:]
     return json.loads(out.read_text())
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    return run(tmp_path_factory.mktemp("tensor_parallel"), 2)
+    return run(tmp_path_factory.mktemp("tensor_parallel"), 2, MODELS[2])
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    return run(tmp_path_factory.mktemp("tensor_parallel"), 4)
+    return run(tmp_path_factory.mktemp("tensor_parallel"), 4, MODELS[4])
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    return run(tmp_path_factory.mktemp("tensor_parallel"), 2, MORE)
 
 
 def require_same(result: dict) -> None:
@@ -56,6 +64,14 @@ def test_a_unit_compiles_whole(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.text[-4000:]
     for result in json.loads(out.read_text()).values():
         Comparison.of_ranks(result["same"]).require("losses", "gradients")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("model", MORE)
+def test_more_models(more: dict[str, dict], model: str, case: str) -> None:
+    require_same(more[f"{model}, {case}"])
+    assert more[f"{model}, {case}"]["whole_ops"] == []
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Model classes of every kind, split over ranks, against the plain model: loss, every gradient, every buffer.
 
 Train mode, dropout on, configurations as they are but tiny. `benchmarks/zoo.py` does this for all of `transformers`.
+One or two of each kind are run with every change, the others with the slow tests.
 """
 
 import json
@@ -12,26 +13,25 @@ from tests.comparison import Comparison
 from tests.torch.launch import torchrun
 
 RECORDED = (
-    "NeuMF", "ResidualNetwork",
     # decoders, encoders, both
-    "GPT2LMHeadModel", "LlamaForCausalLM", "Gemma3ForCausalLM", "BertForMaskedLM", "DebertaV2ForMaskedLM",
-    "AlbertForMaskedLM", "FunnelForMaskedLM", "XLMWithLMHeadModel", "ProphetNetForConditionalGeneration",
-    "T5ForConditionalGeneration", "BartForConditionalGeneration",
-    # mixtures of experts, state spaces, both
-    "MixtralForCausalLM", "DeepseekV3ForCausalLM", "JetMoeForCausalLM", "SwitchTransformersForConditionalGeneration",
-    "MambaForCausalLM", "JambaForCausalLM", "RwkvForCausalLM",
-    # images, video, depth, detection, masks
-    "ViTForImageClassification", "SwinForImageClassification", "ConvNextForImageClassification",
-    "ResNetForImageClassification", "SegformerForSemanticSegmentation", "DPTForDepthEstimation",
-    "DetrForObjectDetection", "VideoMAEForVideoClassification", "ViTMAEForPreTraining",
-    # several kinds of input
-    "CLIPModel", "BlipForConditionalGeneration", "LayoutLMForMaskedLM",
-    # sound and series
-    "WhisperForConditionalGeneration", "ASTForAudioClassification", "PatchTSTForRegression",
-    # layers dropped at random, masks and blocks drawn by NumPy
-    "SpeechT5ForSpeechToText", "Wav2Vec2ForCTC", "WavLMForSequenceClassification", "BigBirdForMaskedLM",
+    "NeuMF", "GPT2LMHeadModel", "Gemma3ForCausalLM", "DebertaV2ForMaskedLM", "T5ForConditionalGeneration",
+    # a mixture of experts, a state space
+    "MixtralForCausalLM", "MambaForCausalLM",
+    # images, several kinds of input
+    "ConvNextForImageClassification", "DetrForObjectDetection", "CLIPModel",
+    # sound: layers dropped at random, masks drawn by NumPy
+    "SpeechT5ForSpeechToText", "Wav2Vec2ForCTC",
     # attributes of units that are set between them
     "RecurrentGemmaForCausalLM",
+)  # fmt: skip
+MORE = (
+    "ResidualNetwork", "LlamaForCausalLM", "BertForMaskedLM", "AlbertForMaskedLM", "FunnelForMaskedLM",
+    "XLMWithLMHeadModel", "ProphetNetForConditionalGeneration", "BartForConditionalGeneration",
+    "DeepseekV3ForCausalLM", "JetMoeForCausalLM", "SwitchTransformersForConditionalGeneration", "JambaForCausalLM",
+    "RwkvForCausalLM", "ViTForImageClassification", "SwinForImageClassification", "ResNetForImageClassification",
+    "SegformerForSemanticSegmentation", "DPTForDepthEstimation", "VideoMAEForVideoClassification",
+    "ViTMAEForPreTraining", "BlipForConditionalGeneration", "LayoutLMForMaskedLM", "WhisperForConditionalGeneration",
+    "ASTForAudioClassification", "PatchTSTForRegression", "WavLMForSequenceClassification", "BigBirdForMaskedLM",
 )  # fmt: skip
 BY_MESSAGES = (
     "HieraForPreTraining", "SuperPointForKeypointDetection", "TimesFmModelForPrediction",
@@ -42,11 +42,12 @@ tensor is kept in an attribute that the next step asks for."""
 ON_FOUR = ("T5ForConditionalGeneration", "MixtralForCausalLM", "CLIPModel")
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], list[dict]]:
-    folder: Path = tmp_path_factory.mktemp("zoo")
+Results = dict[tuple[str, int], list[dict]]
+
+
+def run(folder: Path, launches: dict[int, tuple[str, ...]]) -> Results:
     found = {}
-    for ranks, classes in ((2, (*RECORDED, *BY_MESSAGES)), (4, ON_FOUR)):
+    for ranks, classes in launches.items():
         out = folder / f"{ranks}.json"
         outcome = torchrun("zoo.py", ranks, "pipeline", str(out), *classes, timeout_s=400)
         assert outcome.code == 0, outcome.text[-4000:]
@@ -54,12 +55,30 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], l
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"), [*((name, 2) for name in (*RECORDED, *BY_MESSAGES)), *((name, 4) for name in ON_FOUR)]
-)
-def test_a_split_class_is_the_plain_one(results: dict[tuple[str, int], list[dict]], name: str, ranks: int) -> None:
-    every = results[name, ranks]
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return run(tmp_path_factory.mktemp("zoo"), {2: (*RECORDED, *BY_MESSAGES), 4: ON_FOUR[:1]})
+
+
+@pytest.fixture(scope="module")
+def more_results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return run(tmp_path_factory.mktemp("zoo"), {2: MORE, 4: ON_FOUR[1:]})
+
+
+def require_plain(every: list[dict], name: str, ranks: int) -> None:
     assert len(every) == ranks
     Comparison.of_ranks(rank["same"] for rank in every).require("losses", "gradients")
     assert {rank["mode"] for rank in every} == {"messages" if name in BY_MESSAGES else "recorded"}
     assert all(rank["elements"] for rank in every), "a rank holds nothing"
+
+
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in (*RECORDED, *BY_MESSAGES)), (ON_FOUR[0], 4)])
+def test_a_split_class_is_the_plain_one(results: Results, name: str, ranks: int) -> None:
+    require_plain(results[name, ranks], name, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in MORE), *((name, 4) for name in ON_FOUR[1:])])
+def test_other_classes(more_results: Results, name: str, ranks: int) -> None:
+    require_plain(more_results[name, ranks], name, ranks)

@@ -453,8 +453,8 @@ class Messages:
         raise StepFailedError(self._failure.text) from error
 
     def _unwind(self) -> None:
-        """Wait until nothing of a failed step is under way, so that the next may be run: no message first, since one that
-        comes late begins a strand."""
+        """Wait until nothing of a failed step is under way, so that the next may be run. First no message, since one
+        that comes late begins a strand."""
         if self._broken is None and not (self.wire.quiet(UNWIND_S) and self.turns.ended(UNWIND_S)):
             self._broken = f"{self.bound.describe()}: a failed step did not end on every rank"
         if self._broken is not None:
