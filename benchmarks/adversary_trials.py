@@ -147,9 +147,11 @@ CONFIGURATIONS: dict[str, Callable[[Trial], dict[str, Any]]] = {
 
 def _moved_cut(plan: Plan) -> Plan:
     starts = list(plan.decision.stage_starts)
-    if len(starts) < 2:
+    end = [*starts[2:], len(plan.model.unit_classes)][0]
+    others = [start for start in range(starts[0] + 1, end) if start != starts[1]] if len(starts) > 1 else []
+    if not others:
         return _other_microbatch(plan)
-    starts[1] += 1 if starts[1] + 1 < len(plan.model.unit_classes) and starts[1] + 1 not in starts else -1
+    starts[1] = others[0]
     return replace(plan, decision=replace(plan.decision, stage_starts=tuple(starts)))
 
 

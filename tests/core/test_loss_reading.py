@@ -41,6 +41,10 @@ DECOMPOSES: dict[str, tuple[str, Loss]] = {
     "ratio of means, at least": (
         "weighted mean", lambda x, m, w, k, t: (each(x, t) * m).mean() / m.mean().at_least(0.9),
     ),
+    "half a masked mean": ("weighted mean", lambda x, m, w, k, t: (each(x, t) * m).sum() / m.sum() * 0.5),
+    "masked mean times a parameter": (
+        "weighted mean", lambda x, m, w, k, t: (each(x, t) * m).sum() / m.sum() * t.map(np.square),
+    ),
     "normalized mask": ("weighted mean", lambda x, m, w, k, t: (each(x, t) * (m / m.sum())).sum()),
     "mean within samples": ("mean", lambda x, m, w, k, t: ((each(x, t) * m).sum(1) / m.sum(1)).mean()),
     "weights": ("weighted mean", lambda x, m, w, k, t: (each(x, t).mean(1) * w).sum() / w.sum()),
@@ -87,6 +91,10 @@ DOES_NOT: dict[str, tuple[str, str, Loss]] = {
     ),
     "a count with parameters": ("coupled", "parameters", lambda x, m, w, k, t: each(x, t).sum() / (m * t).sum()),
     "a count of each entry": ("coupled", "plain count", lambda x, m, w, k, t: (each(x, t).sum(0) / m.sum(0)).sum()),
+    "two counts": (
+        "coupled", "two sums",
+        lambda x, m, w, k, t: ((each(x, t) * (m / m.sum())).sum(1) * (w / w.sum())).sum(),
+    ),
     "clamped mean": ("coupled", "linear", lambda x, m, w, k, t: each(x, t).mean().at_least(0.1)),
     "clamped count as a factor": (
         "coupled", "linear", lambda x, m, w, k, t: t.map(np.square) * m.sum().at_least(5.0),

@@ -21,6 +21,8 @@ def test_rows_lie_down_and_columns_across() -> None:
     columns = picture((8, 4), sw.Layout.of(tp=sw.Split(1)), MESH).splitlines()
     assert columns[1] == "│ ranks 0,2 │ ranks 1,3 │ 8"
     assert columns[-1].split() == ["2", "2"]
+    assert [line[0] for line in rows] == ["┌", "│", "├", "│", "└", " "]
+    assert [line[0] for line in columns] == ["┌", "│", "└", " "]
 
 
 def test_the_other_stage_has_other_ranks() -> None:

@@ -80,6 +80,10 @@ def test_logical_axes_take_the_first_free_rule() -> None:
         from_logical_axes(GRAPH, {"h.0.fc": ("mlp",)}, rules)
     with pytest.raises(LayoutError, match=r"the nearest is 'h.0.fc'"):
         from_logical_axes(GRAPH, {"h.0.fcc": ("mlp", None)}, rules)
+    with pytest.raises(LayoutError, match=r"the nearest is 'h\.\d\.fc'"):  # a name that is short of its path
+        from_logical_axes(GRAPH, {"fc": ("mlp", None)}, rules)
+    with pytest.raises(LayoutError, match="nothing is like it"):
+        from_logical_axes(GRAPH, {"zzz": ("mlp", None)}, rules)
 
 
 def test_the_innermost_mark_wins() -> None:

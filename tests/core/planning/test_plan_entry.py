@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 import shardwright as sw
-from shardwright.core import text_files
+from shardwright.core import plan_schema, text_files
 from shardwright.core.errors import ClusterError, PlanError, PlanFileError, PlanWarning, ShardwrightError
 from shardwright.core.plan_file import from_text, to_text
 from tests.core.toy import decoder
@@ -24,6 +25,23 @@ EIGHT = sw.Cluster("a100-80gb", devices_per_node=8)
 @pytest.fixture(scope="module")
 def plan() -> sw.Plan:
     return sw.plan(GRAPH, EIGHT, batch=16, pp=2, dp=2, tp=2, microbatch=2, schedule="1f1b", shard=1, recompute="none")
+
+
+@pytest.mark.parametrize(
+    ("kind", "taken", "refused"),
+    [
+        (plan_schema.Count, (1, 1 << 40), (0, -1, (1 << 40) + 1)),
+        (plan_schema.Amount, (0, 1 << 62), (-1, (1 << 62) + 1)),
+        (plan_schema.Seconds, (0.0, 1e12), (-1e-9, 1.1e12, float("nan"), float("inf"))),
+        (plan_schema.Rate, (1e-9, 0.5, 1e30), (0.0, -1.0, 1.1e30, float("nan"), float("inf"))),
+    ],
+)
+def test_numbers_have_bounds(kind: Any, taken: tuple[float, ...], refused: tuple[float, ...]) -> None:
+    check = TypeAdapter(kind)
+    assert [check.validate_python(number) for number in taken] == list(taken)
+    for number in refused:
+        with pytest.raises(ValidationError):
+            check.validate_python(number)
 
 
 Edit = Callable[[dict[str, Any]], object]

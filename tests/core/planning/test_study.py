@@ -6,12 +6,13 @@ import pytest
 
 import shardwright as sw
 from shardwright import Cluster
+from shardwright.core.cluster import NodeGroup
 from shardwright.core.errors import PlanError
 from shardwright.core.hardware import load_profile
 from shardwright.core.partition.contest import contest
 from shardwright.core.partition.partitioners import PARTITIONERS
 from shardwright.core.request import Request
-from shardwright.core.search.study import Study, study, tokens_per_sample
+from shardwright.core.search.study import Study, study, tokens_per_sample, what_binds
 from tests.core.toy import Builder, decoder
 
 GRAPH = decoder(layers=4, hidden=512, heads=8, vocabulary=8192, sequence=128)
@@ -66,6 +67,20 @@ def test_what_binds_is_the_fullest_rank_and_the_largest_term(found: Study) -> No
     limit = Cluster("v100").memory_bytes(0)
     assert found.binds.memory_share == pytest.approx(max(use.total_bytes for use in uses) / limit)
     assert found.binds.term_s <= found.plan.predicted.step_time_s
+
+
+def test_of_unlike_devices_the_rank_that_has_least_left_binds() -> None:
+    """Not the one that holds most, nor the one with the largest device."""
+    large, small = load_profile("a100-80gb"), load_profile("v100")
+    for order, fullest in (((large, small), 1), ((small, large), 0)):
+        groups = [NodeGroup(of.device, 1, 1, of.intra_node) for of in order]
+        cluster = Cluster.of_groups(groups, "ib-hdr200")
+        pins = {**PINS, "pp": 2, "dp": 1, "tp": 1, "microbatch": 1, "stage_starts": (0, 3), "precision": "fp32"}
+        plan = sw.plan(GRAPH, cluster, batch=2, recompute="none", **pins)
+        binds = what_binds(plan, cluster)
+        use = plan.predicted.memory_by_stage_rank[fullest].total_bytes
+        assert binds.memory_rank == fullest
+        assert binds.memory_share == pytest.approx(use / cluster.memory_bytes(fullest))
 
 
 def test_tokens_of_a_model_without_any_are_refused() -> None:
