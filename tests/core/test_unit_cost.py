@@ -199,3 +199,15 @@ def test_a_chain_of_elementwise_ops_reads_once_and_writes_once() -> None:
         x = b.elementwise(name, x)
     out = b.linear(x, b.parameter("w", 7, 8), None, 8)
     assert traffic(b, out) == 2 * (10 * 7 * 4)
+
+
+@pytest.mark.parametrize("views", [0, 1, 2])
+def test_the_backward_of_a_product_goes_to_a_weight_through_its_views(views: int) -> None:
+    b = Builder()
+    x = b.norm(b.input("x", -1, 4, 8, dtype="float32"), "ln", 8)
+    weight = b.parameter("w", 8, 16)
+    for _ in range(views):
+        weight = b.op("view", "view", [weight], (8, 16), L.reshape((8, 16), (8, 16)))
+    graph = b.build(b.linear(x, weight, None, 16))
+    (product,) = WorkCounter(graph).count(fold(graph).units[0], 2).products
+    assert (product.backward_input, product.backward_weight) == (1.0, 1.0)

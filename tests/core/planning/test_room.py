@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 
 import shardwright as sw
+from shardwright.core.cost.work import WorkCounter
 from shardwright.core.errors import PlanError
+from shardwright.core.fold import fold
 from shardwright.core.graph import Graph, Tensor
 from shardwright.core.hardware import Device, load_profile
 from shardwright.core.request import Request
@@ -141,3 +143,26 @@ def test_a_partitioners_cut_does_not_depend_on_what_was_asked_before() -> None:
     found = cuts(policies)
     assert found == cuts(policies[::-1])
     assert found[policies[0]] != found[policies[1]], "nothing could go wrong: the case tests nothing"
+
+
+@pytest.mark.parametrize("runs_modules", [False, True])
+def test_a_buffer_lies_where_it_is_read_and_where_modules_run_with_the_module_that_holds_it(runs_modules: bool) -> None:
+    graph = decoder()
+    graph = replace(
+        graph,
+        capabilities=replace(graph.capabilities, single_controller=not runs_modules),
+        tensors=tuple(
+            replace(t, role="buffer", name="h.2.seen") if t.name == "h.1.ln_1.bias" else t for t in graph.tensors
+        )
+        + tuple(Tensor((4,), (0,), "float32", "buffer", name) for name in ("h.3.counts", "alone")),
+        parameters=tuple(p for p in graph.parameters if p.name != "h.1.ln_1.bias"),
+    )
+    units = fold(graph).units
+    of = {layer: next(u.index for u in units for c in u.calls if c.path == f"h.{layer}") for layer in (1, 2, 3)}
+    every = tuple(u.index for u in units)
+    found = {graph.tensors[tensor].name: users for tensor, users in WorkCounter(graph).buffer_users(units)}
+    assert found == {
+        "h.2.seen": (of[1], of[2]) if runs_modules else (of[1],),
+        "h.3.counts": (of[3],),
+        "alone": every if runs_modules else (),
+    }
