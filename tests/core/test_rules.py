@@ -109,3 +109,14 @@ def test_what_divides() -> None:
     assert not divides((12,), [(S(0, (9, 3)), 2)])
     assert not divides((12,), [(S(0, (8, 4)), 2), (S(0), 2)])
     assert fits((12, 8), Layout.of(tp=S(0), sp=P), {"tp": 4, "sp": 3})
+
+
+def test_a_dim_behind_another_that_merges_with_it_is_split_block_by_block() -> None:
+    """Of q|k|v fused as (3, heads, width): splitting the heads is splitting every third of the merged dim."""
+    for before, after in (((8, 3 * 4 * 6), (8, 3, 4, 6)), ((8, 3, 4, 6), (8, 3 * 4 * 6))):
+        b = Builder()
+        x = b.input("x", *before, dtype="float32")
+        graph = b.build(b.op("view", "view", [x], after, L.reshape(before, after)))
+        merged, apart = Split(1, (24, 24, 24)), Split(2)
+        pair = ((merged,), (apart,)) if len(before) < len(after) else ((apart,), (merged,))
+        assert Signature(*pair) in signatures(graph, graph.ops[0])
