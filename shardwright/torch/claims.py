@@ -100,14 +100,13 @@ def session_claims(session: "Session") -> list[Claim]:
             "Every rank loads the same whole state dicts.",
         ),
     ]  # fmt: skip
-    said = session.optimizers_said()
-    claims.append(
-        Claim.of(
-            "the optimizers", said,
-            "Every rank makes the same optimizer, with the same settings, and steps it as often.",
-        )
-    )  # fmt: skip
-    return claims
+    return [*claims, optimizers_claim(session)]
+
+
+def optimizers_claim(session: "Session") -> Claim:
+    """Of the settings of all optimizers, and how often each was stepped."""
+    fix = "Every rank makes the same optimizer, with the same settings, and steps it as often."
+    return Claim.of("the optimizers", session.optimizers_said(), fix)
 
 
 def batch_claims(names: Sequence[str], leaves: Sequence[Any], session: "Session", *, in_full: bool) -> list[Claim]:

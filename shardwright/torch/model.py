@@ -22,6 +22,7 @@ from shardwright.backends.torch.weights import Weights
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.torch import session as sessions
+from shardwright.torch.claims import optimizers_claim
 
 
 class DistributedModel(nn.Module):
@@ -233,7 +234,8 @@ class DistributedModel(nn.Module):
         if args or kwargs.get("prefix") or kwargs.get("destination") is not None:
             raise ShardwrightError("state_dict of a distributed model takes rank0_only alone: it gives original names")
         if max(self.session.bound.size("pp"), self.session.bound.size("tp")) > 1:
-            self.session.agreement.meet(f"model.state_dict({rank0_only=})", in_replica=True)
+            claims = [optimizers_claim(self.session)]
+            self.session.agreement.meet(f"model.state_dict({rank0_only=})", claims, in_replica=True)
         return checkpoint.gather(
             self.runtime.holding,
             self.session.bound,

@@ -11,6 +11,7 @@ from shardwright.backends.torch.optimizer_states import gather_states, load_stat
 from shardwright.backends.torch.tensor_parallel.shards import Shards
 from shardwright.core.errors import ShardwrightError
 from shardwright.torch import session as sessions
+from shardwright.torch.claims import optimizers_claim
 from shardwright.torch.scaler import share_overflows
 
 
@@ -92,7 +93,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._cut_states()
         current = sessions.current()
-        current.agreement.meet(f"optimizer.state_dict({rank0_only=})", in_replica=True)
+        claims = [optimizers_claim(current)]
+        current.agreement.meet(f"optimizer.state_dict({rank0_only=})", claims, in_replica=True)
         shards = self._gradients.shards
         return gather_states(
             self._holding, self.optimizer, self._named_groups(), self._bound, self._watch, rank0_only, shards
