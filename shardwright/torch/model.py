@@ -48,7 +48,6 @@ class DistributedModel(nn.Module):
             raise ShardwrightError("this version runs one DistributedModel per process: put both into one module")
         if session.bound.size("tp") > 1:
             replace_registered(module)
-        self.module = module
         self.session = session
         self.runtime = Runtime(
             module,
@@ -58,6 +57,7 @@ class DistributedModel(nn.Module):
             weights=weights,
             agreement=session.agreement,
         )
+        self.module = module  # last: what is set from here on is the module's own
         config = session.config
         self.runtime.sentinel = Sentinel(
             config.nonfinite, config.debug == "numerics", session.watch, session.bound.device
@@ -272,6 +272,11 @@ class DistributedModel(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes are the model's, as they are when they are read, but for those of this class."""
         module = vars(self).get("_modules", {}).get("module")
+        if module is not None and name in ("session", "runtime"):
+            raise ShardwrightError(
+                f"model.{name} is what runs the split model: to set an attribute of that name on your own module, use "
+                f"model.module.{name}"
+            )
         if module is None or name in vars(self) or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from shardwright.core.cost.groups import Group
+from shardwright.core.cost.live import LiveBytes
 from shardwright.core.cost.unit import BACKWARD_DISPATCH, SLOWED_BY_COLLECTIVE, UnitCost, seconds_of, unit_cost
 from shardwright.core.cost.work import Collective, Product, UnitWork, WorkCounter
 from shardwright.core.errors import ClusterError
@@ -211,3 +212,16 @@ def test_the_backward_of_a_product_goes_to_a_weight_through_its_views(views: int
     graph = b.build(b.linear(x, weight, None, 16))
     (product,) = WorkCounter(graph).count(fold(graph).units[0], 2).products
     assert (product.backward_input, product.backward_weight) == (1.0, 1.0)
+
+
+def test_a_forward_without_gradients_holds_what_an_op_reads_and_what_it_writes() -> None:
+    """Made one after the other from 80 bytes that somebody else holds: 120, 400, 40."""
+    b = Builder()
+    values = [b.input("x", -1, 10, dtype="float32")]
+    for name, width in (("sort", 15), ("unfold", 50), ("mean", 5)):
+        values.append(b.op("opaque", name, [values[-1]], (-1, width), L.Labelled(((-1, -1), (-1, -1)))))
+    graph = b.build(values[-1])
+    users = {value: (index,) for index, value in enumerate(values[:-1])}
+    live = LiveBytes(graph, {}, frozenset(), frozenset(), users)
+    found = live.beside_kept(range(3), {}, {}, lambda tensor: graph.tensors[tensor].elements(2) * 4)
+    assert found == (120 + 400, 120 + 400)

@@ -366,6 +366,22 @@ def a_frozen_configuration_and_an_absent_package(model: Any, batch: dict[str, An
     return F.mse_loss(model(batch["x"]), batch["y"])
 
 
+class Named(Network):
+    """Has attributes of the names under which a DistributedModel keeps its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.session, self.runtime = 0.5, torch.tensor(2.0)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().forward(*args, **kwargs) * self.session + self.runtime
+
+
+@step(Named)
+def attributes_of_our_names(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    return F.mse_loss(model(batch["x"]), batch["y"])
+
+
 class Packed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

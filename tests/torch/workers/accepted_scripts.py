@@ -161,6 +161,9 @@ def an_average_of_the_weights(kit: Kit) -> Iterator[float]:
         for copied in (copy.deepcopy, torch.optim.swa_utils.AveragedModel, pickle.dumps):
             with pytest.raises(ShardwrightError, match=r"is copied or pickled.*local_named_parameters\(\)"):
                 copied(kit.model)
+        copy.deepcopy(kit.model.module)
+        with pytest.raises(ShardwrightError, match=r"on your own module, use model\.module\.session"):
+            kit.model.session = 1
     optimizer = kit.optimizer(kit.model.parameters())
     step = kit.step(lambda model, x, y: F.mse_loss(model(x), y))
     average: dict[str, torch.Tensor] = {}
