@@ -5,14 +5,14 @@ import atexit
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from tests.torch.launch import free_port
+from typing import NoReturn
 
 
 @dataclass
@@ -92,22 +92,33 @@ def world(size: int) -> list[dict[str, str]]:
     return [{"RANK": str(r), "LOCAL_RANK": str(r), **alike} for r in range(size)]
 
 
-def _be_rank(main: Callable[[], None], environment: Mapping[str, str], folder: Path) -> None:
-    """The life of a fork: as that of a script of its own, with its hooks for errors and for the end."""
-    os.setsid()
-    output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+def _be_rank(main: Callable[[], None], environment: Mapping[str, str], folder: Path) -> NoReturn:
     os.environ.update(environment)
+    live_as_script(main, folder / "output", lambda error: note("error", error))
+
+
+def live_as_script(
+    main: Callable[[], None], output: Path, tell: Callable[[str], None] = lambda error: None
+) -> NoReturn:
+    """The life of a fork: as that of a script of its own, with its hooks for errors and for the end.
+
+    Args:
+        output: standard output and error are appended to this file, which several may share.
+        tell: is given the line that names the error with which ``main`` ends.
+    """
+    os.setsid()
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
     atexit._clear()
     code = 0
     try:
         main()
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     except BaseException as error:
         sys.last_value = error
-        note("error", "".join(traceback.format_exception_only(error)))
+        tell("".join(traceback.format_exception_only(error)))
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
     try:
@@ -116,6 +127,12 @@ def _be_rank(main: Callable[[], None], environment: Mapping[str, str], folder: P
         sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _sessions() -> list[int]:

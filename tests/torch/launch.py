@@ -1,19 +1,31 @@
-"""Starts worker scripts under torchrun, and ends them all when they take too long."""
+"""Starts worker scripts on several ranks, and ends them all when they take too long."""
 
+import multiprocessing
 import os
 import re
+import runpy
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+
+import numpy as np
+
+from tests.torch.forked import free_port, live_as_script
 
 WORKERS = Path(__file__).parent / "workers"
 ROOT = Path(__file__).parents[2]
 PATIENCE = 3.0
 """By how much longer than on a quiet machine a launch may take: two cores are often shared with other work."""
+ENDING_S = 30.0
+"""How long ranks are given to end by themselves after another has failed, as under torchrun."""
 DYING = re.compile(r"dying at ([\d.]+)")
 
 
@@ -22,12 +34,6 @@ class Outcome:
     code: int
     text: str
     """Standard output and error together."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def environment() -> dict[str, str]:
@@ -55,7 +61,8 @@ def run(command: list[str], timeout_s: float, extra: dict[str, str] | None = Non
 
 
 def torchrun(script: str, processes: int, *args: str, timeout_s: float = 120.0) -> Outcome:
-    """Run a worker script; the caller checks the outcome. ``timeout_s`` is that of a quiet machine."""
+    """Run a worker script under torchrun, as users do; the caller checks the outcome. ``timeout_s`` is that of a quiet
+    machine."""
     return run(
         [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-addr",
@@ -65,9 +72,80 @@ def torchrun(script: str, processes: int, *args: str, timeout_s: float = 120.0) 
     )  # fmt: skip
 
 
+def on_ranks(script: str, processes: int, *args: str, timeout_s: float = 120.0) -> Outcome:
+    """As `torchrun`, by forks of one process that has imported the libraries, which costs each rank nothing: as there,
+    this process holds the store, and when a rank fails the others are ended."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    alike = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    alike |= {"LOCAL_WORLD_SIZE": str(processes), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return _forks([{"RANK": str(r), "LOCAL_RANK": str(r)} | alike for r in range(processes)], script, args, timeout_s)
+
+
 def single(script: str, *args: str, timeout_s: float = 120.0) -> Outcome:
     """Run a worker script as one process, without a launcher."""
-    return run([sys.executable, str(WORKERS / script), *args], timeout_s)
+    return _forks([{}], script, args, timeout_s)
+
+
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(
+    ["torch._dynamo", "transformers.modeling_utils", "shardwright.torch", "tests.comparison"]
+)
+
+
+def _forks(given: Sequence[dict[str, str]], script: str, args: Sequence[str], timeout_s: float) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "output"
+        output.touch()
+        run_script = partial(_run_script, str(WORKERS / script), list(args))
+        processes = [
+            _server.Process(target=_be_rank, args=(run_script, environment() | mine, output)) for mine in given
+        ]
+        for process in processes:
+            process.start()
+        begun = time.monotonic()
+        try:
+            while (code := _code_of(processes)) is None and time.monotonic() < begun + PATIENCE * timeout_s:
+                time.sleep(0.02)
+        finally:
+            _end(processes)
+        text = output.read_text(encoding="utf-8", errors="replace")
+    said = f"{script} {' '.join(args)} did not end within {PATIENCE * timeout_s:g} s:\n{text[-4000:]}"
+    assert code is not None, said
+    return Outcome(code, text)
+
+
+def _code_of(processes: Sequence[ForkServerProcess]) -> int | None:
+    """That of the first which failed, or 0 when all have ended; None while they run."""
+    codes = [process.exitcode for process in processes]
+    return next(filter(None, codes), None if None in codes else 0)
+
+
+def _end(processes: Sequence[ForkServerProcess]) -> None:
+    """Ask those that still run to end, as torchrun does, and soon kill them with what they have started."""
+    for process in processes:
+        if process.exitcode is None:
+            process.terminate()
+    until = time.monotonic() + ENDING_S
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+
+
+def _be_rank(main: Callable[[], None], environment: dict[str, str], output: Path) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    np.random.seed()  # from the system, as in a process of its own; Python's own generator does so after a fork
+    live_as_script(main, output)
+
+
+def _run_script(script: str, args: list[str]) -> None:
+    sys.argv = [script, *args]
+    sys.path[:0] = [str(WORKERS), str(ROOT)]
+    runpy.run_path(script, run_name="__main__")
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ from torch import nn
 
 from shardwright.backends.torch.checks import require_whole_gradients
 from shardwright.core.errors import CaptureError
-from tests.torch.launch import torchrun
+from tests.torch.launch import on_ranks
 from tests.torch.workers.accepted_models import CASES
 from tests.torch.workers.accepted_scripts import SCRIPTS
 
 
 @pytest.mark.parametrize("how", ["pp:2", "tp:2", "dp:2"])
 def test_models_train_split_as_they_train_whole(how: str) -> None:
-    outcome = torchrun("accepted.py", 2, how, timeout_s=200)
+    outcome = on_ranks("accepted.py", 2, how, timeout_s=200)
     assert outcome.code == 0, outcome.text[-6000:]
     assert [line[3:] for line in outcome.text.splitlines() if line.startswith("ok ")] == [
         name for name, case in {**CASES, **SCRIPTS}.items() if how[:2] in case.axes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.torch.launch import Outcome, torchrun
+from tests.torch.launch import Outcome, on_ranks
 
 CHECKS = (
     "told_losses_are_those_of_the_whole_batch",
@@ -18,7 +18,7 @@ CHECKS = (
 
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
-    return torchrun("losses.py", 2, timeout_s=280)
+    return on_ranks("losses.py", 2, timeout_s=280)
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.comparison import Comparison
-from tests.torch.launch import torchrun
+from tests.torch.launch import on_ranks
 
 CASES = (
     "depth:3:1:interleaved",
@@ -29,7 +29,7 @@ def check(found: dict[str, object]) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
     file: Path = tmp_path_factory.mktemp("messages") / "results.json"
-    outcome = torchrun("messages.py", 3, str(file), *CASES, timeout_s=200)
+    outcome = on_ranks("messages.py", 3, str(file), *CASES, timeout_s=200)
     assert outcome.code == 0, outcome.text[-4000:]
     said = outcome.text.count("this model runs by message passing from now on")
     assert said == len(CASES), "once for each model, on rank 0"
@@ -44,7 +44,7 @@ def test_training_by_messages_is_exact(results: dict[str, dict[str, object]], ca
 @pytest.mark.slow
 def test_training_by_messages_over_replicas_is_exact(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
-    outcome = torchrun("messages.py", 6, str(file), *OVER_REPLICAS, timeout_s=300)
+    outcome = on_ranks("messages.py", 6, str(file), *OVER_REPLICAS, timeout_s=300)
     assert outcome.code == 0, outcome.text[-4000:]
     for found in json.loads(file.read_text()):
         check(found)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.torch.launch import Outcome, torchrun, without_an_agent
+from tests.torch.launch import Outcome, on_ranks, torchrun, without_an_agent
 
 CHECKS = (
     "owners_call_each_other",
@@ -26,7 +26,7 @@ CHECKS = (
 
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
-    return torchrun("messages_semantics.py", 3, timeout_s=200)
+    return on_ranks("messages_semantics.py", 3, timeout_s=200)
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -3,7 +3,7 @@
 import pytest
 
 import shardwright.torch as sw
-from tests.torch.launch import Outcome, torchrun
+from tests.torch.launch import Outcome, on_ranks
 
 CHECKS = (
     "a_target_on_one_rank_alone",
@@ -19,7 +19,7 @@ CHECKS = (
 
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
-    return torchrun("misuse.py", 2, timeout_s=150)
+    return on_ranks("misuse.py", 2, timeout_s=150)
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -1,6 +1,7 @@
 """Ranks from the environments of launchers, and the checks of `init` that need no process group."""
 
 import os
+import sys
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from shardwright.core.errors import ClusterError, MissingCapabilityError, Shardw
 from shardwright.core.mesh import Mesh
 from shardwright.core.schedule import Schedule
 from shardwright.torch.config import read_config
-from tests.torch.launch import single
+from tests.torch.launch import WORKERS, run
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "host0", "MASTER_PORT": "1234"}
 SLURM = {
@@ -198,13 +199,13 @@ def test_names_before_init_are_refused() -> None:
 
 def test_a_script_without_shutdown_leaves_the_group_before_the_interpreter_ends() -> None:
     """Else a thread of Gloo's may abort a process whose work is done."""
-    ended = single("no_shutdown.py")
+    ended = run([sys.executable, str(WORKERS / "no_shutdown.py")], 120)
     assert ended.code == 0, ended.text
     assert "in a group at the end: False" in ended.text
 
 
 def test_after_an_uncaught_error_no_peer_is_waited_for() -> None:
-    ended = single("no_shutdown.py", "fail")
+    ended = run([sys.executable, str(WORKERS / "no_shutdown.py"), "fail"], 120)
     assert ended.code == 1
     assert "in a group at the end: True" in ended.text
 

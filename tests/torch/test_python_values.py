@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwright.backends.torch.python_places import MISSING, Entries
 from shardwright.backends.torch.step_recorder import record
-from tests.torch.launch import Outcome, single, torchrun
+from tests.torch.launch import Outcome, on_ranks, single
 
 CASES = (
     "an_attribute", "a_text", "a_function", "a_nested_object", "a_replaced_object",
@@ -35,7 +35,7 @@ KINDS = {"one": (*CASES, *WRITTEN, *IMPURE), "pp": (*CASES, *WRITTEN, *REFUSED, 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
     script = "python_values.py"
-    return {kind: single(script, kind) if kind == "one" else torchrun(script, 2, kind, timeout_s=300) for kind in KINDS}
+    return {kind: single(script, kind) if kind == "one" else on_ranks(script, 2, kind, timeout_s=300) for kind in KINDS}
 
 
 @pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind, cases in KINDS.items() for case in cases])

@@ -8,7 +8,7 @@ import pytest
 
 from shardwright.core.schedule import AUTO, schedule_names
 from tests.comparison import Comparison
-from tests.torch.launch import torchrun
+from tests.torch.launch import on_ranks
 
 NAMES = (*schedule_names(), AUTO, "auto, two stages a rank")
 
@@ -16,7 +16,7 @@ NAMES = (*schedule_names(), AUTO, "auto, two stages a rank")
 @pytest.fixture(scope="module", params=[2, 4])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("schedules")
-    outcome = torchrun("schedules.py", request.param, str(folder / "out.json"), timeout_s=300)
+    outcome = on_ranks("schedules.py", request.param, str(folder / "out.json"), timeout_s=300)
     assert outcome.code == 0, outcome.text[-4000:]
     return json.loads((folder / "out.json").read_text())
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.torch.launch import Outcome, single, torchrun
+from tests.torch.launch import Outcome, on_ranks, single
 
 CHECKS = (
     "dropout_does_not_depend_on_the_split",
@@ -26,7 +26,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     folder: Path = tmp_path_factory.mktemp("semantics")
     before = single("reference.py", str(folder))
     assert before.code == 0, before.text[-4000:]
-    return torchrun("semantics.py", 2, str(folder), timeout_s=150)
+    return on_ranks("semantics.py", 2, str(folder), timeout_s=150)
 
 
 @pytest.mark.parametrize("check", CHECKS)

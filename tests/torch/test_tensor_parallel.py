@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.comparison import Comparison
-from tests.torch.launch import torchrun
+from tests.torch.launch import on_ranks
 
 CASES = ("least memory", "more memory", "slow links")
 MODELS = {
@@ -21,7 +21,7 @@ MORE = ("bert", "albert", "vit", "ncf")
 
 def run(folder: Path, processes: int, models: tuple[str, ...]) -> dict[str, dict]:
     out = folder / f"{processes}.json"
-    outcome = torchrun("tensor_parallel.py", processes, str(out), *models, timeout_s=240)
+    outcome = on_ranks("tensor_parallel.py", processes, str(out), *models, timeout_s=240)
     assert outcome.code == 0, outcome.text[-4000:]
     return json.loads(out.read_text())
 
@@ -60,7 +60,7 @@ def test_a_model_on_pieces_is_the_unsplit_one(two: dict[str, dict], model: str, 
 def test_a_unit_compiles_whole(tmp_path: Path) -> None:
     """By torch.compile, without a break in the graph."""
     out = tmp_path / "out.json"
-    outcome = torchrun("tensor_parallel.py", 2, str(out), "compiled", timeout_s=240)
+    outcome = on_ranks("tensor_parallel.py", 2, str(out), "compiled", timeout_s=240)
     assert outcome.code == 0, outcome.text[-4000:]
     for result in json.loads(out.read_text()).values():
         Comparison.of_ranks(result["same"]).require("losses", "gradients")

@@ -10,13 +10,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import shardwright.torch as sw
 from shardwright.core.errors import LayoutError, PlanError
 from shardwright.core.layout import Layout, Split
-from tests.torch.launch import torchrun
+from tests.torch.launch import on_ranks
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     out: Path = tmp_path_factory.mktemp("misuse") / "said.json"
-    outcome = torchrun("tp_misuse.py", 2, str(out), timeout_s=150)
+    outcome = on_ranks("tp_misuse.py", 2, str(out), timeout_s=150)
     assert outcome.code == 0, outcome.text[-4000:]
     return json.loads(out.read_text())
 

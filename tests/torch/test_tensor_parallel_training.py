@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.comparison import Comparison
-from tests.torch.launch import single, torchrun
+from tests.torch.launch import on_ranks, single
 
 CASES = {
     2: (
@@ -64,7 +64,7 @@ def run(folder: Path, cases: dict[int, tuple[str, ...]], timeout_s: float) -> di
     found = {}
     for processes, held in cases.items():
         out = folder / f"{processes}.json"
-        outcome = torchrun("tp_training.py", processes, str(folder), str(out), *held, timeout_s=timeout_s)
+        outcome = on_ranks("tp_training.py", processes, str(folder), str(out), *held, timeout_s=timeout_s)
         assert outcome.code == 0, outcome.text[-4000:]
         found |= {result["case"]: result for result in json.loads(out.read_text())}
     return found

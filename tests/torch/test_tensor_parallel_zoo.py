@@ -8,7 +8,7 @@ import pytest
 
 from tests.comparison import Comparison
 from tests.models.pieces import CLASSES
-from tests.torch.launch import torchrun
+from tests.torch.launch import on_ranks
 
 FEW = {
     "XLNetLMHeadModel": "pieces",  # a mask drawn over an expanded tensor
@@ -24,7 +24,7 @@ WHOLE = {"Wav2Vec2ForCTC", "SpeechT5ForSpeechToText"}
 
 def run(folder: Path, names: list[str], timeout_s: float) -> dict[str, list[dict]]:
     out = folder / "found.json"
-    outcome = torchrun("zoo.py", 2, "tensor", str(out), *names, timeout_s=timeout_s)
+    outcome = on_ranks("zoo.py", 2, "tensor", str(out), *names, timeout_s=timeout_s)
     assert outcome.code == 0, outcome.text[-4000:]
     return json.loads(out.read_text())
 

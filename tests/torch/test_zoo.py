@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.comparison import Comparison
-from tests.torch.launch import torchrun
+from tests.torch.launch import on_ranks
 
 RECORDED = (
     # decoders, encoders, both
@@ -49,7 +49,7 @@ def run(folder: Path, launches: dict[int, tuple[str, ...]]) -> Results:
     found = {}
     for ranks, classes in launches.items():
         out = folder / f"{ranks}.json"
-        outcome = torchrun("zoo.py", ranks, "pipeline", str(out), *classes, timeout_s=400)
+        outcome = on_ranks("zoo.py", ranks, "pipeline", str(out), *classes, timeout_s=400)
         assert outcome.code == 0, outcome.text[-4000:]
         found |= {(name, ranks): result for name, result in json.loads(out.read_text()).items()}
     return found
