@@ -14,12 +14,13 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import fuzz_training
 from fuzz_oracle import plan_fault, schedule_fault
 
 import shardwright as sw
@@ -410,30 +411,6 @@ def command(rng: random.Random) -> str:
     return ""
 
 
-def settings(rng: random.Random) -> str:
-    """The keys of `shardwright.torch.init`."""
-    from shardwright.torch.config import Config, read_config
-
-    usual = {
-        "pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "microbatches": 4, "pipeline": "interleaved",
-        "virtual_stages": 2, "active_microbatches": 2, "ddp": True, "ddp_dist_backend": "gloo",
-        "placement_strategy": "spread",
-        "cluster": "h100", "recompute": "full", "prescaled_batch": False, "optimize": "memory", "loss_scope": "global",
-        "compile": "eager", "seed": 3, "wait_timeout_s": 5.0, "layouts": "auto", "pipeline_mode": "messages",
-    }  # fmt: skip
-    names = rng.sample(sorted(usual), rng.choice((1, 2, 4)))
-    given = {name: usual[name] if rng.random() < 0.4 else copy.deepcopy(rng.choice(STRANGE)) for name in names}
-    if rng.random() < 0.1:
-        given[rng.choice(["typo", "", 7, None])] = 1
-    config: Config = read_config(given)
-    if config.pipeline != "auto":
-        schedule = config.schedule(None)
-        if config.pipeline_parallel_degree == 1 and schedule.ranks != 1:
-            return "ranks that are not there"
-    config.mesh(config.pipeline_parallel_degree * config.tensor_parallel_degree)
-    return ""
-
-
 KINDS: dict[str, Callable[[random.Random], str]] = {
     "plan files": plan_file,
     "plan text": plan_text,
@@ -442,7 +419,8 @@ KINDS: dict[str, Callable[[random.Random], str]] = {
     "schedules": schedule_value,
     "arguments": arguments,
     "commands": command,
-    "settings": settings,
+    "settings": partial(fuzz_training.settings, strange=STRANGE),
+    "JAX arguments": partial(fuzz_training.jax_arguments, strange=STRANGE),
 }
 
 

@@ -79,6 +79,38 @@ def test_what_is_no_state_batch_or_parameter(graph: sw.Graph, pp: int) -> None:
 
 
 @pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"plan": None}, r"^plan is None: give what sw\.plan"),
+        ({"plan": "plan.json"}, r"^plan is 'plan\.json': give what sw\.plan or sw\.Plan\.load"),
+        ({"loss_fn": 3.0}, r"^loss_fn is 3\.0: give a function"),
+        ({"devices": 2}, r"^devices is 2: give a list"),
+        ({"devices": "cpu"}, r"^devices is 'cpu': give a list"),
+        ({"devices": ["cpu:0", "cpu:1"]}, r"^devices holds 'cpu:0': give JAX's devices"),
+        ({"batch_dims": "x"}, r"^batch_dims gives x 'x': expected the number"),
+        ({"batch_dims": {"x": 0.5}}, r"^batch_dims gives x 0\.5: expected the number"),
+        ({"batch_dims": True}, r"^batch_dims gives x True: expected the number"),
+        ({"batch": BATCHES[0] | {7: BATCHES[0]["x"]}}, r"^the sample has a dict whose keys cannot be sorted"),
+        ({"batch": {"x": BATCHES[0]["x"].astype(object)}}, r"^x is an array of object: give arrays of numbers"),
+        ({"params": {"w0": np.ones(WIDTH), 1: np.ones(WIDTH)}}, r"^the model or its state has a dict whose keys"),
+        ({"params": {"w0": 1, "w1": 2}}, r"^parameter w0 is int, which has no gradient"),
+    ],
+)
+def test_what_is_of_another_type(graph: sw.Graph, pp: int, given: dict[str, Any], message: str) -> None:
+    plan, state = plan_of(graph, pp, 1), params()
+    named = {"loss_fn": loss, "optimizer": optax.sgd(0.1), "plan": plan, "devices": jax.devices()[:pp]} | given
+    batch, state = named.pop("batch", BATCHES[0]), named.pop("params", state)
+
+    def run() -> None:
+        train = sw.train_step(**named)
+        train(train.init(state), batch)
+
+    with pytest.raises(sw.ShardwrightError, match=message):
+        run()
+
+
+@pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_a_batch_on_a_mesh_or_device_of_the_users(graph: sw.Graph, axis_type: AxisType, pp: int) -> None:
     train = training(graph, pp)

@@ -1,6 +1,6 @@
 """`core.mesh.Mesh` over JAX devices."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ def bind(mesh: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.shardin
 
     Raises ClusterError when their number is not the mesh's.
     """
-    given = list(jax.devices() if devices is None else devices)
+    given = require_devices(devices)
     if len(given) != mesh.size:
         axes = " × ".join(f"{name} {size}" for name, size in zip(mesh.names, mesh.sizes, strict=True))
         fix = (
@@ -25,3 +25,16 @@ def bind(mesh: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.shardin
         )
         raise ClusterError(f"the plan is for {mesh.size} devices ({axes}), and there are {len(given)}: {fix}")
     return jax.sharding.Mesh(np.array(given, dtype=object).reshape(mesh.sizes), mesh.names)
+
+
+def require_devices(devices: Sequence[jax.Device] | None) -> list[jax.Device]:
+    """Those given, or all. Raises ClusterError for what is no list of JAX's devices."""
+    if devices is None:
+        return list(jax.devices())
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise ClusterError(f"devices is {devices!r:.80}: give a list of JAX's devices, as jax.devices() is")
+    given = list(devices)
+    for device in given:
+        if not isinstance(device, jax.Device):
+            raise ClusterError(f"devices holds {device!r:.80}: give JAX's devices, as jax.devices() lists them")
+    return given

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardwright.backends.jax.tree import flat_names
+from shardwright.backends.jax.tree import flat_names, require_order
 from shardwright.core.errors import CaptureError
 
 
@@ -30,14 +30,17 @@ def resolve_batch_dims(sample: Any, batch_dims: Any) -> tuple[int | None, ...]:
     structure is a prefix of ``sample``'s, with a number or None at its leaves (a dict may leave keys out: the first
     dim). Raises CaptureError when the leaves disagree on the batch size.
     """
+    require_order(sample, "the sample")
     leaves, structure = jax.tree.flatten(sample)
     for leaf, name in zip(leaves, flat_names(sample), strict=True):
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUMm":
+            raise CaptureError(f"{name or 'the sample'} is an array of {leaf.dtype}: give arrays of numbers")
         if not hasattr(leaf, "shape"):
             raise CaptureError(
                 f"{name or 'the sample'} is a {type(leaf).__name__}: give arrays (numpy.asarray), and what is "
                 "none to the function by itself (functools.partial)"
             )
-    if batch_dims is None or isinstance(batch_dims, int):
+    if batch_dims is None or (isinstance(batch_dims, int) and not isinstance(batch_dims, bool)):
         dims = tuple((batch_dims or 0) if leaf.shape else None for leaf in leaves)
     else:
         if isinstance(sample, dict) and isinstance(batch_dims, dict):
@@ -52,6 +55,11 @@ def resolve_batch_dims(sample: Any, batch_dims: Any) -> tuple[int | None, ...]:
             raise CaptureError(f"batch_dims of structure {given} does not fit a sample of {structure}") from error
         dims = tuple(jax.tree.leaves(full, is_leaf=lambda leaf: leaf is None))
     for dim, leaf, name in zip(dims, leaves, flat_names(sample), strict=True):
+        if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
+            raise CaptureError(
+                f"batch_dims gives {name or 'the sample'} {dim!r:.80}: expected the number of the dim that counts "
+                f"samples, or None where there is none"
+            )
         if dim is not None and not 0 <= dim < len(leaf.shape):
             raise CaptureError(f"batch_dims gives {name or 'the sample'} dim {dim}, but its shape is {leaf.shape}")
     batch_size(sample, dims)

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from shardwright.backends.jax.tree import dotted, parameter_names
+from shardwright.backends.jax.tree import dotted, parameter_names, require_order
 from shardwright.core.errors import PlanError
 
 NAMED_DEVICES = 8
@@ -78,6 +78,7 @@ class Parts:
 
 def take_apart(model: Any, seed: int, other: Any) -> Parts:
     """Parameters, random state and the rest of an NNX module; a pytree is all parameters."""
+    require_order((model, other), "the model or its state")
     if isinstance(model, nnx.Module):
         if other is not None:
             raise PlanError("state= is for plain functions: an NNX module holds its own state")

@@ -20,7 +20,7 @@ from shardwright.backends.jax.compiled import Compilation
 from shardwright.backends.jax.held import pipeline_bytes, program_bytes
 from shardwright.backends.jax.layout import optimizer_shardings, parameter_shardings, replicated, spread_over
 from shardwright.backends.jax.loss import LossFunction, Microbatches, accumulate, split_squares, updated
-from shardwright.backends.jax.mesh import bind
+from shardwright.backends.jax.mesh import bind, require_devices
 from shardwright.backends.jax.numerics import OpChecks
 from shardwright.backends.jax.pipeline import Pipeline, StepCounts
 from shardwright.backends.jax.pipelined import PipelinedStep, PipelinedTraining
@@ -147,10 +147,12 @@ class TrainStep:
         _require_supported(plan)
         require_settings(nonfinite, debug)
         _warn_of_precision(plan)
+        if not callable(loss_fn):
+            raise PlanError(f"loss_fn is {loss_fn!r:.80}: give a function of (params, batch), or of (model, batch)")
         if isinstance(optimizer, type) or not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-            raise PlanError(f"optimizer is {optimizer!r}: give an optax transformation, as optax.adam(1e-3) makes it")
+            raise PlanError(f"optimizer is {optimizer!r:.80}: give an optax transformation, as optax.adam(1e-3)")
         if reduction not in REDUCTIONS:
-            raise PlanError(f"reduction={reduction!r}: expected 'mean', 'sum' or None")
+            raise PlanError(f"reduction={reduction!r:.80}: expected 'mean', 'sum' or None")
         self.plan = plan
         self.trained = Trained(wrt)
         self.optimizer = self.trained.optimizer(optimizer)
@@ -169,11 +171,11 @@ class TrainStep:
         self._grad_norm: jax.Array | None = None
         self._pipelined: PipelinedTraining | SpmdTraining | None = None
         if plan.decision.pp * plan.decision.virtual_stages > 1:
-            used = jax.devices() if devices is None else devices
+            used = require_devices(devices)
             spread = len({device.process_index for device in used}) > 1
             form = SpmdTraining if one_program or (one_program is None and spread) else PipelinedTraining
             self._pipelined = form(self._loss, self.optimizer, plan, devices, nonfinite)
-            self._agreement = Agreement(list(used)[: plan.mesh.size])
+            self._agreement = Agreement(used[: plan.mesh.size])
         else:
             self.mesh = bind(plan.mesh, devices)
             self._agreement = Agreement(list(self.mesh.devices.flat))
@@ -687,6 +689,8 @@ class OneProgramStep:
 
 
 def _require_supported(plan: Plan) -> None:
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan is {plan!r:.80}: give what sw.plan or sw.Plan.load returned")
     decision = plan.decision
     CAPABILITIES.require_axes({"pp": decision.pp})
     CAPABILITIES.require_on_device(decision.offloaded_units)
@@ -713,7 +717,6 @@ def _warn_of_precision(plan: Plan) -> None:
 
 def _require_sizes(plan: Plan, parts: Parts) -> None:
     """Raise PlanError for parameters that have not as many entries as the plan's."""
-    shapes = dict(zip(parts.names, (leaf.shape for leaf in jax.tree.leaves(parts.params)), strict=True))
     for name, leaf in zip(parts.names, jax.tree.leaves(parts.params), strict=True):
         kind = getattr(leaf, "dtype", type(leaf).__name__)
         if isinstance(kind, str) or not jnp.issubdtype(kind, jnp.inexact):
@@ -721,6 +724,7 @@ def _require_sizes(plan: Plan, parts: Parts) -> None:
                 f"parameter {name} is {kind}, which has no gradient: give it as a floating array, or keep it in the "
                 "state or the batch"
             )
+    shapes = dict(zip(parts.names, (leaf.shape for leaf in jax.tree.leaves(parts.params)), strict=True))
     for unit, bound in enumerate(plan.binding("jax").units):
         slots = dict(plan.model.class_slots[plan.model.unit_classes[unit]])
         for role, name, _ in bound.parameters:

@@ -14,6 +14,17 @@ def dotted(path: Iterable[Any]) -> str:
     return ".".join(map(str, path))
 
 
+def require_order(tree: Any, what: str) -> None:
+    """Raise CaptureError, naming ``what`` it is, for a pytree with dicts whose keys JAX cannot sort."""
+    try:
+        jax.tree.leaves(tree)
+    except ValueError as error:
+        raise CaptureError(
+            f"{what} has a dict whose keys cannot be sorted, so that its arrays have no order "
+            f"({error.__cause__ or error}): use keys of one type, as strings"
+        ) from error
+
+
 def flat_names(tree: Any) -> tuple[str, ...]:
     """The dotted path of every leaf, in the order of `jax.tree.leaves`."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
