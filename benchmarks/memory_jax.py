@@ -66,7 +66,7 @@ def step_bytes(name: str, pins: dict[str, Any]) -> tuple[Sequence[int], Sequence
 
     model, sample, loss = getattr(jax_models, name)()
     size, devices = len(next(iter(sample.values()))), pins["pp"] * pins["dp"] * pins["tp"]
-    fixed = {"precision": "fp32", "recompute": "none", "shard": 0, "microbatch": size}
+    fixed = {"precision": "fp32", "recompute": "none", "shard": 0, "microbatch": size, "loss_scope": "replica"}
     count = MICROBATCHES * pins["dp"]
     cluster = sw.Cluster("cpu", devices_per_node=devices)
     plan = sw.plan(sw.capture(model, sample, loss), cluster, batch=count * size, **fixed, **pins)

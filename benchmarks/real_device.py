@@ -128,7 +128,7 @@ def split(made: Made, axis: str, plain: Plain, expected: Expected, reduction: st
     plan = sw.plan(
         graph, sw.Cluster("cpu", devices_per_node=2), batch=SAMPLES, microbatch=MICROBATCH, dp=1,
         pp=2 if axis == "pp" else 1, tp=2 if axis == "tp" else 1, schedule="1f1b", precision="fp32", recompute="none",
-        shard=0,
+        shard=0, loss_scope="replica",
     )  # fmt: skip
     optimizer = optax.sgd(lambda count: jnp.where(count == 0, *RATES))
     train = sw.train_step(made.loss, optimizer, plan, reduction=reduction)

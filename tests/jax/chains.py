@@ -71,7 +71,8 @@ def batches(steps: int) -> list[dict[str, np.ndarray]]:
 
 def plan_of(graph: Graph, pp: int, dp: int = 1, tp: int = 1, batch: int = BATCH, **pins: Any) -> sw.Plan:
     cluster = sw.Cluster("cpu", nodes=1, devices_per_node=pp * dp * tp)
-    given: dict[str, Any] = {"microbatch": 2, "precision": "fp32", "recompute": "none", "shard": 0}
+    given: dict[str, Any] = {"microbatch": 2, "precision": "fp32", "recompute": "none", "shard": 0,
+                             "loss_scope": "replica"}  # fmt: skip
     given |= {"schedule": "1f1b", "virtual_stages": 1} | pins
     return sw.plan(graph, cluster, batch=batch, pp=pp, dp=dp, tp=tp, **given)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen
 
 import shardwright.jax as sw
 from shardwright.backends.jax.reductions import Reader, Traced
@@ -84,11 +85,68 @@ def test_samples_that_are_coupled() -> None:
     )
     with pytest.raises(sw.ShardwrightError, match=match):
         train(train.init(plain_params()), batches(1)[0])
-    train = sw.train_step(contrastive, optax.sgd(0.1), plan, devices=devices, reduction="mean")
     batch = batches(1)[0]
     parts = [{k: v[at : at + 4] for k, v in batch.items()} for at in range(0, 16, 4)]
     wanted = np.mean([float(contrastive(plain_params(), part)) for part in parts])
+    said = sw.train_step(contrastive, optax.sgd(0.1), plan, devices=devices, reduction="mean")
+    planned = plan_of(1, 2, contrastive, microbatch=4, loss_scope="replica")
+    for train in (said, sw.train_step(contrastive, optax.sgd(0.1), planned, devices=devices)):
+        assert float(train(train.init(plain_params()), batch)[1]) == pytest.approx(wanted, rel=1e-5)
+    alone = plan_of(1, 2, contrastive, microbatch=8, loss_scope="replica")
+    train = sw.train_step(contrastive, optax.sgd(0.1), alone, devices=devices)
+    halves = [{k: v[at : at + 8] for k, v in batch.items()} for at in (0, 8)]
+    wanted = np.mean([float(contrastive(plain_params(), half)) for half in halves])
     assert float(train(train.init(plain_params()), batch)[1]) == pytest.approx(wanted, rel=1e-5)
+
+
+class Normed(linen.Module):
+    keeps: bool = False
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(2):
+            norm = linen.BatchNorm(use_running_average=self.keeps, use_bias=False)
+            x = norm(jnp.tanh(linen.Dense(8, use_bias=False)(x)))
+        return x
+
+
+def normed(keeps: bool, samples: int, given: str | None, **degrees: int) -> tuple[float, float]:
+    """The loss of a second step, and that of the plain model on the whole batch."""
+    model = Normed(keeps)
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    variables = model.init(jax.random.key(0), x)
+    params, kept = variables["params"], variables["batch_stats"]
+
+    def loss(params: Any, batch: Any, *, state: Any = kept) -> Any:
+        out, after = model.apply({"params": params, "batch_stats": state}, batch, mutable=["batch_stats"])
+        return (out**3).mean(), after["batch_stats"]
+
+    graph = sw.capture(lambda params, batch: loss(params, batch)[0], (params, x))
+    sizes = {"pp": 1, "dp": 1, "tp": 1} | degrees
+    world = sizes["pp"] * sizes["dp"]
+    cluster = sw.Cluster("cpu", devices_per_node=world)
+    plan = sw.plan(graph, cluster, batch=16, microbatch=samples, schedule="gpipe", loss_scope=given, **sizes)
+    train = sw.train_step(loss, optax.sgd(0.1), plan, devices=jax.devices()[:world])
+    state, _ = train(train.init(params, state=kept), x)
+    (_, after), gradients = jax.value_and_grad(loss, has_aux=True)(params, x)
+    params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+    return float(train(state, x)[1]), float(loss(params, x, state=after)[0])
+
+
+@pytest.mark.parametrize(("samples", "degrees"), [(8, {"dp": 2}), (16, {"pp": 2}), (8, {"pp": 2, "dp": 2})], ids=str)
+def test_batch_norms_see_the_whole_batch_where_one_microbatch_holds_it(samples: int, degrees: dict[str, int]) -> None:
+    found, wanted = normed(False, samples, None, **degrees)
+    assert found == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize(("samples", "degrees"), [(4, {"dp": 2}), (8, {"pp": 2}), (4, {"pp": 2, "dp": 2})], ids=str)
+def test_batch_norms_of_microbatches_are_asked_for(samples: int, degrees: dict[str, int]) -> None:
+    with pytest.raises(sw.ShardwrightError, match=r"norms its batch at BatchNorm_0.*loss_scope='replica'.*'global'"):
+        normed(False, samples, None, **degrees)
+    found, wanted = normed(False, samples, "replica", **degrees)
+    assert found != pytest.approx(wanted, rel=1e-4)
+    found, wanted = normed(True, samples, None, **degrees)  # by what it has kept: no sample sees another
+    assert found == pytest.approx(wanted, rel=1e-4)
 
 
 def test_an_answer_is_given_once() -> None:

@@ -65,7 +65,8 @@ def graph_of(model: str) -> sw.Graph:
 
 
 def plan_of(model: str, pp: int, tp: int, dp: int, **pins: Any) -> sw.Plan:
-    given: dict[str, Any] = {"microbatch": MICROBATCH, "precision": "fp32", "recompute": "none", "shard": 0}
+    given: dict[str, Any] = {"microbatch": MICROBATCH, "precision": "fp32", "recompute": "none", "shard": 0,
+                             "loss_scope": "replica"}  # fmt: skip
     cluster = sw.Cluster("h100", nodes=1, devices_per_node=pp * tp * dp)
     return sw.plan(graph_of(model), cluster, batch=BATCH, pp=pp, tp=tp, dp=dp, **(given | pins))
 

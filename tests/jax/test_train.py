@@ -197,7 +197,9 @@ def test_batch_statistics_follow_the_microbatches() -> None:
         return Normalised(nnx.Rngs(0))
 
     graph = sw.capture(nnx.eval_shape(create), mlp_batch(), loss_fn)
-    train = sw.train_step(loss_fn, optax.sgd(0.1), plan_of(graph, 2, 1, 4), devices=jax.devices()[:2])
+    train = sw.train_step(
+        loss_fn, optax.sgd(0.1), plan_of(graph, 2, 1, 4, loss_scope="replica"), devices=jax.devices()[:2]
+    )
     state, _ = train(train.init(create), mlp_batch())
     replicas = []
     for rows in np.split(mlp_batch()["x"], 2):  # each replica sees its microbatches in turn; then their mean is kept

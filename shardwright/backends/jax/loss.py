@@ -17,7 +17,16 @@ from shardwright.backends.jax.layout import axes_of
 from shardwright.backends.jax.metrics import Metrics, arrays_of, is_weighted, metrics_of
 from shardwright.backends.jax.python_values import PythonValues, WithValues
 from shardwright.backends.jax.recompute import computed_again
-from shardwright.backends.jax.reductions import MEAN, SUM, Reader, Reduction, Traced, asked
+from shardwright.backends.jax.reductions import (
+    MEAN,
+    SUM,
+    Reader,
+    Reduction,
+    Traced,
+    asked,
+    asked_scope,
+    norm_of_samples,
+)
 from shardwright.backends.jax.returned import Returned, read_returned
 from shardwright.backends.jax.state import Parts, TrainState, fold_random, put_together, take_apart
 from shardwright.backends.jax.trace import Recorder, linen_calls, nnx_calls, recomputed
@@ -173,21 +182,28 @@ class Microbatches:
             ]
             return jax.tree.unflatten(structure, cut)
 
-        def read(samples: int) -> list[Any]:
+        recorder = Recorder(whole_batch_norms=True)
+
+        def read(samples: int, recorder: Recorder | None = None) -> list[Any]:
             """The metrics with so many samples, as shapes."""
-            jax.eval_shape(lambda arrays, inputs: run(arrays, inputs, None), arrays, at(samples))
+            jax.eval_shape(lambda arrays, inputs: run(arrays, inputs, recorder), arrays, at(samples))
             return [(name, jax.tree.map(abstract, leaf)) for name, leaf in found[1]]
 
         lifted = loss.python is not None and loss.python.lifted
         if batch.calls == 1 and loss.reduction is None and not loss.has_aux and not lifted:
             return batch
-        aux = read(batch.samples)
+        aux = read(batch.samples, recorder)
         weighs, form = found[0].weighs, found[2]
         if loss.reduction is not None and weighs:
             raise PlanError(f"reduction={loss.reduction!r} was given, and the loss function returns a weight: give one")
         mask = (*loss.trained.mask(parts.params), *([False] * len(jax.tree.leaves(arrays[1:]))))
         name = getattr(loss.function, "__name__", type(loss.function).__name__)
         traced = Traced(name, run, arrays, mask, at, batch.samples, dims)
+        as_global = replace(plan, decision=replace(decision, loss_scope="global"))
+        if batch.calls > 1 and decision.loss_scope is None and (norm := norm_of_samples(recorder, traced)):
+            if alone and plan.microbatches == 1:
+                return cls.of(loss, as_global, parts, structure, dims, leaves)
+            raise asked_scope(name, norm, batch.calls)
         metrics = loss.has_aux and batch.calls > 1 and any(m.dtype for _, m in aux if not is_weighted(m))
         asks = batch.calls > 1 and loss.reduction is None and not weighs
         reader = Reader.of(traced) if asks or metrics else Reader(traced, None, None)
@@ -195,9 +211,11 @@ class Microbatches:
             batch = replace(batch, reduction=SUM)
         elif asks:
             reduction, verdict = reader.reduction(0)
-            if reduction is None and alone and plan.microbatches == 1:
-                return cls.of(loss, replace(plan, decision=replace(decision, loss_scope="global")), parts, structure,
-                              dims, leaves)  # fmt: skip
+            is_coupled = verdict.finding is not None and verdict.finding.kind == "coupled"
+            if is_coupled and decision.loss_scope == "replica":  # every microbatch is meant to be taken by itself
+                reduction = MEAN
+            if reduction is None and alone and plan.microbatches == 1 and decision.loss_scope is None:
+                return cls.of(loss, as_global, parts, structure, dims, leaves)
             if reduction is None:
                 raise asked(name, verdict, batch.calls)
             batch = replace(batch, reduction=None if reduction == MEAN else reduction)

@@ -15,6 +15,7 @@ from jax.extend import core as jex_core
 from shardwright.backends.jax.capture import Source, trace
 from shardwright.backends.jax.loss_program import loss_program
 from shardwright.backends.jax.program import Program, inner_program, same_structure
+from shardwright.backends.jax.trace import Recorder
 from shardwright.backends.jax.tree import abstract, flat_names
 from shardwright.core.errors import CaptureError, PlanError
 from shardwright.core.loss import Combination, Finding, LossProgram, Verdict, read_loss
@@ -132,15 +133,17 @@ class Reader:
     """Why there is no program."""
 
     @classmethod
-    def of(cls, traced: Traced) -> "Reader":
-        """Traces the function at two batch sizes."""
+    def of(cls, traced: Traced, *, whole_batch_norms: bool = True) -> "Reader":
+        """Traces the function at two batch sizes; batch norms as one op, which couples no samples, or as their ops."""
         source = source_of(traced, traced.arrays)
 
         def differs(what: str) -> CaptureError:
             return CaptureError(f"it does not run the same ops at every batch size: {what}")
 
         try:
-            first, second = (trace(source, traced.at(size), list, whole_batch_norms=True)[1] for size in SIZES)
+            first, second = (
+                trace(source, traced.at(size), list, whole_batch_norms=whole_batch_norms)[1] for size in SIZES
+            )
             same_structure(first, second, differs)
         except CaptureError as error:
             return cls(traced, None, None, str(error))
@@ -205,11 +208,33 @@ def asked(name: str, verdict: Verdict, microbatches: int) -> PlanError:
     kind = {"coupled": "depends on several samples together", "mixed": "has terms that add up in different ways"}.get(
         "unknown" if finding is None else finding.kind, "cannot be told to be a mean over samples"
     )
+    by_itself = "plan with loss_scope='replica' if every microbatch is meant to be taken by itself; "
     return PlanError(
         f"the loss of {name} {kind}: {reason}. This plan computes it for {microbatches} microbatches one by one, and "
         "the loss of the whole batch does not follow from theirs for certain. Plan with microbatch = batch / dp, so "
-        "that all samples are seen together; or say what is meant: return sw.weighted(loss, weight), or give "
+        f"that all samples are seen together; or say what is meant: {by_itself if kind.startswith('depends') else ''}"
+        "return sw.weighted(loss, weight), or give "
         "train_step reduction='mean' for the mean of the microbatches' losses, reduction='sum' for their sum"
+    )
+
+
+def norm_of_samples(recorder: Recorder, traced: Traced) -> str:
+    """The path of a batch norm that takes its statistics over the samples, of those that a trace has come to; "" where
+    all use what they have kept."""
+    norms = [call.path for call in recorder.calls if call.whole_kind == "batch_norm"]
+    if not norms or Reader.of(traced, whole_batch_norms=False).reduction(0)[1].finding is None:
+        return ""
+    return norms[0]
+
+
+def asked_scope(name: str, norm: str, microbatches: int) -> PlanError:
+    """The error for batch norms of which it must be said which samples they see together."""
+    return PlanError(
+        f"the model of {name} norms its batch at {norm}, and this plan computes {microbatches} microbatches one by "
+        "one: the statistics of the whole batch do not follow from theirs. Plan with microbatch = batch / dp, so that "
+        "all samples are seen together, as by the unsplit model; or plan with loss_scope='replica', if every "
+        "microbatch is meant to be normed by itself, or loss_scope='global', for the microbatches of all replicas "
+        "together"
     )
 
 
