@@ -200,7 +200,8 @@ class Microbatches:
         name = getattr(loss.function, "__name__", type(loss.function).__name__)
         traced = Traced(name, run, arrays, mask, at, batch.samples, dims)
         as_global = replace(plan, decision=replace(decision, loss_scope="global"))
-        if batch.calls > 1 and decision.loss_scope is None and (norm := norm_of_samples(recorder, traced)):
+        is_asked = batch.calls > 1 and decision.loss_scope is None and loss.reduction is None
+        if is_asked and (norm := norm_of_samples(recorder, traced)):
             if alone and plan.microbatches == 1:
                 return cls.of(loss, as_global, parts, structure, dims, leaves)
             raise asked_scope(name, norm, batch.calls)

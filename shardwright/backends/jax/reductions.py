@@ -233,8 +233,8 @@ def asked_scope(name: str, norm: str, microbatches: int) -> PlanError:
         f"the model of {name} norms its batch at {norm}, and this plan computes {microbatches} microbatches one by "
         "one: the statistics of the whole batch do not follow from theirs. Plan with microbatch = batch / dp, so that "
         "all samples are seen together, as by the unsplit model; or plan with loss_scope='replica', if every "
-        "microbatch is meant to be normed by itself, or loss_scope='global', for the microbatches of all replicas "
-        "together"
+        "microbatch is meant to be normed by itself (so says train_step's reduction='mean' too), or "
+        "loss_scope='global', for the microbatches of all replicas together"
     )
 
 
