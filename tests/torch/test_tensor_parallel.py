@@ -11,12 +11,12 @@ from tests.torch.launch import on_ranks
 
 CASES = ("least memory", "more memory", "slow links")
 MODELS = {
-    2: ("gpt2", "t5", "llama", "mixtral", "fused", "recurrence"),
+    2: ("gpt2", "t5", "llama", "fused", "recurrence"),
     4: ("gpt2-heads4", "llama-heads4", "bert-heads4"),
 }
 
 
-MORE = ("bert", "albert", "vit", "ncf")
+MORE = ("bert", "albert", "vit", "ncf", "mixtral")
 
 
 def run(folder: Path, processes: int, models: tuple[str, ...]) -> dict[str, dict]:
