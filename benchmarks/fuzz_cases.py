@@ -14,6 +14,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import chdir
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -397,7 +398,8 @@ def command(rng: random.Random) -> str:
         ]
     )  # fmt: skip
     asked += rng.sample(options, rng.choice((0, 0, 1, 2)))
-    result = CliRunner().invoke(app, [str(word) for word in asked])
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):  # some options name a file to write
+        result = CliRunner().invoke(app, [str(word) for word in asked])
     path.unlink()
     said = result.output + result.stderr
     if result.exception is not None and not isinstance(result.exception, SystemExit):

@@ -18,7 +18,7 @@ needs an Equinox of 2023: none of them is here.
 Each model has a small configuration and random weights, and trains for two steps of SGD, two microbatches of two
 samples each; the plain model takes the same microbatches with the same random keys. Equal are losses within 1e-5, all
 parameters after the first step, and every gradient of the second within 1e-4 of its norm plus 1e-6 of the norm of all.
-Microbatches are meant to be taken by themselves, batch norms among them (`loss_scope="replica"`); where the library asks
+Microbatches are taken by themselves, batch norms among them (`loss_scope="replica"`); where the library asks
 what a loss is to its batch, it is told `reduction="mean"`, and the row says so then. Parameters that are all zero get
 small random numbers first. Each model and case has a process and a time limit of its own, and a row in the table as
 soon as it is known. With `--quick` XLA leaves out most optimisations, which takes less time.
