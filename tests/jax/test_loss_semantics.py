@@ -230,6 +230,16 @@ READ: dict[str, tuple[Loss, str]] = {
     "where": (lambda p, b: jnp.where(b["y"] > 0, each(p, b), 0.0).sum() / (b["y"] > 0).sum(), "weighted mean"),
     "mean where": (lambda p, b: jnp.mean(each(p, b), where=b["y"] > 0), "weighted mean"),
     "average": (lambda p, b: jnp.average(each(p, b), weights=b["m"]), "weighted mean"),
+    "a decaying loop": (lambda p, b: jax.lax.fori_loop(0, 3, lambda _, c: 0.5 * c + each(p, b).mean(), 0.0), "mean"),
+    "over a power of the number": (lambda p, b: each(p, b).sum() * jnp.power(float(len(b["x"])), -1.0), "mean"),
+    "over a root of the number": (lambda p, b: each(p, b).sum() / jnp.sqrt(len(b["x"])), "unknown"),
+    "over at least eight": (lambda p, b: each(p, b).sum() / jnp.maximum(len(b["x"]), 8), "unknown"),
+    "the first eight": (lambda p, b: each(p, b)[:8].mean(), "unknown"),
+    "another of many samples": (lambda p, b: each(p, b).mean() if len(b["x"]) > 8 else each(p, b).sum(), "unknown"),
+    "masked by a key of its own": (
+        lambda p, b: (each(p, b) * jax.random.bernoulli(jax.random.key(0), 0.5, each(p, b).shape)).mean(),
+        "unknown",
+    ),
     "a root of a mean": (lambda p, b: jnp.sqrt((logits(p, b) ** 2).mean()), "coupled"),
     "the worst": (lambda p, b: each(p, b).max(), "coupled"),
     "balance": (lambda p, b: (jax.nn.softmax(logits(p, b)).mean((0, 1)) ** 2).sum(), "coupled"),
@@ -252,6 +262,7 @@ def test_what_a_loss_is_read_as(kind: str) -> None:
         (True, True),
         at,
         4,
+        12,
         (0,) * 4,
     )
     reduction, verdict = Reader.of(traced).reduction(0)

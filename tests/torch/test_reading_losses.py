@@ -49,7 +49,7 @@ def read(body: Body, x: torch.Tensor, y: torch.Tensor, model: Net | None = None)
     def step(given: list[torch.Tensor]) -> Any:
         found[-1].backward(body(model, *given))
 
-    (reading,) = read_losses(model, step, [x, y], Batching((0, 0), len(x)), torch.device("cpu"), listening)
+    (reading,) = read_losses(model, step, [x, y], Batching((0, 0), len(x), 3 * len(x)), torch.device("cpu"), listening)
     return reading
 
 
@@ -106,6 +106,9 @@ ASKED: dict[str, tuple[str, Body]] = {
     ),
     "picked by a mask": ("aten.index", lambda m, x, y: m(x)[y >= 0].mean()),
     "number of samples less one": ("a number that is", lambda m, x, y: m(x).square().sum() / (len(x) - 1)),
+    "at least nine samples": ("a number that is", lambda m, x, y: m(x).square().sum() / max(len(x), 9)),
+    "first nine": ("at one batch size alone", lambda m, x, y: m(x)[:9].mean()),
+    "another loss of many samples": ("", lambda m, x, y: m(x).mean() if len(x) > 9 else m(x).sum()),
     "first half": ("out of the batch", lambda m, x, y: m(x)[:3].mean()),
     "ranks": ("is not known to work on samples one by one", lambda m, x, y: m(x).mean(1).sort().values.mean()),
     "random count": (

@@ -24,7 +24,7 @@ from shardwright.backends.jax.tree import (
     is_function,
     parameter_names,
 )
-from shardwright.core.errors import CaptureError
+from shardwright.core.errors import CaptureError, ShardwrightError
 from shardwright.core.graph import Call, Graph, Op, Parameter, Tensor, TensorRole
 
 Traces = tuple[tuple[Any, Program], tuple[Any, Program]]
@@ -95,9 +95,22 @@ def read(source: Source, batch: Any, dims: tuple[int | None, ...], pick: Callabl
 def _read(source: Source, batch: Any, dims: tuple[int | None, ...], pick: Callable[[Any], Any]) -> tuple[Graph, Traces]:
     """The graph, and both traces."""
     inputs = [at_batch(batch, dims, size) for size in (2, 3)]
-    one, other = (trace(source, given, pick) for given in inputs)
+    one, other = (_traced_at(source, given, pick, size) for given, size in zip(inputs, (2, 3), strict=True))
     same_structure(one[1], other[1], lambda what: _differs(source.name, what))
     return _graph(source, one[1], other[1], inputs[0], batch_size(batch, dims)), (one, other)
+
+
+def _traced_at(source: Source, inputs: Any, pick: Callable[[Any], Any], samples: int) -> tuple[Any, Program]:
+    try:
+        return trace(source, inputs, pick)
+    except (TypeError, ValueError, IndexError, KeyError, AttributeError, ZeroDivisionError) as error:
+        if isinstance(error, ShardwrightError):
+            raise
+        raise CaptureError(
+            f"{source.name} fails at batch {samples}: {type(error).__name__}: {error}. Shardwright captures at batch 2 "
+            "and 3, whatever the sample has: make the function run at any batch size, or name the batch dim of each "
+            "input with batch_dims="
+        ) from error
 
 
 def trace(

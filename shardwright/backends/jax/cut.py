@@ -166,10 +166,16 @@ class Placer:
         self.homes = follow(self.flat, once, following, self.state, self.stages)
         placed = [once.get(index) for index in range(len(placed))]
         for stage in range(self.stages):
-            if stage not in placed:
+            if stage not in placed and any(own == (stage,) for own in map(tuple, self.weight_stages.values())):
                 raise PlanError(
                     f"nothing of the loss function runs on stage {stage}: it does not call the modules that the plan "
                     "puts there; give the function that was captured, or capture this one and plan again"
+                )
+            if stage not in placed:
+                raise PlanError(
+                    f"nothing of the loss function runs on stage {stage}: the plan puts no parameters of its own "
+                    "there, and what reads none runs where the fewest bytes cross; plan with fewer stages, or with "
+                    "stage_starts= that give every stage parameters"
                 )
         return placed
 

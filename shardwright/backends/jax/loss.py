@@ -198,7 +198,7 @@ class Microbatches:
             raise PlanError(f"reduction={loss.reduction!r} was given, and the loss function returns a weight: give one")
         mask = (*loss.trained.mask(parts.params), *([False] * len(jax.tree.leaves(arrays[1:]))))
         name = getattr(loss.function, "__name__", type(loss.function).__name__)
-        traced = Traced(name, run, arrays, mask, at, batch.samples, dims)
+        traced = Traced(name, run, arrays, mask, at, batch.samples, batch.samples * batch.calls, dims)
         as_global = replace(plan, decision=replace(decision, loss_scope="global"))
         is_asked = batch.calls > 1 and decision.loss_scope is None and loss.reduction is None
         if is_asked and (norm := norm_of_samples(recorder, traced)):

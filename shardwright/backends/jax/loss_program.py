@@ -36,6 +36,8 @@ class _Builder:
     maker: dict[int, Step] = field(default_factory=dict)
     known: dict[int, Number] = field(default_factory=dict)
     """Values of one entry that are a number."""
+    given: set[int] = field(default_factory=set)
+    """Values that arguments are in: a draw by a key that none is in draws the same in every microbatch."""
 
     def new(self, one: tuple[int, ...], other: tuple[int, ...]) -> int:
         """A value that the program does not have."""
@@ -65,6 +67,7 @@ def loss_program(
     assert len(batch) == inputs
     build.sources.update((v, Source("trained" if flag else "fixed")) for v, flag in zip(weights, trained, strict=True))
     build.sources.update((value, Source("samples")) for value in batch)
+    build.given.update(first.arguments)
     for value in first.constants:
         small, large = first.numbers.get(value), second.numbers.get(value)
         known = None if small is None or large is None else (small, large)
@@ -89,10 +92,18 @@ def _add(build: _Builder, step: Step, other: Step) -> None:
     }
     plain: dict[str, Any] = {"inputs": inputs, "labels": labelled.labels, "special": labelled.special}
     numbers = _numbers(step, other)
+    if not build.given.isdisjoint(inputs):
+        build.given.update(step.outputs)
     if name.startswith(("random.", "random_", "rng_")) or name in RANDOM:
+        if build.given.isdisjoint(inputs):  # the same numbers in every microbatch: no draw, but an array from outside
+            build.sources.update((value, Source("fixed")) for value in step.outputs)
+            return
         build.ops.append(LossOp("draw", inputs=(), differentiable=False, **common))
     elif name == "iota":
         _iota(build, step, common)
+    elif not inputs and step.made is not None and other.made is not None:
+        build.known[step.outputs[0]] = step.made, other.made
+        build.ops.append(LossOp("fill", inputs=(), number=(step.made, other.made), **common))
     elif name in _RULES:
         _RULES[name](build, step, numbers, plain, common)
     elif not inputs:

@@ -44,6 +44,8 @@ class Step:
     """The steps that were joined to make this one."""
     numbers: tuple[float | None, ...] = ()
     """The value of each operand that is a literal; none for steps that stand for no equation."""
+    made: float | None = None
+    """What it makes, where that is one number that follows from literals alone."""
 
 
 @dataclass(slots=True)
@@ -195,9 +197,20 @@ class _Flattener:
 
     def _step(self, equation: Any, name: str, inputs: list[int | None], call: int, path: Path) -> list[int | None]:
         outputs = [self.program.new(variable.aval) for variable in equation.outvars]
-        step = Step(name, tuple(inputs), tuple(outputs), equation.params, call, path, numbers=self.numbers)
+        made = None if any(value is not None for value in inputs) else self._number_of(equation)
+        step = Step(name, tuple(inputs), tuple(outputs), equation.params, call, path, (), self.numbers, made)
         self.program.steps.append(step)
         return list(outputs)
+
+    def _number_of(self, equation: Any) -> float | None:
+        """The number that an equation makes of literals."""
+        literals = zip(equation.invars, self.numbers, strict=True)
+        numbers = [(atom.aval.dtype, number) for atom, number in literals if number is not None]
+        if len(numbers) != len(equation.invars) or not numbers or equation.effects or len(equation.outvars) != 1:
+            return None
+        with jax.ensure_compile_time_eval():
+            given = [jnp.asarray(number, dtype) for dtype, number in numbers]
+            return number_in(equation.primitive.bind(*given, **equation.primitive.get_bind_params(equation.params)))
 
     def _unroll(self, equation: Any, inputs: list[int | None], call: int, path: Path) -> list[int | None]:
         """A scan as its iterations one after the other. Every iteration reads a slice of what is scanned over, and its
@@ -436,11 +449,14 @@ def _drop_unused(program: Program) -> Program:
     return program
 
 
-def same_structure(first: Program, second: Program, differ: Callable[[str], CaptureError]) -> None:
+def same_structure(
+    first: Program, second: Program, differ: Callable[[str], CaptureError], sizes: tuple[int, int] = (2, 3)
+) -> None:
     """Raise what ``differ`` makes of the first difference between the programs at two batch sizes."""
+    small, large = sizes
     if len(first.steps) != len(second.steps):
-        raise differ(f"{len(first.steps)} ops with batch 2, {len(second.steps)} with batch 3")
+        raise differ(f"{len(first.steps)} ops with batch {small}, {len(second.steps)} with batch {large}")
     for one, other in zip(first.steps, second.steps, strict=True):
         if (one.name, one.inputs, one.outputs) != (other.name, other.inputs, other.outputs):
             path = first.calls[one.call].path or "the model"
-            raise differ(f"in {path}, {one.name} with batch 2 is {other.name} with batch 3")
+            raise differ(f"in {path}, {one.name} with batch {small} is {other.name} with batch {large}")

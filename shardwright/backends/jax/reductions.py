@@ -20,7 +20,6 @@ from shardwright.backends.jax.tree import abstract, flat_names
 from shardwright.core.errors import CaptureError, PlanError
 from shardwright.core.loss import Combination, Finding, LossProgram, Verdict, read_loss
 
-SIZES = (2, 3)
 REDUCTIONS = (None, "mean", "sum")
 
 
@@ -38,8 +37,17 @@ class Traced:
     """A microbatch of so many samples, as shapes."""
     samples: int
     """Of a microbatch."""
+    whole: int
+    """Samples of all microbatches whose results are to be combined."""
     dims: tuple[int | None, ...]
     """The batch dim of every leaf of the batch."""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The batch sizes that its results are read at: those of a microbatch and of the whole, so that what holds
+        between them is what is asked. One sample alone may run other ops."""
+        small = max(2, self.samples)
+        return small, max(small + 1, self.whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +96,7 @@ class CountOf:
 
     traced: Traced
     first: Program
-    """The function at the first of `SIZES`."""
+    """The function at the first of `Traced.sizes`."""
     path: tuple[int, ...]
     position: int
 
@@ -135,23 +143,23 @@ class Reader:
     @classmethod
     def of(cls, traced: Traced, *, whole_batch_norms: bool = True) -> "Reader":
         """Traces the function at two batch sizes; batch norms as one op, which couples no samples, or as their ops."""
-        source = source_of(traced, traced.arrays)
+        source, sizes = source_of(traced, traced.arrays), traced.sizes
 
         def differs(what: str) -> CaptureError:
             return CaptureError(f"it does not run the same ops at every batch size: {what}")
 
         try:
             first, second = (
-                trace(source, traced.at(size), list, whole_batch_norms=whole_batch_norms)[1] for size in SIZES
+                trace(source, traced.at(size), list, whole_batch_norms=whole_batch_norms)[1] for size in sizes
             )
-            same_structure(first, second, differs)
+            same_structure(first, second, differs, sizes)
         except CaptureError as error:
             return cls(traced, None, None, str(error))
         except (TypeError, ValueError, IndexError) as error:
             said = str(error).partition("\n")[0]
-            return cls(traced, None, None, f"it cannot be traced at batch {SIZES[0]} and {SIZES[1]} ({said:.200})")
+            return cls(traced, None, None, f"it cannot be traced at batch {sizes[0]} and {sizes[1]} ({said:.200})")
         inputs = len(jax.tree.leaves(traced.at(2)))
-        return cls(traced, loss_program(first, second, SIZES, traced.trained, inputs), first)
+        return cls(traced, loss_program(first, second, sizes, traced.trained, inputs), first)
 
     def reduction(self, number: int) -> tuple[Reduction | None, Verdict]:
         """How result ``number`` combines; without a reduction, the verdict's finding says why. A result that does not

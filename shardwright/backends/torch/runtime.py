@@ -442,17 +442,17 @@ class Runtime:
             losses = [replace(loss, reduction=loss.reduction or "mean") for loss in losses]
         asked = []
         for inputs, division, held in zip(microbatches, divisions, shares.own, strict=True):
-            asked.append(self._microbatch(signature, body, inputs, division, held, axes))
+            asked.append(self._microbatch(signature, body, inputs, division, held, sum(shares.flat), axes))
         return self.semantics.shares(losses, asked, shares, type(self.model).__name__)
 
     def _microbatch(
         self, signature: Hashable, body: StepBody, inputs: Sequence[torch.Tensor], division: Division | None,
-        samples: int, axes: Sequence[int | None] | None,
+        samples: int, whole: int, axes: Sequence[int | None] | None,
     ) -> Microbatch:  # fmt: skip
         which = None if division is None else division.program.python.serial
-        batching = Batching(tuple(axes if axes is not None else [None] * len(inputs)), samples)
+        batching = Batching(tuple(axes if axes is not None else [None] * len(inputs)), samples, whole)
         read = partial(self._read_losses, body, inputs, batching)
-        return Microbatch(inputs, (signature, _shapes(inputs), which), read)
+        return Microbatch(inputs, (signature, _shapes(inputs), which, whole), read)
 
     def _loss_shares_by_messages(
         self, signature: Hashable, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]], shares: Shares,
@@ -463,7 +463,7 @@ class Runtime:
         or the error is raised once it gives its loss."""
         if not torch.is_grad_enabled() or len(shares.flat) == 1:
             return None
-        first = self._microbatch(signature, body, microbatches[0], None, shares.own[0], axes)
+        first = self._microbatch(signature, body, microbatches[0], None, shares.own[0], sum(shares.flat), axes)
         losses, unknown = self.semantics.losses_of(first), [None] * len(microbatches)
         if losses is not None:
             return self.loss_shares(losses, signature, body, microbatches, unknown, shares, axes)

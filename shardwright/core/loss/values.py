@@ -112,6 +112,6 @@ def power_of(number: tuple[float, float], sizes: tuple[int, int]) -> int | None:
         return None
     for power in (1, -1, 2, -2):
         expected = first * (sizes[1] / sizes[0]) ** power
-        if abs(second - expected) <= 1e-9 * abs(expected):
+        if abs(second - expected) <= 1e-6 * abs(expected):  # numbers may have been rounded to float32
             return power
     return None

@@ -28,14 +28,24 @@ Listening = Callable[["Losses"], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """Which dim of every input of a step is its batch, and how many samples a microbatch has.
+    """Which dim of every input of a step is its batch, and how many samples there are.
 
     Attributes:
         axes: None where every microbatch gets the input whole.
+        samples: of a microbatch.
+        whole: of all microbatches of all replicas.
     """
 
     axes: tuple[int | None, ...]
     samples: int
+    whole: int
+
+    def sizes(self, kind: Kind) -> tuple[int, int]:
+        """The batch sizes at which a step is run: those of a microbatch and of the whole, so that what holds between
+        them is what is asked; with values, of which the whole batch may need too many, one sample more. One sample
+        alone may run other ops."""
+        small = max(2, self.samples)
+        return small, small + 1 if kind == "real" else max(small + 1, self.whole)
 
     def sized(self, shape: Sequence[int], position: int, samples: int) -> tuple[int, ...]:
         """The shape of an input with another number of samples."""
@@ -128,13 +138,7 @@ class _Reading:
         self.given: Given = []
 
     def read(self) -> list[LossReading]:
-        own = self.batching.samples
-        sizes = (own, own + 1) if own > 1 else (2, 3)
-        small, losses = self._run(sizes[0])
-        kind = self.kind
-        large, others = self._run(sizes[1])
-        if self.kind != kind:
-            small, losses = self._run(sizes[0])
+        sizes, (small, losses), (large, others) = self._runs()
         self.given = losses
         translation = Translation(small, large, sizes, self.norms_are_plain)
         if losses != others:
@@ -165,15 +169,26 @@ class _Reading:
             reason = f"the loss is divided by a count that cannot be had from the batch beforehand: {error}"
             return LossReading(Verdict(finding=Finding("unknown", reason)))
 
-    def _run(self, samples: int) -> tuple[LossTrace, Given]:
+    def _runs(self) -> tuple[tuple[int, int], tuple[LossTrace, Given], tuple[LossTrace, Given]]:
+        """Two batch sizes, and the runs at both, of one kind."""
+        while True:
+            sizes = self.batching.sizes(self.kind)
+            small = self._run(sizes[0])
+            large = None if small is None else self._run(sizes[1])
+            if small is not None and large is not None:
+                return sizes, small, large
+
+    def _run(self, samples: int) -> tuple[LossTrace, Given] | None:
         """On tensors without values if that goes: on the meta device, where it is quickest; on fake ones, which can be
-        on any device and know the numbers that the step makes tensors of; or on real ones."""
+        on any device and know the numbers that the step makes tensors of; or on real ones. None where the next kind is
+        needed."""
         if self.kind == "meta":
             with suppress(Exception):
                 trace, given = self._run_on(samples, nullcontext(), fake_state, self._empty_input, META)
                 if trace.knows_its_numbers:
                     return trace, given
             self.kind = "fake"
+            return None
         if self.kind == "fake":
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             try:
@@ -183,6 +198,7 @@ class _Reading:
             except Exception as failed:  # a value is needed, or an op has no fake counterpart
                 self._require_values(failed)
                 self.kind = "real"
+                return None
         try:
             return self._run_on(samples, nullcontext(), real_state, self._real_input, self.device)
         except ShardwrightError:
