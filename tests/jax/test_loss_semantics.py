@@ -236,6 +236,14 @@ READ: dict[str, tuple[Loss, str]] = {
     "over at least eight": (lambda p, b: each(p, b).sum() / jnp.maximum(len(b["x"]), 8), "unknown"),
     "the first eight": (lambda p, b: each(p, b)[:8].mean(), "unknown"),
     "another of many samples": (lambda p, b: each(p, b).mean() if len(b["x"]) > 8 else each(p, b).sum(), "unknown"),
+    "kept from a number": (lambda p, b: jnp.maximum(each(p, b), 4 / len(b["x"])).mean(), "unknown"),
+    "to a power of the number": (lambda p, b: (logits(p, b) ** len(b["x"])).mean(), "unknown"),
+    "over a jitted number": (lambda p, b: each(p, b).sum() / jax.jit(lambda z: 1.0 * len(z))(each(p, b)), "mean"),
+    "over a branch's number": (
+        lambda p, b: each(p, b).sum() / jax.lax.cond(p["w"][0, 0] > -9, lambda: 1.0 * len(b["x"]), lambda: 1.0),
+        "unknown",
+    ),
+    "times numbers": (lambda p, b: (each(p, b).sum() * jnp.array([1.0, 2.0 / len(b["x"])])).sum(), "unknown"),
     "masked by a key of its own": (
         lambda p, b: (each(p, b) * jax.random.bernoulli(jax.random.key(0), 0.5, each(p, b).shape)).mean(),
         "unknown",

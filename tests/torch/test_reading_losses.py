@@ -107,6 +107,16 @@ ASKED: dict[str, tuple[str, Body]] = {
     "picked by a mask": ("aten.index", lambda m, x, y: m(x)[y >= 0].mean()),
     "number of samples less one": ("a number that is", lambda m, x, y: m(x).square().sum() / (len(x) - 1)),
     "at least nine samples": ("a number that is", lambda m, x, y: m(x).square().sum() / max(len(x), 9)),
+    "kept from a number of samples": ("a number that", lambda m, x, y: m(x).clamp(min=8 / len(x)).mean()),
+    "a product times a number": (
+        "another at batch", lambda m, x, y: torch.addmm(m(x), m(x), torch.eye(CLASSES), alpha=1 / len(x)).mean(),
+    ),
+    "labels ignored by a number": (
+        "another at batch", lambda m, x, y: F.cross_entropy(m(x), y.clamp(min=0), ignore_index=len(x) // 7),
+    ),
+    "many numbers": (
+        "a tensor that the step makes", lambda m, x, y: m(x).sum() * torch.tensor([1 / len(x)] * 5000).mean(),
+    ),
     "first nine": ("at one batch size alone", lambda m, x, y: m(x)[:9].mean()),
     "another loss of many samples": ("", lambda m, x, y: m(x).mean() if len(x) > 9 else m(x).sum()),
     "first half": ("out of the batch", lambda m, x, y: m(x)[:3].mean()),

@@ -103,9 +103,9 @@ def _read(source: Source, batch: Any, dims: tuple[int | None, ...], pick: Callab
 def _traced_at(source: Source, inputs: Any, pick: Callable[[Any], Any], samples: int) -> tuple[Any, Program]:
     try:
         return trace(source, inputs, pick)
-    except (TypeError, ValueError, IndexError, KeyError, AttributeError, ZeroDivisionError) as error:
-        if isinstance(error, ShardwrightError):
-            raise
+    except ShardwrightError:
+        raise
+    except Exception as error:
         raise CaptureError(
             f"{source.name} fails at batch {samples}: {type(error).__name__}: {error}. Shardwright captures at batch 2 "
             "and 3, whatever the sample has: make the function run at any batch size, or name the batch dim of each "

@@ -29,7 +29,7 @@ from shardwright.backends.jax.reductions import (
 )
 from shardwright.backends.jax.returned import Returned, read_returned
 from shardwright.backends.jax.state import Parts, TrainState, fold_random, put_together, take_apart
-from shardwright.backends.jax.trace import Recorder, linen_calls, nnx_calls, recomputed
+from shardwright.backends.jax.trace import Recorder, boxed_functions, linen_calls, nnx_calls, recomputed
 from shardwright.backends.jax.trained import ALL, Trained
 from shardwright.backends.jax.tree import abstract
 from shardwright.core.errors import PlanError
@@ -186,7 +186,8 @@ class Microbatches:
 
         def read(samples: int, recorder: Recorder | None = None) -> list[Any]:
             """The metrics with so many samples, as shapes."""
-            jax.eval_shape(lambda arrays, inputs: run(arrays, inputs, recorder), arrays, at(samples))
+            with boxed_functions():  # as the reader traces it: JAX remembers what inner functions were traced to
+                jax.eval_shape(lambda arrays, inputs: run(arrays, inputs, recorder), arrays, at(samples))
             return [(name, jax.tree.map(abstract, leaf)) for name, leaf in found[1]]
 
         lifted = loss.python is not None and loss.python.lifted

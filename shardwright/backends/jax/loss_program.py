@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from shardwright.backends.jax.ops import RANDOM, translate
 from shardwright.backends.jax.program import Program, Step
-from shardwright.core.loss import LossOp, LossProgram, Source
+from shardwright.backends.jax.unlike import same_array, same_params
+from shardwright.core.errors import CaptureError
+from shardwright.core.loss import LossOp, LossProgram, Source, follows
 from shardwright.core.loss.program import How
 
 Number = tuple[float, float]
@@ -71,13 +74,51 @@ def loss_program(
     for value in first.constants:
         small, large = first.numbers.get(value), second.numbers.get(value)
         known = None if small is None or large is None else (small, large)
-        build.sources[value] = Source("fixed", known)
         if known is not None:
             build.known[value] = known
+        elif not same_array(first.arrays[value], second.arrays[value]):
+            build.ops.append(LossOp("unlike", "an array that is made of numbers", (), (value,)))
+            continue
+        build.sources[value] = Source("fixed", known)
     for one, other in zip(first.steps, second.steps, strict=True):
+        before = len(build.ops)
         _add(build, one, other)
+        _require_explained(build, one, other, before)
         build.maker.update((value, one) for value in one.outputs)
     return LossProgram(sizes, build.shapes, build.sources, tuple(build.ops))
+
+
+def require_alike_alone(alone: Program, first: Program, second: Program, sizes: tuple[int, int]) -> None:
+    """Raise CaptureError unless one sample alone, of which the two traces know nothing, is computed with as they say;
+    dims of one entry may be added and taken away."""
+    for step, a, b in zip_longest(*(_computed(program) for program in (alone, first, second))):
+        if step is None or a is None or b is None or (step.name, len(step.numbers)) != (a.name, len(a.numbers)):
+            raise CaptureError(f"{(step or a or b).name} is not done alike with one sample")
+        numbers = zip((*step.numbers, step.made), (*a.numbers, a.made), (*b.numbers, b.made), strict=True)
+        if not all(follows(one, (small, large), sizes) for one, small, large in numbers):
+            raise CaptureError(f"{step.name} computes with another number with one sample")
+
+
+def _computed(program: Program) -> list[Step]:
+    return [step for step in program.steps if step.name not in SAME | RESHAPES]
+
+
+COMBINED = frozenset({"add", "add_any", "sub", "mul", "div"})
+"""Whose rules make something of every number that they are given."""
+
+
+def _require_explained(build: _Builder, step: Step, other: Step, before: int) -> None:
+    """Nothing is known of an op that is given other numbers at the other batch size, unless its rule has taken them."""
+    added = build.ops[before:]
+    is_taken = step.name in COMBINED or any(op.number is not None and op.number[0] != op.number[1] for op in added)
+    differs = len(step.numbers) == len(other.numbers) and any(
+        value is None and (a is None or a != b) and not (a != a and b != b)
+        for value, a, b in zip(step.inputs, step.numbers, other.numbers, strict=False)
+    )
+    if (differs and not is_taken) or not same_params(step.params, other.params):
+        kept = tuple(value for value in step.inputs if value is not None)
+        where = build.first.calls[step.call].path
+        build.ops[before:] = [LossOp("unlike", step.name, kept, step.outputs, where=where)]
 
 
 def _add(build: _Builder, step: Step, other: Step) -> None:
@@ -95,10 +136,10 @@ def _add(build: _Builder, step: Step, other: Step) -> None:
     if not build.given.isdisjoint(inputs):
         build.given.update(step.outputs)
     if name.startswith(("random.", "random_", "rng_")) or name in RANDOM:
-        if build.given.isdisjoint(inputs):  # the same numbers in every microbatch: no draw, but an array from outside
-            build.sources.update((value, Source("fixed")) for value in step.outputs)
-            return
-        build.ops.append(LossOp("draw", inputs=(), differentiable=False, **common))
+        if build.given.isdisjoint(inputs):  # the same numbers in every microbatch
+            build.ops.append(LossOp("opaque", inputs=inputs, differentiable=False, **common))
+        else:
+            build.ops.append(LossOp("draw", inputs=(), differentiable=False, **common))
     elif name == "iota":
         _iota(build, step, common)
     elif not inputs and step.made is not None and other.made is not None:

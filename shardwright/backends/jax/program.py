@@ -65,6 +65,10 @@ class Program:
     """The arguments that are the model's own arrays."""
     numbers: dict[int, float] = field(default_factory=dict)
     """The constants that are one number."""
+    arrays: dict[int, Any] = field(default_factory=dict)
+    """All constants."""
+    results: tuple[float | None, ...] = ()
+    """The value of each output that is a literal."""
 
     def new(self, aval: Any) -> int:
         return self.value(tuple(aval.shape), dtype_name(aval.dtype))
@@ -76,6 +80,7 @@ class Program:
 
     def constant(self, aval: Any, array: Any) -> int:
         value = self.new(aval)
+        self.arrays[value] = array
         number = number_in(array)
         if number is not None:
             self.numbers[value] = number
@@ -112,8 +117,9 @@ def flatten(closed: Any, calls: Sequence[TracedCall], weights: int = 0, results:
     program.weights = set(program.arguments[:weights])
     held = zip(closed.jaxpr.constvars, closed.consts, strict=True)
     program.constants = [program.constant(variable.aval, array) for variable, array in held]
-    _Flattener(program).run(closed.jaxpr, program.arguments, program.constants, program.outputs)
-    program.outputs = program.outputs[:results]
+    flattener = _Flattener(program)
+    flattener.run(closed.jaxpr, program.arguments, program.constants, program.outputs)
+    program.outputs, program.results = program.outputs[:results], flattener.results[:results]
     return _drop_unused(_collapse_whole_calls(program))
 
 
@@ -125,6 +131,8 @@ class _Flattener:
         """Calls of the loop body as traced → those of the iteration that is being unrolled."""
         self.numbers: tuple[float | None, ...] = ()
         """Those of the operands of the equation at hand that are literals."""
+        self.results: tuple[float | None, ...] = ()
+        """Those of the results of the program that was run last that are literals."""
 
     def run(
         self,
@@ -152,9 +160,14 @@ class _Flattener:
                 number_in(atom.val) if isinstance(atom, jex_core.Literal) else told.get(atom)
                 for atom in equation.invars
             )
+            self.results = ()
             made = self._equation(equation, [read(atom) for atom in equation.invars], inside, (*path, index))
             known.update(zip(equation.outvars, made, strict=True))
+            told.update(zip(equation.outvars, self.results, strict=False))
         outputs.extend(read(atom) for atom in jaxpr.outvars)
+        self.results = tuple(
+            number_in(atom.val) if isinstance(atom, jex_core.Literal) else told.get(atom) for atom in jaxpr.outvars
+        )
 
     def _literal(self, atom: Any) -> int | None:
         if not atom.aval.shape:
@@ -200,6 +213,7 @@ class _Flattener:
         made = None if any(value is not None for value in inputs) else self._number_of(equation)
         step = Step(name, tuple(inputs), tuple(outputs), equation.params, call, path, (), self.numbers, made)
         self.program.steps.append(step)
+        self.results = (None,) * len(outputs)
         return list(outputs)
 
     def _number_of(self, equation: Any) -> float | None:
@@ -242,7 +256,8 @@ class _Flattener:
                 path,
                 numbers,
             )
-            numbers = numbers[:fixed]
+            carried_numbers = self.results[: params["num_carry"]]
+            numbers = (*numbers[:fixed], *carried_numbers)
             carry = outputs[: params["num_carry"]]
             results.append(outputs[params["num_carry"] :])
         self.renumbered = outer
@@ -259,6 +274,7 @@ class _Flattener:
             out = program.new(variable.aval)
             program.steps.append(Step("concatenate", tuple(rows), (out,), {"dimension": 0}, call))
             stacked.append(out)
+        self.results = (*numbers[fixed:], *([None] * len(stacked)))
         return [*carry, *stacked]
 
     def _slice(self, value: int | None, index: int, call: int) -> int:

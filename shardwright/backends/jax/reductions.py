@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from shardwright.backends.jax.capture import Source, trace
-from shardwright.backends.jax.loss_program import loss_program
+from shardwright.backends.jax.loss_program import loss_program, require_alike_alone
 from shardwright.backends.jax.program import Program, inner_program, same_structure
 from shardwright.backends.jax.trace import Recorder
 from shardwright.backends.jax.tree import abstract, flat_names
-from shardwright.core.errors import CaptureError, PlanError
+from shardwright.core.errors import CaptureError, PlanError, ShardwrightError
 from shardwright.core.loss import Combination, Finding, LossProgram, Verdict, read_loss
 
 REDUCTIONS = (None, "mean", "sum")
@@ -139,27 +139,32 @@ class Reader:
     flat: Program | None
     why: str = ""
     """Why there is no program."""
+    at_whole: tuple[float | None, ...] = ()
+    """The value of each result that is a literal, at the second of `Traced.sizes`."""
 
     @classmethod
-    def of(cls, traced: Traced, *, whole_batch_norms: bool = True) -> "Reader":
-        """Traces the function at two batch sizes; batch norms as one op, which couples no samples, or as their ops."""
+    def of(cls, traced: Traced) -> "Reader":
+        """Traces the function at two batch sizes; with batch norms as one op, which couples no samples."""
         source, sizes = source_of(traced, traced.arrays), traced.sizes
 
         def differs(what: str) -> CaptureError:
             return CaptureError(f"it does not run the same ops at every batch size: {what}")
 
         try:
-            first, second = (
-                trace(source, traced.at(size), list, whole_batch_norms=whole_batch_norms)[1] for size in sizes
-            )
+            first, second = (trace(source, traced.at(size), list, whole_batch_norms=True)[1] for size in sizes)
             same_structure(first, second, differs, sizes)
+            if traced.samples == 1:
+                alone = trace(source, traced.at(1), list, whole_batch_norms=True)[1]
+                require_alike_alone(alone, first, second, sizes)
         except CaptureError as error:
             return cls(traced, None, None, str(error))
-        except (TypeError, ValueError, IndexError) as error:
+        except ShardwrightError:
+            raise
+        except Exception as error:  # the user's function, of another number of samples
             said = str(error).partition("\n")[0]
             return cls(traced, None, None, f"it cannot be traced at batch {sizes[0]} and {sizes[1]} ({said:.200})")
         inputs = len(jax.tree.leaves(traced.at(2)))
-        return cls(traced, loss_program(first, second, sizes, traced.trained, inputs), first)
+        return cls(traced, loss_program(first, second, sizes, traced.trained, inputs), first, "", second.results)
 
     def reduction(self, number: int) -> tuple[Reduction | None, Verdict]:
         """How result ``number`` combines; without a reduction, the verdict's finding says why. A result that does not
@@ -167,6 +172,8 @@ class Reader:
         if self.program is None or self.flat is None:
             return None, Verdict(finding=Finding("unknown", self.why))
         value = self.flat.outputs[number]
+        if value is None and self.flat.results[number] != self.at_whole[number]:
+            return None, Verdict(finding=Finding("unknown", "it is a number that differs with the batch size"))
         if value is None:
             return Reduction(Combination(1)), Verdict(constant=True)
         verdict = read_loss(self.program, value)
@@ -230,9 +237,18 @@ def norm_of_samples(recorder: Recorder, traced: Traced) -> str:
     """The path of a batch norm that takes its statistics over the samples, of those that a trace has come to; "" where
     all use what they have kept."""
     norms = [call.path for call in recorder.calls if call.whole_kind == "batch_norm"]
-    if not norms or Reader.of(traced, whole_batch_norms=False).reduction(0)[1].finding is None:
+    if not norms:
         return ""
-    return norms[0]
+    source = source_of(traced, traced.arrays)
+    first, second = (trace(source, traced.at(size), list)[1] for size in traced.sizes)
+    for one, other in zip(first.steps, second.steps, strict=False):
+        path = first.calls[one.call].path
+        grown = [first.shapes[v] != second.shapes[v] for v in one.inputs if v is not None]
+        if path in norms and (one.name != other.name or one.inputs != other.inputs):
+            return path
+        if path in norms and any(grown) and all(first.shapes[v] == second.shapes[v] for v in one.outputs):
+            return path
+    return ""
 
 
 def asked_scope(name: str, norm: str, microbatches: int) -> PlanError:

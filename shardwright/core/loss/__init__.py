@@ -8,5 +8,6 @@ from shardwright.core.loss.program import LossOp as LossOp
 from shardwright.core.loss.program import LossProgram as LossProgram
 from shardwright.core.loss.program import Source as Source
 from shardwright.core.loss.read import read_loss as read_loss
+from shardwright.core.loss.values import follows as follows
 from shardwright.core.loss.verdict import Finding as Finding
 from shardwright.core.loss.verdict import Verdict as Verdict

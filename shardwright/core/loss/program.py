@@ -32,6 +32,7 @@ How = Literal[
     "position",  # 0, 1, 2 … along its only dim
     "draw",  # random numbers, each independent of the others
     "detach",
+    "unlike",  # it is given other numbers at the two batch sizes, in a way that nothing is known of
     "opaque",  # nothing is known: good for what does not depend on the batch alone
 ]
 

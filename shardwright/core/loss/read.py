@@ -146,6 +146,8 @@ class _Reader:
     def cut(self, op: LossOp, inputs: list[Value]) -> list[Value]:
         (value,), (dim,) = inputs, op.dims
         if value.place is None or value.place.dim != dim:
+            if op.offsets[0] != op.offsets[1]:
+                return self.unlike(op, inputs)
             places, _ = of_labels(op, self.program, inputs)
             return [replace(value, place=place, number=None) for place in places]
         place, made = value.place, []
@@ -221,6 +223,8 @@ class _Reader:
         return [replace(made, place=place, guarded=guarded, number=number) for place in places]
 
     def at_least(self, op: LossOp, inputs: list[Value]) -> list[Value]:
+        if op.number is not None and op.number[0] != op.number[1]:
+            raise lost("unknown", op, f"uses {self._numbers(op.number)}")
         if all(value.is_plain for value in inputs):
             return self.map(op, inputs)
         number, which = op.number, 0
@@ -360,6 +364,10 @@ class _Reader:
             made.append(Value(frozenset({CONSTANT if place is None else SAMPLE}), place))
         return made
 
+    def unlike(self, op: LossOp, inputs: list[Value]) -> list[Value]:
+        small, large = self.program.sizes
+        raise lost("unknown", op, f"computes with a number that is another at batch {small} than at batch {large}")
+
     def opaque(self, op: LossOp, inputs: list[Value]) -> list[Value]:
         grown = [growing(self.program, number, op) for number in op.outputs]
         if any(value.place is not None for value in inputs) or any(g is not None for g in grown):
@@ -392,5 +400,5 @@ _RULES: dict[str, Callable[[_Reader, LossOp, list[Value]], list[Value]]] = {
     "multiply": _Reader.multiply, "divide": _Reader.divide, "sum": _Reader.total, "mean": _Reader.total,
     "contract": _Reader.contract, "at_least": _Reader.at_least, "select": _Reader.select, "lookup": _Reader.lookup,
     "concat": _Reader.concat, "cut": _Reader.cut, "fill": _Reader.fill, "position": _Reader.position,
-    "draw": _Reader.draw, "detach": _Reader.detach, "opaque": _Reader.opaque,
+    "draw": _Reader.draw, "detach": _Reader.detach, "opaque": _Reader.opaque, "unlike": _Reader.unlike,
 }  # fmt: skip

@@ -115,3 +115,17 @@ def power_of(number: tuple[float, float], sizes: tuple[int, int]) -> int | None:
         if abs(second - expected) <= 1e-6 * abs(expected):  # numbers may have been rounded to float32
             return power
     return None
+
+
+def follows(one: object, pair: tuple[object, object], sizes: tuple[int, int]) -> bool:
+    """Whether a number is, with one sample, what its values at two batch sizes say; True where they say nothing."""
+    if pair[0] == pair[1]:
+        return one == pair[0] or (one != one and pair[0] != pair[0])
+    if not all(isinstance(n, (int, float)) for n in (one, *pair)):
+        return False
+    first, second, alone = float(pair[0]), float(pair[1]), float(one)  # type: ignore[arg-type]
+    power = power_of((first, second), sizes)
+    if power is None:
+        return True
+    expected: float = first * (1.0 / sizes[0]) ** power
+    return abs(alone - expected) <= 1e-6 * abs(expected)

@@ -5,11 +5,13 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
+import torch
+
 from shardwright.backends.torch.loss.trace import LossTrace, Made
 from shardwright.backends.torch.ops import Ref
 from shardwright.backends.torch.record import Recorded
 from shardwright.core.graph import FLOATING
-from shardwright.core.loss import LossOp, LossProgram, Source
+from shardwright.core.loss import LossOp, LossProgram, Source, follows
 from shardwright.core.loss.program import How, Shape
 from shardwright.core.rules.labels import meet
 
@@ -33,6 +35,10 @@ DRAWS = frozenset({
     "normal", "normal_", "exponential_", "random_", "cauchy_", "geometric_", "log_normal_",
 })  # fmt: skip
 PLACES = frozenset({"arange", "linspace", "logspace", "range", "randperm", "eye", "tril_indices", "triu_indices"})
+
+
+CUT_BY_NUMBERS = frozenset({"slice", "narrow", "split", "unsafe_split", "repeat_interleave"})
+"""Ops whose numbers say where and how large their results are."""
 
 
 class DifferentRunsError(Exception):
@@ -82,11 +88,18 @@ class Translation:
                 continue
             if entries is not None and other is not None and len(entries) == len(other) == 1:
                 self.sources.setdefault(number, Source("fixed", (entries[0], other[0])))
-            elif entries != other and len(entries or ()) == len(other or ()):
+            elif (entries != other and len(entries or ()) == len(other or ())) or self._differs_outside(number):
                 raise DifferentRunsError(
                     f"a tensor that the step makes of numbers is {entries} at batch {self.sizes[0]} and {other} at "
                     f"batch {self.sizes[1]}"
                 )
+
+    def _differs_outside(self, number: int) -> bool:
+        """Whether a tensor from outside of the step, of many entries, has others at the other batch size."""
+        one, other = (trace.outside.get(number) for trace in self.traces)
+        if one is None or other is None or one is other or one.shape != other.shape:
+            return False
+        return one.dtype != other.dtype or not torch.equal(one, other)
 
     # One op --------------------------------------------------------------------------------------------------------
 
@@ -127,6 +140,14 @@ class _Call:
         self.arguments = [none if one is None else one.arguments for one in made]
 
     def translated(self) -> list[LossOp]:
+        """As `_known`, unless it is given other numbers at the other batch size, which nothing has taken."""
+        found = self._known()
+        is_taken = self.name in CUT_BY_NUMBERS or any(
+            op.how == "position" or (op.number is not None and op.number[0] != op.number[1]) for op in found
+        )
+        return found if is_taken or self._same_numbers() else [self.how("unlike")]
+
+    def _known(self) -> list[LossOp]:
         if self.piece == "write":
             return [self.how("reshape" if self.name in RESHAPES and self.a.kind == "view" else "map")]
         if self.name in ("nll_loss_forward", "nll_loss2d_forward"):
@@ -153,7 +174,7 @@ class _Call:
             return [self.how("contract")]
         if kind == "normalization" and self.translation.norms_are_plain and "batch_norm" in self.name:
             return [self.how("map", special=())]
-        return [self.how("map" if self._same_numbers() else "opaque")]
+        return [self.how("map")]
 
     def _same_numbers(self) -> bool:
         """Whether the numbers among the arguments are those of the other batch size too."""
@@ -255,7 +276,7 @@ def _add(call: _Call) -> list[LossOp]:
     alpha = call.number("alpha")
     number = call.number("other") or call.number("self")
     if alpha is not None and alpha[0] != alpha[1]:
-        return [call.how("opaque")]
+        return [call.how("unlike")]
     if number is None:
         return [call.how("add" if len(call.a.inputs) == 2 else "map")]
     sign = -1.0 if call.name in ("sub", "subtract") else 1.0
@@ -275,7 +296,7 @@ def _multiply(call: _Call) -> list[LossOp]:
 
 def _divide(call: _Call) -> list[LossOp]:
     if call.arguments[0].get("rounding_mode") is not None:
-        return [call.how("map" if call._same_numbers() else "opaque")]
+        return [call.how("map")]
     number = call.number("other")
     if number is not None:
         if 0.0 in number:
@@ -335,7 +356,7 @@ def _clamp(call: _Call) -> list[LossOp]:
     least, most = call.number("min"), call.number("max")
     if least is not None and most is None and call.arguments[0].get("max") is None and len(call.a.inputs) == 1:
         return [call.how("at_least", number=least)]
-    return [call.how("map" if call._same_numbers() else "opaque")]
+    return [call.how("map")]
 
 
 def _larger(call: _Call) -> list[LossOp]:
@@ -513,5 +534,28 @@ def require_alike(small: LossTrace, large: LossTrace) -> None:
         raise DifferentRunsError("other tensors are used at another batch size")
 
 
+def require_alike_alone(alone: LossTrace, small: LossTrace, large: LossTrace, sizes: tuple[int, int]) -> None:
+    """Raises DifferentRunsError unless one sample alone, of which the two traces know nothing, is computed with as they
+    say; how it lies in memory may differ."""
+    for op, a, b in zip_longest(*(_computed(trace) for trace in (alone, small, large))):
+        if op is None or a is None or b is None or op[0] != a[0] or len(op[1]) != len(a[1]) or len(a[1]) != len(b[1]):
+            raise DifferentRunsError(f"{(op or a or b)[0]} is not done alike with one sample")
+        for one, *pair in zip(op[1], a[1], b[1], strict=True):
+            if not follows(one, (pair[0], pair[1]), sizes):
+                raise DifferentRunsError(f"{op[0]} computes with {one} with one sample, and with {pair[0]} with two")
+
+
+def _computed(trace: LossTrace) -> list[tuple[str, list[Any]]]:
+    """The ops of a trace that compute something, and the numbers that they are given."""
+    return [
+        (op.name, _numbers(trace.calls_of[index].arguments) if index in trace.calls_of else [])
+        for index, op in enumerate(trace.ops)
+        if op.kind not in ("view", "copy") or op.name.removeprefix("aten.") in CUT_BY_NUMBERS
+    ]
+
+
 def _numbers(arguments: Mapping[str, Any]) -> list[Any]:
-    return [v for v in arguments.values() if isinstance(v, (int, float, bool, str))]
+    """Those of an op's arguments; of lists, most of which are sizes, those that are fractions."""
+    alone = [v for v in arguments.values() if isinstance(v, (int, float, bool, str))]
+    lists = [v for v in arguments.values() if isinstance(v, (list, tuple))]
+    return [*alone, *(v for listed in lists for v in listed if isinstance(v, float))]

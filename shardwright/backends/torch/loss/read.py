@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardwright.backends.torch.capture import noted_calls, plain_torch
 from shardwright.backends.torch.fake_state import fake_state, real_state
 from shardwright.backends.torch.loss.counts import Counting, NotOfBatchError
-from shardwright.backends.torch.loss.ops import DifferentRunsError, Translation
+from shardwright.backends.torch.loss.ops import DifferentRunsError, Translation, require_alike_alone
 from shardwright.backends.torch.loss.trace import LossTrace
 from shardwright.backends.torch.refusals import require_room_for_values
 from shardwright.backends.torch.stand_in import no_remembered_results
@@ -40,12 +40,12 @@ class Batching:
     samples: int
     whole: int
 
-    def sizes(self, kind: Kind) -> tuple[int, int]:
+    @property
+    def sizes(self) -> tuple[int, int]:
         """The batch sizes at which a step is run: those of a microbatch and of the whole, so that what holds between
-        them is what is asked; with values, of which the whole batch may need too many, one sample more. One sample
-        alone may run other ops."""
+        them is what is asked. One sample alone may run other ops."""
         small = max(2, self.samples)
-        return small, small + 1 if kind == "real" else max(small + 1, self.whole)
+        return small, max(small + 1, self.whole)
 
     def sized(self, shape: Sequence[int], position: int, samples: int) -> tuple[int, ...]:
         """The shape of an input with another number of samples."""
@@ -143,6 +143,8 @@ class _Reading:
         translation = Translation(small, large, sizes, self.norms_are_plain)
         if losses != others:
             raise DifferentRunsError("another loss is given to model.backward at another batch size")
+        if self.batching.samples == 1 and (alone := self._run(1)) is not None:
+            require_alike_alone(alone[0], small, large, sizes)
         verdicts = [read_loss(translation.program, loss) for loss, _, _ in losses]
         if small.numbers_read is not None:
             # What became a Python number may be in the loss, and is not seen there.
@@ -171,8 +173,8 @@ class _Reading:
 
     def _runs(self) -> tuple[tuple[int, int], tuple[LossTrace, Given], tuple[LossTrace, Given]]:
         """Two batch sizes, and the runs at both, of one kind."""
+        sizes = self.batching.sizes
         while True:
-            sizes = self.batching.sizes(self.kind)
             small = self._run(sizes[0])
             large = None if small is None else self._run(sizes[1])
             if small is not None and large is not None:
