@@ -72,6 +72,20 @@ def draws_on_the_host(model: nn.Module, path: str | None) -> CaptureError:
     )
 
 
+def draws_by_itself(model: nn.Module, path: str | None) -> CaptureError:
+    """The error for a draw between units from a generator that code of the user's holds or makes."""
+    what = f"draws random numbers from a torch.Generator of its own at {where()}"
+    if path is not None:
+        return UnrecordableError(
+            f"{type(model).__name__} cannot be recorded, because {path or 'its forward'!r} {what}, which a recording "
+            f"cannot seed again: draw from torch's own generator, or let the model run by message passing"
+        )
+    return CaptureError(
+        f"the step {what}, which a recording cannot seed again: draw before the step and pass the numbers in the "
+        f"batch, or draw from torch's own generator"
+    )
+
+
 def computes_with_a_clock(model: nn.Module, clocks: Iterable[tuple[Any, Any]], *, ranks: int = 1) -> UnrecordableError:
     """The error for a step that computes with what a clock says, where a recording cannot follow that.
 

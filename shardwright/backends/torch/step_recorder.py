@@ -56,6 +56,7 @@ from shardwright.backends.torch.python_values import Effect, PythonValues
 from shardwright.backends.torch.randomness import Moment, draws
 from shardwright.backends.torch.recorded_draws import RecordedDraws
 from shardwright.backends.torch.refusals import (
+    draws_by_itself,
     draws_on_the_host,
     keeps_a_tensor,
     reads_a_value,
@@ -345,6 +346,8 @@ class StepRecorder:
             args, kwargs = self.tape.plain((args, kwargs), fix=not self.units_run_again)
             return function(*args, **kwargs)
         refuse_function(function, args)
+        if any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values())):
+            raise draws_by_itself(self.model, self.frames[-1].path if self.frames else None)
         if function in (torch.autograd.grad, torch.autograd.backward) and len(set(self.stage_of_call.values())) > 1:
             raise takes_a_gradient(self.model, function)
         begins_gradients = function in _BEGINNING_GRADIENTS and bool((*args, True)[1]) and not args[0].requires_grad

@@ -452,6 +452,16 @@ def a_generator_of_the_users() -> None:
         with pytest.raises(CaptureError, match="they would be the same in every step: draw them before the step"):
             sw.step(body)(distributed, torch.ones(4, WIDTH), torch.ones(4, WIDTH))
         sw.shutdown()
+
+    def with_torchs(model: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        loss = criterion(model(x), y) * torch.rand((), generator=torch.Generator().manual_seed(3))
+        model.backward(loss, reduction="mean")
+        return loss
+
+    sw.init(CONFIGS[KIND], microbatches=MICROBATCHES, wait_timeout_s=60.0)
+    with pytest.raises(CaptureError, match=r"the step draws random numbers from a torch\.Generator of its own"):
+        sw.step(with_torchs)(sw.DistributedModel(Model(lambda model, x: x)), *[torch.ones(4, WIDTH)] * 2)
+    sw.shutdown()
     report("a_generator_of_the_users")
 
 
