@@ -149,6 +149,43 @@ def test_batch_norms_of_microbatches_are_asked_for(samples: int, degrees: dict[s
     assert found == pytest.approx(wanted, rel=1e-4)
 
 
+@jax.jit
+def jitted(params: Any, batch: Any) -> jax.Array:
+    found: jax.Array = cross_entropy(jax.nn.softmax(logits_of(params, batch)), batch["y"])
+    return found
+
+
+@jax.checkpoint
+def checkpointed(params: Any, batch: Any) -> jax.Array:
+    return jitted(params, batch)
+
+
+@pytest.mark.parametrize("each", [jitted, checkpointed])
+def test_functions_that_jax_remembers_are_read(each: Any) -> None:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        found: jax.Array = each(params, batch).mean()
+        return found
+
+    plan = plan_of(1, 1, loss, microbatch=4)
+    require_whole("four each", sw.train_step(loss, optax.sgd(0.1), plan, devices=jax.devices()[:1]), loss)
+
+
+ALONE: dict[str, Loss] = {
+    "over at least two": lambda p, b: token_losses(p, b).sum() / max(len(b["x"]), 2),
+    "twice alone": lambda p, b: token_losses(p, b).mean() * (2.0 if len(b["x"]) == 1 else 1.0),
+    "another op alone": lambda p, b: jnp.tanh(token_losses(p, b)).mean() if len(b["x"]) == 1 else summed(p, b),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_is_done_with_one_sample_alone_is_looked_at(name: str) -> None:
+    train = sw.train_step(
+        ALONE[name], optax.sgd(0.1), plan_of(1, 1, ALONE[name], microbatch=1), devices=jax.devices()[:1]
+    )
+    with pytest.raises(sw.ShardwrightError, match="cannot be told to be a mean over samples.*one sample"):
+        train(train.init(plain_params()), batches(1)[0])
+
+
 def test_an_answer_is_given_once() -> None:
     with pytest.raises(sw.ShardwrightError, match="expected 'mean', 'sum' or None"):
         sw.train_step(summed, optax.sgd(0.1), plan_of(1, 1), devices=jax.devices()[:1], reduction="max")

@@ -129,6 +129,20 @@ ASKED: dict[str, tuple[str, Body]] = {
 }  # fmt: skip
 
 
+ALONE: dict[str, Body] = {
+    "over at least two": lambda m, x, y: m(x).square().sum() / max(len(x), 2),
+    "twice alone": lambda m, x, y: m(x).square().mean() * (2.0 if len(x) == 1 else 1.0),
+    "another op alone": lambda m, x, y: m(x).tanh().mean() if len(x) == 1 else m(x).mean(),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_is_done_with_one_sample_alone_is_looked_at(name: str) -> None:
+    verdict = read(ALONE[name], *inputs(1)).verdict
+    assert verdict.finding is not None, verdict
+    assert "with one sample" in verdict.finding.reason
+
+
 @pytest.mark.parametrize("name", TOLD)
 def test_a_loss_is_told(name: str) -> None:
     """And the losses of microbatches of two sizes make that of the batch."""

@@ -240,7 +240,12 @@ def norm_of_samples(recorder: Recorder, traced: Traced) -> str:
     if not norms:
         return ""
     source = source_of(traced, traced.arrays)
-    first, second = (trace(source, traced.at(size), list)[1] for size in traced.sizes)
+    try:
+        first, second = (trace(source, traced.at(size), list)[1] for size in traced.sizes)
+    except ShardwrightError:
+        raise
+    except Exception:  # the user's function, of another number of samples: nothing is known of its norms
+        return norms[0]
     for one, other in zip(first.steps, second.steps, strict=False):
         path = first.calls[one.call].path
         grown = [first.shapes[v] != second.shapes[v] for v in one.inputs if v is not None]
