@@ -182,7 +182,7 @@ def test_what_is_done_with_one_sample_alone_is_looked_at(name: str) -> None:
     train = sw.train_step(
         ALONE[name], optax.sgd(0.1), plan_of(1, 1, ALONE[name], microbatch=1), devices=jax.devices()[:1]
     )
-    with pytest.raises(sw.ShardwrightError, match="cannot be told to be a mean over samples.*one sample"):
+    with pytest.raises(sw.ShardwrightError, match=r"cannot be told to be a mean over samples.*one sample"):
         train(train.init(plain_params()), batches(1)[0])
 
 
