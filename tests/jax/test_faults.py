@@ -34,7 +34,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     folder = tmp_path_factory.mktemp("faults")
     given = folder / "cases.json"
     given.write_text(json.dumps([{"case": case, "limit_s": 70.0} for case in CASES.values()]), encoding="utf-8")
-    alike = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "XLA_FLAGS": ""}
+    alike = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=1",
+    }
     ended = subprocess.run(
         [sys.executable, str(ROOT / "tests/jax/faulty.py"), str(given), str(folder / "ranks")], capture_output=True,
         text=True, timeout=500, env=os.environ | alike, cwd=ROOT,

@@ -115,7 +115,8 @@ def test_two_processes_of_four_devices_each(expected: Run) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"  # of two that are given, the last
+    environment = os.environ | {"XLA_FLAGS": flags}
     workers = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.jax.spmd_model", str(rank), "2", str(port)],
