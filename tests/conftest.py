@@ -8,16 +8,25 @@ import pytest
 TESTS = Path(__file__).parent
 LONGEST = (
     "jax/test_tensor_parallel.py",
-    "jax/test_pipeline.py",
-    "torch/test_zoo.py",
-    "torch/test_tensor_parallel_training.py",
+    "torch/test_engine.py",
     "torch/test_tensor_parallel.py",
     "examples/test_examples.py",
-    "jax/test_equality.py",
-    "torch/test_schedules.py",
+    "torch/test_python_values.py",
     "torch/test_equality.py",
-    "torch/test_engine.py",
+    "torch/test_zoo.py",
+    "torch/test_faults.py",
+    "jax/test_equality.py",
+    "jax/test_memory.py",
+    "jax/test_pipeline.py",
+    "torch/test_accepted.py",
+    "torch/test_tensor_parallel_training.py",
+    "torch/test_schedules.py",
+    "twins/test_five.py",
     "jax/test_pipeline_models.py",
+    "jax/test_spmd.py",
+    "torch/test_failure.py",
+    "torch/test_tensor_parallel_misuse.py",
+    "torch/test_tensor_parallel_zoo.py",
 )
 """The files that take longest, the longest first: where processes share the files, they end together then."""
 
