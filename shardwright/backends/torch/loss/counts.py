@@ -1,6 +1,7 @@
 """The number that a loss is divided by, computed from a microbatch before the step runs."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class Counting:
     ) -> None:
         self.wanted, self.counted, self.alone = dict(wanted), counted, alone
         self._input = {number: position for position, number in enumerate(trace.inputs)}
-        self._made: dict[int, tuple[Made, int]] = {}
+        self._made: dict[int, tuple[_Call, int]] = {}
         self._outside: dict[int, torch.Tensor] = {}
         pending, seen = list(wanted), set[int]()
         makers = {n: (index, op) for index, op in enumerate(trace.ops) for n in op.outputs}
@@ -72,10 +73,8 @@ class Counting:
             place = f"{op.name}{f' in {where!r}' if where else ''}"
             if op.name == "aten.detach":
                 pending += op.inputs
-                self._made[number] = (
-                    Made(torch.ops.aten.alias.default, {"self": Ref(0, (), "")}, op.inputs, (number,)),
-                    0,
-                )
+                alias = Made(torch.ops.aten.alias.default, {"self": Ref(0, (), "")}, op.inputs, (number,))
+                self._made[number] = (_Call(alias), 0)
                 continue
             if trace.reading & _around(trace, op.call):
                 raise NotOfBatchError(f"{place} is done in a module that reads values of tensors and runs by them")
@@ -83,7 +82,7 @@ class Counting:
                 raise NotOfBatchError(f"it is written in place, by {place}")
             if torch.Tag.nondeterministic_seeded in made.function.tags:
                 raise NotOfBatchError(f"it depends on the random numbers of {place}")
-            self._made[number] = (made, made.outputs.index(number))
+            self._made[number] = (_Call(made), made.outputs.index(number))
             pending += made.inputs
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[float]:
@@ -116,27 +115,56 @@ class Counting:
             made = self._outside[number].to(device)
         else:
             call, position = self._made[number]
-            writes = {
-                a.name for a in call.function._schema.arguments if a.alias_info is not None and a.alias_info.is_write
-            }
-
-            def resolved(item: Any, copied: bool) -> Any:
-                if isinstance(item, torch.device):
-                    return device if item.type == "meta" else item
-                if not isinstance(item, Ref):
-                    return item
-                tensor = self._value(call.inputs[item.slot], known, device)
-                return tensor.clone() if copied else tensor
-
-            arguments = {
-                name: pytree.tree_map(
-                    lambda item, copied=name in writes: resolved(item, copied), value,
-                    is_leaf=lambda item: isinstance(item, Ref),
-                )
-                for name, value in call.arguments.items()
-            }  # fmt: skip
-            result = call.function(**arguments)
-            outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+            outputs = call.run({slot: self._value(n, known, device) for slot, n in call.inputs.items()}, device)
             made = outputs[position]
         known[number] = made
         return made
+
+
+class _Call:
+    """One call of an op, made ready to be made again at every step."""
+
+    def __init__(self, made: Made) -> None:
+        self.function = made.function
+        writes = {a.name for a in made.function._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        self._plain: dict[str, Any] = {}
+        """Arguments without tensors and devices in them."""
+        self._single: list[tuple[str, int, bool]] = []
+        """Arguments that are a tensor: the name, its slot, and whether the op writes into it."""
+        self._other: list[tuple[str, Any, bool]] = []
+        """Other arguments with tensors or devices in them."""
+        self.inputs: dict[int, int] = {}
+        """By slot, the values that the op reads."""
+        for name, value in made.arguments.items():
+            leaves = pytree.tree_leaves(value, is_leaf=_is_ref)
+            self.inputs |= {leaf.slot: made.inputs[leaf.slot] for leaf in leaves if _is_ref(leaf)}
+            if _is_ref(value):
+                self._single.append((name, value.slot, name in writes))
+            elif any(isinstance(leaf, Ref | torch.device) for leaf in leaves):
+                self._other.append((name, value, name in writes))
+            else:
+                self._plain[name] = value
+
+    def run(self, given: Mapping[int, torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+        """The tensors that the op gives for these inputs, which are left as they are."""
+
+        def resolved(item: Any, is_written: bool) -> Any:
+            if isinstance(item, torch.device):
+                return device if item.type == "meta" else item
+            if not isinstance(item, Ref):
+                return item
+            return given[item.slot].clone() if is_written else given[item.slot]
+
+        arguments = dict(self._plain)
+        for name, slot, is_written in self._single:
+            arguments[name] = given[slot].clone() if is_written else given[slot]
+        for name, value, is_written in self._other:
+            arguments[name] = pytree.tree_map(partial(resolved, is_written=is_written), value, is_leaf=_is_ref)
+        result = self.function(**arguments)
+        if isinstance(result, torch.Tensor):
+            return [result]
+        return [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+
+
+def _is_ref(item: Any) -> bool:
+    return isinstance(item, Ref)
