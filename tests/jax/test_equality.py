@@ -94,6 +94,7 @@ def test_recomputed_activations_change_nothing_but_are_not_kept(
     assert program.count("dot_general") == step("none")[2].count("dot_general") + again
 
 
+@pytest.mark.usefixtures("quick_compilation")
 def test_bf16_computes_in_bf16_and_keeps_fp32_parameters(graph: Graph, references: dict[str, Run]) -> None:
     train = sw.train_step(
         gpt2_flax.next_token_loss, optax.adamw(1e-3), plan_of(graph, precision="bf16"), devices=jax.devices()[:1]

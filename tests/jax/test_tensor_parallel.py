@@ -127,6 +127,7 @@ def test_models_send_what_the_plan_says(name: str, tp: int) -> None:
     assert all(bytes_ <= size // 4 for (_, bytes_) in sent if bytes_ != size)
 
 
+@pytest.mark.slow
 def test_selective_recompute_keeps_products_with_weights() -> None:
     """Its policy goes by batch dims, so products are left as they were written."""
     make, loss = zoo_dropout.MODELS["bert"]
@@ -164,10 +165,9 @@ def test_no_stage_gathers_to_cut_again(capfd: pytest.CaptureFixture[str]) -> Non
     assert REMATERIALISES not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow), True], ids=["whole", "sequence"])
-@pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(m, marks=pytest.mark.slow) for m in zoo_dropout.MODELS if m != "llama")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("name", zoo_dropout.MODELS)
 def test_nothing_is_gathered_to_be_cut_again(name: str, sequence: bool, capfd: pytest.CaptureFixture[str]) -> None:
     of_model(name, 2, 2, sequence_parallel=sequence)
     of_model(name, 4, 2, sequence_parallel=sequence)

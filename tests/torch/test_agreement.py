@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from adversaries import Ended, judged
 from adversary_trials import BATCHES, CALLS, CONFIGURATIONS, MODELS, PLANS, STATES, draw
 
-TRIALS = 12
+TRIALS = 8
 
 
 def test_a_sample_of_random_disagreements_is_refused_on_every_rank_or_without_effect() -> None:

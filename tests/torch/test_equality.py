@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.comparison import Comparison
-from tests.torch.launch import torchrun
+from tests.torch.launch import on_ranks
 
 PROCESSES = {
     2: (
@@ -24,7 +24,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     found = {}
     for processes, cases in PROCESSES.items():
         out = folder / f"{processes}.json"
-        outcome = torchrun("equality.py", processes, str(out), *cases, timeout_s=200)
+        outcome = on_ranks("equality.py", processes, str(out), *cases, timeout_s=200)
         assert outcome.code == 0, outcome.text[-4000:]
         found |= {result["case"]: result for result in json.loads(out.read_text())}
     return found

@@ -25,7 +25,12 @@ def twins(request: pytest.FixtureRequest) -> tuple[str, Graphs]:
 
 
 @pytest.mark.parametrize(
-    "cluster", [pytest.param("a node of 4", marks=pytest.mark.slow), "two nodes", "a node of small ones"]
+    "cluster",
+    [
+        pytest.param("a node of 4", marks=pytest.mark.slow),
+        "two nodes",
+        pytest.param("a node of small ones", marks=pytest.mark.slow),
+    ],
 )
 def test_a_free_search_finds_one_plan(twins: tuple[str, Graphs], cluster: str) -> None:
     name, graphs = twins
