@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 TESTS = Path(__file__).parent
@@ -37,6 +38,12 @@ XLA_FLAGS = "--xla_force_host_platform_device_count=8 --xla_cpu_use_fusion_emitt
 os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)  # `test_compiled_training` runs what users run
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs the network should fail, not wait
+
+# How long a machine takes says nothing of what is tested.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
