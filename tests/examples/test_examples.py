@@ -147,7 +147,7 @@ def plan_from_the_shell(model: str, output: Path) -> sw.Plan:
     return sw.Plan.load(output)
 
 
-@pytest.mark.parametrize("model", ["gpt2", pytest.param("gpt2_xl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "gpt2_xl")])
 def test_twins_are_planned_alike_from_the_shell(tmp_path: Path, model: str) -> None:
     for name in (model, f"{model}_flax"):
         plan_from_the_shell(name, tmp_path / f"{name}.json")

@@ -72,7 +72,7 @@ def test_sharded_states_change_nothing(graph: Graph, references: dict[str, Run],
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("selective", marks=pytest.mark.slow), "full"])
 def test_recomputed_activations_change_nothing_but_are_not_kept(
     graph: Graph, references: dict[str, Run], recompute: str
 ) -> None:

@@ -100,7 +100,6 @@ def case(kind: str, name: str) -> Any:
 SIZES = [(2, 1, 1), (4, 1, 1), (2, 2, 2), (4, 2, 1), (4, 1, 2)]
 """Stages, replicas, tensor axis."""
 OFTEN = {
-    ("linen", "gpt", (4, 2, 1)),
     ("nnx", "t5", (2, 1, 1)),
     ("linen", "bert", (2, 2, 2)),
     ("nnx", "resnet", (2, 1, 1)),

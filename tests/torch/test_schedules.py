@@ -1,4 +1,4 @@
-"""Every core schedule gives the gradients of the plain model, on two ranks and on four."""
+"""Every core schedule gives the gradients of the plain model, on four ranks, and on two in the slow tier."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.torch.launch import on_ranks
 NAMES = (*schedule_names(), AUTO, "auto, two stages a rank")
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 4])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("schedules")
     outcome = on_ranks("schedules.py", request.param, str(folder / "out.json"), timeout_s=300)

@@ -1,6 +1,7 @@
 """What users get wrong on the tensor axis is named, with the fix; what cannot run on pieces runs whole."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,13 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_a_hook_that_would_be_lost_is_refused(said: dict[str, str]) -> None:
     assert said["hook"].startswith("ShardwrightError: transformer.h.1 has a hook (hooked.<locals>.<lambda>)")
     assert "handle.remove()" in said["hook"]
+
+
+def test_a_hook_on_one_rank_is_told_on_the_other_before_it_cuts_its_parameters(said: dict[str, str]) -> None:
+    assert re.match(
+        r"DisagreementError: .* failed on rank 1: ShardwrightError: transformer\.h\.1 has a hook",
+        said["hook on one rank"],
+    ), said["hook on one rank"]
 
 
 def test_peers_with_different_batches_are_told_apart(said: dict[str, str]) -> None:

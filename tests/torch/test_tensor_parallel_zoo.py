@@ -11,7 +11,6 @@ from tests.models.pieces import CLASSES
 from tests.torch.launch import on_ranks
 
 FEW = {
-    "XLNetLMHeadModel": "pieces",  # a mask drawn over an expanded tensor
     "XLMWithLMHeadModel": "calls",  # reads a value between its blocks
     "DetrForObjectDetection": "calls",  # reads values inside some of its blocks
     "Wav2Vec2ForCTC": "whole",  # drops layers at random, draws masks by NumPy

@@ -19,7 +19,9 @@ CLUSTERS = {
 SAMPLES = {"a node of 4": 64, "two nodes": 256, "a node of small ones": 128}
 
 
-@pytest.fixture(scope="module", params=TWINS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name == "bert" else ()) for name in TWINS]
+)
 def twins(request: pytest.FixtureRequest) -> tuple[str, Graphs]:
     return request.param, TWINS[request.param]()
 

@@ -654,7 +654,7 @@ class Runtime:
             )
         stage_of_call = stage_map.stage_of_call
         if tensor is not None:
-            with tensor.shards.as_whole(), left_as_it_is(self.model):
+            with self._before_the_cut(tensor), tensor.shards.as_whole(), left_as_it_is(self.model):
                 program = tensor.by_calls(program, stage_of_call, self.bound.device)
             tensor.cut()
             stage_of_call = tensor.stage_of_call
@@ -699,12 +699,32 @@ class Runtime:
         """Record a step body with the model's units in place of the model."""
         with tensor.shards.as_whole():
             program, _ = self._recorded({MODEL_CALL: 0}, body, inputs, moment, varying)
-            with left_as_it_is(self.model, getattr(body, "python_roots", ())):
+            with self._before_the_cut(tensor), left_as_it_is(self.model, getattr(body, "python_roots", ())):
                 with self._heard_by(_Unheard()):
                     growth = growth_of(self.model, body, inputs, self.bound.device)
                 expanded = tensor.expand(program, inputs, self.bound.device, growth)
         tensor.cut()
         return divide(expanded, tensor.stage_of_call, stage_map.parameter_stages, stage_map.schedule.stages)
+
+    @contextmanager
+    def _before_the_cut(self, tensor: TensorParallel) -> Iterator[None]:
+        """Read how units run on pieces. The cut that follows is a collective of the tensor axis: what fails on one rank
+        alone, or comes out in another way there, is told on all of them first."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        unreplayable = isinstance(failure, NotReplayableError)
+        because = str(failure) if unreplayable else tensor.by_calls_because
+        how = tensor.how(by_calls=bool(because))
+        said = f"{how}, as {because}" if because else how
+        fix = "Hooks, and what else is done to the model between steps, must be the same on all peers."
+        claim = Claim("how the model runs on the tensor axis", digest_of(how), lambda: said, fix, "replica")
+        alike = None if unreplayable else failure
+        self.agreement.meet("laying the step over the tensor axis", [claim], failure=alike, in_replica=True)
+        if failure is not None:
+            raise failure
 
     def _compile(self, stage_map: StageMap, divisions: Sequence[Division]) -> _Compiled:
         used = list({id(division): division for division in divisions}.values())

@@ -509,14 +509,15 @@ def main() -> None:
     warnings.simplefilter("ignore")
     if KIND != "one":
         dist.init_process_group("gloo")
-    for name in sys.argv[2:] or list(CASES):
+    only = sys.argv[2:]
+    for name in only or list(CASES):
         run(name, CASES[name])
         if KIND != "one":
             dist.barrier()
-    if KIND in ("one", "pp") and not sys.argv[2:]:
+    if KIND in ("one", "pp"):
         a_clock()
         a_generator_of_the_users()
-    if KIND in ("pp", "tp") and not sys.argv[2:]:
+    if KIND in ("pp", "tp"):
         kept_tensor()
         dist.barrier()
         changed_on_one_rank()

@@ -46,6 +46,15 @@ def hooked() -> str:
     return ""
 
 
+def hooked_on_one_rank() -> str:
+    """Where the other rank would wait in the cut of the parameters."""
+    plain = build("gpt2")
+    if dist.get_rank() == 1:
+        plain.transformer.h[1].register_forward_hook(lambda *given: None)
+    train_step(begin(plain), batch("gpt2", 0))
+    return ""
+
+
 def other_inputs() -> str:
     train_step(begin(build("gpt2")), batch("gpt2", dist.get_rank()))
     return ""
@@ -372,8 +381,9 @@ def by_messages_from_meta() -> str:
 
 
 CASES: dict[str, Callable[[], str]] = {
-    "hook": hooked, "inputs": other_inputs, "seeds": other_seeds, "own gradient": own_gradient, "mixed": mixed,
-    "dropout seeds": other_dropout_seeds, "odd widths": odd_widths, "changed module": changed_module,
+    "hook": hooked, "hook on one rank": hooked_on_one_rank, "inputs": other_inputs, "seeds": other_seeds,
+    "own gradient": own_gradient, "mixed": mixed, "dropout seeds": other_dropout_seeds,
+    "odd widths": odd_widths, "changed module": changed_module,
     "evaluation": evaluation, "own results": own_results, "compiled": compiled,
     "compiled with dropout": compiled_with_dropout, "registered": registered, "built before": built_before,
     "by messages from meta": by_messages_from_meta,

@@ -112,6 +112,12 @@ class TensorParallel:
         self._draws.append(draws)
         return expanded
 
+    def how(self, by_calls: bool) -> str:
+        """How the last recorded step runs here: the same on all ranks of the axis. ``by_calls``: not op by op."""
+        if not by_calls:
+            return f"op by op, with {len(self._wanted[0])} tensors placed"
+        return f"module call by module call (whole: {', '.join(sorted(self.whole_units)) or 'none'})"
+
     def cut(self) -> None:
         """Cut the parameters as the last recorded step wants them. Every rank of the axis calls this."""
         parameters, summed = self._wanted
