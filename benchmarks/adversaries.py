@@ -48,7 +48,7 @@ from adversary_trials import (
 
 import shardwright.torch as sw
 from shardwright.core.errors import DisagreementError, ShardwrightError
-from shardwright.core.plan import Plan
+from shardwright.core.plan.plan import Plan
 
 LIMIT_S = 70.0
 HUNG_S = LIMIT_S + 20.0

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardwright.torch as sw
-from shardwright.core.plan import Plan
+from shardwright.core.plan.plan import Plan
 
 WIDTH, MICROBATCHES, STEPS, RANKS = 8, 2, 4, 4
 MESHES = ((2, 2, 1), (2, 1, 2), (1, 2, 2), (4, 1, 1), (1, 4, 1))

@@ -19,7 +19,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import shardwright.torch as sw
-from shardwright.backends.torch.step_recorder import StepRecorder
+from shardwright.backends.torch.program.step_recorder import StepRecorder
 
 STEPS, STEP_S = 20, 0.2
 beta = 1.0

@@ -42,7 +42,7 @@ class Case:
 
     def cluster(self) -> Any:
         import shardwright as sw
-        from shardwright.core.hardware import load_profile
+        from shardwright.core.cluster.hardware import load_profile
 
         if self.memory_bytes is None:
             return sw.Cluster("cpu", devices_per_node=self.ranks)

@@ -25,9 +25,9 @@ import fuzz_training
 from fuzz_oracle import plan_fault, schedule_fault
 
 import shardwright as sw
-from shardwright.core.breakdown import break_down
-from shardwright.core.memory_over_time import memory_over_time
-from shardwright.core.plan_file import from_text, to_document, to_text
+from shardwright.core.plan.breakdown import break_down
+from shardwright.core.plan.file import from_text, to_document, to_text
+from shardwright.core.plan.memory_over_time import memory_over_time
 from shardwright.core.schedule import Action, Kind, Schedule, StageCosts, schedule_names
 from shardwright.core.schedule.files import from_csv, to_csv
 from shardwright.core.schedule.passes import insert_sharding, insert_transfers
@@ -70,7 +70,7 @@ def plans() -> tuple[str, ...]:
 @cache
 def tables() -> tuple[str, ...]:
     """Files of clusters and of hardware."""
-    folder = Path(__file__).parents[1] / "shardwright/core/hardware/profiles"
+    folder = Path(__file__).parents[1] / "shardwright/core/cluster/hardware/profiles"
     profiles = [(folder / f"{name}.toml").read_text() for name in ("a100-80gb", "cpu", "tpu-v4")]
     plain = 'format = 1\ndevice = "h100"\nnodes = 2\ndevices_per_node = 8\n'
     groups = (

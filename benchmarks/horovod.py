@@ -14,7 +14,7 @@ from functools import lru_cache
 from predict import graph_of
 
 import shardwright as sw
-from shardwright.core.hardware import Link, load_device, load_link
+from shardwright.core.cluster.hardware import Link, load_device, load_link
 
 WIDTH, HEADS, LAYERS, VOCABULARY, SEQUENCE = 1024, 16, 14, 33708, 50
 CORES = 48

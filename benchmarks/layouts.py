@@ -17,9 +17,9 @@ import transformers
 from claims import Claims
 
 import shardwright as sw
-from shardwright.core.conversions import table_bytes
 from shardwright.core.cost.work import WorkCounter
-from shardwright.core.fold import fold
+from shardwright.core.layout.conversions import table_bytes
+from shardwright.core.model.fold import fold
 from shardwright.core.solver import AxisCost, Setting, Solution, lightest_bytes, solve
 
 LENGTH, BATCH, HIDDEN = 512, 2, 1024

@@ -8,7 +8,7 @@ the embedding, learned positions. A published run of it with a fused attention k
 from dataclasses import dataclass, field
 
 from shardwright.core.capabilities import Capabilities
-from shardwright.core.graph import Call, Graph, Op, OpKind, Parameter, Tensor, TensorRole
+from shardwright.core.model.graph import Call, Graph, Op, OpKind, Parameter, Tensor, TensorRole
 from shardwright.core.rules import labels as L
 
 CAPABILITIES = Capabilities(

@@ -25,8 +25,8 @@ import tracked
 import shardwright as sw
 from shardwright.backends.capabilities import TORCH
 from shardwright.backends.torch import runtime
-from shardwright.backends.torch.measure import Recorder
-from shardwright.core.memory_over_time import memory_over_time
+from shardwright.backends.torch.pipeline.action_times import Recorder
+from shardwright.core.plan.memory_over_time import memory_over_time
 from shardwright.core.schedule.actions import Kind
 
 DEEP = "gpt2, 8 layers of 128"

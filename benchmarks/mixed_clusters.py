@@ -18,8 +18,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import shardwright as sw
-from shardwright.core.cluster import NodeGroup
-from shardwright.core.hardware import load_link, load_profile
+from shardwright.core.cluster.cluster import NodeGroup
+from shardwright.core.cluster.hardware import load_link, load_profile
 
 PAIRS = (("h100", "a100-80gb"), ("h100", "v100"), ("a100-80gb", "v100"))
 INSIDE = {"h100": None, "a100-80gb": None, "v100": "ethernet-100g"}

@@ -11,8 +11,8 @@ import torch
 
 import shardwright.torch as sw
 from benchmarks.real_networks.registry import Loss
+from shardwright.backends.torch.machine.watchdog import PeerError
 from shardwright.backends.torch.unsplit import seeded_by_rule
-from shardwright.backends.torch.watch import PeerError
 from shardwright.core.errors import LossError, ShardwrightError
 from tests.comparison import Comparison
 from tests.torch.forked import note

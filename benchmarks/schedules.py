@@ -24,7 +24,7 @@ import numpy as np
 from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule import Schedule, StageCosts, schedule_names
 from shardwright.core.schedule.auto.problem import Problem
-from shardwright.core.simulate import simulate
+from shardwright.core.schedule.simulate import simulate
 
 SIGMA, MOST_TRANSFER = 0.25, 0.2
 RANKS, ROUNDS = (4, 8, 16), (1, 2, 4)

@@ -40,7 +40,7 @@ from shardwright.backends.torch.tensor_parallel.layouts import planned
 from shardwright.backends.torch.tensor_parallel.pieces import piece_of
 from shardwright.backends.torch.tensor_parallel.replay import lower_all
 from shardwright.backends.torch.tensor_parallel.trace import trace
-from shardwright.core.layout import Split
+from shardwright.core.layout.placements import Split
 from tests.comparison import Comparison
 
 Contender = Callable[[torch.Tensor], torch.Tensor]

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import claims
 
 import shardwright as sw
-from shardwright.core.hardware import load_profile
+from shardwright.core.cluster.hardware import load_profile
 from tests.twins.models import TWINS
 
 GIB = 2**30

@@ -22,10 +22,10 @@ from transformers.utils import logging
 import shardwright
 from shardwright.backends.torch import TorchBackend
 from shardwright.backends.torch.messages.planning import count_flops, divide_modules
+from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.cost.work import WorkCounter
-from shardwright.core.fold import fold
-from shardwright.core.hardware import load_profile
-from shardwright.core.plan import Plan
+from shardwright.core.model.fold import fold
+from shardwright.core.plan.plan import Plan
 from tests.comparison import Comparison
 from tests.models import inputs
 from tests.models.equality import (

@@ -4,16 +4,16 @@ Importing this package imports neither framework. `shardwright.torch` and `shard
 """
 
 from shardwright.api import capture, plan, simulate
-from shardwright.core.cluster import Cluster
-from shardwright.core.compare import Comparison, compare
+from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import ShardwrightError
-from shardwright.core.explain import explain
-from shardwright.core.graph import Graph
-from shardwright.core.layout import Layout, Partial, Replicate, Split
-from shardwright.core.mesh import Mesh
-from shardwright.core.plan import Plan
+from shardwright.core.layout.mesh import Mesh
+from shardwright.core.layout.placements import Layout, Partial, Replicate, Split
+from shardwright.core.model.graph import Graph
+from shardwright.core.plan.compare import Comparison, compare
+from shardwright.core.plan.explain import explain
+from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import Schedule, StageCosts
-from shardwright.core.timeline import Timeline
+from shardwright.core.schedule.timeline import Timeline
 
 __all__ = [
     "Cluster",

@@ -8,18 +8,18 @@ from typing import Any, Literal
 
 from shardwright.backends import protocol
 from shardwright.backends.capabilities import runtimes_of
-from shardwright.core.cluster import Cluster
-from shardwright.core.cost_tables import unpriced_of
-from shardwright.core.decision import LossScope
+from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import CaptureError, PlanError
-from shardwright.core.graph import Graph
-from shardwright.core.pins import Asked, pins_of
-from shardwright.core.plan import Plan
-from shardwright.core.request import Request, stage_starts_of
+from shardwright.core.model.graph import Graph
+from shardwright.core.plan.decision import LossScope
+from shardwright.core.plan.plan import Plan
+from shardwright.core.rules.pins import Asked, pins_of
 from shardwright.core.schedule import Schedule, StageCosts
+from shardwright.core.schedule.simulate import simulate_schedule
+from shardwright.core.schedule.timeline import Timeline
 from shardwright.core.search import Progress, make_plan
-from shardwright.core.simulate import simulate_schedule
-from shardwright.core.timeline import Timeline
+from shardwright.core.search.request import Request, stage_starts_of
+from shardwright.core.tables.cost_tables import unpriced_of
 
 
 def capture(model: Any, sample: Any, loss: Callable[..., Any] | None = None, *, batch_dims: Any = None) -> Graph:

@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 
 from shardwright.api import capture, plan
 from shardwright.backends import protocol
-from shardwright.core.cluster import Cluster
-from shardwright.core.fold import fold
-from shardwright.core.graph import Graph
-from shardwright.core.hardware.device import MeasuredUnit
-from shardwright.core.measured import measured_costs
-from shardwright.core.plan import Plan
-from shardwright.core.step_fit import StepFit, fit_steps
-from shardwright.core.structure import measured_name
-from shardwright.core.tensor_layouts import digest
+from shardwright.core.cluster.cluster import Cluster
+from shardwright.core.cluster.hardware.device import MeasuredUnit
+from shardwright.core.model.fold import fold
+from shardwright.core.model.graph import Graph
+from shardwright.core.model.structure import measured_name
+from shardwright.core.plan.plan import Plan
+from shardwright.core.plan.step_fit import StepFit, fit_steps
+from shardwright.core.schedule.measured import measured_costs
+from shardwright.core.solver.tensor_layouts import digest
 
 MICROBATCHES = (2, 6)
 """Run in one step of the whole model: the difference is what one takes. Each unit a stage runs the smaller number."""

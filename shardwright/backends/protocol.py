@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from shardwright.core.capabilities import Capabilities
+from shardwright.core.cluster.hardware.measurements import Measurements, MeasureProgress
 from shardwright.core.errors import MissingFrameworkError, ShardwrightError, nearest
-from shardwright.core.graph import Graph
-from shardwright.core.hardware.measurements import Measurements, MeasureProgress
-from shardwright.core.layout import Layout
-from shardwright.core.mesh import Mesh
-from shardwright.core.plan import Plan
-from shardwright.core.timeline import Timeline
+from shardwright.core.layout.mesh import Mesh
+from shardwright.core.layout.placements import Layout
+from shardwright.core.model.graph import Graph
+from shardwright.core.plan.plan import Plan
+from shardwright.core.schedule.timeline import Timeline
 
 
 class Executable(Protocol):

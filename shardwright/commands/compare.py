@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from shardwright.commands.output import JsonOption, print_json, print_view
-from shardwright.core.compare import compare
-from shardwright.core.plan import Plan
+from shardwright.core.plan.compare import compare
+from shardwright.core.plan.plan import Plan
 
 
 def compare_command(

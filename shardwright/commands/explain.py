@@ -6,8 +6,8 @@ import typer
 from rich.text import Text
 
 from shardwright.commands.output import JsonOption, PlanArgument, print_json, print_view
-from shardwright.core.explain import explain
-from shardwright.core.plan import Plan
+from shardwright.core.plan.explain import explain
+from shardwright.core.plan.plan import Plan
 
 
 def explain_command(

@@ -10,12 +10,12 @@ from shardwright.api import capture, of_graph
 from shardwright.commands.model_file import load_model
 from shardwright.commands.output import JsonOption, print_json, print_view, require_folder
 from shardwright.commands.progress import DelayedProgress
-from shardwright.core.cluster import Cluster
-from shardwright.core.decision import LossScope
+from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import ClusterError, ShardwrightError, nearest
-from shardwright.core.graph import Graph
-from shardwright.core.request import Request
+from shardwright.core.model.graph import Graph
+from shardwright.core.plan.decision import LossScope
 from shardwright.core.search import make_plan
+from shardwright.core.search.request import Request
 from shardwright.core.search.study import study as make_study
 
 _SEARCHED = "searched where not given"
@@ -229,7 +229,7 @@ def plan_command(
         bar.stage("searching")
         studied = make_study(graph, whole, request, tokens) if study else None
         plan = studied.plan if studied is not None else make_plan(graph, whole, request, bar.update)
-    from shardwright.core.plan_file import to_document
+    from shardwright.core.plan.file import to_document
 
     if output is not None:
         plan.save(output)

@@ -10,7 +10,7 @@ from shardwright.backends.protocol import load
 from shardwright.commands.model_file import load_model
 from shardwright.commands.output import JsonOption, print_json, print_view, require_folder
 from shardwright.commands.progress import DelayedProgress
-from shardwright.core.cluster import Cluster
+from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import ShardwrightError
 from shardwright.measure import measure_units
 

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shardwright.commands.output import PlainConsole
-from shardwright.core.graph import Graph
+from shardwright.core.model.graph import Graph
 from shardwright.core.rules.coverage import Coverage, coverage
 
 FALLBACK_LIMIT = 0.01

@@ -12,9 +12,9 @@ from shardwright.core.errors import ScheduleError, ShardwrightError
 from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
 from shardwright.core.schedule.files import to_csv
 from shardwright.core.schedule.schedule import require_buildable
-from shardwright.core.simulate import simulate_schedule
+from shardwright.core.schedule.simulate import simulate_schedule
+from shardwright.core.schedule.timeline import Timeline
 from shardwright.core.text_files import write_text
-from shardwright.core.timeline import Timeline
 
 _LEAST_WIDTH = 40
 

@@ -16,10 +16,10 @@ from shardwright.commands.output import (
     require_folder,
     view_width,
 )
-from shardwright.core.breakdown import break_down
 from shardwright.core.errors import ShardwrightError
-from shardwright.core.memory_over_time import Moment, memory_over_time
-from shardwright.core.plan import Plan
+from shardwright.core.plan.breakdown import break_down
+from shardwright.core.plan.memory_over_time import Moment, memory_over_time
+from shardwright.core.plan.plan import Plan
 from shardwright.core.text_files import write_text
 
 

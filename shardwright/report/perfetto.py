@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.core.errors import ShardwrightError
+from shardwright.core.schedule.timeline import Timeline
 from shardwright.core.text_files import path_of, write_text
-from shardwright.core.timeline import Timeline
 
 _MICROSECONDS = 1e6
 _LINKS = 1000  # Transfers are shown as threads of their own, numbered from here.

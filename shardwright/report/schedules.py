@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright.core.schedule import Schedule
-from shardwright.core.timeline import Timeline
+from shardwright.core.schedule.timeline import Timeline
 from shardwright.report.tables import new_table
 
 

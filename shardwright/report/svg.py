@@ -3,7 +3,7 @@
 from html import escape
 
 from shardwright.core.schedule.actions import Action, Kind
-from shardwright.core.timeline import Timeline
+from shardwright.core.schedule.timeline import Timeline
 
 _COLOURS = {
     Kind.FORWARD: "#8fb8de",

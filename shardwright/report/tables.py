@@ -9,13 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright.core.amounts import bytes_text, count_text, seconds_text
-from shardwright.core.breakdown import RankStep
-from shardwright.core.compare import Comparison
-from shardwright.core.layout import Layout, Split
-from shardwright.core.memory import MemoryUse
-from shardwright.core.memory_over_time import Moment
-from shardwright.core.plan import STALE, Plan
-from shardwright.core.timeline import Timeline
+from shardwright.core.layout.placements import Layout, Split
+from shardwright.core.plan.breakdown import RankStep
+from shardwright.core.plan.compare import Comparison
+from shardwright.core.plan.memory_over_time import Moment
+from shardwright.core.plan.plan import STALE, Plan
+from shardwright.core.schedule.timeline import Timeline
+from shardwright.core.tables.memory import MemoryUse
 
 BARS = 64
 """Columns of a picture of memory over time."""

@@ -1,6 +1,6 @@
 """Timelines in the terminal: one line per rank, one letter per slice of time."""
 
-from shardwright.core.timeline import Timeline
+from shardwright.core.schedule.timeline import Timeline
 
 _IDLE = "."
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import shardwright
-from shardwright.backends.torch.agreement import Among, Claim
-from shardwright.backends.torch.fingerprint import digest_of, fingerprint
-from shardwright.backends.torch.model_claims import plain_text
-from shardwright.core.mesh import Mesh
-from shardwright.core.plan import Plan
-from shardwright.core.plan_file import to_document
+from shardwright.backends.torch.machine.agreement import Among, Claim
+from shardwright.backends.torch.machine.fingerprint import digest_of, fingerprint
+from shardwright.backends.torch.state.model_claims import plain_text
+from shardwright.core.layout.mesh import Mesh
+from shardwright.core.plan.file import to_document
+from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import Schedule
 from shardwright.torch.config import Config
 

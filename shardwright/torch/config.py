@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import torch
 
-from shardwright.core.decision import LossScope
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError, nearest
-from shardwright.core.mesh import Mesh
+from shardwright.core.layout.mesh import Mesh
+from shardwright.core.plan.decision import LossScope
 from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
 from shardwright.core.schedule.checks import require_runnable
 

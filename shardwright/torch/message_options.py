@@ -1,9 +1,9 @@
 """What message passing carries out of the configuration and of a plan."""
 
 from shardwright.backends.torch.messages.engine import BACKWARD_FIRST, FORWARD_FIRST
-from shardwright.backends.torch.stage_map import StageMap
+from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.core.errors import MissingCapabilityError
-from shardwright.core.plan import Plan
+from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import Schedule
 from shardwright.torch.config import Config
 

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright.backends.torch.agreement import Claim
-from shardwright.backends.torch.fingerprint import digest_of
+from shardwright.backends.torch.machine.agreement import Claim
+from shardwright.backends.torch.machine.fingerprint import digest_of
 from shardwright.backends.torch.messages.owners import Owners
 from shardwright.backends.torch.messages.planning import count_flops, divide_modules, with_containers
-from shardwright.backends.torch.program import Tree
-from shardwright.backends.torch.python_reads import left_as_it_is
-from shardwright.backends.torch.results import Returned, Shares
+from shardwright.backends.torch.pipeline.results import Returned, Shares
+from shardwright.backends.torch.program.program import Tree
+from shardwright.backends.torch.program.python_reads import left_as_it_is
+from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.runtime import Runtime, StepBody
-from shardwright.backends.torch.stage_map import StageMap
 from shardwright.core.errors import CaptureError, PlanError, UnrecordableError
-from shardwright.core.graph import Graph
+from shardwright.core.model.graph import Graph
 from shardwright.torch.message_options import require_possible, unheeded
 from shardwright.torch.planning import capture_at_first_step, plan_at_first_step
 from shardwright.torch.session import Session

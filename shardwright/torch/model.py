@@ -9,16 +9,16 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad
 
-from shardwright.backends.torch import checkpoint
-from shardwright.backends.torch.agreement import Claim
-from shardwright.backends.torch.compiling import Compiler
-from shardwright.backends.torch.model_claims import digest_of_state, model_claims, source_claim, values_digest
+from shardwright.backends.torch.machine.agreement import Claim
+from shardwright.backends.torch.pipeline.compiling import Compiler
+from shardwright.backends.torch.pipeline.sentinels import Sentinel
+from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.runtime import Runtime
-from shardwright.backends.torch.sentinels import Sentinel
-from shardwright.backends.torch.stage_map import StageMap
+from shardwright.backends.torch.state import checkpoint
+from shardwright.backends.torch.state.model_claims import digest_of_state, model_claims, source_claim, values_digest
+from shardwright.backends.torch.state.weight_transfer import take_values
+from shardwright.backends.torch.state.weights import Weights
 from shardwright.backends.torch.tensor_parallel.registry import replace_registered
-from shardwright.backends.torch.weight_transfer import take_values
-from shardwright.backends.torch.weights import Weights
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.torch import session as sessions

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from shardwright.backends.torch.mesh import BoundMesh
-from shardwright.backends.torch.transfer import as_carried
-from shardwright.backends.torch.watch import Watch
+from shardwright.backends.torch.machine.mesh import BoundMesh
+from shardwright.backends.torch.machine.transfer import as_carried
+from shardwright.backends.torch.machine.watchdog import Watch
 
 
 def of_all_peers(tensor: torch.Tensor, axis: int, bound: BoundMesh, watch: Watch) -> torch.Tensor:

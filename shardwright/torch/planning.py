@@ -7,14 +7,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardwright.backends.torch.python_reads import left_as_it_is
+from shardwright.backends.torch.program.python_reads import left_as_it_is
+from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.runtime import Runtime, StepBody
-from shardwright.backends.torch.stage_map import StageMap
-from shardwright.core.cluster import Cluster
+from shardwright.core.cluster.cluster import Cluster
+from shardwright.core.cluster.hardware import Device, load_profile
 from shardwright.core.errors import ShardwrightError
-from shardwright.core.graph import Graph
-from shardwright.core.hardware import Device, load_profile
-from shardwright.core.plan import Plan
+from shardwright.core.model.graph import Graph
+from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import AUTO, Schedule, schedule_names
 from shardwright.torch.config import Config
 from shardwright.torch.session import Session

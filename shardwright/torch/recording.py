@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardwright.backends.torch.measure import gather
+from shardwright.backends.torch.pipeline.action_times import gather
 from shardwright.core.errors import ShardwrightError
-from shardwright.core.timeline import Timeline
+from shardwright.core.schedule.timeline import Timeline
 from shardwright.torch import session as sessions
 
 

@@ -15,18 +15,18 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
 from shardwright.backends.torch import CAPABILITIES
-from shardwright.backends.torch.agreement import Agreement
-from shardwright.backends.torch.fingerprint import digest_of
-from shardwright.backends.torch.handshake import shake_hands
-from shardwright.backends.torch.mesh import BoundMesh
-from shardwright.backends.torch.process import choose_device, start, this_launch, watch_over
+from shardwright.backends.torch.machine.agreement import Agreement
+from shardwright.backends.torch.machine.fingerprint import digest_of
+from shardwright.backends.torch.machine.handshake import shake_hands
+from shardwright.backends.torch.machine.mesh import BoundMesh
+from shardwright.backends.torch.machine.process import choose_device, start, this_launch, watch_over
+from shardwright.backends.torch.machine.watchdog import Fault, Watch, watch_for_stop
+from shardwright.backends.torch.program.stage_map import require_whole_backward
 from shardwright.backends.torch.runtime import Runtime
-from shardwright.backends.torch.stage_map import require_whole_backward
-from shardwright.backends.torch.watch import Fault, Watch, watch_for_stop
-from shardwright.core.decision import LossScope
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError
-from shardwright.core.mesh import Mesh
-from shardwright.core.plan import Plan
+from shardwright.core.layout.mesh import Mesh
+from shardwright.core.plan.decision import LossScope
+from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import AUTO
 from shardwright.torch.claims import said_at_start
 from shardwright.torch.config import Config, read_config

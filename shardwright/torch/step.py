@@ -12,10 +12,10 @@ from typing import Any, overload
 import torch
 from torch.utils import _pytree as pytree
 
-from shardwright.backends.torch.agreement import Claim
-from shardwright.backends.torch.fingerprint import code_of, digest_of
-from shardwright.backends.torch.program import tensors_in
-from shardwright.backends.torch.results import Shares
+from shardwright.backends.torch.machine.agreement import Claim
+from shardwright.backends.torch.machine.fingerprint import code_of, digest_of
+from shardwright.backends.torch.pipeline.results import Shares
+from shardwright.backends.torch.program.program import tensors_in
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.core.errors import ShardwrightError
 from shardwright.torch import session as sessions

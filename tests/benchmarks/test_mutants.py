@@ -106,7 +106,7 @@ def test_the_tests_that_come_to_a_change_run_first_those_of_the_files_own_name()
 def test_a_small_run_from_end_to_end(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     command = [sys.executable, str(ROOT / "benchmarks" / "mutants.py"), "--count", "5", "--results", str(results)]
-    files = ["--files", "shardwright/core/cost/collectives.py", "--tests", "tests/core/test_collectives.py"]
+    files = ["--files", "shardwright/core/cluster/collectives.py", "--tests", "tests/core/test_collectives.py"]
     done = subprocess.run([*command, *files], capture_output=True, text=True, cwd=ROOT, timeout=500)
     found = [json.loads(line) for line in results.read_text().splitlines()]
     assert len(found) == 5, done.stderr

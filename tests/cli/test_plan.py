@@ -72,7 +72,7 @@ def test_a_cluster_file(models: Path, tmp_path: Path) -> None:
 
 
 def test_a_hardware_profile_file(models: Path, tmp_path: Path) -> None:
-    import shardwright.core.hardware as hardware
+    import shardwright.core.cluster.hardware as hardware
 
     own = (Path(hardware.__file__).parent / "profiles" / "h100.toml").read_text().replace('"h100"', '"mine"')
     path = tmp_path / "mine.toml"

@@ -14,7 +14,7 @@ import pytest
 import shardwright as sw
 from shardwright.backends.capabilities import JAX, TORCH
 from shardwright.core.amounts import bytes_text, count_text, seconds_text
-from shardwright.core.layout import Layout, Replicate
+from shardwright.core.layout.placements import Layout, Replicate
 from tests.cli.conftest import run
 from tests.core.toy import decoder
 

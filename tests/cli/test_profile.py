@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwright import Cluster
-from shardwright.core.hardware import load_profile
+from shardwright.core.cluster.hardware import load_profile
 from tests.cli.conftest import run
 
 

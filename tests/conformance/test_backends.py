@@ -13,8 +13,8 @@ import shardwright as sw
 from shardwright.backends import protocol
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.errors import CaptureError, ClusterError, LossError, MissingCapabilityError, PlanError
-from shardwright.core.fold import fold
-from shardwright.core.structure import structure_of
+from shardwright.core.model.fold import fold
+from shardwright.core.model.structure import structure_of
 
 WIDTH, SAMPLES = 16, 8
 

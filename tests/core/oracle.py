@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.core.graph import Graph, Op
-from shardwright.core.layout import Partial, Placement, Replicate, Split
+from shardwright.core.layout.placements import Partial, Placement, Replicate, Split
+from shardwright.core.layout.signature import Signature, commute, implied_outputs, joint, matching
+from shardwright.core.model.graph import Graph, Op
 from shardwright.core.rules.legal import divides, signatures
-from shardwright.core.rules.signature import Signature, commute, implied_outputs, joint, matching
 from tests.comparison import Comparison
 
 Array = np.ndarray

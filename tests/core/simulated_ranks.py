@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardwright.core.conversions import Conversion, Step, Transfer
-from shardwright.core.conversions.transfer import messages
-from shardwright.core.layout import Layout, Partial, Replicate, Split
-from shardwright.core.mesh import Mesh
-from shardwright.core.pieces import Places, held
+from shardwright.core.layout.conversions import Conversion, Step, Transfer
+from shardwright.core.layout.conversions.transfer import messages
+from shardwright.core.layout.mesh import Mesh
+from shardwright.core.layout.placements import Layout, Partial, Replicate, Split
+from shardwright.core.layout.shards import Places, held
 from tests.comparison import Comparison
 
 REDUCE = {

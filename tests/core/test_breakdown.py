@@ -7,9 +7,9 @@ import pytest
 
 import shardwright as sw
 from shardwright import Cluster
-from shardwright.core.breakdown import break_down
-from shardwright.core.cluster import NodeGroup
-from shardwright.core.hardware import load_device, load_link
+from shardwright.core.cluster.cluster import NodeGroup
+from shardwright.core.cluster.hardware import load_device, load_link
+from shardwright.core.plan.breakdown import break_down
 from tests.core.toy import decoder
 
 USUAL = {"schedule": "1f1b", "virtual_stages": 1, "placement_order": "PDT"}

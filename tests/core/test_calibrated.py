@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 import shardwright as sw
-from shardwright.core.breakdown import break_down
-from shardwright.core.cost.calibrated import calibrated
+from shardwright.core.cluster.hardware import load_device
+from shardwright.core.cluster.hardware.device import MeasuredUnit
 from shardwright.core.cost.unit import UnitCost
 from shardwright.core.errors import ClusterError
-from shardwright.core.hardware import load_device
-from shardwright.core.hardware.device import MeasuredUnit
-from shardwright.core.structure import measured_name
-from shardwright.core.tensor_layouts import digest
+from shardwright.core.model.structure import measured_name
+from shardwright.core.plan.breakdown import break_down
+from shardwright.core.solver.tensor_layouts import digest
+from shardwright.core.tables.calibrated import calibrated
 from tests.core.toy import decoder
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.core.cluster import Cluster, NodeGroup
+from shardwright.core.cluster.cluster import Cluster, NodeGroup
+from shardwright.core.cluster.hardware import Link, load_device, load_link, load_profile
 from shardwright.core.errors import ClusterError
-from shardwright.core.hardware import Link, load_device, load_link, load_profile
 
 FAST = Link("fast", bandwidth_bytes_per_s=100e9, latency_s=1e-6)
 PORT = Link("port", bandwidth_bytes_per_s=10e9, latency_s=5e-6, sharing="device")

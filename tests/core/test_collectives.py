@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.core.cost.collectives import (
+from shardwright.core.cluster.collectives import (
     all_gather_s,
     all_reduce_s,
     all_to_all_s,
@@ -15,8 +15,8 @@ from shardwright.core.cost.collectives import (
     reduce_scatter_s,
     send_s,
 )
+from shardwright.core.cluster.hardware import Link
 from shardwright.core.errors import ClusterError
-from shardwright.core.hardware import Link
 
 ALPHA_S = 3e-6
 BETA_BYTES_PER_S = 20e9

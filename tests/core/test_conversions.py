@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.core.conversions import convert, table_bytes, transfer
 from shardwright.core.errors import ClusterError, LayoutError
-from shardwright.core.layout import Layout, Partial, Placement, Replicate, Split
-from shardwright.core.mesh import Mesh
+from shardwright.core.layout.conversions import convert, table_bytes, transfer
+from shardwright.core.layout.mesh import Mesh
+from shardwright.core.layout.placements import Layout, Partial, Placement, Replicate, Split
 from tests.comparison import Comparison
 from tests.core.simulated_ranks import Meter, assemble, distribute, run, run_transfer
 

@@ -6,11 +6,11 @@ from functools import cache
 import pytest
 
 import shardwright as sw
-from shardwright.core.cost.groups import Group
+from shardwright.core.cluster.groups import Group
+from shardwright.core.cluster.hardware import load_link
 from shardwright.core.cost.unit import seconds_of
 from shardwright.core.cost.work import Collective
 from shardwright.core.errors import ClusterError
-from shardwright.core.hardware import load_link
 from tests.core.toy import decoder
 
 HIDDEN, LAYERS, VOCABULARY, SEQUENCE = 12288, 96, 51200, 2048

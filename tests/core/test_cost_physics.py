@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright import Cluster
-from shardwright.core.cost.groups import Group
+from shardwright.core.cluster.groups import Group
+from shardwright.core.cluster.hardware import Link, load_device, preset_names
 from shardwright.core.cost.products import product_s
 from shardwright.core.cost.unit import unit_cost
 from shardwright.core.cost.work import WorkCounter
-from shardwright.core.fold import fold
-from shardwright.core.hardware import Link, load_device, preset_names
+from shardwright.core.model.fold import fold
 from tests.core.toy import decoder
 
 A100 = load_device("a100-80gb")

@@ -6,11 +6,11 @@ import pytest
 
 import shardwright as sw
 from shardwright.core.cost.work import WorkCounter
-from shardwright.core.fold import fold
-from shardwright.core.realise import terms_of
+from shardwright.core.model.fold import fold
+from shardwright.core.model.structure import in_own_dims
+from shardwright.core.plan.realise import terms_of
 from shardwright.core.solver import Frame, solve_at
-from shardwright.core.structure import in_own_dims
-from shardwright.core.tensor_layouts import choose, pins_of
+from shardwright.core.solver.tensor_layouts import choose, pins_of
 from tests.core.toy import decoder
 
 GRAPH = decoder(layers=2, hidden=1024, heads=16, vocabulary=32000, sequence=512)

@@ -8,8 +8,7 @@ from importlib.resources import files
 
 import pytest
 
-from shardwright.core.errors import ClusterError
-from shardwright.core.hardware import (
+from shardwright.core.cluster.hardware import (
     Device,
     Link,
     link_names,
@@ -18,8 +17,9 @@ from shardwright.core.hardware import (
     load_profile,
     profile_names,
 )
-from shardwright.core.hardware.check import ORIGINS
-from shardwright.core.hardware.device import MeasuredProduct
+from shardwright.core.cluster.hardware.check import ORIGINS
+from shardwright.core.cluster.hardware.device import MeasuredProduct
+from shardwright.core.errors import ClusterError
 
 EXPECTED = {
     "v100", "a100-40gb", "a100-80gb", "h100", "h200", "b200", "t4", "tpu-v4", "tpu-v5e", "tpu-v5p", "trn1", "cpu",
@@ -27,7 +27,7 @@ EXPECTED = {
 
 
 def a100_text() -> str:
-    return (files("shardwright.core.hardware") / "profiles" / "a100-80gb.toml").read_text(encoding="utf-8")
+    return (files("shardwright.core.cluster.hardware") / "profiles" / "a100-80gb.toml").read_text(encoding="utf-8")
 
 
 def device(**changes: object) -> Device:
@@ -242,7 +242,7 @@ def test_a_file_that_is_not_text(tmp_path) -> None:
 
 def test_the_catalogue_is_plain_toml() -> None:
     for name in profile_names():
-        text = (files("shardwright.core.hardware") / "profiles" / f"{name}.toml").read_text(encoding="utf-8")
+        text = (files("shardwright.core.cluster.hardware") / "profiles" / f"{name}.toml").read_text(encoding="utf-8")
         assert tomllib.loads(text)["name"] == name
 
 

@@ -11,11 +11,11 @@ import pytest
 
 import shardwright as sw
 from shardwright import measure
-from shardwright.core import step_fit
-from shardwright.core.hardware import Device, load_device
-from shardwright.core.plan import Predicted
-from shardwright.core.simulate import simulate_schedule
-from shardwright.core.timeline import Timeline
+from shardwright.core.cluster.hardware import Device, load_device
+from shardwright.core.plan import step_fit
+from shardwright.core.plan.plan import Predicted
+from shardwright.core.schedule.simulate import simulate_schedule
+from shardwright.core.schedule.timeline import Timeline
 from tests.core.toy import decoder
 
 IN_STAGES, IN_STEPS = 0.6, 1.3

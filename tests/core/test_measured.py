@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from shardwright.core.errors import ScheduleError
-from shardwright.core.measured import measured_costs
 from shardwright.core.schedule import Action, Kind, Schedule, StageCosts
+from shardwright.core.schedule.measured import measured_costs
 from shardwright.core.schedule.passes import split_backward
-from shardwright.core.simulate import simulate
+from shardwright.core.schedule.simulate import simulate
 
 COSTS = StageCosts((1.0, 1.2, 0.8), (0.9, 1.1, 1.0), (0.7, 0.8, 0.6), (0.05, 0.1), (1, 1, 1))
 

@@ -8,7 +8,7 @@ import pytest
 import shardwright as sw
 from shardwright.backends.capabilities import JAX, TORCH
 from shardwright.core.capabilities import Capabilities
-from shardwright.core.memory_over_time import memory_over_time
+from shardwright.core.plan.memory_over_time import memory_over_time
 from tests.core.toy import decoder
 
 GRAPH = decoder(layers=8, hidden=256, heads=8, vocabulary=1024, sequence=128)

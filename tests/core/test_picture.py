@@ -1,8 +1,8 @@
 """The picture of an array's layout: every part once, with the ranks that hold it."""
 
 import shardwright as sw
-from shardwright.core.mesh import Mesh
-from shardwright.core.picture import picture
+from shardwright.core.layout.mesh import Mesh
+from shardwright.core.layout.picture import picture
 
 MESH = Mesh.placed("PDT", pp=2, dp=2, tp=2)
 """Ranks 0 to 3 are the first stage: replica 0 is (0, 1), replica 1 is (2, 3)."""

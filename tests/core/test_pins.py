@@ -6,9 +6,9 @@ import pytest
 
 import shardwright as sw
 from shardwright.core.errors import LayoutError
-from shardwright.core.fold import fold
-from shardwright.core.layout import Layout, Replicate, Split
-from shardwright.core.pins import (
+from shardwright.core.layout.placements import Layout, Replicate, Split
+from shardwright.core.model.fold import fold
+from shardwright.core.rules.pins import (
     Asked,
     Pin,
     PinWarning,

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from shardwright.core.graph import Graph, Op, OpKind
-from shardwright.core.layout import Layout, Partial, Replicate, Split
+from shardwright.core.layout.placements import Layout, Partial, Replicate, Split
+from shardwright.core.layout.signature import Signature, commute, joint, matching
+from shardwright.core.model.graph import Graph, Op, OpKind
 from shardwright.core.rules import labels as L
 from shardwright.core.rules.labels import Labelled
 from shardwright.core.rules.legal import divides, fits, signatures
-from shardwright.core.rules.signature import Signature, commute, joint, matching
 from tests.core.oracle import REDUCE, cut, holds
 from tests.core.toy import Builder
 

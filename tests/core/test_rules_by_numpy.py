@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwright.core.graph import Op, OpKind
+from shardwright.core.model.graph import Op, OpKind
 from shardwright.core.rules import labels as L
 from shardwright.core.rules.labels import Labelled
 from tests.core import oracle

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from shardwright.core.conversions import table_bytes
 from shardwright.core.errors import PlanError
-from shardwright.core.fold import fold
-from shardwright.core.graph import Graph
-from shardwright.core.layout import Partial, Replicate, Split
+from shardwright.core.layout.conversions import table_bytes
+from shardwright.core.layout.placements import Partial, Replicate, Split
+from shardwright.core.model.fold import fold
+from shardwright.core.model.graph import Graph
 from shardwright.core.rules import labels as L
 from shardwright.core.solver import AxisCost, Frame, Setting, Solution, lightest_bytes, solve
 from shardwright.core.solver.network import Network

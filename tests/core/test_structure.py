@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from shardwright.core.errors import PlanError
-from shardwright.core.layout import Layout, Split
-from shardwright.core.structure import SlotDims, in_own_dims, in_slot_dims
+from shardwright.core.layout.placements import Layout, Split
+from shardwright.core.model.structure import SlotDims, in_own_dims, in_slot_dims
 
 EXPERTS: SlotDims = (((2, 6),), ((0, 3), (1, 8)))
 """A fused expert matrix [3 experts, 8 outputs, 6 inputs]: inputs, then experts × outputs."""

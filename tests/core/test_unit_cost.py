@@ -4,16 +4,16 @@ from typing import Any
 
 import pytest
 
-from shardwright.core.cost.groups import Group
+from shardwright.core.cluster.groups import Group
+from shardwright.core.cluster.hardware import Link
+from shardwright.core.cluster.hardware.device import Device
 from shardwright.core.cost.live import LiveBytes
 from shardwright.core.cost.unit import BACKWARD_DISPATCH, SLOWED_BY_COLLECTIVE, UnitCost, seconds_of, unit_cost
 from shardwright.core.cost.work import Collective, Product, UnitWork, WorkCounter
 from shardwright.core.errors import ClusterError
-from shardwright.core.fold import fold
-from shardwright.core.hardware import Link
-from shardwright.core.hardware.device import Device
-from shardwright.core.memory import collectives_s, kept_bytes, recomputed_s
+from shardwright.core.model.fold import fold
 from shardwright.core.rules import labels as L
+from shardwright.core.tables.memory import collectives_s, kept_bytes, recomputed_s
 from tests.core.toy import Builder
 
 LAUNCH_S, BYTES_PER_S, FLOPS_PER_S = 1e-4, 1e9, 1e12

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from shardwright.core.capabilities import Capabilities
-from shardwright.core.graph import Call, Graph, Op, OpKind, Parameter, Tensor, TensorRole
+from shardwright.core.model.graph import Call, Graph, Op, OpKind, Parameter, Tensor, TensorRole
 from shardwright.core.rules import labels as L
 
 CAPABILITIES = Capabilities(

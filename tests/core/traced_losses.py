@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardwright.core.loss import LossOp, LossProgram, Source, Verdict, read_loss, shares_of_microbatches
+from shardwright.core.model.loss import LossOp, LossProgram, Source, Verdict, read_loss, shares_of_microbatches
 from shardwright.core.rules import labels
 from shardwright.core.rules.labels import Labelled
 

@@ -11,8 +11,8 @@ import optax
 from flax import nnx
 
 import shardwright.jax as sw
-from shardwright.backends.jax.tree import dotted
-from shardwright.core.graph import Graph
+from shardwright.backends.jax.capture.tree import dotted
+from shardwright.core.model.graph import Graph
 from tests.comparison import Comparison
 
 WIDTH, VOCABULARY, LENGTH, BATCH = 8, 12, 6, 16

@@ -5,8 +5,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from shardwright.core.graph import Graph
-from shardwright.core.realised import RealisedUnit
+from shardwright.core.layout.realised import RealisedUnit
+from shardwright.core.model.graph import Graph
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 ITEM_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "f64": 8, "s64": 8, "u8": 1, "s8": 1}

@@ -14,8 +14,8 @@ from flax import nnx
 
 import shardwright.jax as sw
 from examples import gpt2_flax
-from shardwright.core.graph import Graph
-from shardwright.core.layout import Layout, Split
+from shardwright.core.layout.placements import Layout, Split
+from shardwright.core.model.graph import Graph
 
 CONFIG = gpt2_flax.Config(n_layer=2, n_head=4, n_embd=32, vocab_size=64, n_positions=16)
 LENGTH = 12

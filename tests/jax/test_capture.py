@@ -10,9 +10,9 @@ import pytest
 from flax import linen, nnx
 
 from examples import gpt2_flax, gpt2_linen
-from shardwright.backends.jax.capture import capture
+from shardwright.backends.jax.capture.model import capture
 from shardwright.core.errors import CaptureError
-from shardwright.core.graph import Graph
+from shardwright.core.model.graph import Graph
 
 CONFIG = gpt2_flax.Config(n_layer=3, n_head=4, n_embd=32, vocab_size=96, n_positions=24)
 LENGTH = 20

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardwright.core.conversions import table_bytes
-from shardwright.core.layout import Partial, Placement, Replicate, Split
+from shardwright.core.layout.conversions import table_bytes
+from shardwright.core.layout.placements import Partial, Placement, Replicate, Split
 from tests.comparison import Comparison
 
 RANKS, SHAPE = 4, (8, 12)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.extend import core as jex_core
 
-from shardwright.backends.jax.convolutions import for_cpu_loops
+from shardwright.backends.jax.program.convolutions import for_cpu_loops
 from tests.comparison import Comparison
 
 CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[str, str, str], dict[str, Any]]] = {

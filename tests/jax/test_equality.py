@@ -7,7 +7,7 @@ import pytest
 
 import shardwright.jax as sw
 from examples import gpt2_flax
-from shardwright.core.graph import Graph
+from shardwright.core.model.graph import Graph
 from tests.comparison import Comparison
 from tests.jax.chains import Run, module_reference, named, recording, require_same_gradients
 from tests.jax.plans import CONFIG, MICROBATCH, batches, create, gpt2_graph, megatron, plan_of, weighted_loss

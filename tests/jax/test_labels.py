@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardwright.backends.jax.capture import capture
-from shardwright.core.graph import Graph, Op
+from shardwright.backends.jax.capture.model import capture
+from shardwright.core.model.graph import Graph, Op
 from tests.comparison import Comparison
 
 BATCH = 4

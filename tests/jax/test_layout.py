@@ -7,12 +7,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends import protocol
-from shardwright.backends.jax.layout import also_over, lower_layout, optimizer_shardings, parameter_shardings
-from shardwright.backends.jax.loss import split_squares
-from shardwright.backends.jax.mesh import bind
+from shardwright.backends.jax.loss.microbatches import split_squares
+from shardwright.backends.jax.machine.mesh import bind
+from shardwright.backends.jax.state.shardings import also_over, lower_layout, optimizer_shardings, parameter_shardings
 from shardwright.core.errors import ClusterError, LayoutError
-from shardwright.core.layout import Layout, Partial, Split
-from shardwright.core.mesh import Mesh
+from shardwright.core.layout.mesh import Mesh
+from shardwright.core.layout.placements import Layout, Partial, Split
 from tests.comparison import Comparison
 from tests.jax.collectives import of_program
 

@@ -11,10 +11,11 @@ import pytest
 from flax import nnx
 
 import shardwright.jax as sw
-from shardwright.backends.jax import likeness, pipeline
-from shardwright.backends.jax.equations import flatten
-from shardwright.backends.jax.likeness import signature
-from shardwright.backends.jax.stage_functions import stage_functions
+from shardwright.backends.jax.pipeline import actions as pipeline
+from shardwright.backends.jax.pipeline import likeness
+from shardwright.backends.jax.pipeline.likeness import signature
+from shardwright.backends.jax.pipeline.stage_functions import stage_functions
+from shardwright.backends.jax.program.equations import flatten
 from tests.jax.chains import (
     Chain,
     batches,

@@ -11,8 +11,8 @@ import pytest
 from flax import linen
 
 import shardwright.jax as sw
-from shardwright.backends.jax.reductions import Reader, Traced
-from shardwright.backends.jax.tree import abstract
+from shardwright.backends.jax.capture.tree import abstract
+from shardwright.backends.jax.loss.reductions import Reader, Traced
 from tests.comparison import Comparison
 from tests.jax.spmd_model import batches, plain_params
 from tests.jax.test_loss_forms import FORMS, logits_of, plan_of, step_of

@@ -13,7 +13,7 @@ from flax import nnx
 import shardwright.jax as sw
 from examples import gpt2_flax
 from shardwright.backends.jax.train import TrainStep
-from shardwright.core.graph import Graph
+from shardwright.core.model.graph import Graph
 from shardwright.core.schedule.actions import Action, Kind
 
 CONFIG = gpt2_flax.Config(n_layer=4, n_head=4, n_embd=64, vocab_size=512, n_positions=64)

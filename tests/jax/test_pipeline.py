@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import shardwright.jax as sw
-from shardwright.core.graph import Graph
+from shardwright.core.model.graph import Graph
 from shardwright.core.schedule import schedule_names
 from shardwright.core.schedule.actions import Action, Kind
 from tests.comparison import Comparison

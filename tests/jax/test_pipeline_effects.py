@@ -10,8 +10,8 @@ import pytest
 from jax.experimental import io_callback
 
 import shardwright.jax as sw
-from shardwright.backends.jax.equations import evaluate, flatten
-from shardwright.backends.jax.residuals import residuals
+from shardwright.backends.jax.pipeline.residuals import residuals
+from shardwright.backends.jax.program.equations import evaluate, flatten
 from tests.comparison import Comparison
 from tests.jax.chains import plan_of, reference
 

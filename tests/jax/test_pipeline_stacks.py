@@ -9,7 +9,7 @@ import pytest
 from flax import linen, nnx
 
 import shardwright.jax as sw
-from shardwright.backends.jax.holding import Stack
+from shardwright.backends.jax.state.ownership import Stack
 from shardwright.core.errors import PlanError
 from tests.comparison import Comparison
 from tests.jax.chains import (

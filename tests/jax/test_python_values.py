@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import shardwright.jax as sw
-from shardwright.backends.jax.python_values import PythonValues
+from shardwright.backends.jax.program.python_values import PythonValues
 from tests.comparison import Comparison
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardwright.backends.jax.capture import capture
-from shardwright.core.graph import OpKind
+from shardwright.backends.jax.capture.model import capture
+from shardwright.core.model.graph import OpKind
 from tests.core import oracle
 
 Case = tuple[OpKind, Callable[..., Any] | list[Callable[..., Any]], tuple[np.ndarray, ...]]

@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 import shardwright.jax as sw
-from shardwright.backends.jax.spmd import _learning_if
+from shardwright.backends.jax.pipeline.spmd import _learning_if
 from tests.comparison import Comparison
 from tests.jax import spmd_model
 from tests.jax.chains import Run, module_reference, named, reference

@@ -16,8 +16,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import shardwright.jax as sw
 from examples import gpt2_flax
 from shardwright.core.errors import PlanError
-from shardwright.core.layout import Layout, Split
-from shardwright.core.realise import realise
+from shardwright.core.layout.placements import Layout, Split
+from shardwright.core.plan.realise import realise
 from tests.comparison import Comparison
 from tests.jax import collectives, zoo_dropout
 from tests.jax.chains import named

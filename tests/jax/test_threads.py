@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import shardwright.jax as sw
-from shardwright.backends.jax import pipeline
+from shardwright.backends.jax.pipeline import actions as pipeline
 from tests.jax.chains import plan_of
 
 ROOT = Path(__file__).parents[2]

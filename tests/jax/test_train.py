@@ -12,7 +12,7 @@ from flax import linen, nnx
 import shardwright.jax as sw
 from examples import gpt2_flax, gpt2_linen
 from shardwright.core.errors import PlanError
-from shardwright.core.graph import Graph
+from shardwright.core.model.graph import Graph
 from tests.comparison import Comparison
 from tests.jax.chains import named
 from tests.jax.plans import BATCH, CONFIG, LENGTH, batches, create, gpt2_graph, megatron, plan_of

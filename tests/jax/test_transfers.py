@@ -9,8 +9,8 @@ import pytest
 from jax._src.lib import xla_client
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardwright.backends.jax import transfers
-from shardwright.backends.jax.transfers import Route, direct_copy
+from shardwright.backends.jax.pipeline import transfers
+from shardwright.backends.jax.pipeline.transfers import Route, direct_copy
 from tests.comparison import Comparison
 
 

@@ -53,7 +53,7 @@ def test_the_wheel_holds_every_module_and_data_file(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = source_files("*.py") | source_files("*.toml") | source_files("py.typed")
-    assert "shardwright/core/hardware/profiles/a100-80gb.toml" in expected
+    assert "shardwright/core/cluster/hardware/profiles/a100-80gb.toml" in expected
     assert expected <= names
     assert not [name for name in names if not name.startswith(("shardwright/", "shardwright-"))]
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -87,7 +87,9 @@ def test_every_folder_of_the_package_is_a_package() -> None:
 
 
 def test_the_installed_wheel_reads_its_data_files(installed: Path) -> None:
-    code = "from shardwright.core.hardware import *; print(len([load_profile(name) for name in profile_names()]))"
+    code = (
+        "from shardwright.core.cluster.hardware import *; print(len([load_profile(name) for name in profile_names()]))"
+    )
     assert int(run("-c", code, PYTHONPATH=str(installed))) == len(source_files("profiles/*.toml"))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardwright.core.graph import Graph, Op
+from shardwright.core.model.graph import Graph, Op
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwright.backends.torch import BACKEND
-from shardwright.backends.torch.ops import coverage
+from shardwright.backends.torch.capture.ops import coverage
 from shardwright.core.errors import CaptureError
-from shardwright.core.graph import Graph
+from shardwright.core.model.graph import Graph
 from tests.comparison import Comparison
 from tests.torch.captured import (
     LAYERS,

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from shardwright.backends.torch.conversion import Converter
-from shardwright.core.conversions import convert
-from shardwright.core.layout import Layout, Partial, Placement, Replicate, Split
-from shardwright.core.mesh import Mesh
+from shardwright.backends.torch.state.conversion import Converter
+from shardwright.core.layout.conversions import convert
+from shardwright.core.layout.mesh import Mesh
+from shardwright.core.layout.placements import Layout, Partial, Placement, Replicate, Split
 from tests.comparison import Comparison
 from tests.core.simulated_ranks import assemble, distribute
 

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import shardwright as sw
 from shardwright.backends.protocol import load
-from shardwright.backends.torch.profile import profile
+from shardwright.backends.torch.machine.profile import profile
 from shardwright.measure import measure_units
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Module is None")]

@@ -10,13 +10,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from shardwright.backends.torch.mesh import bind
-from shardwright.backends.torch.process import Launch, start
+from shardwright.backends.torch.machine.mesh import bind
+from shardwright.backends.torch.machine.process import Launch, start
+from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.runtime import Runtime
-from shardwright.backends.torch.stage_map import StageMap
-from shardwright.backends.torch.watch import Watch
 from shardwright.core.errors import CaptureError, PlanError, UnrecordableError
-from shardwright.core.mesh import Mesh
+from shardwright.core.layout.mesh import Mesh
 from shardwright.core.schedule import Schedule
 from tests.comparison import Comparison
 

@@ -52,7 +52,7 @@ def test_the_report_is_printed_while_the_main_thread_is_blocked() -> None:
     """SIGTERM while the main thread sits in C++ for good: the report comes, and the process ends."""
     code = (
         "import ctypes, os, sys\n"
-        "from shardwright.backends.torch.watch import Watch, watch_for_stop\n"
+        "from shardwright.backends.torch.machine.watchdog import Watch, watch_for_stop\n"
         "watch = Watch('rank 5', 60.0); watch.doing('stage 1, action 1F3')\n"
         "watch_for_stop(watch)\n"
         "with watch.waiting('activations from rank 4'):\n"

@@ -8,8 +8,8 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import shardwright as sw
 from shardwright.core.cost.work import WorkCounter
-from shardwright.core.fold import fold
-from shardwright.core.realise import realise
+from shardwright.core.model.fold import fold
+from shardwright.core.plan.realise import realise
 
 WIDTH, HEADS, LENGTH, VOCABULARY, RANKS = 512, 8, 128, 8192, 4
 

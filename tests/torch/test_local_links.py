@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.backends.torch.local_links import BUFFER_BYTES, LocalLink, LocalLinks, _connect, _listen
+from shardwright.backends.torch.machine.local_links import BUFFER_BYTES, LocalLink, LocalLinks, _connect, _listen
 
 
 class Alone:

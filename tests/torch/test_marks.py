@@ -6,7 +6,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwright.torch as sw
-from shardwright.core.pins import PinWarning
+from shardwright.core.rules.pins import PinWarning
 
 CLUSTER = sw.Cluster("a100-80gb", devices_per_node=2)
 

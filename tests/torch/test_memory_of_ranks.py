@@ -10,9 +10,9 @@ from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
 import shardwright as sw
-from shardwright.backends.torch.holding import place
-from shardwright.core.layout import Replicate
-from shardwright.core.realise import realise
+from shardwright.backends.torch.state.ownership import place
+from shardwright.core.layout.placements import Replicate
+from shardwright.core.plan.realise import realise
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwright.backends.torch import BACKEND
-from shardwright.core.graph import Graph, Op
+from shardwright.core.model.graph import Graph, Op
 from tests.comparison import Comparison
 
 Case = tuple[Callable[..., Any], tuple[torch.Tensor, ...]]

@@ -8,12 +8,12 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwright.torch as sw
-from shardwright.backends.torch import process
-from shardwright.backends.torch.mesh import bind
-from shardwright.backends.torch.process import Launch, first_node, read_launch
-from shardwright.backends.torch.rendezvous import _listen
+from shardwright.backends.torch.machine import process
+from shardwright.backends.torch.machine.mesh import bind
+from shardwright.backends.torch.machine.process import Launch, first_node, read_launch
+from shardwright.backends.torch.machine.rendezvous import _listen
 from shardwright.core.errors import ClusterError, MissingCapabilityError, ShardwrightError
-from shardwright.core.mesh import Mesh
+from shardwright.core.layout.mesh import Mesh
 from shardwright.core.schedule import Schedule
 from shardwright.torch.config import read_config
 from tests.torch.launch import WORKERS, run
@@ -172,7 +172,7 @@ def test_a_schedule_may_be_given_and_its_sizes_must_be_those_of_the_configuratio
 
 def test_policies_that_are_not_run_are_refused_with_the_fix() -> None:
     import shardwright
-    from shardwright.backends.torch.stage_map import StageMap
+    from shardwright.backends.torch.program.stage_map import StageMap
 
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
     graph = shardwright.capture(model, torch.ones(2, 8), loss=lambda y: y.mean())

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.backends.torch.python_places import MISSING, Entries
-from shardwright.backends.torch.step_recorder import record
+from shardwright.backends.torch.program.python_places import MISSING, Entries
+from shardwright.backends.torch.program.step_recorder import record
 from tests.torch.launch import Outcome, on_ranks, single
 
 CASES = (

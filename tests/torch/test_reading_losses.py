@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwright.backends.torch.loss.read import Batching, Losses, LossReading, read_losses
-from shardwright.core.loss import shares_of_microbatches
+from shardwright.core.model.loss import shares_of_microbatches
 
 CLASSES = 5
 

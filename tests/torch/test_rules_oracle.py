@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwright.backends.torch import BACKEND
-from shardwright.core.graph import OpKind
+from shardwright.core.model.graph import OpKind
 from tests.core import oracle
 
 Case = tuple[OpKind, Callable[..., Any] | list[Callable[..., Any]], tuple[np.ndarray, ...]]

@@ -10,8 +10,8 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.core.cost.work import WorkCounter
-from shardwright.core.fold import fold
-from shardwright.core.layout import Placement, Split
+from shardwright.core.layout.placements import Placement, Split
+from shardwright.core.model.fold import fold
 from shardwright.core.solver import AxisCost, Setting, Solution, lightest_bytes, solve
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "layouts.py"

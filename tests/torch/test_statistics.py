@@ -11,7 +11,7 @@ import torch
 from shardwright.backends.torch.tensor_parallel.random import piece_of_whole
 from shardwright.backends.torch.tensor_parallel.statistics import normalize, softmax
 from shardwright.core.errors import MissingCapabilityError
-from shardwright.core.layout import Split
+from shardwright.core.layout.placements import Split
 
 RANKS = 2
 REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

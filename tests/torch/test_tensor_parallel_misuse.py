@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import shardwright.torch as sw
 from shardwright.core.errors import LayoutError, PlanError
-from shardwright.core.layout import Layout, Split
+from shardwright.core.layout.placements import Layout, Split
 from tests.torch.launch import on_ranks
 
 

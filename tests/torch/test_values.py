@@ -11,13 +11,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from shardwright.backends.torch import CAPABILITIES, recordings
-from shardwright.backends.torch.capture import capture
-from shardwright.backends.torch.guards import holds
-from shardwright.backends.torch.identity import text_of, value_names
-from shardwright.backends.torch.process import Launch, start
-from shardwright.backends.torch.randomness import Moment
-from shardwright.backends.torch.recording_check import Varying
+from shardwright.backends.torch import CAPABILITIES
+from shardwright.backends.torch.capture.model import capture
+from shardwright.backends.torch.machine.process import Launch, start
+from shardwright.backends.torch.program import recordings
+from shardwright.backends.torch.program.guards import holds
+from shardwright.backends.torch.program.identity import text_of, value_names
+from shardwright.backends.torch.program.randomness import Moment
+from shardwright.backends.torch.program.recording_check import Varying
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.unsplit import seeded_by_rule
 from shardwright.core.errors import CaptureError, UnrecordableError

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.backends.torch.weight_gradients import collecting, deferrable
+from shardwright.backends.torch.memory.weight_gradients import collecting, deferrable
 from shardwright.core.errors import CaptureError
 from tests.comparison import Comparison
 from tests.torch.workers.models import Doubled

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.backends.torch.holding import Holding, Placement
-from shardwright.backends.torch.weights import materialize
+from shardwright.backends.torch.state.ownership import Holding, Placement
+from shardwright.backends.torch.state.weights import materialize
 from tests.comparison import Comparison
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import shardwright as sw
-from shardwright.core.hardware import load_profile
+from shardwright.core.cluster.hardware import load_profile
 from tests.twins.models import TWINS, Graphs
 
 SMALL = replace(load_profile("v100").device, memory_bytes=16 * 2**30, reserved_memory_bytes=0)

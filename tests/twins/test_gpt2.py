@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 import shardwright as sw  # noqa: E402
 from examples import gpt2_flax  # noqa: E402
-from shardwright.core.graph import Graph  # noqa: E402
+from shardwright.core.model.graph import Graph  # noqa: E402
 from tests.comparison import Comparison  # noqa: E402
 
 CONFIG = gpt2_flax.Config(n_layer=3, n_head=4, n_embd=32, vocab_size=128, n_positions=32)

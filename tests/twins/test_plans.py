@@ -14,9 +14,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import shardwright as sw
 import shardwright.jax
-from shardwright.backends.torch.stage_map import StageMap
+from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.core.cost.work import WorkCounter, forward_flops
-from shardwright.core.fold import fold
+from shardwright.core.model.fold import fold
 from tests.twins.capabilities import common
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

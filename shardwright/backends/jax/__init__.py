@@ -7,16 +7,16 @@ import jax
 from jax.sharding import NamedSharding
 
 from shardwright.backends.capabilities import JAX as CAPABILITIES
-from shardwright.backends.jax.capture import capture
+from shardwright.backends.jax.capture.model import capture
 from shardwright.backends.jax.executable import JaxExecutable
-from shardwright.backends.jax.layout import lower_layout
-from shardwright.backends.jax.mesh import bind
-from shardwright.backends.jax.profile import profile
-from shardwright.core.graph import Graph
-from shardwright.core.hardware.measurements import Measurements, MeasureProgress
-from shardwright.core.layout import Layout
-from shardwright.core.mesh import Mesh
-from shardwright.core.plan import Plan
+from shardwright.backends.jax.machine.mesh import bind
+from shardwright.backends.jax.machine.profile import profile
+from shardwright.backends.jax.state.shardings import lower_layout
+from shardwright.core.cluster.hardware.measurements import Measurements, MeasureProgress
+from shardwright.core.layout.mesh import Mesh
+from shardwright.core.layout.placements import Layout
+from shardwright.core.model.graph import Graph
+from shardwright.core.plan.plan import Plan
 
 __all__ = ["BACKEND", "JaxBackend"]
 

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import optax
 
-from shardwright.backends.jax.state import TrainState, take_apart
+from shardwright.backends.jax.state.train_state import TrainState, take_apart
 from shardwright.backends.jax.train import TrainStep
-from shardwright.core.plan import Plan
-from shardwright.core.timeline import Timeline
+from shardwright.core.plan.plan import Plan
+from shardwright.core.schedule.timeline import Timeline
 
 
 class JaxExecutable:

@@ -15,21 +15,20 @@ import optax
 from flax import nnx
 
 from shardwright.backends.capabilities import JAX as CAPABILITIES
-from shardwright.backends.jax.agreement import Agreement, array_sum, text_sum, versions
-from shardwright.backends.jax.compiled import Compilation
-from shardwright.backends.jax.held import pipeline_bytes, program_bytes
-from shardwright.backends.jax.layout import optimizer_shardings, parameter_shardings, replicated, spread_over
-from shardwright.backends.jax.loss import LossFunction, Microbatches, accumulate, split_squares, updated
-from shardwright.backends.jax.mesh import bind, require_devices
-from shardwright.backends.jax.numerics import OpChecks
-from shardwright.backends.jax.pipeline import Pipeline, StepCounts
-from shardwright.backends.jax.pipelined import PipelinedStep, PipelinedTraining
-from shardwright.backends.jax.python_values import PythonValues, Slot, WithValues
-from shardwright.backends.jax.recompute import keeping_barriers
-from shardwright.backends.jax.reductions import REDUCTIONS
-from shardwright.backends.jax.rendezvous import current
-from shardwright.backends.jax.samples import batch_sharding, batch_size, of_no_mesh, put, resolve_batch_dims
-from shardwright.backends.jax.sentinels import (
+from shardwright.backends.jax.capture.checkpoint_policies import keeping_barriers
+from shardwright.backends.jax.capture.samples import batch_sharding, batch_size, of_no_mesh, put, resolve_batch_dims
+from shardwright.backends.jax.capture.tree import is_function
+from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatches, accumulate, split_squares, updated
+from shardwright.backends.jax.loss.reductions import REDUCTIONS
+from shardwright.backends.jax.machine.agreement import Agreement, array_sum, text_sum, versions
+from shardwright.backends.jax.machine.mesh import bind, require_devices
+from shardwright.backends.jax.machine.rendezvous import current
+from shardwright.backends.jax.memory.peak import pipeline_bytes, program_bytes
+from shardwright.backends.jax.pipeline.action_times import Watch
+from shardwright.backends.jax.pipeline.actions import Pipeline, StepCounts
+from shardwright.backends.jax.pipeline.compiled import Compilation
+from shardwright.backends.jax.pipeline.numerics import OpChecks
+from shardwright.backends.jax.pipeline.sentinels import (
     Answer,
     Evidence,
     OneProgram,
@@ -38,8 +37,11 @@ from shardwright.backends.jax.sentinels import (
     is_sound,
     require_settings,
 )
-from shardwright.backends.jax.spmd_training import SpmdStep, SpmdTraining
-from shardwright.backends.jax.state import (
+from shardwright.backends.jax.pipeline.spmd_training import SpmdStep, SpmdTraining
+from shardwright.backends.jax.pipeline.training import PipelinedStep, PipelinedTraining
+from shardwright.backends.jax.program.python_values import PythonValues, Slot, WithValues
+from shardwright.backends.jax.state.shardings import optimizer_shardings, parameter_shardings, replicated, spread_over
+from shardwright.backends.jax.state.train_state import (
     Parts,
     StepResult,
     TrainState,
@@ -51,12 +53,10 @@ from shardwright.backends.jax.state import (
     require_places,
     take_apart,
 )
-from shardwright.backends.jax.tensor_parallel import FusedParameters, TensorParallel
-from shardwright.backends.jax.trained import Trained
-from shardwright.backends.jax.tree import is_function
-from shardwright.backends.jax.watch import Watch
+from shardwright.backends.jax.state.trained import Trained
+from shardwright.backends.jax.tensor_parallel.training import FusedParameters, TensorParallel
 from shardwright.core.errors import MissingCapabilityError, PlanError, PlanWarning, ShardwrightError
-from shardwright.core.plan import Plan
+from shardwright.core.plan.plan import Plan
 
 COMPILED_OFTEN = 4
 NO_MESH = jax.sharding.Mesh(np.empty((), dtype=object), ())

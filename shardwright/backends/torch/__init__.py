@@ -5,14 +5,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shardwright.backends.capabilities import TORCH
-from shardwright.core.graph import Graph
-from shardwright.core.hardware.measurements import Measurements, MeasureProgress
-from shardwright.core.layout import Layout
-from shardwright.core.mesh import Mesh
+from shardwright.core.cluster.hardware.measurements import Measurements, MeasureProgress
+from shardwright.core.layout.mesh import Mesh
+from shardwright.core.layout.placements import Layout
+from shardwright.core.model.graph import Graph
 
 if TYPE_CHECKING:
     from shardwright.backends.protocol import Backend, Executable
-    from shardwright.core.plan import Plan
+    from shardwright.core.plan.plan import Plan
 
 CAPABILITIES = TORCH
 
@@ -33,7 +33,7 @@ class TorchBackend:
         require_loss: bool = True,
     ) -> Graph:
         """The graph of an `nn.Module`: see `backends.torch.capture.capture`. Raises CaptureError."""
-        from shardwright.backends.torch.capture import capture
+        from shardwright.backends.torch.capture.model import capture
 
         return capture(
             model, sample, loss, batch_dims=batch_dims, require_loss=require_loss, capabilities=self.capabilities
@@ -41,11 +41,11 @@ class TorchBackend:
 
     def bind(self, mesh: Mesh) -> Any:
         """Process groups over this run's ranks. Raises ClusterError when their number differs."""
-        return import_module("shardwright.backends.torch.mesh").bind(mesh)
+        return import_module("shardwright.backends.torch.machine.mesh").bind(mesh)
 
     def lower_layout(self, layout: Layout, bound_mesh: Any) -> Any:
         """A layout in torch's own terms."""
-        return import_module("shardwright.backends.torch.mesh").lower_layout(layout, bound_mesh)
+        return import_module("shardwright.backends.torch.machine.mesh").lower_layout(layout, bound_mesh)
 
     def compile(self, plan: "Plan", model: Any, **options: Any) -> "Executable":
         """The plan bound to the model, ready to train."""
@@ -54,14 +54,14 @@ class TorchBackend:
 
     def profile(self, *, name: str, budget_s: float, progress: MeasureProgress | None = None) -> Measurements:
         """What this process's device and its group take."""
-        measured: Measurements = import_module("shardwright.backends.torch.profile").profile(
+        measured: Measurements = import_module("shardwright.backends.torch.machine.profile").profile(
             name=name, budget_s=budget_s, progress=progress
         )
         return measured
 
     def longest_s(self, seconds: float) -> float:
         """The largest over the process group, where there is one."""
-        longest: float = import_module("shardwright.backends.torch.profile").longest_s(seconds)
+        longest: float = import_module("shardwright.backends.torch.machine.profile").longest_s(seconds)
         return longest
 
 

@@ -9,16 +9,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shardwright.backends.torch import checkpoint
-from shardwright.backends.torch.measure import gather
-from shardwright.backends.torch.process import choose_device, start, this_launch, watch_over
+from shardwright.backends.torch.machine.process import choose_device, start, this_launch, watch_over
+from shardwright.backends.torch.machine.watchdog import Fault
+from shardwright.backends.torch.pipeline.action_times import gather
+from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.runtime import Runtime
-from shardwright.backends.torch.stage_map import StageMap
-from shardwright.backends.torch.watch import Fault
-from shardwright.backends.torch.weights import Weights
+from shardwright.backends.torch.state import checkpoint
+from shardwright.backends.torch.state.weights import Weights
 from shardwright.core.errors import LossError, ShardwrightError
-from shardwright.core.plan import Plan
-from shardwright.core.timeline import Timeline
+from shardwright.core.plan.plan import Plan
+from shardwright.core.schedule.timeline import Timeline
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -11,50 +11,50 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwright.backends.torch.agreement import Agreement, Claim
-from shardwright.backends.torch.batch_norm import RunningStatistics, norm_over_replicas
-from shardwright.backends.torch.checks import (
+from shardwright.backends.torch.capture.model_call import growth_of, sample_of
+from shardwright.backends.torch.capture.sample import Sample
+from shardwright.backends.torch.data_parallel.batch_norm import RunningStatistics, norm_over_replicas
+from shardwright.backends.torch.data_parallel.gradients import Gradients
+from shardwright.backends.torch.loss.read import Batching, Losses, LossReading, read_losses
+from shardwright.backends.torch.loss.shares import LossSemantics, LossShares, Microbatch, of_own
+from shardwright.backends.torch.machine.agreement import Agreement, Claim
+from shardwright.backends.torch.machine.fingerprint import digest_of
+from shardwright.backends.torch.machine.mesh import BoundMesh
+from shardwright.backends.torch.machine.transfer import Mailroom
+from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.messages.engine import Messages
+from shardwright.backends.torch.messages.owners import Owners
+from shardwright.backends.torch.pipeline.action_times import Recorder
+from shardwright.backends.torch.pipeline.actions import Pipeline, closing_order
+from shardwright.backends.torch.pipeline.compiling import Compiler
+from shardwright.backends.torch.pipeline.results import Returned, Shares, even_split, homes_of, share, total_weight
+from shardwright.backends.torch.pipeline.sentinels import Sentinel
+from shardwright.backends.torch.program.checks import (
     ModuleTree,
     require_alike,
     require_hooks_fire,
     require_results,
     require_whole_gradients,
 )
-from shardwright.backends.torch.compiling import Compiler
-from shardwright.backends.torch.data_parallel import Gradients
-from shardwright.backends.torch.fingerprint import digest_of
-from shardwright.backends.torch.holding import Holding, Placement, place
-from shardwright.backends.torch.identity import text_of
-from shardwright.backends.torch.loss.read import Batching, Losses, LossReading, read_losses
-from shardwright.backends.torch.loss.shares import LossSemantics, LossShares, Microbatch, of_own
-from shardwright.backends.torch.measure import Recorder
-from shardwright.backends.torch.mesh import BoundMesh
-from shardwright.backends.torch.messages.engine import Messages
-from shardwright.backends.torch.messages.owners import Owners
-from shardwright.backends.torch.model_call import growth_of, sample_of
-from shardwright.backends.torch.model_claims import LiveFlags, module_claim, parameters_claim
-from shardwright.backends.torch.pipeline import Pipeline, closing_order
-from shardwright.backends.torch.program import Literal, Loss, NumberRef, Program, Tree, name_of
-from shardwright.backends.torch.python_places import Holder
-from shardwright.backends.torch.python_reads import left_as_it_is
-from shardwright.backends.torch.randomness import Moment, Streams
-from shardwright.backends.torch.recording_check import Varying, record_varying
-from shardwright.backends.torch.recordings import Recordings
-from shardwright.backends.torch.refusals import computes_with_a_clock
-from shardwright.backends.torch.results import Returned, Shares, even_split, homes_of, share, total_weight
-from shardwright.backends.torch.sample import Sample
-from shardwright.backends.torch.sentinels import Sentinel
-from shardwright.backends.torch.stage_map import StageMap, keep_microbatches
-from shardwright.backends.torch.stages import Division, divide
-from shardwright.backends.torch.step_recorder import StepRecorder, record
+from shardwright.backends.torch.program.identity import text_of
+from shardwright.backends.torch.program.program import Literal, Loss, NumberRef, Program, Tree, name_of
+from shardwright.backends.torch.program.python_places import Holder
+from shardwright.backends.torch.program.python_reads import left_as_it_is
+from shardwright.backends.torch.program.randomness import Moment, Streams
+from shardwright.backends.torch.program.recording_check import Varying, record_varying
+from shardwright.backends.torch.program.recordings import Recordings
+from shardwright.backends.torch.program.refusals import computes_with_a_clock
+from shardwright.backends.torch.program.stage_map import StageMap, keep_microbatches
+from shardwright.backends.torch.program.stages import Division, divide
+from shardwright.backends.torch.program.step_recorder import StepRecorder, record
+from shardwright.backends.torch.state.model_claims import LiveFlags, module_claim, parameters_claim
+from shardwright.backends.torch.state.ownership import Holding, Placement, place
+from shardwright.backends.torch.state.parameter_shards import Shards
+from shardwright.backends.torch.state.weight_transfer import add_holders, synchronize
+from shardwright.backends.torch.state.weights import Weights, materialize
 from shardwright.backends.torch.tensor_parallel.engine import TensorParallel
 from shardwright.backends.torch.tensor_parallel.program import MODEL_CALL
-from shardwright.backends.torch.tensor_parallel.shards import Shards
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
-from shardwright.backends.torch.transfer import Mailroom
-from shardwright.backends.torch.watch import Watch
-from shardwright.backends.torch.weight_transfer import add_holders, synchronize
-from shardwright.backends.torch.weights import Weights, materialize
 from shardwright.core.errors import CaptureError, LossError, PlanError, ShardwrightError, UnrecordableError
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.checks import require_trains

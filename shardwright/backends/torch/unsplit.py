@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.backends.torch.randomness import kept_generators, seed_generators, stream_seed
+from shardwright.backends.torch.program.randomness import kept_generators, seed_generators, stream_seed
 
 
 @contextmanager

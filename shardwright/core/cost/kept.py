@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection
 
-from shardwright.core.graph import Graph, Op
+from shardwright.core.model.graph import Graph, Op
 
 LINEAR_NAMES = frozenset(
     {"add", "sub", "rsub", "neg", "cast", "convert_element_type", "clone", "copy", "_to_copy", "to"}

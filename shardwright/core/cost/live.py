@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from shardwright.core.graph import Graph, Op
+from shardwright.core.model.graph import Graph, Op
 
 LINEAR_SUMS = frozenset({"add", "bias"})
 """Sums hand the gradient on as it is: no memory of its own."""

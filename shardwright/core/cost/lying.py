@@ -5,9 +5,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from shardwright.core.cost.work import SharedValue, WorkCounter
-from shardwright.core.fold import Unit
-from shardwright.core.layout import Split
-from shardwright.core.realised import Link, RealisedUnit
+from shardwright.core.layout.placements import Split
+from shardwright.core.layout.realised import Link, RealisedUnit
+from shardwright.core.model.fold import Unit
 
 
 def as_they_lie(

@@ -2,7 +2,7 @@
 
 import math
 
-from shardwright.core.graph import Graph, Op, Tensor
+from shardwright.core.model.graph import Graph, Op, Tensor
 
 HEADED_DIMS = 3
 """From so many dims beside the batch's on, values are taken to have heads, as those of an attention."""

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterator, Mapping
 
-from shardwright.core.fold import Unit
-from shardwright.core.graph import Op
-from shardwright.core.layout import Split
-from shardwright.core.realised import RealisedUnit
+from shardwright.core.layout.placements import Split
+from shardwright.core.layout.realised import RealisedUnit
+from shardwright.core.model.fold import Unit
+from shardwright.core.model.graph import Op
 
 
 class Pieces:

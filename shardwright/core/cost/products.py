@@ -10,8 +10,8 @@ over several tiles is taken.
 import math
 from functools import lru_cache
 
-from shardwright.core.hardware.device import Device, MeasuredProduct
-from shardwright.core.hardware.measurements import rate_of
+from shardwright.core.cluster.hardware.device import Device, MeasuredProduct
+from shardwright.core.cluster.hardware.measurements import rate_of
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.82), (64, 128, 0.82), (64, 64, 0.66))
 """(rows, columns, share of the largest tile's rate). Prior: operands move once per tile, so a tile's rate falls with

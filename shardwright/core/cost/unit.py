@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwright.core.cost.groups import Group
+from shardwright.core.cluster.groups import Group
+from shardwright.core.cluster.hardware.device import Device
 from shardwright.core.cost.products import product_s
 from shardwright.core.cost.work import Collective, Product, UnitWork
 from shardwright.core.errors import ClusterError, nearest
-from shardwright.core.hardware.device import Device
 
 FUSED_ATTENTION_EFFICIENCY = 0.75
 """Of the rate of large products. Prior: FlashAttention-2 (arXiv 2307.08691, section 4.1) reaches 50 to 73% of an A100's

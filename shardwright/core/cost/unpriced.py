@@ -4,7 +4,7 @@ import math
 from collections import Counter
 
 from shardwright.core.cost.work import contraction_flops
-from shardwright.core.graph import Graph
+from shardwright.core.model.graph import Graph
 
 WORTH_SAYING = 0.001
 """The share of all FLOPs or bytes above which ops without a cost rule are named."""

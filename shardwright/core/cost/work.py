@@ -12,9 +12,9 @@ from shardwright.core.cost.kept import Kept, aliases
 from shardwright.core.cost.live import LiveBytes
 from shardwright.core.cost.opaque import most_flops, result_of
 from shardwright.core.cost.pieces import Pieces
-from shardwright.core.fold import Unit
-from shardwright.core.graph import ITEM_BYTES, Graph, Op
-from shardwright.core.realised import Link, RealisedUnit, Step
+from shardwright.core.layout.realised import Link, RealisedUnit, Step
+from shardwright.core.model.fold import Unit
+from shardwright.core.model.graph import ITEM_BYTES, Graph, Op
 
 PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.errors import PlanError, nearest
-from shardwright.core.fold import Folded
+from shardwright.core.model.fold import Folded
 from shardwright.core.partition.blocks import block_cut
 from shardwright.core.partition.exact import min_max_cut, range_sums
 from shardwright.core.partition.pareto import StageTimes, pareto_cut

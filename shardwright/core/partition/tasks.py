@@ -7,10 +7,10 @@ to what each would take by itself, so that every partitioner is measured by the 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from shardwright.core.cluster.hardware import Device
 from shardwright.core.cost.unit import unit_cost
 from shardwright.core.cost.work import WorkCounter
-from shardwright.core.fold import Folded, Unit
-from shardwright.core.hardware import Device
+from shardwright.core.model.fold import Folded, Unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardwright.core.fold import Unit
-from shardwright.core.graph import Graph
+from shardwright.core.model.fold import Unit
+from shardwright.core.model.graph import Graph
 
 Dim = tuple[int, int]
 """(tensor, dim)"""

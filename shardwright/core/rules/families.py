@@ -7,8 +7,8 @@ underscore.
 
 from typing import Literal
 
-from shardwright.core.graph import Op
-from shardwright.core.layout import Reduction
+from shardwright.core.layout.placements import Reduction
+from shardwright.core.model.graph import Op
 
 Direction = Literal["up", "down", ""]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from shardwright.core.errors import CaptureError
-from shardwright.core.graph import LabelRole
+from shardwright.core.model.graph import LabelRole
 
 Shape = Sequence[int]
 

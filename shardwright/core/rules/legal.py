@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from shardwright.core.graph import Graph, Op
-from shardwright.core.layout import Layout, Replicate, Split
+from shardwright.core.layout.placements import Layout, Replicate, Split
+from shardwright.core.layout.signature import Signature
+from shardwright.core.model.graph import Graph, Op
 from shardwright.core.rules.partials import partial_signatures
-from shardwright.core.rules.signature import Signature
 from shardwright.core.rules.splits import Blocks, split_signatures
 
 

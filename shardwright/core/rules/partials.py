@@ -6,10 +6,10 @@ reduction on, entrywise ops follow `core.rules.families`; statistics, sorting an
 
 from collections.abc import Iterator
 
-from shardwright.core.graph import FLOATING, Graph, Op
-from shardwright.core.layout import Partial, Placement, Reduction, Replicate, Split
+from shardwright.core.layout.placements import Partial, Placement, Reduction, Replicate, Split
+from shardwright.core.layout.signature import IDEMPOTENT, LINEAR, REDUCTIONS, Signature
+from shardwright.core.model.graph import FLOATING, Graph, Op
 from shardwright.core.rules import families as F
-from shardwright.core.rules.signature import IDEMPOTENT, LINEAR, REDUCTIONS, Signature
 
 
 def partial_signatures(graph: Graph, op: Op) -> tuple[Signature, ...]:

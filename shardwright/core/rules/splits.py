@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from shardwright.core.graph import Graph, Op
-from shardwright.core.layout import Partial, Placement, Reduction, Replicate, Split
+from shardwright.core.layout.placements import Partial, Placement, Reduction, Replicate, Split
+from shardwright.core.layout.signature import Need, Signature
+from shardwright.core.model.graph import Graph, Op
 from shardwright.core.rules import families as F
-from shardwright.core.rules.signature import Need, Signature
 
 Blocks = tuple[int, ...]
 

@@ -11,7 +11,7 @@ from shardwright.core.schedule.complete import report
 from shardwright.core.schedule.costs import StageCosts, per_rank_limit
 from shardwright.core.schedule.passes.transfers import insert_transfers
 from shardwright.core.schedule.schedule import Schedule
-from shardwright.core.simulate import Engine, explain_stop, simulate_schedule
+from shardwright.core.schedule.simulate import Engine, explain_stop, simulate_schedule
 
 
 def check(

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from shardwright.core.capabilities import Capabilities
-from shardwright.core.cluster import Cluster
+from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cost.unit import UnitCost
-from shardwright.core.cost_tables import HOST_LINK_EFFICIENCY, Place
-from shardwright.core.decision import Decision, pinned_summary, summarize
-from shardwright.core.memory import collectives_s, kept_bytes, recomputed_s, unit_recompute
-from shardwright.core.plan import Alternative, ClassCost, Costs, Plan, Predicted, Provenance, RankCosts
+from shardwright.core.plan.decision import Decision, pinned_summary, summarize
+from shardwright.core.plan.plan import Alternative, ClassCost, Costs, Plan, Predicted, Provenance, RankCosts
 from shardwright.core.search.defaults import Default
 from shardwright.core.search.scoring import Scored, Scorer
+from shardwright.core.tables.cost_tables import HOST_LINK_EFFICIENCY, Place
+from shardwright.core.tables.memory import collectives_s, kept_bytes, recomputed_s, unit_recompute
 
 
 def as_plan(

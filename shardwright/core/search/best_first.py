@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwright.core.cluster import Cluster
-from shardwright.core.cost_tables import CostTables
-from shardwright.core.request import Request
+from shardwright.core.cluster.cluster import Cluster
+from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Cut, Draft, Scored, Scorer
 from shardwright.core.search.space import Pipelining, Policy, Shape, Space, splits_backward
+from shardwright.core.tables.cost_tables import CostTables
 
 REPORTED = 4
 """Runners-up, each with degrees of its own."""

@@ -4,16 +4,16 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from shardwright.core.cluster import Cluster
-from shardwright.core.cost_tables import CostTables, Place
-from shardwright.core.decision import Decision
-from shardwright.core.links import Links
-from shardwright.core.memory import Recompute
-from shardwright.core.predict import StepModel
-from shardwright.core.rank_tables import RankTables
-from shardwright.core.request import VIRTUAL_STAGES, Request
+from shardwright.core.cluster.cluster import Cluster
+from shardwright.core.plan.decision import Decision
+from shardwright.core.search.predict import StepModel
+from shardwright.core.search.request import VIRTUAL_STAGES, Request
 from shardwright.core.search.space import RECOMPUTES, Pipelining, Policy, Shape
-from shardwright.core.stages import MemoryRequest, UnitTable
+from shardwright.core.tables.cost_tables import CostTables, Place
+from shardwright.core.tables.links import Links
+from shardwright.core.tables.memory import Recompute
+from shardwright.core.tables.rank_tables import RankTables
+from shardwright.core.tables.unit_table import MemoryRequest, UnitTable
 
 SAFE = 1 - 1e-9
 """Bounds are lowered by this much, so that rounding never puts one above what it bounds."""

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from shardwright.core.cluster import Cluster
-from shardwright.core.cost_tables import CostTables
+from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import PlanError
-from shardwright.core.request import Request
 from shardwright.core.search.best_first import Search
+from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scored
+from shardwright.core.tables.cost_tables import CostTables
 
 NAMES = ("data parallel", "fully sharded", "Megatron-style")
 

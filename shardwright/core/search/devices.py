@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from shardwright.core.cluster import Cluster, NodeGroup
+from shardwright.core.cluster.cluster import Cluster, NodeGroup
 from shardwright.core.errors import PlanError
-from shardwright.core.request import Request
+from shardwright.core.search.request import Request
 
 MOST_PARTS = 64
 """Beyond so many, kinds of node are used whole or left out; and beyond so many of these, the slowest are left out."""

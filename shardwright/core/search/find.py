@@ -4,20 +4,20 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.core.cluster import Cluster
-from shardwright.core.cost_tables import CostTables
+from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import PlanError, PlanWarning
-from shardwright.core.graph import Graph
-from shardwright.core.plan import Plan
-from shardwright.core.request import Request
+from shardwright.core.model.graph import Graph
+from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import AUTO
 from shardwright.core.search.answer import as_plan, not_carried_out
 from shardwright.core.search.best_first import REPORTED, Found, Progress, Search, preference
 from shardwright.core.search.defaults import defaults
 from shardwright.core.search.devices import Part, parts
 from shardwright.core.search.refusal import refusal
+from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scored, Scorer
 from shardwright.core.search.space import GENERATED_ACTIONS
+from shardwright.core.tables.cost_tables import CostTables
 
 GENERATED = 3
 """Choices for which a schedule is generated, where one is asked for."""

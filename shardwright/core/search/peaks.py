@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from shardwright.core.apart import apart_bytes, stages_bytes
-from shardwright.core.decision import Decision
-from shardwright.core.memory import MemoryUse, live_bytes, named_schedule
-from shardwright.core.rank_tables import RankTables
+from shardwright.core.plan.decision import Decision
 from shardwright.core.schedule.actions import Action, B, W
-from shardwright.core.stages import MemoryRequest
+from shardwright.core.tables.memory import MemoryUse, live_bytes, named_schedule
+from shardwright.core.tables.peak import apart_bytes, stages_bytes
+from shardwright.core.tables.rank_tables import RankTables
+from shardwright.core.tables.unit_table import MemoryRequest
 
 
 def by_stage(

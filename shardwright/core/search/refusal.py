@@ -4,14 +4,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardwright.core.cluster import Cluster
-from shardwright.core.cost_tables import CostTables
-from shardwright.core.decision import Decision, summarize
+from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import PlanError, ScheduleError
-from shardwright.core.request import Request
+from shardwright.core.plan.decision import Decision, summarize
 from shardwright.core.search.best_first import Search
+from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scored, Scorer
 from shardwright.core.search.space import Space
+from shardwright.core.tables.cost_tables import CostTables
 
 LOOKED_AT = 48
 """Choices that are cut without a limit, those with the least parameters and activations per rank first."""

@@ -3,23 +3,23 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardwright.core.cluster import Cluster
-from shardwright.core.cost_tables import CostTables
-from shardwright.core.cutting import partition_input
-from shardwright.core.decision import Decision, placement_of
+from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import ScheduleError
-from shardwright.core.memory import STAYING, MemoryUse, live_microbatches
 from shardwright.core.partition.partitioners import DEFAULT, cut_units
-from shardwright.core.plan import Predicted
-from shardwright.core.predict import least_makespan_s, simulated_makespan_s
-from shardwright.core.rank_tables import RankTables
-from shardwright.core.request import Request
+from shardwright.core.plan.decision import Decision, placement_of
+from shardwright.core.plan.plan import Predicted
 from shardwright.core.schedule import AUTO, Schedule
 from shardwright.core.schedule.live import peak_live
 from shardwright.core.search.bounds import SAFE, Bounds
+from shardwright.core.search.partition_input import partition_input
 from shardwright.core.search.peaks import by_stage, is_long, less_apart, with_activations
+from shardwright.core.search.predict import least_makespan_s, simulated_makespan_s
+from shardwright.core.search.request import Request
 from shardwright.core.search.space import Pipelining, Policy, Shape, require_starts, splits_backward
-from shardwright.core.stages import MemoryRequest
+from shardwright.core.tables.cost_tables import CostTables
+from shardwright.core.tables.memory import STAYING, MemoryUse, live_microbatches
+from shardwright.core.tables.rank_tables import RankTables
+from shardwright.core.tables.unit_table import MemoryRequest
 
 MOST_GIVEN_UP = 3
 """Of every stage's kept units, how many may give their memory to what is on its way to the host or back."""

@@ -11,15 +11,15 @@ from functools import lru_cache
 from itertools import pairwise
 
 from shardwright.core.capabilities import Capabilities
-from shardwright.core.cluster import Cluster
+from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import PlanError, ScheduleError
-from shardwright.core.memory import Recompute
-from shardwright.core.mesh import Mesh
-from shardwright.core.request import VIRTUAL_STAGES, Request
+from shardwright.core.layout.mesh import Mesh
 from shardwright.core.schedule import AUTO, Schedule, schedule_names
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.family import Sizes
 from shardwright.core.schedule.schedule import MOST_CELLS
+from shardwright.core.search.request import VIRTUAL_STAGES, Request
+from shardwright.core.tables.memory import Recompute
 
 MAX_MICROBATCH = 64
 """Up to which every size that divides is tried; beyond it powers of two."""

@@ -5,18 +5,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwright.core.cluster import Cluster, NodeGroup
-from shardwright.core.decision import summarize
+from shardwright.core.cluster.cluster import Cluster, NodeGroup
+from shardwright.core.cluster.hardware import Link
 from shardwright.core.errors import PlanError
-from shardwright.core.graph import Graph
-from shardwright.core.hardware import Link
-from shardwright.core.memory import STAYING
-from shardwright.core.plan import Plan
-from shardwright.core.request import Request
+from shardwright.core.model.graph import Graph
+from shardwright.core.plan.decision import summarize
+from shardwright.core.plan.plan import Plan
 from shardwright.core.search.answer import terms_s
 from shardwright.core.search.devices import parts
 from shardwright.core.search.find import find_plan, search_parts
+from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scored
+from shardwright.core.tables.memory import STAYING
 
 FASTER = 2
 """How many times the bandwidth and the memory of the changes that are looked at."""

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from shardwright.core.cost.work import WorkCounter
 from shardwright.core.errors import PlanError
-from shardwright.core.fold import Folded
-from shardwright.core.layout import Layout, Placement, Split
-from shardwright.core.realised import RealisedUnit
+from shardwright.core.layout.placements import Layout, Placement, Split
+from shardwright.core.layout.realised import RealisedUnit
+from shardwright.core.model.fold import Folded
 from shardwright.core.rules.axes import Dim, DimGroup
 from shardwright.core.solver.frame import Frame
 from shardwright.core.solver.limited import Part, Row

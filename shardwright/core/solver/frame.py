@@ -5,12 +5,12 @@ from functools import cached_property
 
 from shardwright.core.cost.kept import Kept, aliases
 from shardwright.core.cost.work import WorkCounter
-from shardwright.core.fold import Folded
-from shardwright.core.graph import Graph, Op
+from shardwright.core.layout.signature import Signature
+from shardwright.core.model.fold import Folded
+from shardwright.core.model.graph import Graph, Op
+from shardwright.core.model.structure import Slot, unit_slots
 from shardwright.core.rules.axes import Dim, DimGroup, dim_groups
 from shardwright.core.rules.legal import signatures
-from shardwright.core.rules.signature import Signature
-from shardwright.core.structure import Slot, unit_slots
 
 
 class Frame:

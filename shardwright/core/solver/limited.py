@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from shardwright.core.layout import Placement
+from shardwright.core.layout.placements import Placement
 from shardwright.core.solver.network import Network
 
 MAX_PAIRS = 20_000

@@ -12,13 +12,13 @@ from itertools import product
 
 import numpy as np
 
-from shardwright.core.conversions.table import table_bytes
-from shardwright.core.graph import Op
-from shardwright.core.layout import Layout, Partial, Placement, Replicate, Split
-from shardwright.core.realised import Link, Places
+from shardwright.core.layout.conversions.table import table_bytes
+from shardwright.core.layout.placements import Layout, Partial, Placement, Replicate, Split
+from shardwright.core.layout.realised import Link, Places
+from shardwright.core.layout.signature import Signature
+from shardwright.core.model.graph import Op
 from shardwright.core.rules.axes import Dim
 from shardwright.core.rules.legal import divides
-from shardwright.core.rules.signature import Signature
 from shardwright.core.solver.frame import Frame
 from shardwright.core.solver.network import Network
 from shardwright.core.solver.prices import AxisCost, Prices, Setting, State

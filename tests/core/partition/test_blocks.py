@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from shardwright.core.cost_tables import CostTables
-from shardwright.core.cutting import partition_input
 from shardwright.core.errors import PlanError
-from shardwright.core.graph import Graph
-from shardwright.core.links import Links
-from shardwright.core.mesh import Mesh
+from shardwright.core.layout.mesh import Mesh
+from shardwright.core.model.graph import Graph
 from shardwright.core.partition.blocks import MEMORY_SHARE, block_cut, blocks_of
 from shardwright.core.partition.partitioners import PARTITIONERS, judge
 from shardwright.core.partition.tasks import Tasks
-from shardwright.core.stages import MemoryRequest
+from shardwright.core.search.partition_input import partition_input
+from shardwright.core.tables.cost_tables import CostTables
+from shardwright.core.tables.links import Links
+from shardwright.core.tables.unit_table import MemoryRequest
 from tests.core.toy import Builder, decoder
 
 ROOMY = 1 << 62

@@ -2,9 +2,9 @@
 
 import pytest
 
+from shardwright.core.cluster.hardware import load_device
 from shardwright.core.cost.work import WorkCounter
-from shardwright.core.fold import fold
-from shardwright.core.hardware import load_device
+from shardwright.core.model.fold import fold
 from shardwright.core.partition.tasks import op_tasks
 from tests.core.toy import Builder
 

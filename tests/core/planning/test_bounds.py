@@ -6,21 +6,21 @@ import numpy as np
 import pytest
 
 from shardwright import Cluster
-from shardwright.core.apart import StageBytes, apart_bytes
-from shardwright.core.cluster import NodeGroup
-from shardwright.core.decision import Decision, placement_of
+from shardwright.core.cluster.cluster import NodeGroup
+from shardwright.core.cluster.hardware import load_profile
+from shardwright.core.cluster.hardware.device import MeasuredUnit
 from shardwright.core.errors import ScheduleError
-from shardwright.core.hardware import load_profile
-from shardwright.core.hardware.device import MeasuredUnit
-from shardwright.core.links import Links
-from shardwright.core.predict import StepModel
-from shardwright.core.rank_tables import RankWork
-from shardwright.core.request import VIRTUAL_STAGES, Request
+from shardwright.core.model.structure import measured_name
+from shardwright.core.plan.decision import Decision, placement_of
 from shardwright.core.schedule import Schedule, schedule_names
 from shardwright.core.search.best_first import Search
 from shardwright.core.search.find import tables_of
+from shardwright.core.search.predict import StepModel
+from shardwright.core.search.request import VIRTUAL_STAGES, Request
 from shardwright.core.search.space import Policy, splits_backward
-from shardwright.core.structure import measured_name
+from shardwright.core.tables.links import Links
+from shardwright.core.tables.peak import StageBytes, apart_bytes
+from shardwright.core.tables.rank_tables import RankWork
 from tests.core.toy import decoder
 
 GRAPH = decoder(layers=3, hidden=256, heads=8, vocabulary=1024, sequence=128)

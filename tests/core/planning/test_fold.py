@@ -1,10 +1,10 @@
 import pytest
 
-from shardwright.core.blocks import Node, find_blocks
 from shardwright.core.errors import CaptureError, PlanError
-from shardwright.core.fold import CallRef, fold
-from shardwright.core.graph import Graph
-from shardwright.core.structure import require_names, structure_of
+from shardwright.core.model.blocks import Node, find_blocks
+from shardwright.core.model.fold import CallRef, fold
+from shardwright.core.model.graph import Graph
+from shardwright.core.model.structure import require_names, structure_of
 from tests.core.toy import Builder, decoder
 
 

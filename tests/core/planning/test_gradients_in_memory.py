@@ -6,14 +6,14 @@ from functools import partial
 import pytest
 
 import shardwright as sw
-from shardwright.core.cost_tables import CostTables, Place
+from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.errors import PlanError
-from shardwright.core.fold import fold
-from shardwright.core.graph import Graph
-from shardwright.core.hardware import load_profile
-from shardwright.core.rank_tables import UNCOUNTED_BYTES, RankTables
+from shardwright.core.model.fold import fold
+from shardwright.core.model.graph import Graph
 from shardwright.core.schedule.actions import B, F, I, W
-from shardwright.core.stages import MemoryRequest
+from shardwright.core.tables.cost_tables import CostTables, Place
+from shardwright.core.tables.rank_tables import UNCOUNTED_BYTES, RankTables
+from shardwright.core.tables.unit_table import MemoryRequest
 from tests.core.toy import decoder
 
 WIDTH, MIB = 4, 2**20

@@ -6,8 +6,8 @@ import pytest
 
 from shardwright.core.cost.unit import UnitCost
 from shardwright.core.cost.work import SharedValue
-from shardwright.core.memory import Recompute
-from shardwright.core.stages import UnitTable
+from shardwright.core.tables.memory import Recompute
+from shardwright.core.tables.unit_table import UnitTable
 
 UNIT = UnitCost(
     forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0, selective_s=0.5, collective_s=0.0,

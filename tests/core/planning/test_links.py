@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 
 from shardwright import Cluster, Mesh
-from shardwright.core.links import Links
 from shardwright.core.search.devices import _counts, _fewer
+from shardwright.core.tables.links import Links
 
 
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 4), (4, 2), (1, 8), (8, 1)])

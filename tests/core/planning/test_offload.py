@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import shardwright as sw
+from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.cost.unit import UnitCost
 from shardwright.core.errors import MissingCapabilityError, PlanError
-from shardwright.core.hardware import load_profile
-from shardwright.core.plan_file import from_text, to_text
-from shardwright.core.rank_tables import RankTables
-from shardwright.core.stages import UnitTable
+from shardwright.core.plan.file import from_text, to_text
+from shardwright.core.tables.rank_tables import RankTables
+from shardwright.core.tables.unit_table import UnitTable
 from tests.core.toy import decoder
 
 

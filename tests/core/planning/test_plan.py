@@ -9,8 +9,8 @@ import pytest
 import shardwright as sw
 from shardwright import Cluster
 from shardwright.core.errors import PlanError, PlanFileError
-from shardwright.core.plan_file import from_text, to_document, to_text
-from shardwright.core.plan_schema import VERSION, schema
+from shardwright.core.plan.file import from_text, to_document, to_text
+from shardwright.core.plan.schema import VERSION, schema
 from shardwright.core.schedule import schedule_names
 from tests.core.toy import decoder
 

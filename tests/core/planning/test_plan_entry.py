@@ -13,9 +13,10 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 import shardwright as sw
-from shardwright.core import plan_schema, text_files
+from shardwright.core import text_files
 from shardwright.core.errors import ClusterError, PlanError, PlanFileError, PlanWarning, ShardwrightError
-from shardwright.core.plan_file import from_text, to_text
+from shardwright.core.plan import schema as plan_schema
+from shardwright.core.plan.file import from_text, to_text
 from tests.core.toy import decoder
 
 GRAPH = decoder(layers=4, hidden=64, heads=4, vocabulary=256, sequence=16)

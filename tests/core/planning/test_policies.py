@@ -8,13 +8,13 @@ import pytest
 
 import shardwright as sw
 from shardwright import Cluster
-from shardwright.core.apart import StageBytes, apart_bytes
-from shardwright.core.cost_tables import CostTables, Place
+from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.errors import PlanError
-from shardwright.core.hardware import load_profile
-from shardwright.core.memory import MemoryUse
 from shardwright.core.schedule import Action
 from shardwright.core.schedule.live import peak_live
+from shardwright.core.tables.cost_tables import CostTables, Place
+from shardwright.core.tables.memory import MemoryUse
+from shardwright.core.tables.peak import StageBytes, apart_bytes
 from tests.core.toy import decoder
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))

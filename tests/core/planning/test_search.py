@@ -8,13 +8,13 @@ import pytest
 
 import shardwright as sw
 from shardwright import Cluster
-from shardwright.core.cluster import NodeGroup
+from shardwright.core.cluster.cluster import NodeGroup
+from shardwright.core.cluster.hardware import load_link, load_profile
 from shardwright.core.errors import ClusterError, PlanError
-from shardwright.core.graph import Graph
-from shardwright.core.hardware import load_link, load_profile
-from shardwright.core.plan_file import from_text, to_text
-from shardwright.core.request import Request
+from shardwright.core.model.graph import Graph
+from shardwright.core.plan.file import from_text, to_text
 from shardwright.core.search.devices import parts
+from shardwright.core.search.request import Request
 from shardwright.core.search.space import ORDERS, RECOMPUTES
 from shardwright.core.search.study import study
 from tests.core.toy import decoder

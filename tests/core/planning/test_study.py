@@ -6,12 +6,12 @@ import pytest
 
 import shardwright as sw
 from shardwright import Cluster
-from shardwright.core.cluster import NodeGroup
+from shardwright.core.cluster.cluster import NodeGroup
+from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.errors import PlanError
-from shardwright.core.hardware import load_profile
-from shardwright.core.partition.contest import contest
 from shardwright.core.partition.partitioners import PARTITIONERS
-from shardwright.core.request import Request
+from shardwright.core.search.contest import contest
+from shardwright.core.search.request import Request
 from shardwright.core.search.study import Study, study, tokens_per_sample, what_binds
 from tests.core.toy import Builder, decoder
 

@@ -7,7 +7,7 @@ import pytest
 import shardwright as sw
 from shardwright.core.cost.unpriced import unpriced_text
 from shardwright.core.cost.work import WorkCounter, forward_flops
-from shardwright.core.fold import fold
+from shardwright.core.model.fold import fold
 from shardwright.core.rules import labels as L
 from tests.core.toy import BATCH, Builder, decoder
 

@@ -3,7 +3,7 @@
 import pytest
 
 from shardwright.core.cost.work import WorkCounter, forward_flops
-from shardwright.core.fold import fold
+from shardwright.core.model.fold import fold
 from shardwright.core.rules import labels as L
 from tests.core.toy import Builder, decoder
 

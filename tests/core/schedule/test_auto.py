@@ -15,7 +15,7 @@ from shardwright.core.schedule.auto.problem import Problem
 from shardwright.core.schedule.checks import check
 from shardwright.core.schedule.passes import split_backward
 from shardwright.core.schedule.placement import looped, vee
-from shardwright.core.simulate import simulate
+from shardwright.core.schedule.simulate import simulate
 
 SIGMA = 0.25
 

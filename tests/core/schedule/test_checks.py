@@ -8,7 +8,7 @@ from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule import Action, Schedule
 from shardwright.core.schedule.checks import check, check_ends, check_memory
 from shardwright.core.schedule.passes import insert_transfers
-from shardwright.core.simulate import simulate
+from shardwright.core.schedule.simulate import simulate
 
 
 def table(*rows: str) -> tuple[tuple[Action, ...], ...]:

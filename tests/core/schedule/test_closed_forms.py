@@ -10,8 +10,8 @@ from fractions import Fraction
 import pytest
 
 from shardwright.core.schedule import Schedule, StageCosts
-from shardwright.core.simulate import simulate
-from shardwright.core.timeline import Timeline
+from shardwright.core.schedule.simulate import simulate
+from shardwright.core.schedule.timeline import Timeline
 
 RANKS = range(2, 17)
 F, B, W = 3.0, 4.0, 5.0  # Unequal, and small enough integers to add without rounding.

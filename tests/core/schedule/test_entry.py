@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import shardwright as sw
-from shardwright.core.decision import Decision
 from shardwright.core.errors import PlanError, PlanFileError, ScheduleError
-from shardwright.core.plan_file import from_text, to_text
+from shardwright.core.plan.decision import Decision
+from shardwright.core.plan.file import from_text, to_text
 from shardwright.core.schedule import Action, Kind, Schedule, StageCosts
 from shardwright.core.schedule.checks import require_runnable, require_trains
 from shardwright.core.schedule.files import from_csv, load_csv, save_csv, to_csv

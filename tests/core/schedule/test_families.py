@@ -11,7 +11,7 @@ from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.checks import check
 from shardwright.core.schedule.family import Sizes
 from shardwright.core.schedule.files import load_csv
-from shardwright.core.simulate import simulate
+from shardwright.core.schedule.simulate import simulate
 
 GOLDENS = Path(__file__).parent / "goldens"
 FIXED_TWO = ("zbv", "v-half", "v-min", "dualpipev")

@@ -16,7 +16,7 @@ from shardwright.core.schedule.passes import (
     strip_sharding,
     strip_transfers,
 )
-from shardwright.core.simulate import simulate
+from shardwright.core.schedule.simulate import simulate
 
 NAMES = (*schedule_names(), "auto")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardwright.core.schedule import Schedule, StageCosts
-from shardwright.core.simulate import simulate
-from shardwright.core.timeline import Timeline
+from shardwright.core.schedule.simulate import simulate
+from shardwright.core.schedule.timeline import Timeline
 from shardwright.report import save_perfetto, timeline_svg, timeline_text
 
 

@@ -9,8 +9,8 @@ import pytest
 from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule import Action, Schedule, StageCosts, schedule_names
 from shardwright.core.schedule.passes import bound_buffers, insert_transfers
-from shardwright.core.simulate import simulate, simulate_schedule
-from shardwright.core.timeline import Span, Timeline, Transfer
+from shardwright.core.schedule.simulate import simulate, simulate_schedule
+from shardwright.core.schedule.timeline import Span, Timeline, Transfer
 
 
 def table(*rows: str) -> tuple[tuple[Action, ...], ...]:

@@ -18,8 +18,8 @@ from launched import run_checks
 from models import batch, build, with_batch_norm
 
 import shardwright.torch as sw
-from shardwright.backends.torch import overlap
-from shardwright.backends.torch.measure import clock_offset_s
+from shardwright.backends.torch.data_parallel import overlap
+from shardwright.backends.torch.pipeline.action_times import clock_offset_s
 from shardwright.core.errors import ScheduleError, ShardwrightError
 from shardwright.core.schedule import Action
 from tests.comparison import Comparison

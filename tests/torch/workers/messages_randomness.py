@@ -21,7 +21,7 @@ from messages_frame import (
 from torch import nn
 
 import shardwright.torch as sw
-from shardwright.backends.torch.randomness import stream_seed
+from shardwright.backends.torch.program.randomness import stream_seed
 from shardwright.backends.torch.unsplit import seeded_by_rule
 from tests.comparison import Comparison
 

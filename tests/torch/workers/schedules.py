@@ -12,10 +12,10 @@ from launched import leave
 from models import every_kind_of_weight
 
 import shardwright.torch as sw
-from shardwright.backends.torch.stage_map import StageMap
+from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.core.errors import ShardwrightError
-from shardwright.core.graph import Graph
-from shardwright.core.plan import Plan
+from shardwright.core.model.graph import Graph
+from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import AUTO, schedule_names
 from tests.comparison import Comparison
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwright.torch as sw
 from shardwright.backends.protocol import load
 from shardwright.core.errors import PlanError, ShardwrightError
-from shardwright.core.plan import Plan
+from shardwright.core.plan.plan import Plan
 from tests.comparison import Comparison
 
 FOLDER = Path(sys.argv[1])

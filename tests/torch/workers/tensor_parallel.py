@@ -18,11 +18,11 @@ from shardwright.backends.torch.tensor_parallel.layouts import UnitLayout, of_re
 from shardwright.backends.torch.tensor_parallel.pieces import piece_of, whole_of
 from shardwright.backends.torch.tensor_parallel.replay import Replay, lower_all
 from shardwright.backends.torch.tensor_parallel.trace import Traced, trace
-from shardwright.core.conversions import table_bytes
 from shardwright.core.cost.work import WorkCounter
-from shardwright.core.fold import fold
-from shardwright.core.layout import Placement, Split
-from shardwright.core.realise import of_unit
+from shardwright.core.layout.conversions import table_bytes
+from shardwright.core.layout.placements import Placement, Split
+from shardwright.core.model.fold import fold
+from shardwright.core.plan.realise import of_unit
 from shardwright.core.solver import AxisCost, Setting, lightest_bytes, solve
 from tests.comparison import Comparison
 

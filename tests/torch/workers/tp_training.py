@@ -19,7 +19,7 @@ from launched import leave
 from tp_models import batch, build
 
 import shardwright.torch as sw
-from shardwright.backends.torch.tensor_parallel.shards import Shards
+from shardwright.backends.torch.state.parameter_shards import Shards
 from tests.comparison import Comparison
 
 STEPS, DROPOUT, GLOBAL_MICROBATCHES = 4, 0.1, 4

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from shardwright.backends.torch.capture.ops import Ref
 from shardwright.backends.torch.loss.ops import Counted
 from shardwright.backends.torch.loss.trace import LossTrace, Made
-from shardwright.backends.torch.ops import Ref
 
 
 class NotOfBatchError(Exception):

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from shardwright.backends.torch.capture.ops import Ref
+from shardwright.backends.torch.capture.recorder import Recorded
 from shardwright.backends.torch.loss.trace import LossTrace, Made
-from shardwright.backends.torch.ops import Ref
-from shardwright.backends.torch.record import Recorded
-from shardwright.core.graph import FLOATING
-from shardwright.core.loss import LossOp, LossProgram, Source, follows
-from shardwright.core.loss.program import How, Shape
+from shardwright.core.model.graph import FLOATING
+from shardwright.core.model.loss import LossOp, LossProgram, Source, follows
+from shardwright.core.model.loss.program import How, Shape
 from shardwright.core.rules.labels import meet
 
 RESHAPES = frozenset({

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwright.backends.torch.capture import noted_calls, plain_torch
-from shardwright.backends.torch.fake_state import fake_state, real_state
+from shardwright.backends.torch.capture.fake_state import fake_state, real_state
+from shardwright.backends.torch.capture.model import noted_calls, plain_torch
+from shardwright.backends.torch.capture.stand_in import no_remembered_results
 from shardwright.backends.torch.loss.counts import Counting, NotOfBatchError
 from shardwright.backends.torch.loss.ops import DifferentRunsError, Translation, require_alike_alone
 from shardwright.backends.torch.loss.trace import LossTrace
-from shardwright.backends.torch.refusals import require_room_for_values
-from shardwright.backends.torch.stand_in import no_remembered_results
+from shardwright.backends.torch.program.refusals import require_room_for_values
 from shardwright.core.errors import CaptureError, ShardwrightError
-from shardwright.core.loss import Finding, Verdict, read_loss
+from shardwright.core.model.loss import Finding, Verdict, read_loss
 
 StepBody = Callable[[list[torch.Tensor]], Any]
 Kind = Literal["meta", "fake", "real"]

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from shardwright.backends.torch.loss.read import LossReading
-from shardwright.backends.torch.mesh import BoundMesh
-from shardwright.backends.torch.program import Literal, Loss
-from shardwright.backends.torch.results import Shares
-from shardwright.backends.torch.watch import Watch
+from shardwright.backends.torch.machine.mesh import BoundMesh
+from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.pipeline.results import Shares
+from shardwright.backends.torch.program.program import Literal, Loss
 from shardwright.core.errors import LossError
-from shardwright.core.loss import Finding, shares_of_microbatches
+from shardwright.core.model.loss import Finding, shares_of_microbatches
 
 LossShares = tuple[tuple[float, ...] | None, ...]
 """For each loss of a step the share of every microbatch of every replica; None where the step gives weights."""

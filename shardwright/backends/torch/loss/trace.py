@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardwright.backends.torch.host_draws import host_state
-from shardwright.backends.torch.inferred import unwatched
-from shardwright.backends.torch.ops import Ref, Template
-from shardwright.backends.torch.record import Func, Recorded, Recorder, bind, dtype_name
+from shardwright.backends.torch.capture.host_draws import host_state
+from shardwright.backends.torch.capture.inferred import unwatched
+from shardwright.backends.torch.capture.ops import Ref, Template
+from shardwright.backends.torch.capture.recorder import Func, Recorded, Recorder, bind, dtype_name
 from shardwright.core.rules import labels
 
 SMALL = 4096

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.backends.torch.holding import Holding
 from shardwright.backends.torch.messages.crossing import Gradients, as_inputs, as_outputs
 from shardwright.backends.torch.messages.draws import Draws
 from shardwright.backends.torch.messages.failure import Failure, again, describe, note_place
@@ -27,6 +26,7 @@ from shardwright.backends.torch.messages.packing import (
 )
 from shardwright.backends.torch.messages.strands import Strand, Turns
 from shardwright.backends.torch.messages.wire import Envelope, Kind, Wire
+from shardwright.backends.torch.state.ownership import Holding
 from shardwright.core.errors import ShardwrightError
 
 Original = Callable[..., Any]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shardwright.backends.torch.messages.strands import Strand
-from shardwright.backends.torch.randomness import seed_host, stream_seed
+from shardwright.backends.torch.program.randomness import seed_host, stream_seed
 from shardwright.core.errors import ShardwrightError
 
 BODY = ""

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwright.backends.torch.data_parallel import Gradients
-from shardwright.backends.torch.holding import Holding
+from shardwright.backends.torch.data_parallel.gradients import Gradients
 from shardwright.backends.torch.loss.shares import LossShares
-from shardwright.backends.torch.mesh import BoundMesh
+from shardwright.backends.torch.machine.mesh import BoundMesh
+from shardwright.backends.torch.machine.process import wait_longer
+from shardwright.backends.torch.machine.watchdog import PeerError, Watch, report
 from shardwright.backends.torch.messages.calls import Calls
 from shardwright.backends.torch.messages.draws import Draws
 from shardwright.backends.torch.messages.failure import Failure, StepFailedError, describe
@@ -29,12 +30,11 @@ from shardwright.backends.torch.messages.owners import Owners
 from shardwright.backends.torch.messages.patches import patched_calls
 from shardwright.backends.torch.messages.strands import StoppedError, Strand, Threads, Turns, current_strand
 from shardwright.backends.torch.messages.wire import Envelope, Kind, Wire
-from shardwright.backends.torch.process import wait_longer
-from shardwright.backends.torch.program import Tree
-from shardwright.backends.torch.python_reads import Reads
-from shardwright.backends.torch.randomness import kept_generators
-from shardwright.backends.torch.results import Returned, Shares
-from shardwright.backends.torch.watch import PeerError, Watch, report
+from shardwright.backends.torch.pipeline.results import Returned, Shares
+from shardwright.backends.torch.program.program import Tree
+from shardwright.backends.torch.program.python_reads import Reads
+from shardwright.backends.torch.program.randomness import kept_generators
+from shardwright.backends.torch.state.ownership import Holding
 from shardwright.core.errors import LossError, ShardwrightError
 
 StepBody = Callable[[list[torch.Tensor]], Any]

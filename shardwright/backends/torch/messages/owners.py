@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shardwright.backends.torch.holding import Placement, buffer_names, parameter_names
+from shardwright.backends.torch.state.ownership import Placement, buffer_names, parameter_names
 from shardwright.core.errors import PlanError
 
 

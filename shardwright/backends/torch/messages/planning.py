@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardwright.core.blocks import Node, find_blocks
 from shardwright.core.errors import PlanError
+from shardwright.core.model.blocks import Node, find_blocks
 from shardwright.core.partition.exact import min_max_cut, range_sums
 
 PARAMETER_WEIGHT = 0.5

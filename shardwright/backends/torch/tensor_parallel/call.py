@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from shardwright.backends.torch.program import Context
+from shardwright.backends.torch.program.program import Context
 from shardwright.backends.torch.tensor_parallel.collectives import Axis, convert
 from shardwright.backends.torch.tensor_parallel.layouts import Hop, OpLayout, UnitLayout
 from shardwright.backends.torch.tensor_parallel.pieces import local_shape
 from shardwright.backends.torch.tensor_parallel.source import Source, Var
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, Site, Slot, Traced
-from shardwright.core.graph import Op
-from shardwright.core.layout import Partial, Placement, Replicate, Split
+from shardwright.core.layout.placements import Partial, Placement, Replicate, Split
+from shardwright.core.model.graph import Op
 from shardwright.core.solver.problem import dual
 
 R, P = Replicate(), Partial("sum")

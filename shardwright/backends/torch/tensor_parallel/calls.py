@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shardwright.backends.torch.program import (
+from shardwright.backends.torch.capture.sample import Sample
+from shardwright.backends.torch.program.program import (
     ConstantRef,
     Context,
     Leaf,
@@ -26,17 +27,16 @@ from shardwright.backends.torch.program import (
     Tree,
     ValueRef,
 )
-from shardwright.backends.torch.sample import Sample
 from shardwright.backends.torch.tensor_parallel.collectives import Axis
 from shardwright.backends.torch.tensor_parallel.hooks import require_no_hooks
 from shardwright.backends.torch.tensor_parallel.layouts import planned_part
 from shardwright.backends.torch.tensor_parallel.replay import Replay, lower_all
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, Traced, trace_part
 from shardwright.core.errors import CaptureError, PlanError
-from shardwright.core.layout import Placement, Replicate
-from shardwright.core.plan import Plan
-from shardwright.core.structure import in_own_dims, layout_of
-from shardwright.core.tensor_layouts import AXIS
+from shardwright.core.layout.placements import Placement, Replicate
+from shardwright.core.model.structure import in_own_dims, layout_of
+from shardwright.core.plan.plan import Plan
+from shardwright.core.solver.tensor_layouts import AXIS
 
 R = Replicate()
 

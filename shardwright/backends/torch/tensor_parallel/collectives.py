@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as functional
 
+from shardwright.backends.torch.machine.transfer import as_carried
+from shardwright.backends.torch.machine.watchdog import LONGEST_WAIT_S, Watch
 from shardwright.backends.torch.tensor_parallel.pieces import piece_of, whole_of
-from shardwright.backends.torch.transfer import as_carried
-from shardwright.backends.torch.watch import LONGEST_WAIT_S, Watch
-from shardwright.core.conversions import table_bytes
 from shardwright.core.errors import LayoutError
-from shardwright.core.layout import Partial, Placement, Replicate, Split
+from shardwright.core.layout.conversions import table_bytes
+from shardwright.core.layout.placements import Partial, Placement, Replicate, Split
 
 Change = tuple[Placement, Placement]
 """(before, after)"""

@@ -11,7 +11,7 @@ from shardwright.backends.torch.tensor_parallel.call import Call
 from shardwright.backends.torch.tensor_parallel.local import as_recorded, rule
 from shardwright.backends.torch.tensor_parallel.source import Var
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
-from shardwright.core.layout import Partial, Replicate
+from shardwright.core.layout.placements import Partial, Replicate
 
 R = Replicate()
 

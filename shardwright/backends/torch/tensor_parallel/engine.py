@@ -7,21 +7,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.backends.torch.model_call import arguments_of
-from shardwright.backends.torch.program import Context, Leaf, Program
-from shardwright.backends.torch.randomness import Streams
-from shardwright.backends.torch.sample import Growth, Sample
-from shardwright.backends.torch.stage_map import recomputed_calls
+from shardwright.backends.torch.capture.model_call import arguments_of
+from shardwright.backends.torch.capture.sample import Growth, Sample
+from shardwright.backends.torch.program.program import Context, Leaf, Program
+from shardwright.backends.torch.program.randomness import Streams
+from shardwright.backends.torch.program.stage_map import recomputed_calls
+from shardwright.backends.torch.state.parameter_shards import Shards
 from shardwright.backends.torch.tensor_parallel.calls import Lowerer, PartCall
 from shardwright.backends.torch.tensor_parallel.hooks import refuse_hooks
 from shardwright.backends.torch.tensor_parallel.layouts import planned
 from shardwright.backends.torch.tensor_parallel.program import ModelCall, expand, find_call
 from shardwright.backends.torch.tensor_parallel.replay import Held, Replay, lower_all
-from shardwright.backends.torch.tensor_parallel.shards import Shards
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, trace
 from shardwright.core.errors import PlanError
-from shardwright.core.layout import Placement
-from shardwright.core.plan import Plan
+from shardwright.core.layout.placements import Placement
+from shardwright.core.plan.plan import Plan
 
 log = logging.getLogger("shardwright")
 

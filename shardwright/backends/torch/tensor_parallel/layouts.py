@@ -5,16 +5,16 @@ from dataclasses import dataclass, replace
 
 from shardwright.backends.torch.tensor_parallel.collectives import Change
 from shardwright.core.errors import PlanError
-from shardwright.core.fold import Folded, Unit, fold
-from shardwright.core.graph import Graph
-from shardwright.core.layout import Placement, Replicate
-from shardwright.core.plan import Plan
-from shardwright.core.realise import realise, terms_of
-from shardwright.core.realised import Link, RealisedUnit
-from shardwright.core.rules.signature import Signature
+from shardwright.core.layout.placements import Placement, Replicate
+from shardwright.core.layout.realised import Link, RealisedUnit
+from shardwright.core.layout.signature import Signature
+from shardwright.core.model.fold import Folded, Unit, fold
+from shardwright.core.model.graph import Graph
+from shardwright.core.plan.plan import Plan
+from shardwright.core.plan.realise import realise, terms_of
 from shardwright.core.solver import Frame
 from shardwright.core.solver.problem import dual
-from shardwright.core.tensor_layouts import choose
+from shardwright.core.solver.tensor_layouts import choose
 
 R = Replicate()
 

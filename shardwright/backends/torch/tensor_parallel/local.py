@@ -11,7 +11,7 @@ import torch
 from shardwright.backends.torch.tensor_parallel.call import Call
 from shardwright.backends.torch.tensor_parallel.layouts import Hop
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
-from shardwright.core.layout import Replicate
+from shardwright.core.layout.placements import Replicate
 
 Rule = Callable[[Call], bool]
 """Lowers a call; False when it has no form for this layout."""

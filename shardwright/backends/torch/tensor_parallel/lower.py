@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwright.backends.torch.program import Context
+from shardwright.backends.torch.program.program import Context
 from shardwright.backends.torch.tensor_parallel import compute as compute
 from shardwright.backends.torch.tensor_parallel import local
 from shardwright.backends.torch.tensor_parallel import views as views
@@ -14,7 +14,7 @@ from shardwright.backends.torch.tensor_parallel.call import Call, Lowering
 from shardwright.backends.torch.tensor_parallel.layouts import Hop, UnitLayout
 from shardwright.backends.torch.tensor_parallel.source import Var
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, Traced
-from shardwright.core.layout import Replicate
+from shardwright.core.layout.placements import Replicate
 
 R = Replicate()
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwright.core.layout import Partial, Placement, Split
+from shardwright.core.layout.placements import Partial, Placement, Split
 
 
 def local_shape(shape: Sequence[int], place: Placement, ranks: int) -> tuple[int, ...]:

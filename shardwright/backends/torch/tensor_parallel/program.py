@@ -7,13 +7,22 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from shardwright.backends.torch.program import ConstantRef, Leaf, ParameterRef, Program, Step, Tree, Value, ValueRef
+from shardwright.backends.torch.program.program import (
+    ConstantRef,
+    Leaf,
+    ParameterRef,
+    Program,
+    Step,
+    Tree,
+    Value,
+    ValueRef,
+)
 from shardwright.backends.torch.tensor_parallel.lower import Lowered
 from shardwright.backends.torch.tensor_parallel.pieces import local_shape
 from shardwright.backends.torch.tensor_parallel.replay import Replay
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
 from shardwright.core.cost.work import WorkCounter
-from shardwright.core.layout import Placement
+from shardwright.core.layout.placements import Placement
 
 MODEL_CALL = ("", 0)
 

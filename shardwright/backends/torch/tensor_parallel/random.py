@@ -8,7 +8,7 @@ import torch
 
 from shardwright.backends.torch.tensor_parallel.collectives import Axis
 from shardwright.backends.torch.tensor_parallel.pieces import piece_of
-from shardwright.core.layout import Split
+from shardwright.core.layout.placements import Split
 
 
 def dropout(

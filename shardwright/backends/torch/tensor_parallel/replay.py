@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwright.backends.torch.program import Context
+from shardwright.backends.torch.program.program import Context
 from shardwright.backends.torch.tensor_parallel.call import Lowering
 from shardwright.backends.torch.tensor_parallel.collectives import Axis
 from shardwright.backends.torch.tensor_parallel.layouts import UnitLayout
 from shardwright.backends.torch.tensor_parallel.lower import Lowered, lower_unit, summed_parameters
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, Traced
-from shardwright.core.layout import Placement, Replicate
+from shardwright.core.layout.placements import Placement, Replicate
 
 Held = Callable[[int], torch.Tensor]
 """Graph tensor → the parameter, buffer or constant that this rank holds for it now."""

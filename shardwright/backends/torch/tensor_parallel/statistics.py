@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from shardwright.backends.torch.tensor_parallel.collectives import Axis
 from shardwright.backends.torch.tensor_parallel.pieces import piece_of, whole_of
 from shardwright.core.errors import MissingCapabilityError
-from shardwright.core.layout import Split
+from shardwright.core.layout.placements import Split
 
 
 class _Normalize(torch.autograd.Function):

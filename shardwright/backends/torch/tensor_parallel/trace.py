@@ -14,16 +14,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.backends.torch import CAPABILITIES
-from shardwright.backends.torch.capture import _NeedsValuesError, _Run, _Session, own_loss
-from shardwright.backends.torch.host_draws import host_state
-from shardwright.backends.torch.ops import Ref, Template
-from shardwright.backends.torch.program import Context, tensors_in
-from shardwright.backends.torch.randomness import draws
-from shardwright.backends.torch.record import Func, Recorder, View
-from shardwright.backends.torch.sample import Leaf, Sample
-from shardwright.backends.torch.unflatten import unflatten_products, without_unused
+from shardwright.backends.torch.capture.host_draws import host_state
+from shardwright.backends.torch.capture.model import _NeedsValuesError, _Run, _Session, own_loss
+from shardwright.backends.torch.capture.ops import Ref, Template
+from shardwright.backends.torch.capture.recorder import Func, Recorder, View
+from shardwright.backends.torch.capture.sample import Leaf, Sample
+from shardwright.backends.torch.capture.unflatten import unflatten_products, without_unused
+from shardwright.backends.torch.program.program import Context, tensors_in
+from shardwright.backends.torch.program.randomness import draws
 from shardwright.core.errors import CaptureError
-from shardwright.core.graph import Graph, Op, Tensor
+from shardwright.core.model.graph import Graph, Op, Tensor
 
 
 class NotReplayableError(CaptureError):

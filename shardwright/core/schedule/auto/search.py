@@ -17,7 +17,7 @@ from shardwright.core.schedule.live import peak_live
 from shardwright.core.schedule.passes.backward import merge_backward
 from shardwright.core.schedule.placement import looped, vee
 from shardwright.core.schedule.schedule import Schedule
-from shardwright.core.simulate import simulate_schedule
+from shardwright.core.schedule.simulate import simulate_schedule
 
 Placed = tuple[tuple[int, ...], Table]
 

@@ -11,7 +11,7 @@ from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule.actions import TRANSFER
 from shardwright.core.schedule.costs import StageCosts
 from shardwright.core.schedule.schedule import Schedule
-from shardwright.core.simulate import Engine
+from shardwright.core.schedule.simulate import Engine
 
 
 def bound_buffers(schedule: Schedule, credits: int) -> Schedule:

@@ -6,7 +6,7 @@ from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule.actions import TRANSFER, Action, F, Kind, W
 from shardwright.core.schedule.costs import StageCosts
 from shardwright.core.schedule.schedule import Schedule
-from shardwright.core.simulate import simulate_schedule
+from shardwright.core.schedule.simulate import simulate_schedule
 
 
 def insert_transfers(schedule: Schedule, costs: StageCosts | None = None, *, blocking: bool = False) -> Schedule:

@@ -1,0 +1,39 @@
+"""The names that Flax parameters give their dims: NNX's partitioning metadata, Linen's boxes."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.core import meta
+
+from shardwright.backends.jax.capture.tree import dotted
+
+LogicalAxes = tuple[tuple[str, tuple[str | None, ...]], ...]
+"""(parameter, a name or None for every dim)."""
+
+
+def nnx_axes(variables: Iterable[tuple[tuple[Any, ...], nnx.Variable[Any]]]) -> LogicalAxes:
+    """Of (path, variable) pairs, those made by ``nnx.with_partitioning`` or ``nnx.Param(…, sharding=…)``."""
+    found = []
+    for path, variable in variables:
+        names = variable.get_metadata().get("out_sharding")
+        if names:
+            found.append((dotted(path), _plain(names)))
+    return tuple(found)
+
+
+def linen_axes(variables: Any, names: tuple[str, ...]) -> LogicalAxes:
+    """Of a tree of variables, those made by ``nn.with_partitioning`` or ``nn.with_logical_partitioning``. ``names`` are
+    the leaves' names."""
+    boxes = jax.tree.leaves(variables, is_leaf=lambda leaf: isinstance(leaf, meta.AxisMetadata))
+    found = []
+    for name, box in zip(names, boxes, strict=True):
+        if isinstance(box, meta.Partitioned):
+            found.append((name, _plain(box.names)))
+    return tuple(found)
+
+
+def _plain(names: Iterable[Any]) -> tuple[str | None, ...]:
+    """Several mesh axes on one dim stand for the first: a tensor axis is one."""
+    return tuple(name[0] if isinstance(name, tuple) and name else name or None for name in names)

@@ -1,0 +1,478 @@
+"""A traced JAX program as one flat list of steps: inner programs inlined, loops unrolled, boxed functions whole."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+from shardwright.backends.jax.capture.trace import BOX_MARK, TracedCall, call_number
+from shardwright.core.errors import CaptureError
+
+UNROLL_LIMIT = 256
+"""Longer scans stay one opaque op."""
+
+WHOLE_JITS = frozenset({"_take", "take_along_axis"})
+"""jax.numpy functions whose jitted body is one gather and the arithmetic of its index."""
+
+
+INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"}) | frozenset(
+    {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+)
+"""Primitives that run one inner program once, on their last operands."""
+
+
+Path = tuple[int, ...]
+"""Which equation: its position in the program, then in the program inside that one, and so on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One primitive, or a few that make one op. Operands are numbers of values; a literal is None."""
+
+    name: str
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int, ...]
+    params: dict[str, Any]
+    call: int
+    path: Path | None = None
+    """The equation as traced, the same for every iteration of a loop; None for steps that stand for none."""
+    members: tuple["Step", ...] = ()
+    """The steps that were joined to make this one."""
+    numbers: tuple[float | None, ...] = ()
+    """The value of each operand that is a literal; none for steps that stand for no equation."""
+    made: float | None = None
+    """What it makes, where that is one number that follows from literals alone."""
+
+
+@dataclass(slots=True)
+class Program:
+    """Values are numbered in the order in which they are made: first the arguments, then the constants."""
+
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    arguments: list[int] = field(default_factory=list)
+    constants: list[int] = field(default_factory=list)
+    outputs: list[int | None] = field(default_factory=list)
+    calls: list[TracedCall] = field(default_factory=list)
+    traced: tuple[TracedCall, ...] = ()
+    """The calls before loops were unrolled."""
+    weights: set[int] = field(default_factory=set)
+    """The arguments that are the model's own arrays."""
+    numbers: dict[int, float] = field(default_factory=dict)
+    """The constants that are one number."""
+    arrays: dict[int, Any] = field(default_factory=dict)
+    """All constants."""
+    results: tuple[float | None, ...] = ()
+    """The value of each output that is a literal."""
+
+    def new(self, aval: Any) -> int:
+        return self.value(tuple(aval.shape), dtype_name(aval.dtype))
+
+    def value(self, shape: tuple[int, ...], dtype: str) -> int:
+        self.shapes.append(shape)
+        self.dtypes.append(dtype)
+        return len(self.shapes) - 1
+
+    def constant(self, aval: Any, array: Any) -> int:
+        value = self.new(aval)
+        self.arrays[value] = array
+        number = number_in(array)
+        if number is not None:
+            self.numbers[value] = number
+        return value
+
+    def shape(self, value: int | None) -> tuple[int, ...]:
+        return () if value is None else self.shapes[value]
+
+
+def number_in(array: Any) -> float | None:
+    """The number that an array of one entry holds."""
+    try:
+        if getattr(array, "size", 1) == 1 and not jnp.issubdtype(jnp.result_type(array), jax.dtypes.extended):
+            return float(np.asarray(array).reshape(()))
+    except (TypeError, ValueError):
+        pass
+    return None
+
+
+SHORT_DTYPES = {"uint16": "int16", "int4": "int8", "uint4": "int8", "float0": "bool"}
+"""Dtypes that the core counts as another of the same size (or that arrays pad to one)."""
+
+
+def dtype_name(dtype: Any) -> str:
+    name = str(dtype)
+    return "key" if name.startswith("key<") else SHORT_DTYPES.get(name, name)
+
+
+def flatten(closed: Any, calls: Sequence[TracedCall], weights: int = 0, results: int | None = None) -> Program:
+    """The flat program of a closed jaxpr whose first ``weights`` arguments are the model's arrays, with what its first
+    ``results`` results need (None: all). Raises CaptureError for what cannot be read."""
+    program = Program(calls=list(calls), traced=tuple(calls))
+    program.arguments = [program.new(variable.aval) for variable in closed.jaxpr.invars]
+    program.weights = set(program.arguments[:weights])
+    held = zip(closed.jaxpr.constvars, closed.consts, strict=True)
+    program.constants = [program.constant(variable.aval, array) for variable, array in held]
+    flattener = _Flattener(program)
+    flattener.run(closed.jaxpr, program.arguments, program.constants, program.outputs)
+    program.outputs, program.results = program.outputs[:results], flattener.results[:results]
+    return _drop_unused(_collapse_whole_calls(program))
+
+
+class _Flattener:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.traced = tuple(program.calls)
+        self.renumbered: dict[int, int] = {}
+        """Calls of the loop body as traced → those of the iteration that is being unrolled."""
+        self.numbers: tuple[float | None, ...] = ()
+        """Those of the operands of the equation at hand that are literals."""
+        self.results: tuple[float | None, ...] = ()
+        """Those of the results of the program that was run last that are literals."""
+
+    def run(
+        self,
+        jaxpr: Any,
+        arguments: Sequence[int | None],
+        constants: Sequence[int | None],
+        outputs: list[int | None],
+        call: int = 0,
+        path: Path = (),
+        numbers: Sequence[float | None] = (),
+    ) -> None:
+        """Append the steps of ``jaxpr``; ``outputs`` receives the numbers of what it returns. ``numbers``: the values
+        of those arguments that are literals."""
+        told = dict(zip(jaxpr.invars, numbers, strict=False))
+        known: dict[Any, int | None] = dict(zip(jaxpr.invars, arguments, strict=True))
+        known.update(zip(jaxpr.constvars, constants, strict=True))
+
+        def read(atom: Any) -> int | None:
+            return self._literal(atom) if isinstance(atom, jex_core.Literal) else known[atom]
+
+        for index, equation in enumerate(jaxpr.eqns):
+            marked = call_number(equation.source_info.name_stack, -1)
+            inside = call if not 0 <= marked < len(self.program.calls) else self.renumbered.get(marked, marked)
+            self.numbers = tuple(
+                number_in(atom.val) if isinstance(atom, jex_core.Literal) else told.get(atom)
+                for atom in equation.invars
+            )
+            self.results = ()
+            made = self._equation(equation, [read(atom) for atom in equation.invars], inside, (*path, index))
+            known.update(zip(equation.outvars, made, strict=True))
+            told.update(zip(equation.outvars, self.results, strict=False))
+        outputs.extend(read(atom) for atom in jaxpr.outvars)
+        self.results = tuple(
+            number_in(atom.val) if isinstance(atom, jex_core.Literal) else told.get(atom) for atom in jaxpr.outvars
+        )
+
+    def _literal(self, atom: Any) -> int | None:
+        if not atom.aval.shape:
+            return None
+        value = self.program.constant(atom.aval, atom.val)
+        self.program.constants.append(value)
+        return value
+
+    def _equation(self, equation: Any, inputs: list[int | None], call: int, path: Path) -> list[int | None]:
+        name, params = equation.primitive.name, equation.params
+        if name in ("jit", "pjit"):
+            called = params["name"]
+            if called.startswith(BOX_MARK) or (called in WHOLE_JITS and None not in inputs):
+                return self._step(equation, called.removeprefix(BOX_MARK), inputs, call, path)
+        if name in ("jit", "pjit") and _only_draws(params["jaxpr"].jaxpr):
+            return self._step(equation, f"random.{params['name'].lstrip('_')}", inputs, call, path)
+        if name == "scan":
+            if params["length"] <= UNROLL_LIMIT:
+                return self._unroll(equation, inputs, call, path)
+            return self._step(equation, f"scan of {params['length']} iterations, not unrolled", inputs, call, path)
+        if name in ("while", "cond"):
+            return self._step(equation, name, inputs, call, path)
+        inner = inner_program(params) if name in INLINED else None
+        if inner is None:
+            return self._step(equation, name, inputs, call, path)
+        jaxpr, constants = inner
+        outputs: list[int | None] = []
+        first = len(inputs) - len(jaxpr.invars)
+        made = self._constants(jaxpr, constants)
+        self.run(jaxpr, inputs[first:], made, outputs, call, path, self.numbers[first:])
+        return outputs
+
+    def _constants(self, jaxpr: Any, constants: Sequence[Any]) -> list[int | None]:
+        if len(jaxpr.constvars) != len(constants):
+            raise CaptureError("an inner program's constants do not match its variables")
+        held = zip(jaxpr.constvars, constants, strict=True)
+        made = [self.program.constant(variable.aval, array) for variable, array in held]
+        self.program.constants.extend(made)
+        return list(made)
+
+    def _step(self, equation: Any, name: str, inputs: list[int | None], call: int, path: Path) -> list[int | None]:
+        outputs = [self.program.new(variable.aval) for variable in equation.outvars]
+        made = None if any(value is not None for value in inputs) else self._number_of(equation)
+        step = Step(name, tuple(inputs), tuple(outputs), equation.params, call, path, (), self.numbers, made)
+        self.program.steps.append(step)
+        self.results = (None,) * len(outputs)
+        return list(outputs)
+
+    def _number_of(self, equation: Any) -> float | None:
+        """The number that an equation makes of literals."""
+        literals = zip(equation.invars, self.numbers, strict=True)
+        numbers = [(atom.aval.dtype, number) for atom, number in literals if number is not None]
+        if len(numbers) != len(equation.invars) or not numbers or equation.effects or len(equation.outvars) != 1:
+            return None
+        with jax.ensure_compile_time_eval():
+            given = [jnp.asarray(number, dtype) for dtype, number in numbers]
+            return number_in(equation.primitive.bind(*given, **equation.primitive.get_bind_params(equation.params)))
+
+    def _unroll(self, equation: Any, inputs: list[int | None], call: int, path: Path) -> list[int | None]:
+        """A scan as its iterations one after the other. Every iteration reads a slice of what is scanned over, and its
+        module calls count as calls of their own."""
+        params, program = equation.params, self.program
+        body = params["jaxpr"]
+        fixed, carried = params["num_consts"], params["num_consts"] + params["num_carry"]
+        carry = inputs[fixed:carried]
+        scanned = inputs[carried:]
+        results: list[list[int | None]] = []
+        order = range(params["length"])
+        outer = dict(self.renumbered)
+        numbers: Sequence[float | None] = self.numbers[:carried]
+        loop = layer_loop(program.calls, call) if not program.weights.isdisjoint(scanned) else ""
+        for position, index in enumerate(reversed(order) if params["reverse"] else order):
+            outputs: list[int | None] = []
+            made = calls_of_iteration(
+                program.calls, self.traced, body.jaxpr, position, call, outer, f"{loop}.{index}" * bool(loop)
+            )
+            self.renumbered = outer | made
+            inside = made.get(ITERATION, call)
+            slices = [self._slice(value, index, inside) for value in scanned]
+            self.run(
+                body.jaxpr,
+                [*inputs[:fixed], *carry, *slices],
+                self._constants(body.jaxpr, body.consts),
+                outputs,
+                inside,
+                path,
+                numbers,
+            )
+            carried_numbers = self.results[: params["num_carry"]]
+            numbers = (*numbers[:fixed], *carried_numbers)
+            carry = outputs[: params["num_carry"]]
+            results.append(outputs[params["num_carry"] :])
+        self.renumbered = outer
+        if params["reverse"]:
+            results.reverse()
+        stacked: list[int | None] = []
+        for position, variable in enumerate(equation.outvars[params["num_carry"] :]):
+            rows = []
+            for row in results:
+                shape = (1, *variable.aval.shape[1:])
+                value = program.value(shape, dtype_name(variable.aval.dtype))
+                program.steps.append(Step("reshape", (row[position],), (value,), {}, call))
+                rows.append(value)
+            out = program.new(variable.aval)
+            program.steps.append(Step("concatenate", tuple(rows), (out,), {"dimension": 0}, call))
+            stacked.append(out)
+        self.results = (*numbers[fixed:], *([None] * len(stacked)))
+        return [*carry, *stacked]
+
+    def _slice(self, value: int | None, index: int, call: int) -> int:
+        program = self.program
+        if value is None:
+            raise CaptureError("a scan runs over a scalar literal")
+        shape, dtype = program.shapes[value], program.dtypes[value]
+        row = program.value((1, *shape[1:]), dtype)
+        starts = (index, *([0] * (len(shape) - 1)))
+        limits = (index + 1, *shape[1:])
+        params = {"start_indices": starts, "limit_indices": limits, "strides": None}
+        program.steps.append(Step("slice", (value,), (row,), params, call))
+        out = program.value(shape[1:], dtype)
+        program.steps.append(Step("squeeze", (row,), (out,), {"dimensions": (0,)}, call))
+        return out
+
+
+ITERATION = -1
+"""Among the calls of an iteration, the iteration itself."""
+
+
+def layer_loop(calls: Sequence[TracedCall], call: int) -> str:
+    """The path of a further loop over stacked weights that runs in ``call``: ``scan0``, ``scan1`` … of its module."""
+    stem = f"{calls[call].path}.scan".lstrip(".")
+    before = {other.path.rpartition(".")[0] for other in calls if other.path.startswith(stem)}
+    return f"{stem}{len(before)}"
+
+
+def calls_of_iteration(
+    calls: list[TracedCall],
+    traced: Sequence[TracedCall],
+    jaxpr: Any,
+    position: int,
+    call: int,
+    outer: dict[int, int],
+    row: str,
+) -> dict[int, int]:
+    """New calls for one iteration of a loop's body, one for each that its equations name: as traced → new.
+
+    A loop over stacked weights is a row of layers: each iteration is a call of its own, around those of its body, so
+    that a cut keeps it whole. ``row`` is its path, the loop's and the number of the row that it reads (a reversed loop
+    begins with the last). Of other loops (``row`` is "") the first iteration keeps its calls as ``traced``.
+    """
+    made: dict[int, int] = {}
+    if not row and position == 0:
+        return made
+    if row:
+        made[ITERATION] = len(calls)
+        calls.append(TracedCall(row, call, 0))
+    # JAX may hand back a body that it traced before, with the numbers of that time: unknown ones are left out.
+    for number in sorted(mark for mark in marks(jaxpr) if mark < len(traced)):
+        one = traced[number]
+        moved = position == 0 and calls[number] is one
+        if moved:  # its place in the list comes before the iteration around it
+            calls[number] = TracedCall("", 0, 0)
+        fallback = made[ITERATION] if row else outer.get(one.parent, one.parent)
+        occurrence = one.occurrence if moved else sum(other.path == one.path for other in calls)
+        calls.append(TracedCall(one.path, made.get(one.parent, fallback), occurrence, one.whole_kind))
+        made[number] = len(calls) - 1
+    return made
+
+
+def marks(jaxpr: Any) -> set[int]:
+    """The numbers of all calls that equations of a program, or of programs inside it, are marked with."""
+    found: set[int] = set()
+    for equation in jaxpr.eqns:
+        number = call_number(equation.source_info.name_stack, -1)
+        if number >= 0:
+            found.add(number)
+        for inner in _inner_programs(equation.params):
+            found |= marks(inner)
+    return found
+
+
+def inner_program(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
+    """The program that an equation runs once, as it is: jit, remat, custom derivatives, closed calls."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = params.get(key)
+        if inner is None:
+            continue
+        return (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+    return None
+
+
+def _inner_programs(params: dict[str, Any]) -> list[Any]:
+    found = []
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(item, "jaxpr") and hasattr(item, "consts"):
+                found.append(item.jaxpr)
+            elif hasattr(item, "eqns"):
+                found.append(item)
+    return found
+
+
+def _only_draws(jaxpr: Any) -> bool:
+    """Whether a program makes random values from keys and scalars."""
+    if any(variable.aval.shape for variable in jaxpr.invars if dtype_name(variable.aval.dtype) != "key"):
+        return False
+    names = set(_primitive_names(jaxpr))
+    return bool(names & {"random_bits", "threefry2x32", "random_gamma"})
+
+
+def _primitive_names(jaxpr: Any) -> list[str]:
+    names = []
+    for equation in jaxpr.eqns:
+        names.append(equation.primitive.name)
+        for inner in _inner_programs(equation.params):
+            names += _primitive_names(inner)
+    return names
+
+
+def _collapse_whole_calls(program: Program) -> Program:
+    """Join the steps of every call that is one op as a whole (a normalisation, a dropout) into one step."""
+    owner: dict[int, int] = {}
+    for number, call in enumerate(program.calls):
+        if call.parent in owner:
+            owner[number] = owner[call.parent]
+        elif call.whole_kind:
+            owner[number] = number
+    if not owner:
+        return program
+    readers: dict[int, set[int]] = {}
+    for step in program.steps:
+        for value in step.inputs:
+            if value is not None:
+                readers.setdefault(value, set()).add(owner.get(step.call, -1))
+    for value in program.outputs:
+        if value is not None:
+            readers.setdefault(value, set()).add(-1)
+    members: dict[int, list[Step]] = {}
+    last: dict[int, int] = {}
+    for index, step in enumerate(program.steps):
+        group = owner.get(step.call)
+        if group is not None:
+            members.setdefault(group, []).append(step)
+            last[group] = index
+    steps: list[Step] = []
+    for index, step in enumerate(program.steps):
+        group = owner.get(step.call)
+        if group is None:
+            steps.append(step)
+        elif last[group] == index:
+            steps += _joined(program, members[group], group, readers)
+    program.steps = steps
+    return program
+
+
+def _joined(program: Program, steps: list[Step], call: int, readers: dict[int, set[int]]) -> list[Step]:
+    """One step for all of ``steps``, when they make one floating result; else the steps as they are."""
+    made = [value for step in steps for value in step.outputs]
+    inside = set(made)
+    outputs = [value for value in made if readers.get(value, set()) - {call}]
+    inputs = [v for step in steps for v in step.inputs if v is not None and v not in inside]
+    results = [value for value in outputs if program.shapes[value]]
+    kind = program.calls[call].whole_kind
+    same = [value for value in inputs if results and program.shapes[value] == program.shapes[results[0]]]
+    if len(results) != 1 or not same:
+        return steps
+    first = same[0]
+    ordered = (first, *(value for value in dict.fromkeys(inputs) if value != first))
+    # Scalars that leave the call (the counter of a random stream) are bookkeeping: kept as steps of their own.
+    scalars = [step for step in steps if any(value in outputs and value not in results for value in step.outputs)]
+    whole = Step(f"call:{kind}", ordered, (results[0],), {}, call, members=tuple(steps))
+    return [whole, *_needed(scalars, steps, inside)]
+
+
+def _needed(wanted: list[Step], steps: Sequence[Step], inside: set[int]) -> list[Step]:
+    """``wanted`` and the steps among ``steps`` that they are made from, in order."""
+    needed = {value for step in wanted for value in step.inputs if value in inside}
+    kept = {id(step) for step in wanted}
+    for step in reversed(steps):
+        if needed & set(step.outputs):
+            kept.add(id(step))
+            needed |= {value for value in step.inputs if value is not None and value in inside}
+    return [step for step in steps if id(step) in kept]
+
+
+def _drop_unused(program: Program) -> Program:
+    """Leave out the steps that no result needs, as the compiler does."""
+    needed = {value for value in program.outputs if value is not None}
+    kept: list[Step] = []
+    for step in reversed(program.steps):
+        if needed & set(step.outputs):
+            kept.append(step)
+            needed.update(value for value in step.inputs if value is not None)
+    program.steps = kept[::-1]
+    return program
+
+
+def same_structure(
+    first: Program, second: Program, differ: Callable[[str], CaptureError], sizes: tuple[int, int] = (2, 3)
+) -> None:
+    """Raise what ``differ`` makes of the first difference between the programs at two batch sizes."""
+    small, large = sizes
+    if len(first.steps) != len(second.steps):
+        raise differ(f"{len(first.steps)} ops with batch {small}, {len(second.steps)} with batch {large}")
+    for one, other in zip(first.steps, second.steps, strict=True):
+        if (one.name, one.inputs, one.outputs) != (other.name, other.inputs, other.outputs):
+            path = first.calls[one.call].path or "the model"
+            raise differ(f"in {path}, {one.name} with batch {small} is {other.name} with batch {large}")

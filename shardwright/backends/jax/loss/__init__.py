@@ -1,0 +1,1 @@
+"""How the losses of microbatches and replicas make that of the batch."""

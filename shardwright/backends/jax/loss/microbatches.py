@@ -1,0 +1,393 @@
+"""The loss of one step: microbatches one after the other, replicas beside each other, combined by weight."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardwright.backends.jax.capture.checkpoint_policies import computed_again
+from shardwright.backends.jax.capture.returned import Returned, read_returned
+from shardwright.backends.jax.capture.trace import Recorder, boxed_functions, linen_calls, nnx_calls, recomputed
+from shardwright.backends.jax.capture.tree import abstract
+from shardwright.backends.jax.loss.metrics import Metrics, arrays_of, is_weighted, metrics_of
+from shardwright.backends.jax.loss.reductions import (
+    MEAN,
+    SUM,
+    Reader,
+    Reduction,
+    Traced,
+    asked,
+    asked_scope,
+    norm_of_samples,
+)
+from shardwright.backends.jax.program.convolutions import for_cpu_loops
+from shardwright.backends.jax.program.python_values import PythonValues, WithValues
+from shardwright.backends.jax.state.shardings import axes_of
+from shardwright.backends.jax.state.train_state import Parts, TrainState, fold_random, put_together, take_apart
+from shardwright.backends.jax.state.trained import ALL, Trained
+from shardwright.core.errors import PlanError
+from shardwright.core.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class LossFunction:
+    """A user's loss function made uniform: (params, random, other, graphdef, batch) → `Returned`."""
+
+    function: Callable[..., Any]
+    keywords: frozenset[str]
+    """Which of ``rngs`` and ``state`` it takes."""
+    precision: str
+    recompute: str
+    blocks: frozenset[str]
+    """The modules whose calls are computed again in the backward pass: those of the plan's units."""
+    reduction: str | None = None
+    """What the user says of how the losses of microbatches combine: "mean", "sum", or nothing."""
+    has_aux: bool = False
+    """Whether it returns metrics beside the loss."""
+    trained: Trained = ALL
+    """Which parameters gradients are taken of."""
+    python: PythonValues | None = None
+    """What it reads of Python."""
+    recorder: Recorder | None = None
+    """Marks module calls, for a program that is cut."""
+    laid_out: Callable[..., Returned] | None = None
+    """Takes this function and its arguments, and runs it with its values laid out as the plan says."""
+
+    @classmethod
+    def of(
+        cls,
+        function: Callable[..., Any],
+        plan: Plan,
+        *,
+        reduction: str | None = None,
+        has_aux: bool = False,
+        trained: Trained = ALL,
+    ) -> "LossFunction":
+        """Under a plan that is bound to JAX."""
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):
+            parameters = {}.values()
+        open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        names = {p.name for p in parameters}
+        keywords = frozenset({"rngs", "state"} if open_ended else names & {"rngs", "state"})
+        units = plan.binding("jax").units
+        blocks = frozenset(call.path for unit in computed_again(plan) for call in units[unit].calls)
+        # A precision that nobody asked for is what the planner counted with, not an order to change the model.
+        precision = plan.decision.precision if plan.is_pinned("precision") else "as given"
+        # A pipeline recomputes by stage and unit, whatever the model is made of.
+        recompute = plan.decision.recompute if plan.decision.pp == 1 else "none"
+        return cls(
+            function, keywords, precision, recompute, blocks, reduction, has_aux, trained, PythonValues.of(function)
+        )
+
+    def __call__(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> Returned:
+        if self.laid_out is not None:
+            return self.laid_out(self, params, random, other, graphdef, batch)
+        return self.plain(params, random, other, graphdef, batch)
+
+    def plain(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> Returned:
+        """The function as the user wrote it. A batch may come with the Python numbers that are inputs of the step."""
+        values: Sequence[Any] = ()
+        if isinstance(batch, WithValues):
+            batch, values = batch.batch, batch.values
+        with nullcontext() if self.python is None else self.python.given(values):
+            return self._plain(params, random, other, graphdef, batch)
+
+    def _plain(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> Returned:
+        if self.precision == "bf16":
+            params = jax.tree.map(lambda p: p.astype(jnp.bfloat16) if p.dtype == jnp.float32 else p, params)
+        if graphdef is not None:
+            model = put_together(Parts(params, random, other, graphdef))
+            marking = nnx_calls(model, self.recorder) if self.recorder else nullcontext()
+            attributes = nullcontext() if self.python is None else self.python.on(model)
+            with attributes, marking, recomputed(model, self.blocks, self.recompute):
+                found = self._read(self.function(model, batch), None, takes_state=False)
+            return found._replace(state=take_apart(model, 0, None).other)
+        extra = {name: value for name, value in (("rngs", random), ("state", other)) if name in self.keywords}
+        with linen_calls(self.recorder) if self.recorder else nullcontext():
+            return self._read(self.function(params, batch, **extra), other, takes_state="state" in self.keywords)
+
+    def _read(self, returned: Any, state: Any, *, takes_state: bool) -> Returned:
+        return read_returned(returned, state, takes_state=takes_state, has_aux=self.has_aux)
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatches:
+    """A global batch as microbatches, and the loss of the m-th of them.
+
+    Replica r of dp holds the r-th of dp equal pieces of the batch, and microbatch m is the m-th piece of that: global
+    microbatch r · microbatches + m. ``per_replica`` runs the loss function on every replica's microbatch by itself;
+    otherwise (loss scope "global") on the m-th microbatches of all replicas together.
+    """
+
+    loss: LossFunction
+    graphdef: Any
+    structure: Any
+    """Of the batch as a pytree; its leaves are handed over one by one."""
+    dims: tuple[int | None, ...]
+    """The batch dim of every leaf."""
+    replicas: int
+    microbatches: int
+    per_replica: bool
+    metrics: Metrics | None = None
+    """How those beside the loss combine; None without any."""
+
+    reduction: Reduction | None = None
+    """How the losses of microbatches make that of the batch; None: by the weights that come with them."""
+    samples: int = 1
+    """Of a microbatch; with the loss scope "global" those of all replicas."""
+
+    @classmethod
+    def of(
+        cls,
+        loss: LossFunction,
+        plan: Plan,
+        parts: Parts,
+        structure: Any,
+        dims: tuple[int | None, ...],
+        leaves: Sequence[Any],
+    ) -> "Microbatches":
+        """Under a plan, of a model taken apart and batches like these leaves (arrays or shapes).
+
+        Raises PlanError for a loss or a metric of which it cannot be told how those of microbatches combine.
+        """
+        decision = plan.decision
+        alone = decision.loss_scope != "global" and decision.dp > 1
+        batch = cls(loss, parts.graphdef, structure, dims, decision.dp, plan.microbatches, alone)
+        size = next(leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None)
+        batch = replace(batch, samples=size // batch.calls)
+        arrays = jax.tree.map(abstract, (parts.params, parts.random, parts.other))
+        shapes = [abstract(leaf) for leaf in leaves]
+        found: list[Any] = []
+
+        def run(arrays: Any, inputs: Any, recorder: Any) -> list[Any]:
+            params, random, other = arrays
+            made = replace(loss, recorder=recorder).plain(params, random, other, parts.graphdef, inputs)
+            aux, form = arrays_of(made.aux)
+            found[:] = [made, aux, form]
+            return jax.tree.leaves([made.loss, [leaf for _, leaf in aux]])
+
+        def at(samples: int) -> Any:
+            cut = [
+                leaf if dim is None else leaf.update(shape=(*leaf.shape[:dim], samples, *leaf.shape[dim + 1 :]))
+                for leaf, dim in zip(shapes, dims, strict=True)
+            ]
+            return jax.tree.unflatten(structure, cut)
+
+        recorder = Recorder(whole_batch_norms=True)
+
+        def read(samples: int, recorder: Recorder | None = None) -> list[Any]:
+            """The metrics with so many samples, as shapes."""
+            with boxed_functions():  # as the reader traces it: JAX remembers what inner functions were traced to
+                jax.eval_shape(lambda arrays, inputs: run(arrays, inputs, recorder), arrays, at(samples))
+            return [(name, jax.tree.map(abstract, leaf)) for name, leaf in found[1]]
+
+        lifted = loss.python is not None and loss.python.lifted
+        if batch.calls == 1 and loss.reduction is None and not loss.has_aux and not lifted:
+            return batch
+        aux = read(batch.samples, recorder)
+        weighs, form = found[0].weighs, found[2]
+        if loss.reduction is not None and weighs:
+            raise PlanError(f"reduction={loss.reduction!r} was given, and the loss function returns a weight: give one")
+        mask = (*loss.trained.mask(parts.params), *([False] * len(jax.tree.leaves(arrays[1:]))))
+        name = getattr(loss.function, "__name__", type(loss.function).__name__)
+        traced = Traced(name, run, arrays, mask, at, batch.samples, batch.samples * batch.calls, dims)
+        as_global = replace(plan, decision=replace(decision, loss_scope="global"))
+        is_asked = batch.calls > 1 and decision.loss_scope is None and loss.reduction is None
+        if is_asked and (norm := norm_of_samples(recorder, traced)):
+            if alone and plan.microbatches == 1:
+                return cls.of(loss, as_global, parts, structure, dims, leaves)
+            raise asked_scope(name, norm, batch.calls)
+        metrics = loss.has_aux and batch.calls > 1 and any(m.dtype for _, m in aux if not is_weighted(m))
+        asks = batch.calls > 1 and loss.reduction is None and not weighs
+        reader = Reader.of(traced) if asks or metrics else Reader(traced, None, None)
+        if loss.reduction == "sum":
+            batch = replace(batch, reduction=SUM)
+        elif asks:
+            reduction, verdict = reader.reduction(0)
+            is_coupled = verdict.finding is not None and verdict.finding.kind == "coupled"
+            if is_coupled and decision.loss_scope == "replica":  # every microbatch is meant to be taken by itself
+                reduction = MEAN
+            if reduction is None and alone and plan.microbatches == 1 and decision.loss_scope is None:
+                return cls.of(loss, as_global, parts, structure, dims, leaves)
+            if reduction is None:
+                raise asked(name, verdict, batch.calls)
+            batch = replace(batch, reduction=None if reduction == MEAN else reduction)
+        if not loss.has_aux:
+            return batch
+        twice = read(2 * batch.samples) if any(not is_weighted(m) and m.ndim for _, m in aux) else None
+        return replace(batch, metrics=metrics_of(reader, aux, twice, form, batch.calls))
+
+    @property
+    def calls(self) -> int:
+        """How many times the loss function is called for a batch."""
+        return self.microbatches * (self.replicas if self.per_replica else 1)
+
+    def divisor(self, counted: jax.Array) -> jax.Array:
+        """What the sums of a step are divided by, from what `total` counted of all its microbatches."""
+        return counted if self.reduction is None else self.reduction.divisor(self.samples * self.calls, counted)
+
+    def split(self, leaf: Any, dim: int | None) -> Any:
+        """[…, batch, …] → [microbatch, replica, samples, …]; arrays without a batch dim as they are."""
+        if dim is None:
+            return leaf
+        numbers: Any = jnp if isinstance(leaf, jax.Array) else np
+        front = numbers.moveaxis(numbers.asarray(leaf), dim, 0)
+        pieces = front.reshape(self.replicas, self.microbatches, -1, *front.shape[1:])
+        return numbers.moveaxis(pieces, 1, 0)
+
+    def take(self, split: Sequence[Any], m: Any) -> list[Any]:
+        """The m-th microbatches, stacked over replicas."""
+        return [leaf if dim is None else leaf[m] for leaf, dim in zip(split, self.dims, strict=True)]
+
+    def total(
+        self, params: Any, random: Any, step: Any, other: Any, m: Any, part: Sequence[Any]
+    ) -> tuple[jax.Array, tuple[jax.Array, Any, list[jax.Array], list[jax.Array]]]:
+        """Σ weight · loss over replicas, Σ weight (or what else makes the `divisor`), the other state after it, and of
+        the metrics the arrays that add up over microbatches and those that are joined, [replica, samples, …]."""
+
+        def one(replica: Any, pieces: list[Any]) -> Any:
+            restored = [_restore(piece, dim) for piece, dim in zip(pieces, self.dims, strict=True)]
+            folded = fold_random(random, step, replica * self.microbatches + m)
+            batch = jax.tree.unflatten(self.structure, restored)
+            loss, weight, after, aux, _ = self.loss(params, folded, other, self.graphdef, batch)
+            arrays, counted = (params, folded, other), weight
+            if self.reduction is not None:
+                counted = self.reduction.counted(self.samples, arrays, batch)
+                weight = self.reduction.share(self.samples, counted)
+            leaves = zip(jax.tree.leaves(after), given, strict=False)
+            kept.append({number for number, (new, old) in enumerate(leaves) if new is old})
+            made = ([], []) if self.metrics is None else self.metrics.of_call(aux, arrays, batch)
+            return loss, weight, counted, after, *made
+
+        given = jax.tree.leaves(other)
+        kept: list[set[int]] = []
+        """Which of the other values come out as they went in."""
+        if self.per_replica and self.replicas > 1:
+            over = [None if dim is None else 0 for dim in self.dims]
+            run = jax.vmap(one, in_axes=(0, over), spmd_axis_name="dp")
+            losses, weights, counted, after, sums, rows = run(jnp.arange(self.replicas), list(part))
+            sums = [each.sum(0) for each in sums]
+            leaves, structure = jax.tree.flatten(after)
+            merged = [given[i] if i in kept[-1] else _over_replicas(leaf) for i, leaf in enumerate(leaves)]
+            after = jax.tree.unflatten(structure, merged)
+        else:
+            joined = [p if dim is None else p.reshape(-1, *p.shape[2:]) for p, dim in zip(part, self.dims, strict=True)]
+            losses, weights, counted, after, sums, rows = one(0, joined)
+            rows = [each.reshape(self.replicas, -1, *each.shape[1:]) for each in rows]
+        weights, counted = jax.lax.stop_gradient((weights, counted))
+        return jnp.sum(losses * weights), (jnp.sum(counted), after, sums, rows)
+
+
+class Gradients(NamedTuple):
+    """What the microbatches of one step gave."""
+
+    loss: jax.Array
+    mean: Any
+    """The gradients of what is trained, as `Trained.with_gradients` makes a tree."""
+    other: Any
+    """The model's other state."""
+    aux: Any
+    losses: jax.Array
+    """Σ weight · loss of every microbatch, [microbatches]."""
+
+
+def accumulate(
+    batch: Microbatches, state: TrainState, leaves: Sequence[Any], *, mesh: jax.sharding.Mesh, gradients_at: Any
+) -> Gradients:
+    """Loss and gradients of a global batch, the model's other state after it, and metrics, in one program."""
+    along_dp = NamedSharding(mesh, PartitionSpec(None, "dp"))
+    split = [
+        leaf if dim is None else jax.lax.with_sharding_constraint(batch.split(leaf, dim), along_dp)
+        for leaf, dim in zip(leaves, batch.dims, strict=True)
+    ]
+    trained = batch.loss.trained
+    given = trained.leaves(state.params)
+    at = [place for place, flag in zip(jax.tree.leaves(gradients_at), trained.mask(state.params), strict=True) if flag]
+
+    def total(given: list[Any], *rest: Any) -> Any:
+        return batch.total(trained.merge(state.params, given), *rest)
+
+    gradient = jax.value_and_grad(total, has_aux=True)
+
+    def one_microbatch(carry: Any, m: Any) -> tuple[Any, Any]:
+        loss_sum, weight_sum, gradients, other, before = carry
+        (value, (weight, other, sums, rows)), found = gradient(
+            given, state.random, state.step, other, m, batch.take(split, m)
+        )
+        gradients = [a + b.astype(a.dtype) for a, b in zip(gradients, found, strict=True)]
+        gradients = jax.lax.with_sharding_constraint(gradients, at)
+        sums = jax.tree.map(jnp.add, before, sums)
+        return (loss_sum + value, weight_sum + weight, gradients, other, sums), (rows, value)
+
+    zeros = jax.lax.with_sharding_constraint([jnp.zeros(p.shape, accumulated_dtype(p)) for p in given], at)
+    sums = [] if batch.metrics is None else batch.metrics.zeros()
+    start = (jnp.zeros(()), jnp.zeros(()), zeros, state.other, sums)
+    if batch.microbatches == 1:
+        (loss_sum, weight_sum, gradients, other, sums), (rows, value) = one_microbatch(start, 0)
+        rows, losses = [each[None] for each in rows], value[None]
+    else:
+        numbers = jnp.arange(batch.microbatches)
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        body = for_cpu_loops(one_microbatch, start, numbers[0]) if on_cpu else one_microbatch
+        (loss_sum, weight_sum, gradients, other, sums), (rows, losses) = jax.lax.scan(body, start, numbers)
+    divisor = batch.divisor(weight_sum)
+    mean = [(g / divisor).astype(p.dtype) for g, p in zip(gradients, given, strict=True)]
+    aux = None if batch.metrics is None else batch.metrics.all(sums, rows)
+    return Gradients(loss_sum / divisor, trained.with_gradients(state.params, mean), other, aux, losses)
+
+
+def squared(gradient: Any) -> jax.Array:
+    """The sum of squares of one array, in fp32."""
+    return jnp.sum(jnp.square(jnp.abs(gradient).astype(jnp.float32)))
+
+
+def split_squares(gradients: Sequence[Any], at: Sequence[NamedSharding]) -> jax.Array:
+    """`squared` of each of some arrays that lie split like this: devices add up what they hold before they add to each
+    other, and the numbers of all arrays that are split over the same axes cross together."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for number, sharding in enumerate(at):
+        groups.setdefault(tuple(sorted(axes_of(sharding))), []).append(number)
+    found: list[Any] = [None] * len(gradients)
+    for axes, members in groups.items():
+        held = [gradients[number] for number in members]
+        if axes:
+            own: Any = jax.shard_map(
+                lambda *held, axes=axes: jax.lax.psum(jnp.stack([squared(a) for a in held]), axes),
+                mesh=at[0].mesh,
+                in_specs=tuple(at[number].spec for number in members),
+                out_specs=PartitionSpec(),
+            )
+            squares = own(*held)
+        else:
+            squares = [squared(a) for a in held]
+        for position, number in enumerate(members):
+            found[number] = squares[position]
+    return jnp.stack(found)
+
+
+def accumulated_dtype(parameter: Any) -> Any:
+    """In which the gradients of a parameter add up: at least fp32."""
+    return jnp.promote_types(parameter.dtype, jnp.float32)
+
+
+def updated(optimizer: optax.GradientTransformation, gradients: Any, state: Any, params: Any, loss: Any) -> Any:
+    """An optimizer's updates and state; those that follow the loss (optax.contrib.reduce_on_plateau) are given it."""
+    return optax.with_extra_args_support(optimizer).update(gradients, state, params, value=loss)
+
+
+def _restore(piece: Any, dim: int | None) -> Any:
+    return piece if dim is None else jnp.moveaxis(piece, 0, dim)
+
+
+def _over_replicas(leaf: jax.Array) -> jax.Array:
+    """One value of what every replica changed by itself: the mean of numbers, the first of anything else."""
+    return leaf.mean(0) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf[0]

@@ -1,0 +1,329 @@
+"""How the losses and metrics of microbatches make those of the batch: read from the loss function's program.
+
+`core.loss` decides; this traces the function at two batch sizes, asks, and computes the counts of weighted means from
+each microbatch, by the part of the function's own program that makes them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+
+from shardwright.backends.jax.capture.model import Source, trace
+from shardwright.backends.jax.capture.steps import Program, inner_program, same_structure
+from shardwright.backends.jax.capture.trace import Recorder
+from shardwright.backends.jax.capture.tree import abstract, flat_names
+from shardwright.backends.jax.loss.program import loss_program, require_alike_alone
+from shardwright.core.errors import CaptureError, PlanError, ShardwrightError
+from shardwright.core.model.loss import Combination, Finding, LossProgram, Verdict, read_loss
+
+REDUCTIONS = (None, "mean", "sum")
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A loss function as it can be traced: ``run(arrays, batch, recorder)`` gives its results, the loss first."""
+
+    name: str
+    run: Callable[[Any, Any, Any], list[Any]]
+    arrays: Any
+    """Parameters, random keys and other state, as shapes."""
+    trained: tuple[bool, ...]
+    """One flag for each leaf of ``arrays``."""
+    at: Callable[[int], Any]
+    """A microbatch of so many samples, as shapes."""
+    samples: int
+    """Of a microbatch."""
+    whole: int
+    """Samples of all microbatches whose results are to be combined."""
+    dims: tuple[int | None, ...]
+    """The batch dim of every leaf of the batch."""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The batch sizes that its results are read at: those of a microbatch and of the whole, so that what holds
+        between them is what is asked. One sample alone may run other ops."""
+        small = max(2, self.samples)
+        return small, max(small + 1, self.whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """Results of microbatches, times `share`, add up to `divisor` times that of the batch."""
+
+    combination: Combination
+    count: "CountOf | None" = None
+
+    def share(self, samples: int, count: jax.Array) -> jax.Array:
+        """What a microbatch's result is multiplied by; ``count`` is C of its samples."""
+        return self.divisor(samples, count)
+
+    def counted(self, samples: int, arrays: Any, batch: Any) -> jax.Array:
+        """C of a microbatch; without a count its number of samples."""
+        told = self.combination.count
+        if self.count is None or told is None:
+            return jnp.asarray(float(samples), jnp.float32)
+        twice = samples == 1  # programs of one sample may have other ops: it is counted twice then
+        found: jax.Array = self.count(arrays, batch, twice=twice).astype(jnp.float32).reshape(())
+        found = found * (2.0**told.power / 2.0 if twice else float(samples**told.power))
+        return found
+
+    def divisor(self, samples: int, count: jax.Array) -> jax.Array:
+        """What the sum is divided by, of so many samples: with C of them all."""
+        found: jax.Array = jnp.float32(float(samples) ** self.combination.power)
+        told = self.combination.count
+        if told is not None:
+            below = count / float(samples**told.power)
+            for guard in told.guards:
+                if guard.how == "add":
+                    below = below + guard.number
+                else:
+                    below = jnp.maximum(below, guard.number) if guard.how == "at_least" else below * guard.number
+            found = found * below
+        return found
+
+
+MEAN = Reduction(Combination(1))
+SUM = Reduction(Combination(0))
+
+
+@dataclass(frozen=True, slots=True)
+class CountOf:
+    """A number that the function computes from its batch: the result of one equation of its program."""
+
+    traced: Traced
+    first: Program
+    """The function at the first of `Traced.sizes`."""
+    path: tuple[int, ...]
+    position: int
+
+    def __call__(self, arrays: Any, batch: Any, *, twice: bool) -> jax.Array:
+        """Its value for a microbatch, or for twice the same samples. ``arrays`` and ``batch`` are what the function is
+        called with. Raises PlanError where the function does not run the ops that it was read by."""
+        if twice:
+            leaves, structure = jax.tree.flatten(batch)
+            dims = zip(leaves, self.traced.dims, strict=True)
+            leaves = [leaf if dim is None else jnp.concatenate([leaf, leaf], dim) for leaf, dim in dims]
+            batch = jax.tree.unflatten(structure, leaves)
+        arrays, inputs = jax.tree.map(abstract, (arrays, batch))
+        closed, program = trace(source_of(self.traced, arrays), inputs, list, whole_batch_norms=True)
+        same_structure(self.first, program, self._differs)
+        known: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        leaves = jax.tree.leaves(batch)
+        known.update(zip(closed.jaxpr.invars[len(closed.jaxpr.invars) - len(leaves) :], leaves, strict=True))
+        found: jax.Array = jnp.asarray(_result_at(closed.jaxpr, known, self.path, self.position))
+        return found
+
+    def _differs(self, what: str) -> CaptureError:
+        return CaptureError(
+            f"the count that the loss of {self.traced.name} is divided by is read at other batch sizes than the "
+            f"microbatch's, where the function runs other ops ({what}): return sw.weighted(loss, weight)"
+        )
+
+
+def source_of(traced: Traced, arrays: Any) -> Source:
+    names = flat_names(arrays)
+    trainable = tuple(flag or None for flag in traced.trained)
+    return Source(traced.name, arrays, names, trainable, {}, traced.run)
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """What can be said of a function's results."""
+
+    traced: Traced
+    program: LossProgram | None
+    flat: Program | None
+    why: str = ""
+    """Why there is no program."""
+    at_whole: tuple[float | None, ...] = ()
+    """The value of each result that is a literal, at the second of `Traced.sizes`."""
+
+    @classmethod
+    def of(cls, traced: Traced) -> "Reader":
+        """Traces the function at two batch sizes; with batch norms as one op, which couples no samples."""
+        source, sizes = source_of(traced, traced.arrays), traced.sizes
+
+        def differs(what: str) -> CaptureError:
+            return CaptureError(f"it does not run the same ops at every batch size: {what}")
+
+        try:
+            first, second = (trace(source, traced.at(size), list, whole_batch_norms=True)[1] for size in sizes)
+            same_structure(first, second, differs, sizes)
+            if traced.samples == 1:
+                alone = trace(source, traced.at(1), list, whole_batch_norms=True)[1]
+                require_alike_alone(alone, first, second, sizes)
+        except CaptureError as error:
+            return cls(traced, None, None, str(error))
+        except ShardwrightError:
+            raise
+        except Exception as error:  # the user's function, of another number of samples
+            said = str(error).partition("\n")[0]
+            return cls(traced, None, None, f"it cannot be traced at batch {sizes[0]} and {sizes[1]} ({said:.200})")
+        inputs = len(jax.tree.leaves(traced.at(2)))
+        return cls(traced, loss_program(first, second, sizes, traced.trained, inputs), first, "", second.results)
+
+    def reduction(self, number: int) -> tuple[Reduction | None, Verdict]:
+        """How result ``number`` combines; without a reduction, the verdict's finding says why. A result that does not
+        depend on the samples combines as a mean."""
+        if self.program is None or self.flat is None:
+            return None, Verdict(finding=Finding("unknown", self.why))
+        value = self.flat.outputs[number]
+        if value is None and self.flat.results[number] != self.at_whole[number]:
+            return None, Verdict(finding=Finding("unknown", "it is a number that differs with the batch size"))
+        if value is None:
+            return Reduction(Combination(1)), Verdict(constant=True)
+        verdict = read_loss(self.program, value)
+        if verdict.finding is not None:
+            return None, verdict
+        found = verdict.combinations or (Combination(1),)
+        if len(found) > 1:
+            kinds = " and a ".join(dict.fromkeys(c.reduction for c in found))
+            return None, Verdict(finding=Finding("mixed", f"it adds a {kinds}, whose weights may differ"))
+        (combination,) = found
+        if combination.count is None:
+            return Reduction(combination), verdict
+        if verdict.constant and combination.count.guards:
+            return None, Verdict(finding=Finding(
+                "mixed", "it adds a weighted mean whose count is kept from zero and a term that does not depend on the "
+                "samples, which have different weights where a microbatch has nothing to count",
+            ))  # fmt: skip
+        count = self._count(combination.count.value)
+        if isinstance(count, str):
+            return None, Verdict(finding=Finding("unknown", count))
+        return Reduction(combination, count), verdict
+
+    def _count(self, value: int) -> CountOf | str:
+        """What computes a count, or why none does."""
+        assert self.program is not None
+        assert self.flat is not None
+        makers = {made: step for step in self.flat.steps for made in step.outputs}
+        step = makers.get(value)
+        if step is None or step.path is None or sum(other.path == step.path for other in self.flat.steps) > 1:
+            return "the number that it is divided by is made inside a loop"
+        weights = set(self.flat.arguments[: len(self.traced.trained)])
+        seen, missing = set(), [value]
+        while missing:
+            at = missing.pop()
+            if at in weights or (at in makers and makers[at].name.startswith("random")):
+                return "the number that it is divided by depends on parameters, state or random numbers"
+            if at in makers and at not in seen:
+                seen.add(at)
+                missing += [v for v in makers[at].inputs if v is not None]
+        return CountOf(self.traced, self.flat, step.path, step.outputs.index(value))
+
+
+def asked(name: str, verdict: Verdict, microbatches: int) -> PlanError:
+    """The error for a loss of which it must be said how it combines."""
+    finding = verdict.finding
+    reason = "" if finding is None else finding.reason
+    kind = {"coupled": "depends on several samples together", "mixed": "has terms that add up in different ways"}.get(
+        "unknown" if finding is None else finding.kind, "cannot be told to be a mean over samples"
+    )
+    by_itself = "plan with loss_scope='replica' if every microbatch is meant to be taken by itself; "
+    return PlanError(
+        f"the loss of {name} {kind}: {reason}. This plan computes it for {microbatches} microbatches one by one, and "
+        "the loss of the whole batch does not follow from theirs for certain. Plan with microbatch = batch / dp, so "
+        f"that all samples are seen together; or say what is meant: {by_itself if kind.startswith('depends') else ''}"
+        "return sw.weighted(loss, weight), or give "
+        "train_step reduction='mean' for the mean of the microbatches' losses, reduction='sum' for their sum"
+    )
+
+
+def norm_of_samples(recorder: Recorder, traced: Traced) -> str:
+    """The path of a batch norm that takes its statistics over the samples, of those that a trace has come to; "" where
+    all use what they have kept."""
+    norms = [call.path for call in recorder.calls if call.whole_kind == "batch_norm"]
+    if not norms:
+        return ""
+    source = source_of(traced, traced.arrays)
+    try:
+        first, second = (trace(source, traced.at(size), list)[1] for size in traced.sizes)
+    except ShardwrightError:
+        raise
+    except Exception:  # the user's function, of another number of samples: nothing is known of its norms
+        return norms[0]
+    for one, other in zip(first.steps, second.steps, strict=False):
+        path = first.calls[one.call].path
+        grown = [first.shapes[v] != second.shapes[v] for v in one.inputs if v is not None]
+        if path in norms and (one.name != other.name or one.inputs != other.inputs):
+            return path
+        if path in norms and any(grown) and all(first.shapes[v] == second.shapes[v] for v in one.outputs):
+            return path
+    return ""
+
+
+def asked_scope(name: str, norm: str, microbatches: int) -> PlanError:
+    """The error for batch norms of which it must be said which samples they see together."""
+    return PlanError(
+        f"the model of {name} norms its batch at {norm}, and this plan computes {microbatches} microbatches one by "
+        "one: the statistics of the whole batch do not follow from theirs. Plan with microbatch = batch / dp, so that "
+        "all samples are seen together, as by the unsplit model; or plan with loss_scope='replica', if every "
+        "microbatch is meant to be normed by itself (so says train_step's reduction='mean' too), or "
+        "loss_scope='global', for the microbatches of all replicas together"
+    )
+
+
+def _result_at(jaxpr: Any, known: dict[Any, Any], path: tuple[int, ...], position: int) -> Any:
+    """The result of the equation at a path, with only those equations run that it needs."""
+    makers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
+
+    def value(atom: Any) -> Any:
+        if isinstance(atom, jex_core.Literal):
+            return atom.val
+        missing = [atom]
+        while missing:
+            variable = missing[-1]
+            if variable in known:
+                missing.pop()
+                continue
+            equation = makers[variable]
+            reads = [a for a in equation.invars if not isinstance(a, jex_core.Literal) and a not in known]
+            if reads:
+                missing += reads
+                continue
+            given = [a.val if isinstance(a, jex_core.Literal) else known[a] for a in equation.invars]
+            primitive = equation.primitive
+            made = primitive.bind(*given, **primitive.get_bind_params(equation.params))
+            known.update(zip(equation.outvars, made if primitive.multiple_results else [made], strict=True))
+        return known[atom]
+
+    equation = jaxpr.eqns[path[0]]
+    if len(path) == 1:
+        return value(equation.outvars[position])
+    inner = inner_program(equation.params)
+    assert inner is not None
+    body, constants = inner
+    inside: dict[Any, Any] = dict(zip(body.constvars, constants, strict=True))
+    given = equation.invars[len(equation.invars) - len(body.invars) :]
+    wanted = _inputs_of(body, path[1:], position)
+    inside.update((v, value(atom)) for v, atom in zip(body.invars, given, strict=True) if v in wanted)
+    return _result_at(body, inside, path[1:], position)
+
+
+def _inputs_of(jaxpr: Any, path: tuple[int, ...], position: int) -> set[Any]:
+    """The arguments of a program that the result at a path depends on."""
+    makers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
+    equation = jaxpr.eqns[path[0]]
+    missing: list[Any] = [equation.outvars[position]] if len(path) == 1 else []
+    if len(path) > 1:
+        inner = inner_program(equation.params)
+        assert inner is not None
+        wanted = _inputs_of(inner[0], path[1:], position)
+        given: Sequence[Any] = equation.invars[len(equation.invars) - len(inner[0].invars) :]
+        missing = [a for v, a in zip(inner[0].invars, given, strict=True) if v in wanted]
+    found: set[Any] = set()
+    seen: set[Any] = set()
+    while missing:
+        atom = missing.pop()
+        if isinstance(atom, jex_core.Literal) or atom in seen:
+            continue
+        seen.add(atom)
+        if atom in makers:
+            missing += list(makers[atom].invars)
+        else:
+            found.add(atom)
+    return found

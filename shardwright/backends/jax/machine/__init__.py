@@ -1,0 +1,1 @@
+"""Processes, devices, meshes, the heartbeat between processes, and agreement among them."""

@@ -1,0 +1,1 @@
+"""The bytes that units keep and that compiled steps hold."""

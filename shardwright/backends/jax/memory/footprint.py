@@ -1,0 +1,259 @@
+"""What every unit of a model keeps and holds in this runtime: counted from the program of its derivative.
+
+Each unit is cut out as a stage of its own, as `pipeline` would run it. What its forward hands to its backward is then
+known to the byte (`residuals`), also for two neighbours as one stage, which keep less than each for itself. What the
+backward holds beside that follows from its equations, with chains of elementwise arithmetic fused as XLA fuses them.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import jax
+
+from shardwright.backends.jax.capture.steps import Program
+from shardwright.backends.jax.capture.trace import TracedCall
+from shardwright.backends.jax.pipeline.stage_functions import Operands, StageFunction, StageFunctions, stage_functions
+from shardwright.backends.jax.program.cut import cut
+from shardwright.backends.jax.program.equations import Equation, FlatProgram, Home, flatten
+from shardwright.backends.jax.state.ownership import held_by
+from shardwright.core.errors import ShardwrightError
+from shardwright.core.model.fold import fold
+from shardwright.core.model.graph import Footprint, Graph, KeptTwice
+from shardwright.core.model.structure import UnitBinding, structure_of
+
+FUSED = frozenset(
+    {"abs", "add", "add_any", "and", "argmax", "argmin", "atan2", "broadcast_in_dim", "ceil", "clamp"}
+    | {"convert_element_type", "copy", "cos", "div", "dynamic_slice", "eq", "erf", "exp", "exp2", "expand_dims"}
+    | {"expm1", "floor", "ge", "gather", "gt", "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic"}
+    | {"lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reduce_and", "reduce_max", "reduce_min"}
+    | {"reduce_or", "reduce_sum", "rem", "reshape", "rev", "round", "rsqrt", "select_n", "sign", "sin", "slice"}
+    | {"sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh", "transpose", "xor", "mul_add"}
+)
+"""What XLA makes part of the loop that reads its result."""
+REPEATED = frozenset({"broadcast_in_dim", "iota"})
+"""Of these what is made again by every reader."""
+SAME_MEMORY = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "copy"})
+
+
+def footprints(
+    graph: Graph, traces: Sequence[tuple[Any, Program]], names: Sequence[str]
+) -> tuple[tuple[Footprint, ...], tuple[KeptTwice, ...]]:
+    """For every class of units what one keeps and holds, and what neighbours keep twice; empty where the program cannot
+    be cut into units.
+
+    traces: the closed jaxpr and the program at batch 2 and at batch 3; ``names`` of the model's arrays, the first
+    arguments.
+    """
+    folded = fold(graph)
+    firsts = [members[0] for members in folded.classes]
+    _, binding = structure_of(folded)
+    classes = [unit.fold_class for unit in folded.units]
+    pairs = {both: first for first, both in reversed(list(enumerate(pairwise(classes))))}
+    found, selective, together = [], [], []
+    try:
+        for closed, program in traces:
+            whole = partial(_Stages, graph, closed, program.traced, names, binding.units)
+            stages = whole(range(len(classes)))
+            found.append([_bytes(stages.functions(unit)) for unit in firsts])
+            selective.append([_kept_bytes(stages.functions(unit, "selective")) for unit in firsts])
+            halves = [whole([(unit + odd) // 2 for unit in range(len(classes))]) for odd in (0, 1)]
+            together.append([_kept_bytes(halves[first % 2].functions((first + 1) // 2)) for first in pairs.values()])
+    except (ShardwrightError, ValueError, TypeError, NotImplementedError):
+        # What cannot be cut, or has no derivative (JAX says so in any of these ways), no pipeline trains either: the
+        # core counts by kinds of op.
+        return (), ()
+    twice = []
+    for (first, second), kept, kept_3 in zip(pairs, *together, strict=True):
+        at_2, at_3 = (of[first][0] + of[second][0] - both for of, both in zip(found, (kept, kept_3), strict=True))
+        if at_2 > 0:
+            twice.append(KeptTwice(first, second, (3 * at_2 - 2 * at_3, at_3 - at_2)))
+    return tuple(
+        Footprint(
+            kept=(3 * kept - 2 * kept_3, kept_3 - kept),
+            kept_selective=(3 * again - 2 * again_3, again_3 - again),
+            passing=_fullest(passing, passing_3),
+            wide_share=wide / kept_3 if kept_3 else 0.0,
+        )
+        for (kept, passing, _), (kept_3, passing_3, wide), again, again_3 in zip(*found, *selective, strict=True)
+    ), tuple(twice)
+
+
+class _Stages:
+    """A traced model in stages; ``stage_of_unit`` counts them without a gap."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        closed: Any,
+        calls: Sequence[TracedCall],
+        names: Sequence[str],
+        units: Sequence[UnitBinding],
+        stage_of_unit: Sequence[int],
+    ) -> None:
+        users: dict[str, list[int]] = {}
+        for stage, bound in zip(stage_of_unit, units, strict=True):
+            for _, name, _ in bound.parameters:
+                if stage not in users.setdefault(name, []):
+                    users[name].append(stage)
+        trained = {p.name for p in graph.parameters if p.trainable} & users.keys()
+        stage_of = [users[name][0] if name in trained and len(users[name]) == 1 else None for name in names]
+        own = list(calls)
+        flat = flatten(closed, own, _homes(units, own, stage_of_unit), stage_of)
+        weights = [(name, value) for name, value in zip(names, flat.arguments, strict=False) if name in trained]
+        shapes = [flat.avals[value].shape for _, value in weights]
+        holdings = held_by(units, dict(enumerate(stage_of_unit)), [name for name, _ in weights], shapes)
+        self.cut = cut(
+            flat,
+            stage_of_unit[-1] + 1,
+            [value for _, value in weights],
+            [name for name, _ in weights],
+            {name: tuple(using) for name, using in users.items()},
+            holdings,
+            {},
+            [True] * len(weights),
+        )
+
+    def functions(self, stage: int, recompute: str = "none") -> StageFunctions:
+        """Of a stage as one unit that keeps what ``recompute`` says; what has side effects is never done again."""
+        parts = list(self.cut.parts)
+        equations = tuple(
+            replace(equation, unit=None if equation.effects else stage) for equation in parts[stage].equations
+        )
+        parts[stage] = replace(parts[stage], equations=equations)
+        return stage_functions(replace(self.cut, parts=tuple(parts)), stage, Operands({}, {}, -1, {}), recompute)
+
+
+def _homes(units: Sequence[UnitBinding], calls: list[TracedCall], stage_of_unit: Sequence[int]) -> Home:
+    """The stage of a module call, or of the nearest call around it."""
+    unit_of = {
+        (c.path, c.occurrence): stage for stage, bound in zip(stage_of_unit, units, strict=True) for c in bound.calls
+    }
+
+    def home(number: int) -> tuple[int, int | None] | None:
+        while (calls[number].path, calls[number].occurrence) not in unit_of:
+            if number == 0 or calls[number].parent == number:
+                return None
+            number = calls[number].parent
+        return unit_of[calls[number].path, calls[number].occurrence], None
+
+    return home
+
+
+def _fullest(at_2: Sequence[int], at_3: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Bytes at every moment of one program, at batch 2 and at batch 3, as (fixed, for each sample): the moments that no
+    other exceeds at every batch."""
+    if len(at_2) != len(at_3):
+        at_2, at_3 = [max(at_2)], [max(at_3)]
+    lines = {(3 * two - 2 * three, three - two) for two, three in zip(at_2, at_3, strict=True)}
+    found: list[tuple[int, int]] = []
+    for fixed, each in sorted(lines, key=lambda line: (-line[1], -line[0])):
+        if all(fixed + each > other + more for other, more in found):
+            found.append((fixed, each))
+    return tuple(found)
+
+
+def _bytes(functions: StageFunctions) -> tuple[int, list[int], int]:
+    """(kept from forward to backward, what enters it and is read again included; held by the backward beside that, at
+    every moment; of what is kept, bytes in fp32)."""
+    wide = [aval for aval in _kept(functions) if aval.dtype == jax.numpy.float32]
+    return _kept_bytes(functions), held_bytes(functions.backward), sum(map(_size, wide))
+
+
+def _kept_bytes(functions: StageFunctions) -> int:
+    return sum(map(_size, _kept(functions)))
+
+
+def _kept(functions: StageFunctions) -> list[Any]:
+    backward = functions.backward
+    return [aval for key, aval in zip(backward.reads, backward.avals, strict=True) if key[0] in ("kept", "arrival")]
+
+
+def _size(aval: Any) -> int:
+    return int(aval.size) * int(getattr(aval.dtype, "itemsize", 8))
+
+
+def held_bytes(function: StageFunction) -> list[int]:
+    """The bytes alive at every moment while a compiled function runs; left out are its operands, what takes their
+    memory, and gradients of parameters that wait to be added to their sums."""
+    program = flatten(jax.make_jaxpr(function.function)(*function.avals))
+    added = (atom for key, atom in zip(function.makes, program.outputs, strict=True) if key[0] in ("gradient", "sum"))
+    sums = {atom for atom in added if isinstance(atom, int)}
+    found = {value for e in program.equations if not sums.isdisjoint(e.outputs) for value in e.values}
+    return _Liveness(program, sums | found).moments()
+
+
+class _Liveness:
+    """Follows every value of a program that is in memory from what makes it to the last that reads it."""
+
+    def __init__(self, program: FlatProgram, in_place: Collection[int]) -> None:
+        self.program, self.in_place = program, in_place
+        self.maker = {value: equation for equation in program.equations for value in equation.outputs}
+        self.readers: dict[int, list[Equation]] = {}
+        for equation in program.equations:
+            for value in equation.values:
+                self.readers.setdefault(value, []).append(equation)
+        self.results = {atom for atom in program.outputs if isinstance(atom, int)}
+
+    def moments(self) -> list[int]:
+        """Bytes alive at every equation; 0 before the first."""
+        made = {value: index for index, e in enumerate(self.program.equations) for value in e.outputs}
+        stored = {value for value in made if self._is_stored(value)}
+        last: dict[int, int] = {}
+        sources: dict[int, set[int]] = {}
+        for index, equation in enumerate(self.program.equations):
+            read: set[int] = set()
+            for value in equation.values:
+                read |= {value} if value in stored else sources.get(value, set())
+            for value in equation.outputs:
+                sources[value] = read
+            if any(value in stored for value in equation.outputs):
+                last.update(dict.fromkeys(read, index))
+        end = len(self.program.equations)
+        last.update(dict.fromkeys(self.results & stored, end))
+        alive, found = 0, [0]
+        dying: dict[int, list[int]] = {}
+        for value in stored:
+            dying.setdefault(last.get(value, made[value]), []).append(value)
+        for index, equation in enumerate(self.program.equations):
+            alive += sum(self.program.size_bytes(value) for value in equation.outputs if value in stored)
+            found.append(alive + self._copied_bytes(equation))
+            alive -= sum(map(self.program.size_bytes, dying.get(index, ())))
+        return found
+
+    def _copied_bytes(self, equation: Equation) -> int:
+        """Operands that are laid out anew for one product: of a convolution, and of products of many small matrices."""
+        name = equation.primitive.name
+        if name == "dot_general":
+            (_, _), (batched, _) = equation.params["dimension_numbers"]
+            if not batched:
+                return 0
+        elif name != "conv_general_dilated":
+            return 0
+        return sum(self.program.size_bytes(value) for value in equation.values)
+
+    def _is_stored(self, value: int) -> bool:
+        maker = self.maker[value]
+        name = maker.primitive.name
+        if name in SAME_MEMORY or value in self.in_place:
+            return False
+        if not (name in FUSED or self._is_outer(maker)) or value in self.results:
+            return True
+        readers = self.readers.get(value, [])
+        if any(self._needs_memory(reader) for reader in readers):
+            return name not in REPEATED
+        return len(readers) > 1 and name not in REPEATED
+
+    def _is_outer(self, equation: Equation) -> bool:
+        """Whether it is a product that sums over one entry: XLA multiplies instead."""
+        if equation.primitive.name != "dot_general" or not isinstance(equation.inputs[0], int):
+            return False
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        return all(self.program.avals[equation.inputs[0]].shape[dim] == 1 for dim in contracted)
+
+    def _needs_memory(self, reader: Equation) -> bool:
+        if reader.primitive.name in SAME_MEMORY:
+            return any(self._needs_memory(after) for v in reader.outputs for after in self.readers.get(v, ()))
+        return reader.primitive.name not in FUSED

@@ -1,0 +1,1 @@
+"""The compiled functions of stages, run under a schedule."""

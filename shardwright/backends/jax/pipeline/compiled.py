@@ -1,0 +1,155 @@
+"""Compile many programs: beside whatever is traced next, and each different one once.
+
+XLA compiles for given devices. Stages that are alike lower to the same text, so the first is compiled and the others
+load its executable onto their own devices, which takes a twentieth of the time.
+"""
+
+import gc
+import hashlib
+import os
+import re
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from threading import Lock
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from shardwright.backends.jax.capture.checkpoint_policies import keeping_barriers
+from shardwright.backends.jax.pipeline.moved import Devices, can_move, load_on
+
+CALLBACK = re.compile(r"custom_call @xla_\w*python\w*callback")
+
+
+@dataclass(slots=True)
+class Compilation:
+    """What a `Compiler` did: programs asked for, and those that were compiled rather than loaded again."""
+
+    programs: int = 0
+    compiled: int = 0
+
+
+class Compiler:
+    """Compiles in the background: traces are made under the interpreter's lock, compilations are not. What was started
+    while it was entered goes on after it, unless that ended in an error."""
+
+    def __init__(self) -> None:
+        self.done = Compilation()
+        self._pool = ThreadPoolExecutor(os.cpu_count() or 1)
+        self._loaders = ThreadPoolExecutor(os.cpu_count() or 1)
+        """Of their own, so that who waits for a program to be compiled keeps nobody from compiling."""
+        self._counting = Lock()
+        self._known: dict[tuple[Hashable, int], tuple[Devices, Future[Any]]] = {}
+        """Programs by their text, and by the likeness they were started with, and by the number of devices."""
+
+    def __enter__(self) -> "Compiler":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.cancel()
+
+    def close(self) -> None:
+        """Nothing more is started; what was goes on."""
+        for pool in (self._pool, self._loaders):
+            pool.shutdown(wait=False)
+
+    def cancel(self) -> None:
+        """Nothing more is started, and what has not begun is dropped: whoever waits for it gets a CancelledError."""
+        for pool in (self._pool, self._loaders):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def start(
+        self, lower: Callable[[], jax.stages.Lowered], devices: Devices, likeness: Hashable | None = None
+    ) -> Callable[[], Any]:
+        """Begin with a program, given what lowers it, and return what waits for it.
+
+        One whose text is known, for as many devices, is not compiled again where it can be loaded on others, unless it
+        calls Python, of which the text says no more than that. One whose ``likeness`` is known is not lowered again
+        either; None is like no other.
+        """
+        first, running = self._known.get((likeness, len(devices)), (devices, None))
+        if likeness is None or running is None or not (devices == first or can_move(first)):
+            return self._start(lower(), devices, likeness)
+        self.done.programs += 1
+        loading = self._loaders.submit(_load, running, first, devices)
+
+        @cache
+        def wait() -> Any:
+            return loading.result() or self._compiled(lower())
+
+        return wait
+
+    def _start(self, lowered: jax.stages.Lowered, devices: Devices, likeness: Hashable | None) -> Callable[[], Any]:
+        text = lowered.as_text()
+        key = hashlib.sha256(text.encode()).hexdigest(), len(devices)
+        self.done.programs += 1
+        first, running = self._known.get(key, (devices, None))
+        calls_python = CALLBACK.search(text) is not None
+        if running is None or calls_python or not (devices == first or can_move(first)):
+            self._count()
+            first, running = devices, self._pool.submit(lowered.compile)
+            self._known[key] = first, running
+            waiting = running
+        else:
+            waiting = self._loaders.submit(self._load_or_compile, lowered, running, first, devices)
+        if likeness is not None and not calls_python:  # what calls Python cannot be loaded on other devices
+            self._known[likeness, len(devices)] = first, running
+        return waiting.result
+
+    def _load_or_compile(
+        self, lowered: jax.stages.Lowered, running: Future[Any], first: Devices, devices: Devices
+    ) -> Any:
+        return _load(running, first, devices) or self._compiled(lowered)
+
+    def _compiled(self, lowered: jax.stages.Lowered) -> Any:
+        self._count()
+        return lowered.compile()
+
+    def _count(self) -> None:
+        with self._counting:
+            self.done.compiled += 1
+
+
+def _load(running: Future[Any], first: Devices, devices: Devices) -> Any | None:
+    """A program for ``first`` once it is compiled, on other devices where it can be loaded there."""
+    run = running.result()
+    return run if devices == first else load_on(run, first, devices)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without looking for garbage: tracing makes many objects and next to no cycles, and going through all of them
+    again and again is a quarter of its time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def lower(
+    function: Any, avals: Sequence[Any], in_shardings: Any, out_shardings: Any, donate: tuple[int, ...]
+) -> jax.stages.Lowered:
+    """Lower a function of flat arguments. Donated arguments that match no result are freed instead of reused, which
+    JAX would warn of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        devices = {device for at in jax.tree.leaves((in_shardings, out_shardings)) for device in at.device_set}
+        jitted = jax.jit(
+            function,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            donate_argnums=donate,
+            compiler_options=keeping_barriers(devices),
+        )
+        return jitted.lower(*avals)

@@ -1,0 +1,195 @@
+"""Trace one microbatch of a training step and cut it by the plan."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from shardwright.backends.jax.capture.checkpoint_policies import computed_again
+from shardwright.backends.jax.capture.trace import Recorder, TracedCall
+from shardwright.backends.jax.loss.microbatches import Microbatches
+from shardwright.backends.jax.pipeline.stage_functions import Operands
+from shardwright.backends.jax.program.carried import Carried
+from shardwright.backends.jax.program.cut import Cut, cut
+from shardwright.backends.jax.program.equations import FlatProgram, Home, flatten
+from shardwright.backends.jax.program.units import name_units
+from shardwright.backends.jax.state.ownership import Holding
+from shardwright.backends.jax.state.train_state import Parts
+from shardwright.core.errors import PlanError
+from shardwright.core.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class CutMicrobatch:
+    """One microbatch's program in stages, and what its arguments are."""
+
+    cut: Cut
+    operands: Operands
+    random: tuple[int, ...]
+    step: int
+    state: tuple[int, ...]
+    batch: tuple[int, ...]
+    specs: dict[int, PartitionSpec]
+    """How the values that pass between stages are split over dp and tp."""
+    divisor: Callable[[jax.Array], jax.Array]
+    """What the sums of a step are divided by, from its `WEIGHT`."""
+    paths: tuple[str, ...]
+    """Of the module calls in the program, by their numbers."""
+
+    def watched(self, replicas: int) -> "CutMicrobatch":
+        """The same, whose stages note which microbatches are not finite."""
+        split = {value: list(spec).index("dp") for value, spec in self.specs.items() if "dp" in spec}
+        return replace(self, operands=replace(self.operands, watched=True, replicas=replicas, split=split))
+
+
+def cut_microbatch(
+    plan: Plan, microbatches: Microbatches, parts: Parts, leaves: Sequence[Any], holdings: Sequence[Holding]
+) -> CutMicrobatch:
+    """Trace the loss of one microbatch on shapes, and cut it.
+
+    parts: the model taken apart, as shapes; leaves: those of a global batch. Raises PlanError when the function does
+    not run what was planned.
+    """
+    split = [jax.eval_shape(lambda leaf, dim=dim: microbatches.split(leaf, dim), _shape(leaf))
+             for leaf, dim in zip(leaves, microbatches.dims, strict=True)]  # fmt: skip
+    flat, counts, paths = _trace(plan, microbatches, parts, split)
+    names = parts.names
+    planned = plan.parameter_stages("jax")
+    first = 0
+    groups = []
+    for count in counts:
+        groups.append(flat.arguments[first : first + count])
+        first += count
+    weights, random, (step,), state, (m,), batch = groups
+    # State that comes out as it went in is read wherever it is wanted, like an array of the batch.
+    other = Parts(parts.other, None, None, parts.graphdef).names
+    changed = [
+        (value, name, atom)
+        for value, name, atom in zip(state, other, flat.outputs[2 : 2 + len(state)], strict=True)
+        if not isinstance(atom, int) or atom != value
+    ]
+    beside = flat.outputs[2 + len(state) :]
+    flat.outputs = (*flat.outputs[:2], *(atom for *_, atom in changed), *beside)
+    carried = {value: Carried(name, 2 + position) for position, (value, name, _) in enumerate(changed)}
+    metrics = range(2 + len(changed), len(flat.outputs))
+    sums = 0 if microbatches.metrics is None else len(microbatches.metrics.zeros())
+    _refuse_closed_over(flat, parts, weights)
+    name_units(flat, plan, dict(zip(weights, names, strict=True)), carried)
+    trained = microbatches.loss.trained.mask(parts.params)
+    found = cut(flat, plan.stages, weights, names, planned, holdings, carried, trained)
+    specs = {}
+    if microbatches.replicas > 1:
+        wider = replace(microbatches, replicas=2 * microbatches.replicas)
+        more = [
+            leaf if dim is None else leaf.update(shape=(leaf.shape[0], wider.replicas, *leaf.shape[2:]))
+            for leaf, dim in zip(split, microbatches.dims, strict=True)
+        ]
+        specs = _batch_specs(flat, _trace(plan, wider, parts, more)[0], microbatches.replicas)
+    specs |= _constraints(flat)
+    operands = Operands(
+        {value: dim is not None for value, dim in zip(batch, microbatches.dims, strict=True)},
+        dict(zip(batch, split, strict=True)),
+        m,
+        {value: entry.output for value, entry in carried.items()},
+        tuple(metrics[:sums]),
+        tuple(metrics[sums:]),
+    )
+    return CutMicrobatch(found, operands, random, step, state, batch, specs, microbatches.divisor, paths)
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+
+def _trace(
+    plan: Plan, microbatches: Microbatches, parts: Parts, split: Sequence[Any]
+) -> tuple[FlatProgram, tuple[int, ...], tuple[str, ...]]:
+    """The flat program; how many of its arguments are parameters, random state, step, other state, m, batch; and the
+    paths of its module calls."""
+    recorder = Recorder()
+    recorded = replace(microbatches, loss=replace(microbatches.loss, recorder=recorder))
+
+    def run(params: Any, random: Any, step: Any, other: Any, m: Any, part: Any) -> Any:
+        total, (weight, after, sums, rows) = recorded.total(params, random, step, other, m, part)
+        return total, weight, jax.tree.leaves(after), sums, rows
+
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    part = [
+        leaf if dim is None else jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+        for leaf, dim in zip(split, microbatches.dims, strict=True)
+    ]
+    arguments = (parts.params, parts.random, count, parts.other, count, part)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
+    closed = jax.make_jaxpr(run)(*shapes)
+    planned = plan.parameter_stages("jax")
+    stages = [planned.get(name, ()) for name in parts.names]
+    flat = flatten(
+        closed, recorder.calls, _homes(plan, recorder.calls), [s[0] if len(s) == 1 else None for s in stages]
+    )
+    counts = tuple(len(jax.tree.leaves(argument)) for argument in arguments)
+    return flat, counts, tuple(call.path for call in recorder.calls)
+
+
+def _homes(plan: Plan, calls: list[TracedCall]) -> Home:
+    """Where a module call belongs: what the plan says of it, or of the nearest call around it.
+
+    Only units that are recomputed are named as units."""
+    again = set(computed_again(plan))
+    found: dict[tuple[str, int], tuple[int, int | None]] = {}
+    for stage, held in enumerate(plan.stage_units):
+        for unit in held:
+            named = unit if unit in again else None
+            for call in plan.binding("jax").units[unit].calls:
+                found[(call.path, call.occurrence)] = (stage, named)
+
+    def home(number: int) -> tuple[int, int | None] | None:
+        while True:
+            call = calls[number]
+            if (call.path, call.occurrence) in found:
+                return found[(call.path, call.occurrence)]
+            if call.parent == number or number == 0:
+                return None
+            number = call.parent
+
+    return home
+
+
+def _refuse_closed_over(flat: FlatProgram, parts: Parts, weights: Sequence[int]) -> None:
+    """Raise PlanError for a function that reads arrays of its own where it should read its parameters."""
+    used = {value for equation in flat.equations for value in equation.values}
+    unused = {
+        (leaf.shape, leaf.dtype): name
+        for leaf, value, name in zip(jax.tree.leaves(parts.params), weights, parts.names, strict=True)
+        if value not in used
+    }
+    for constant in flat.constants.values():
+        name = unused.get((jnp.shape(constant), getattr(constant, "dtype", None)))
+        if name is not None:
+            raise PlanError(
+                f"the loss function closes over an array {jnp.shape(constant)} of the shape of parameter {name}, which "
+                "it does not read: the array would get no gradient; take parameters from the first argument alone"
+            )
+
+
+def _batch_specs(flat: FlatProgram, wider: FlatProgram, replicas: int) -> dict[int, PartitionSpec]:
+    """For every value the dim that grows with the number of replicas: it is split over dp."""
+    specs = {}
+    for value, (one, other) in enumerate(zip(flat.avals, wider.avals, strict=False)):
+        dims = [d for d, (a, b) in enumerate(zip(one.shape, other.shape, strict=False)) if a != b]
+        if len(dims) == 1 and one.shape[dims[0]] % replicas == 0:
+            specs[value] = PartitionSpec(*([None] * dims[0]), "dp")
+    return specs
+
+
+def _constraints(flat: FlatProgram) -> dict[int, PartitionSpec]:
+    """How the values lie that a constraint of the program's own speaks of; whole where it leaves a dim open."""
+    return {
+        equation.outputs[0]: PartitionSpec(
+            *(None if axes is PartitionSpec.UNCONSTRAINED else axes for axes in equation.params["sharding"].spec)
+        )
+        for equation in flat.equations
+        if equation.primitive.name == "sharding_constraint"
+    }

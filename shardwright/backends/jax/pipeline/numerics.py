@@ -1,0 +1,299 @@
+"""Every op of a step looked at: which is the first that makes a NaN, or an infinity, of values that are none.
+
+The program of one microbatch, forward and backward, is run once more with a look at what each of its equations reads
+and makes: whole, on one device, and before the step itself, so that the state is still what made the fault.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+from jax.extend.source_info_util import summarize
+
+import shardwright
+from shardwright.backends.jax.capture.trace import call_number
+from shardwright.backends.jax.capture.tree import abstract
+from shardwright.backends.jax.loss.microbatches import Microbatches
+from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch, cut_microbatch
+from shardwright.backends.jax.pipeline.stage_functions import TOTAL
+from shardwright.backends.jax.program.equations import evaluate
+from shardwright.backends.jax.state.ownership import holdings_of
+from shardwright.backends.jax.state.train_state import Parts
+from shardwright.core.plan.plan import Plan
+
+MARK = "shardwright:equation:"
+LIBRARIES = ("flax", "optax", "jax")
+OPENED = frozenset({
+    "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
+    "custom_vjp_call_jaxpr", "custom_lin",
+})  # fmt: skip
+NAN, INFINITY = 1, 2
+FRAMES = 30
+"""So many of the user's are looked through for one that is no library's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One op of the program."""
+
+    name: str
+    equation: int
+    """Of the forward's program; -1 for none."""
+    call: int
+    """Of the module call around it, where it is inside of an equation's own program; else -1."""
+    is_backward: bool
+    source: Any
+
+
+@dataclass(slots=True)
+class OpChecks:
+    """The checked program of the microbatches of one step."""
+
+    micro: CutMicrobatch
+    microbatches: Microbatches
+    run: Callable[..., Any]
+    sites: list[Site]
+    """Of what ``run`` looks at, in the order in which it runs."""
+    names: tuple[str, ...]
+    """Of the parameters."""
+    device: jax.Device
+    _stages: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, plan: Plan, microbatches: Microbatches, parts: Parts, leaves: Sequence[Any], device: jax.Device
+    ) -> "OpChecks":
+        """parts: the whole model taken apart, as arrays or shapes; leaves: those of a global batch; device: what the
+        program runs on."""
+        params, random, other = jax.tree.map(abstract, (parts.params, parts.random, parts.other))
+        parts = Parts(params, random, other, parts.graphdef)
+        names = parts.names
+        holdings = holdings_of(plan, names, [leaf.shape for leaf in jax.tree.leaves(parts.params)])
+        micro = cut_microbatch(plan, microbatches, parts, leaves, holdings)
+        sites: list[Site] = []
+        run = _Program(micro, microbatches.loss.trained.mask(parts.params), sites)
+        found = cls(micro, microbatches, jax.jit(run), sites, names, device)
+        for stage, part in enumerate(micro.cut.parts):
+            found._stages.update((value, stage) for e in part.equations for value in e.outputs)
+        return found
+
+    def first(self, params: Any, random: Any, step: Any, other: Any, leaves: Sequence[Any]) -> str:
+        """What is not finite of the first microbatch whose loss or gradients are not, and which ops made it; empty
+        where all are."""
+        split = [self.microbatches.split(leaf, dim) for leaf, dim in zip(leaves, self.microbatches.dims, strict=True)]
+        given = [jax.tree.leaves(params), jax.tree.leaves(random), step, jax.tree.leaves(other)]
+        placed = jax.tree.map(self._placed, given)
+        for m in range(self.microbatches.microbatches):
+            part = [self._placed(leaf) for leaf in self.microbatches.take(split, m)]
+            found = self.run(*placed, jnp.int32(m), part)
+            total, gradients, culprits, arguments, placed[3] = found
+            if bool(total) and bool(gradients):
+                continue
+            what = "gradient" if bool(total) else "loss"
+            return f"the {what} of microbatch {m} is not finite: {self._said(m, np.asarray(culprits), arguments)}"
+        return ""
+
+    def _placed(self, leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            return leaf  # several processes run the same on all devices
+        return jax.device_put(leaf, self.device)
+
+    def _said(self, m: int, culprits: np.ndarray, arguments: Any) -> str:
+        bad = [name for name, sound in zip(self.names, arguments[0], strict=True) if not bool(sound)]
+        said = [f"parameter {bad[0]} was not finite before the step"] if bad else []
+        if not bool(arguments[1]):
+            said.append("the batch has a NaN or an infinity")
+        for what, number in zip(("infinity", "NaN"), (int(culprits[1]), int(culprits[0])), strict=True):
+            if number >= 0:
+                said.append(f"the first {what} was made by {self._described(self.sites[number], m)}")
+        return "; ".join(said) or "no op made it of finite values"
+
+    def _described(self, site: Site, m: int) -> str:
+        flat = self.micro.cut.flat
+        equation = flat.equations[site.equation] if site.equation >= 0 else None
+        call = site.call if site.call >= 0 else equation.call if equation is not None else 0
+        stage = self._stages.get(equation.outputs[0]) if equation is not None and equation.outputs else None
+        path = self.micro.paths[call] if 0 <= call < len(self.micro.paths) else ""
+        letter, way = ("B", "backward") if site.is_backward else ("F", "forward")
+        place = f"; stage {stage}, action {stage}{letter}{m}" if stage is not None else ""
+        line = _line(site.source) or _line(equation.source if equation is not None else None)
+        where = f"in {path}" if path else "between modules"
+        return f"{site.name} {where} ({way}{place}, microbatch {m}{f'; {line}' if line else ''})"
+
+
+class _Program:
+    """Parameters, random state, the step, other state, the number of a microbatch and its part of the batch → whether
+    its loss is finite, whether its gradients are, the numbers of the sites that first made a NaN and an infinity (-1:
+    none), whether parameters and batch are finite, and the other state after it."""
+
+    def __init__(self, micro: CutMicrobatch, trained: Sequence[bool], sites: list[Site]) -> None:
+        self.micro, self.trained, self.sites = micro, trained, sites
+
+    def __call__(
+        self, params: Sequence[Any], random: Sequence[Any], step: Any, other: Sequence[Any], m: Any, part: Sequence[Any]
+    ) -> Any:
+        micro = self.micro
+        flat, operands = micro.cut.flat, micro.operands
+        given = dict(zip(micro.random, random, strict=True)) | {micro.step: step, operands.m: m}
+        given |= dict(zip(micro.state, other, strict=True)) | dict(zip(micro.batch, part, strict=True))
+
+        def total(trained: Sequence[Any]) -> tuple[jax.Array, list[Any]]:
+            rest = iter(trained)
+            whole = [next(rest) if flag else p for flag, p in zip(self.trained, params, strict=True)]
+            known = dict(flat.constants) | given
+            for weight in micro.cut.weights:
+                leaf, rows = whole[weight.holding.leaf], weight.holding.rows
+                known[weight.value] = leaf if rows is None else leaf[rows[0] : rows[1]]
+            for number, equation in enumerate(flat.equations):
+                with jax.named_scope(f"{MARK}{number}"):
+                    evaluate([replace(equation, region=None, unit=None, is_layers=False)], known)
+            values = [known[a] if isinstance(a, int) else jnp.asarray(a.val) for a in flat.outputs]
+            return values[TOTAL], [values[operands.state[v]] if v in operands.state else given[v] for v in micro.state]
+
+        trained = [p for p, flag in zip(params, self.trained, strict=True) if flag]
+        closed, shapes = jax.make_jaxpr(jax.value_and_grad(total, has_aux=True), return_shape=True)(trained)
+        self.sites.clear()
+        looker = _Looker()
+        flags, made = looker.run(closed.jaxpr, closed.consts, trained, -1, -1, False)
+        self.sites += looker.sites
+        (value, after), gradients = jax.tree.unflatten(jax.tree.structure(shapes), made)
+        numbers = [jnp.where((flags & kind).any(), jnp.argmax(flags & kind), -1) for kind in (NAN, INFINITY)]
+        finite = [_is_finite(leaf) for leaf in params], jnp.stack([_is_finite(leaf) for leaf in part]).all()
+        sound = jnp.stack([_is_finite(g) for g in gradients]).all()
+        return _is_finite(value), sound, jnp.stack(numbers), finite, after
+
+
+class _Looker:
+    """Runs a program equation by equation, and notes of each whether it makes a NaN or an infinity of values without:
+    a flag for each site, `NAN`, `INFINITY` or both."""
+
+    def __init__(self) -> None:
+        self.sites: list[Site] = []
+
+    def run(
+        self, jaxpr: Any, constants: Sequence[Any], given: Sequence[Any], equation: int, call: int, is_backward: bool
+    ) -> tuple[jax.Array, list[Any]]:
+        """The flags, and what the program returns. ``equation``, ``call``: what its equations belong to where they do
+        not say so themselves."""
+        known: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
+        known |= dict(zip(jaxpr.invars, given, strict=True))
+        kinds: dict[Any, jax.Array] = {}
+        flags: list[jax.Array] = [jnp.zeros(0, jnp.int32)]
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, jex_core.Literal) else known[atom]
+
+        def kind(atom: Any) -> jax.Array:
+            if isinstance(atom, jex_core.Literal):
+                return _kind(jnp.asarray(atom.val))
+            if atom not in kinds:
+                kinds[atom] = _kind(known[atom])
+            return kinds[atom]
+
+        for eqn in jaxpr.eqns:
+            stack = eqn.source_info.name_stack
+            own = _marked(stack, equation)
+            inner = call_number(stack, call)
+            back = is_backward or any(getattr(entry, "name", "") == "transpose" for entry in stack.stack)
+            inputs = [read(atom) for atom in eqn.invars]
+            body = _body(eqn) if eqn.primitive.name in OPENED else None
+            if body is not None and len(body.jaxpr.invars) == len(inputs):
+                found, made = self.run(body.jaxpr, body.consts, inputs, own, inner, back)
+                flags.append(found)
+            elif eqn.primitive.name == "scan":
+                found, made = self._scan(eqn.params, inputs, own, inner, back)
+                flags.append(found)
+            else:
+                with eqn.ctx.manager:
+                    made = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+                made = list(made) if eqn.primitive.multiple_results else [made]
+                known.update(zip(eqn.outvars, made, strict=True))
+                before = _joined([kind(atom) for atom in eqn.invars])
+                after = _joined([kind(atom) for atom in eqn.outvars if atom in known])
+                nan = jnp.where(before & NAN, 0, after & NAN)
+                infinity = jnp.where(before, 0, after & INFINITY)
+                flags.append((nan | infinity).reshape(1))
+                self.sites.append(Site(eqn.primitive.name, own, inner, back, eqn.source_info))
+            known.update(zip(eqn.outvars, made, strict=True))
+        return jnp.concatenate(flags), [read(atom) for atom in jaxpr.outvars]
+
+    def _scan(
+        self, params: Any, inputs: Sequence[Any], equation: int, call: int, is_backward: bool
+    ) -> tuple[jax.Array, list[Any]]:
+        """A loop, whose every iteration has sites of its own."""
+        body = params["jaxpr"]
+        fixed, carried, length = params["num_consts"], params["num_carry"], params["length"]
+        start = len(self.sites)
+
+        def step(carry: list[Any], rows: list[Any]) -> Any:
+            del self.sites[start:]  # JAX may trace it twice
+            flags, made = self.run(
+                body.jaxpr, body.consts, [*inputs[:fixed], *carry, *rows], equation, call, is_backward
+            )
+            return made[:carried], (made[carried:], flags)
+
+        carry, (stacked, flags) = jax.lax.scan(
+            step, list(inputs[fixed : fixed + carried]), list(inputs[fixed + carried :]), length=length,
+            reverse=params["reverse"],
+        )  # fmt: skip
+        own = self.sites[start:]
+        self.sites += own * (length - 1)
+        flags = flags[::-1] if params["reverse"] else flags
+        return flags.reshape(-1), [*carry, *stacked]
+
+
+def _body(eqn: Any) -> Any | None:
+    """The program inside of an equation, closed."""
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        body = eqn.params.get(name)
+        if body is not None:
+            return body if hasattr(body, "consts") else jex_core.ClosedJaxpr(body, ())
+    return None
+
+
+def _marked(stack: Any, inherited: int) -> int:
+    for entry in reversed(stack.stack):
+        name = getattr(entry, "name", "")
+        if name.startswith(MARK):
+            return int(name[len(MARK) :])
+    return inherited
+
+
+def _kind(array: Any) -> jax.Array:
+    """`NAN` and `INFINITY`, as an array has them."""
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        return jnp.zeros((), jnp.int32)
+    found: jax.Array = jnp.where(jnp.isnan(array).any(), NAN, 0) | jnp.where(jnp.isinf(array).any(), INFINITY, 0)
+    return found
+
+
+def _joined(kinds: Sequence[jax.Array]) -> jax.Array:
+    found = jnp.zeros((), jnp.int32)
+    for kind in kinds:
+        found = found | kind
+    return found
+
+
+def _is_finite(array: Any) -> jax.Array:
+    found: jax.Array = _kind(array) == 0
+    return found
+
+
+def _line(source: Any) -> str:
+    """The user's line that an op comes from: the innermost that is no library's. ``model.py:12 (Block.__call__)``."""
+    if source is None:
+        return ""
+    own = str(Path(shardwright.__file__).parent)
+    lines = [line for line in reversed(summarize(source, FRAMES).splitlines()) if ":" in line]
+    for line in lines:
+        file = line.partition(":")[0]
+        if not file.startswith(own) and not any(f"/site-packages/{library}/" in file for library in LIBRARIES):
+            place, _, function = line.partition(" ")
+            name, number, *_ = place.split(":")
+            return f"{Path(name).name}:{number} {function}".strip()
+    return ""

@@ -1,0 +1,288 @@
+"""The optimizer, cut over stages: any optax transformation, traced over all parameters, gives what it gives unsplit."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+
+from shardwright.backends.jax.loss.microbatches import squared, updated
+from shardwright.backends.jax.pipeline.compiled import Compiler
+from shardwright.backends.jax.pipeline.placed import PlacedProgram
+from shardwright.backends.jax.pipeline.sentinels import chosen, is_sound
+from shardwright.backends.jax.program.equations import FlatProgram, flatten
+from shardwright.backends.jax.program.unstack import Unstacked, unstack
+from shardwright.backends.jax.state.ownership import Holding, Stack, StageMeshes
+from shardwright.backends.jax.state.shardings import spread_over
+from shardwright.backends.jax.state.trained import Trained
+from shardwright.core.errors import PlanError
+
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an array is kept. ``rows`` for a piece of a stack."""
+
+    stage: int
+    sharding: NamedSharding
+    rows: tuple[int, int] | None = None
+
+
+Places = tuple[Place, ...]
+"""Of one leaf: one, or one for each piece of a stack."""
+
+
+def is_stack(node: Any) -> bool:
+    return isinstance(node, Stack)
+
+
+def pieces(tree: Any) -> list[Any]:
+    """The arrays of a tree, those of a stack one by one."""
+    return jax.tree.leaves(tree)
+
+
+def from_pieces(tree: Any, places: Sequence[Places], arrays: Sequence[Any]) -> Any:
+    """A tree like ``tree`` (with whole leaves) of pieces; where a leaf has several places there is a `Stack`."""
+    structure = jax.tree.structure(tree)
+    leaves, position = [], 0
+    for held in places:
+        leaves.append(arrays[position] if held[0].rows is None else Stack(arrays[position : position + len(held)]))
+        position += len(held)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def cut_up(tree: Any, places: Sequence[Places]) -> list[Any]:
+    """The pieces of a tree of whole leaves."""
+    leaves = jax.tree.leaves(tree)
+    return [
+        leaf if place.rows is None else leaf[place.rows[0] : place.rows[1]]
+        for leaf, held in zip(leaves, places, strict=True)
+        for place in held
+    ]
+
+
+class OptimizerCut:
+    """An optimizer over parameters that lie on several stages."""
+
+    def __init__(
+        self,
+        optimizer: optax.GradientTransformation,
+        params: Any,
+        holdings: Sequence[Holding],
+        shardings: Any,
+        shard: int,
+        meshes: StageMeshes,
+        trained: Trained,
+    ) -> None:
+        """params: shapes of the whole parameters; shardings: like them, on any stage's mesh; shard: the ZeRO stage;
+        trained: which parameters the optimizer changes."""
+        self.optimizer, self.params, self.meshes, self.trained = optimizer, params, meshes, trained
+        by_leaf: dict[int, list[Holding]] = {}
+        for holding in holdings:
+            by_leaf.setdefault(holding.leaf, []).append(holding)
+        leaves, structure = jax.tree.flatten(params)
+        least = jax.tree.unflatten(structure, [_least(leaf, by_leaf[n]) for n, leaf in enumerate(leaves)])
+        spread = spread_over("dp", least, shardings) if shard else shardings
+        kept = spread if shard == 3 else shardings
+        self.parameters = self._places(by_leaf, kept)
+        self.gradients = self._places(by_leaf, spread if shard >= 2 else shardings)
+        self.state = jax.eval_shape(optimizer.init, params)
+        self.states = self._state_places(self._places(by_leaf, spread))
+
+    def _places(self, by_leaf: dict[int, list[Holding]], shardings: Any) -> list[Places]:
+        return [
+            tuple(Place(h.stage, self.meshes.at(h.stage, sharding), h.rows) for h in by_leaf[leaf])
+            for leaf, sharding in enumerate(jax.tree.leaves(shardings))
+        ]
+
+    def _state_places(self, of_parameters: Sequence[Places]) -> list[Places]:
+        """A leaf whose path ends in a parameter's lies on its stage, split like it when it has its shape; others
+        (counters) on stage 0."""
+        known: dict[Path, tuple[tuple[int, ...], Places]] = {}
+        with_paths = jax.tree_util.tree_flatten_with_path(self.params)[0]
+        for (path, leaf), places in zip(with_paths, of_parameters, strict=True):
+            known[path] = (leaf.shape, places)
+        found: list[Places] = []
+        for path, leaf in jax.tree_util.tree_flatten_with_path(self.state)[0]:
+            ends = (path[start:] for start in range(len(path)))
+            nothing: tuple[tuple[int, ...], Places] = ((), ())
+            shape, places = next((known[end] for end in ends if end in known), nothing)
+            if not places or not leaf.shape:
+                stage = places[0].stage if places else 0
+                found.append((Place(stage, self.meshes.whole[stage]),))
+            elif leaf.shape == shape:
+                found.append(places)
+            else:
+                found.append((Place(places[0].stage, self.meshes.whole[places[0].stage]),))
+        return found
+
+    # --- init
+
+    def init(self, params: Any) -> Any:
+        """The optimizer's state for parameters in place."""
+        closed = jax.make_jaxpr(lambda p: jax.tree.leaves(self.optimizer.init(p)))(self.params)
+        program = unstack(flatten(closed), [_rows(p) for p in self.parameters], [_rows(p) for p in self.states])
+        shared = [False] * len(self.parameters)
+        with Compiler() as compiler:
+            run = self._placed(program, self.parameters, shared, self.states, compiler, donate=False)
+        return from_pieces(self.state, self.states, run(pieces(params)))
+
+    # --- update
+
+    def compile_update(
+        self,
+        uses: Sequence[tuple[int, int]],
+        weight_stage: int,
+        total_stage: int,
+        divisor: Callable[[jax.Array], jax.Array],
+        nonfinite: str,
+        compiler: Compiler,
+    ) -> PlacedProgram:
+        """The update: summed gradients, Σ weight, Σ weight · loss, the step, the optimizer's state and the parameters
+        → the step, the state, the parameters, the loss and the gradients' norm. All but the two sums and the step are
+        donated.
+
+        nonfinite: unless "ignore", the last result is the last stage whose gradients are not finite, and 1, or 0; with
+        "error" the state and the parameters stay as they were where the loss or a gradient is not finite.
+
+        uses: the (leaf, stage) pairs of the gradients, where a tied parameter has several; of a stack, its pieces.
+        divisor: what sums are divided by, from Σ weight.
+
+        Raises PlanError for an optimizer whose state changes its shapes or dtypes.
+        """
+        leaves = jax.tree.leaves(self.params)
+        merged: list[tuple[int, Places]] = []
+        for leaf, stage in uses:
+            own = self.gradients[leaf]
+            if own[0].rows is None:
+                merged.append((leaf, (Place(stage, self.meshes.at(stage, own[0].sharding)),)))
+            elif (leaf, own) not in merged:
+                merged.append((leaf, own))
+
+        def update(sums: Any, weight: Any, total: Any, step: Any, state: Any, params: Any) -> Any:
+            below = divisor(weight)
+            gathered: list[Any] = [None] * len(leaves)
+            for (leaf, _), given in zip(merged, sums, strict=True):
+                gathered[leaf] = given if gathered[leaf] is None else gathered[leaf] + given
+            found = [
+                jnp.zeros(p.shape, p.dtype) if g is None else (g / below).astype(p.dtype)
+                for g, p, flag in zip(gathered, jax.tree.leaves(params), self.trained.mask(params), strict=True)
+                if flag
+            ]
+            mean = self.trained.with_gradients(params, found)
+            norm, bad_stage = self._norm(found, params)
+            before = jax.tree.leaves(state)
+            updates, state = updated(self.optimizer, mean, state, params, total / below)
+            _require_same_state(self.state, state)
+            changed = self.trained.apply(params, updates)
+            after, loss = (step + 1, jax.tree.leaves(state), jax.tree.leaves(changed)), total / below
+            if nonfinite == "error":
+                after = chosen(is_sound(loss, norm), after, (step, before, jax.tree.leaves(params)))
+            return *after, loss, norm, *(() if nonfinite == "ignore" else (bad_stage,))
+
+        number = jax.ShapeDtypeStruct((), jnp.float32)
+        sums = [
+            jax.ShapeDtypeStruct(leaves[leaf].shape, jnp.promote_types(leaves[leaf].dtype, jnp.float32))
+            for leaf, _ in merged
+        ]
+        count = jax.ShapeDtypeStruct((), jnp.int32)
+        closed = jax.make_jaxpr(update)(sums, number, number, count, self.state, self.params)
+        scalars = [(Place(stage, self.meshes.whole[stage]),) for stage in (weight_stage, total_stage, 0)]
+        arguments = [*(p for _, p in merged), *scalars, *self.states, *self.parameters]
+        last = [scalars[1]] * (2 if nonfinite == "ignore" else 3)
+        outputs = [scalars[2], *self.states, *self.parameters, *last]
+        state_shapes = jax.tree.leaves(self.state)
+        shared = [False] * len(merged) + [True] * 3 + [not leaf.shape or _is_random(leaf) for leaf in state_shapes]
+        shared += [False] * len(self.parameters)
+        stacks = any(_rows(p) for p in self.parameters)  # a branch over whole stacks would gather them
+        program = unstack(flatten(closed, select=stacks), [_rows(p) for p in arguments], [_rows(p) for p in outputs])
+        kept = {len(merged), len(merged) + 1, len(merged) + 2}
+        before = sum(len(held) for _, held in merged) + len(scalars)
+        followed = sum(len(held) for held in (*self.states, *self.parameters))
+        successors = {1 + index: before + index for index in range(followed)}
+        return self._placed(
+            program, arguments, shared, outputs, compiler, donate=True, keep=kept, successors=successors
+        )
+
+    def _norm(self, gradients: Sequence[Any], params: Any) -> tuple[jax.Array, jax.Array]:
+        """The global norm of the gradients of what is trained, in fp32; and the last stage where they are not finite,
+        and 1, or 0. Of stacks that stages share, none is known."""
+        homes = [places[0].stage if places[0].rows is None else -1 for places in self.parameters]
+        mask = self.trained.mask(params)
+        sums: dict[int, Any] = {}
+        for home, gradient in zip((h for h, flag in zip(homes, mask, strict=True) if flag), gradients, strict=True):
+            own = squared(gradient)
+            sums[home] = sums[home] + own if home in sums else own
+        total = reduce(jnp.add, sums.values())
+        bad = jnp.int32(0)
+        for home, own in sums.items():
+            # A number of one stage, read with the sum over all: made where the sum is, and apart from the updates.
+            alone = jnp.where(jnp.isfinite(total), 0.0, own)
+            bad = jnp.maximum(bad, jnp.where(jnp.isfinite(alone), 0, home + 1))
+        return jnp.sqrt(total), bad
+
+    def _placed(
+        self,
+        program: Unstacked,
+        arguments: Sequence[Places],
+        shared: Sequence[bool],
+        outputs: Sequence[Places],
+        compiler: Compiler,
+        *,
+        donate: bool,
+        keep: Any = frozenset(),
+        successors: Mapping[int, int] = MappingProxyType({}),
+    ) -> PlacedProgram:
+        flat: FlatProgram = program.flat
+        places = [place for held in arguments for place in held]
+        results = [place for held in outputs for place in held]
+        return PlacedProgram(
+            flat,
+            [p.stage for p in places],
+            [common for common, held in zip(shared, arguments, strict=True) for _ in held],
+            [p.sharding for p in places],
+            [p.stage for p in results],
+            [p.sharding for p in results],
+            self.meshes.whole,
+            [donate and index not in keep for index, held in enumerate(arguments) for _ in held],
+            successors,
+            compiler,
+        )
+
+
+def _require_same_state(before: Any, after: Any) -> None:
+    """The update is compiled once, for the state that init makes."""
+    forms = [
+        {jax.tree_util.keystr(path): f"{jnp.shape(leaf)} {jnp.result_type(leaf)}" for path, leaf in leaves}
+        for leaves in (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (before, after))
+    ]
+    names = [name for name in {**forms[0], **forms[1]} if forms[0].get(name) != forms[1].get(name)]
+    if names:
+        one, other = (form.get(names[0], "absent") for form in forms)
+        more = f", and {len(names) - 1} others change too" if len(names) > 1 else ""
+        raise PlanError(
+            f"the optimizer's state{names[0]} is {one} at first and {other} after an update{more}: pipeline stages "
+            "compile the update once; give all parameters one dtype, or cast what the optimizer keeps to what it is at "
+            "first"
+        )
+
+
+def _least(leaf: Any, holdings: Sequence[Holding]) -> jax.ShapeDtypeStruct:
+    """The shape of a parameter; of a stack with as many rows as divide those of all its pieces."""
+    rows = [h.rows[1] - h.rows[0] for h in holdings if h.rows is not None]
+    return jax.ShapeDtypeStruct((math.gcd(*rows), *leaf.shape[1:]) if rows else leaf.shape, leaf.dtype)
+
+
+def _is_random(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _rows(places: Places) -> tuple[tuple[int, int], ...] | None:
+    return tuple(p.rows for p in places if p.rows is not None) or None

@@ -1,0 +1,237 @@
+"""NaN and infinity in losses and gradients, told with the step, and the stage and microbatch where they came up.
+
+The numbers are computed with the step, on its devices: the losses of microbatches, sums of squares of gradients that
+their norm needs anyway, and between stages one look at each message. The host reads them in a later call, when they are
+there, so that no step waits for them. Messages alone are no reason to complain, as masks hold infinities: they say
+where a bad loss or gradient came from.
+"""
+
+import warnings
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardwright.backends.jax.pipeline.stage_functions import BACKWARD, FORWARD, LOSS, TOTAL
+from shardwright.backends.jax.program.cut import Cut
+from shardwright.core.errors import NonFiniteError, ShardwrightError
+
+Answer = Literal["warn", "error", "ignore"]
+MOST_WARNINGS = 3
+"""So many steps are warned of in a run."""
+BEHIND = 2
+"""A step is looked at no later than in the call that comes so many after its own."""
+
+
+class Evidence(NamedTuple):
+    """What a step leaves to be looked at, as arrays."""
+
+    step: jax.Array
+    """Updates made before it."""
+    loss: jax.Array
+    norm: jax.Array
+    """Of all gradients."""
+    details: Any
+    """Read where one of these is not finite."""
+
+
+class Teller(Protocol):
+    """Puts the details of one form of step into words."""
+
+    def text(self, evidence: Evidence) -> str:
+        """What is not finite, and where it came from. The arrays are on the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneProgram:
+    """Of steps whose details are Σ weight · loss of every microbatch and the sum of squares of every gradient."""
+
+    names: Sequence[str]
+    """Of the parameters that are trained."""
+
+    def text(self, evidence: Evidence) -> str:
+        losses, squares = evidence.details
+        said = _of_loss(evidence.loss, *_first(~np.isfinite(losses)), len(losses))
+        bad = [(name, number) for name, number in zip(self.names, squares, strict=True) if not np.isfinite(number)]
+        if bad:
+            more = f" ({len(bad) - 1} more)" if len(bad) > 1 else ""
+            said.append(f"the gradient of {bad[0][0]} {_of_gradient(bad[0][1])}{more}")
+        elif not np.isfinite(evidence.norm):
+            said.append(f"the whole gradient {_of_gradient(evidence.norm)}")
+        return " and ".join(said)
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Of pipelines: details are the last stage whose gradients are not finite (0: none is known, else one more than
+    its number), and what was noted of messages and losses on each stage (`StageFunctions`)."""
+
+    cut: Cut
+    microbatches: int
+    labels: Sequence[tuple[int, int]]
+    """(stage, what was looked at) of everything noted."""
+
+    def text(self, evidence: Evidence) -> str:
+        gradients, rows = evidence.details
+        noted = dict(zip(self.labels, rows, strict=True))
+        home = next(stage for stage, part in enumerate(self.cut.parts) if TOTAL in part.results)
+        bad = {way: {s: row for (s, w), row in noted.items() if w == way and row.any()} for way in (FORWARD, BACKWARD)}
+        if not np.isfinite(evidence.loss):
+            row = noted.get((home, LOSS), np.zeros((1, 2), np.int32))
+            first = _microbatch(row, 0 if row[:, 0].any() else 1)[0]
+            said = _of_loss(evidence.loss, bool(row.any()), first, self.microbatches)[0]
+            return f"{said}: {self._origin(FORWARD, bad[FORWARD], home, first)}" if row.any() else said
+        said = f"the gradient {_of_gradient(evidence.norm)}"
+        return f"{said}: {self._origin(BACKWARD, bad[BACKWARD], int(gradients) - 1, -1)}"
+
+    def _origin(self, way: int, bad: Mapping[int, np.ndarray], end: int, microbatch: int) -> str:
+        """Which stage made it. bad: stages to which something came that was not finite; end: where it was seen."""
+        letter = "F" if way == FORWARD else "B"
+        kind = 0 if any(row[:, 0].any() for row in bad.values()) else 1
+        came = [stage for stage, row in bad.items() if row[:, kind].any()]
+        if not came and end < 0:
+            return "all that stages sent to each other was finite"
+        if not came:
+            action = f" (action {end}{letter}{microbatch})" if microbatch >= 0 else ""
+            passed = "backward" if way == BACKWARD else "forward"
+            return f"it was made in the {passed} of stage {end}{action}; all that came in from other stages was finite"
+        first = min(came) if way == FORWARD else max(came)
+        m, replica = _microbatch(bad[first], kind)
+        if way == FORWARD:
+            senders = {arrival.source for arrival in self.cut.parts[first].arrivals}
+        else:
+            senders = {s for s, part in enumerate(self.cut.parts) if any(a.source == first for a in part.arrivals)}
+        made = sorted(senders - set(came)) or sorted(senders)
+        actions = " or ".join(f"stage {stage} (action {stage}{letter}{m}{replica})" for stage in made)
+        what = "a NaN" if kind == 0 else "an infinity, unless a mask has it,"
+        return f"{what} came to stage {first} from {actions}, which made it of what was finite"
+
+
+class Sentinel:
+    """Keeps the evidence of steps until it is looked at.
+
+    Args:
+        answer: what to do when a loss or a gradient is not finite.
+        alone: whether one process has all devices. Several look at the same steps in the same calls, so that all of
+            them raise the same error.
+    """
+
+    def __init__(self, answer: Answer, alone: bool, debugged: bool) -> None:
+        self.answer, self.alone, self.debugged = answer, alone, debugged
+        self._pending: deque[tuple[Evidence, Teller]] = deque()
+        self._warned = 0
+        self._told: set[int] = set()
+
+    def note(self, evidence: Evidence | None, teller: Teller) -> None:
+        """A step was started."""
+        if evidence is not None:
+            self._pending.append((evidence, teller))
+
+    def look(self, left: int = BEHIND - 1) -> None:
+        """Look at all steps but the last ``left``, and at those that are over where nobody else has to do the same.
+        Raises NonFiniteError if that is the answer; then nothing is left to be looked at."""
+        while self._pending:
+            evidence, teller = self._pending[0]
+            gone = evidence.loss.is_deleted() or evidence.norm.is_deleted()  # given to a function that donates them
+            if len(self._pending) <= left and not gone and not (self.alone and _is_there(evidence.norm)):
+                return
+            self._pending.popleft()
+            if gone:
+                continue
+            if np.isfinite(_host(evidence.loss)) and np.isfinite(_host(evidence.norm)):
+                continue
+            found: Evidence = jax.tree.map(_host, evidence)
+            if int(found.step) in self._told:
+                continue
+            more = "; no op of a microbatch made it when it ran by itself on one device" if self.debugged else ""
+            self.say(f"step {int(found.step)}: {teller.text(found)}{more}")
+
+    def tell_beforehand(self, step: int, text: str) -> None:
+        """Complain of a step that is not run yet, and not once more of the same when it is."""
+        self._told = {step}
+        self.say(f"step {step}: {text}")
+
+    def say(self, text: str) -> None:
+        """Complain of one step."""
+        hint = "" if self.debugged else "; train_step(..., debug='numerics') names the op that made it"
+        if self.answer == "error":
+            self._pending.clear()
+            raise NonFiniteError(
+                f"{text}{hint}. Parameters and the optimizer's state are as they were before that step, in the state "
+                "that was given to this call too, which was not used up"
+            )
+        self._warned += 1
+        if self._warned <= MOST_WARNINGS:
+            last = " Later steps are not warned of." if self._warned == MOST_WARNINGS else ""
+            warnings.warn(f"{text}{hint}. nonfinite='error' stops there, 'ignore' says nothing.{last}", stacklevel=4)
+
+
+def require_settings(answer: Any, debug: Any) -> None:
+    """Raise ShardwrightError for settings that are none."""
+    if answer not in ("warn", "error", "ignore"):
+        raise ShardwrightError(f"nonfinite={answer!r}: expected 'warn', 'error' or 'ignore'")
+    if debug not in (None, "numerics"):
+        raise ShardwrightError(f"debug={debug!r}: expected 'numerics', or None")
+    if debug and answer == "ignore":
+        raise ShardwrightError("debug='numerics' and nonfinite='ignore' are given: leave one of them out")
+
+
+# What is computed with the step
+
+
+def is_sound(loss: jax.Array, norm: jax.Array) -> jax.Array:
+    """Whether a step's loss and gradients are finite."""
+    return jnp.isfinite(loss) & jnp.isfinite(norm)
+
+
+def chosen(sound: jax.Array, after: Any, before: Any) -> Any:
+    """A tree after a step where that is sound, and as it was before it elsewhere. Raises ShardwrightError where the
+    step changes shapes or dtypes."""
+
+    def one(new: Any, old: Any) -> jax.Array:
+        if (jnp.shape(new), jnp.result_type(new)) != (jnp.shape(old), jnp.result_type(old)):
+            raise ShardwrightError(
+                f"a step makes {jnp.result_type(new)}{list(jnp.shape(new))} of a value of the state that is "
+                f"{jnp.result_type(old)}{list(jnp.shape(old))}, so that it cannot be left as it was where the loss is "
+                "not finite: keep its dtype and shape, or take nonfinite='warn'"
+            )
+        found: jax.Array = jax.lax.select(sound, jnp.asarray(new), jnp.asarray(old))
+        return found
+
+    return jax.tree.map(one, after, before)
+
+
+def _is_there(array: Any) -> bool:
+    return bool(array.is_ready())
+
+
+def _host(array: Any) -> np.ndarray:
+    return np.asarray(array if array.is_fully_addressable else array.addressable_data(0))
+
+
+def _microbatch(row: np.ndarray, kind: int) -> tuple[int, str]:
+    """The first microbatch that was noted, and of which replica if not of all."""
+    numbers = np.where(row[:, kind] > 0, row[:, kind], np.iinfo(np.int32).max)
+    replica = "" if (numbers == numbers[0]).all() else f", replica {int(numbers.argmin())}"
+    return int(numbers.min()) - 1, replica
+
+
+def _first(bad: np.ndarray) -> tuple[bool, int]:
+    return bool(bad.any()), int(np.argmax(bad))
+
+
+def _of_loss(loss: Any, known: bool, microbatch: int, microbatches: int) -> list[str]:
+    if np.isfinite(loss):
+        return []
+    if not known:
+        why = "what it is divided by, the sum of weights, is 0, or the sum of losses overflows"
+        return [f"the loss is {float(loss)}, and that of every microbatch is finite: {why}"]
+    return [f"the loss{f' of microbatch {microbatch}' if microbatches > 1 else ''} is {float(loss)}"]
+
+
+def _of_gradient(squares: Any) -> str:
+    return "has a NaN" if np.isnan(squares) else "has an infinite norm"

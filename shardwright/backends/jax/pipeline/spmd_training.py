@@ -1,0 +1,293 @@
+"""Training under a plan whose stages are alike, as one program over all devices of all processes.
+
+The blocks' parameters are kept stacked, [virtual stages, pp, …] with pp along the mesh's, so that every device holds
+its stages' alone; their optimizer states too. The update sees the parameters as they were given.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardwright.backends.jax.capture.checkpoint_policies import keeping_barriers
+from shardwright.backends.jax.capture.samples import put
+from shardwright.backends.jax.loss.metrics import Metrics
+from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatches, split_squares, updated
+from shardwright.backends.jax.machine.mesh import bind
+from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch, cut_microbatch
+from shardwright.backends.jax.pipeline.sentinels import Answer, Evidence, OneProgram, chosen, is_sound
+from shardwright.backends.jax.pipeline.spmd import SpmdLoss, block_plan
+from shardwright.backends.jax.state.ownership import holdings_of
+from shardwright.backends.jax.state.shardings import parameter_shardings, replicated
+from shardwright.backends.jax.state.train_state import Parts, StepResult, TrainState, own_copy
+from shardwright.core.errors import MissingCapabilityError
+from shardwright.core.plan.plan import Plan
+
+Slot = tuple[tuple[Any, ...], int]
+"""Which array of a tree: the path before a parameter's own (none for the parameters themselves), and the parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stacking:
+    """A tree whose leaves include one for every parameter, as lists of arrays: stacks of the blocks', and the rest."""
+
+    structure: Any
+    rows: tuple[tuple[tuple[int, ...], Any], ...]
+    """For every stack: the leaves in it, in the order of stages, and its sharding."""
+    rest: tuple[tuple[int, Any], ...]
+    """Every other leaf, and its sharding."""
+    shape: tuple[int, int]
+
+    def pack(self, tree: Any) -> dict[str, list[Any]]:
+        leaves = jax.tree.leaves(tree)
+        stacks = [jnp.stack([leaves[i] for i in rows]).reshape(*self.shape, *leaves[rows[0]].shape)
+                  for rows, _ in self.rows]  # fmt: skip
+        return {"stacks": stacks, "rest": [leaves[i] for i, _ in self.rest]}
+
+    def unpack(self, packed: dict[str, list[Any]]) -> Any:
+        return jax.tree.unflatten(self.structure, self.leaves(packed))
+
+    def leaves(self, packed: dict[str, list[Any]]) -> list[Any]:
+        """The leaves of the tree; None for those of a stack that is None."""
+        leaves: list[Any] = [None] * (len(self.rest) + sum(len(rows) for rows, _ in self.rows))
+        for (rows, _), stack in zip(self.rows, packed["stacks"], strict=True):
+            flat = [None] * len(rows) if stack is None else stack.reshape(-1, *stack.shape[2:])
+            for number, leaf in enumerate(rows):
+                leaves[leaf] = flat[number]
+        for (leaf, _), value in zip(self.rest, packed["rest"], strict=True):
+            leaves[leaf] = value
+        return leaves
+
+    @property
+    def shardings(self) -> dict[str, list[Any]]:
+        return {"stacks": [at for _, at in self.rows], "rest": [at for _, at in self.rest]}
+
+
+class SpmdTraining:
+    """The same interface as `PipelinedTraining`, with one program a step."""
+
+    def __init__(
+        self,
+        loss: LossFunction,
+        optimizer: optax.GradientTransformation,
+        plan: Plan,
+        devices: Sequence[jax.Device] | None,
+        nonfinite: Answer,
+    ) -> None:
+        self.loss, self.optimizer, self.plan, self.nonfinite = loss, optimizer, plan, nonfinite
+        self.blocks = block_plan(plan)
+        self.mesh: Mesh = bind(plan.mesh, devices)
+
+    # --- state
+
+    def init(self, given: Parts, init: Callable[[], tuple[Any, Any, Any]] | None) -> TrainState:
+        """The state of a model taken apart: arrays, or shapes and the function that makes (params, random, other)."""
+        stacking, states = self._stackings(given)
+        whole = replicated(self.mesh)
+
+        def start(params: Any) -> tuple[Any, Any]:
+            return stacking.pack(params), states.pack(self.optimizer.init(params))
+
+        places = (stacking.shardings, states.shardings)
+        if init is None:
+            packed, optimizer = jax.jit(start, out_shardings=places)(given.params)
+            random = jax.tree.map(lambda leaf: own_copy(leaf, whole), given.random)
+            other = jax.tree.map(lambda leaf: own_copy(leaf, whole), given.other)
+        else:
+
+            def make() -> tuple[Any, Any, Any]:
+                params, random, other = init()
+                return start(params), random, other
+
+            everywhere = jax.tree.map(lambda _: whole, (given.random, given.other))
+            (packed, optimizer), random, other = jax.jit(make, out_shardings=(places, *everywhere))()
+        step = jax.device_put(jnp.zeros((), jnp.int32), whole)
+        self._unpack = jax.jit(stacking.unpack, out_shardings=whole)
+        return TrainState(step, packed, optimizer, random, other, given.graphdef)
+
+    def whole(self, state: TrainState) -> Any:
+        """Parameters as they were given, whole on every device."""
+        return self._unpack(state.params)
+
+    def _stackings(self, given: Parts) -> tuple[Stacking, Stacking]:
+        """How parameters and the optimizer's state are kept: where stages use the same leaves of their blocks, one
+        stack."""
+        plan = self.plan
+        names = given.names
+        leaves, structure = jax.tree.flatten(given.params)
+        holdings = holdings_of(self.blocks, names, [leaf.shape for leaf in leaves])
+        if any(h.rows is not None for h in holdings):
+            raise MissingCapabilityError(
+                "the model keeps its layers in stacks of its own, which one program for all stages does not restack: "
+                "give the layers as parameters of their own, or run the stages in one process"
+            )
+        of_stage: list[list[int]] = [[] for _ in range(plan.stages)]
+        for unit, bound in enumerate(plan.binding("jax").units):
+            stage = next(s for s, held in enumerate(self.blocks.stage_units) if unit in held) - 1
+            if 0 <= stage < plan.stages:
+                own = [names.index(name) for _, name, _ in bound.parameters]
+                of_stage[stage] += [leaf for leaf in own if holdings[leaf].stage == stage + 1]
+        shardings = jax.tree.leaves(parameter_shardings(names, given.params, plan.parameter_layouts("jax"), self.mesh))
+        groups = list(zip(*of_stage, strict=True))
+        rows = tuple((tuple(g), self._stacked(shardings[g[0]])) for g in groups)
+        inside = {leaf for group in groups for leaf in group}
+        rest = tuple((leaf, shardings[leaf]) for leaf in range(len(leaves)) if leaf not in inside)
+        shape = (plan.decision.virtual_stages, plan.decision.pp)
+        stacking = Stacking(structure, rows, rest, shape)
+        return stacking, self._of_optimizer(given.params, stacking, shardings)
+
+    def _stacked(self, sharding: NamedSharding) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(None, "pp", *sharding.spec))
+
+    def _of_optimizer(self, params: Any, stacking: Stacking, shardings: Sequence[NamedSharding]) -> Stacking:
+        """Leaves of the optimizer's state that end in a parameter's path, and have its shape, are kept as it is."""
+        shapes: Any = jax.eval_shape(lambda p: p, params)
+        state = jax.eval_shape(self.optimizer.init, shapes)
+        known = {path: (number, leaf.shape) for number, (path, leaf) in
+                 enumerate(jax.tree_util.tree_flatten_with_path(shapes)[0])}  # fmt: skip
+        found: dict[Slot, int] = {}
+        flat = jax.tree_util.tree_flatten_with_path(state)[0]
+        for position, (path, leaf) in enumerate(flat):
+            for start in range(len(path)):
+                number, shape = known.get(path[start:], (-1, ()))
+                if number >= 0 and shape == leaf.shape:
+                    found[(path[:start], number)] = position
+                    break
+        rows = []
+        for prefix in dict.fromkeys(prefix for prefix, _ in found):
+            for group, at in stacking.rows:
+                if all((prefix, leaf) in found for leaf in group):
+                    rows.append((tuple(found[(prefix, leaf)] for leaf in group), at))
+        inside = {position for group, _ in rows for position in group}
+        parameter = {position: number for (_, number), position in found.items()}
+        whole = replicated(self.mesh)
+        rest = tuple(
+            (position, shardings[parameter[position]] if position in parameter else whole)
+            for position in range(len(flat))
+            if position not in inside
+        )
+        return Stacking(jax.tree.structure(state), tuple(rows), rest, stacking.shape)
+
+    # --- steps
+
+    def step_for(
+        self, state: TrainState, structure: Any, dims: tuple[int | None, ...], leaves: Sequence[Any]
+    ) -> "SpmdStep":
+        """The compiled step for batches of one structure."""
+        shapes = jax.eval_shape(self._unpack, state.params)
+        parts = Parts(shapes, state.random, state.other, state.graphdef)
+        batch = Microbatches.of(self.loss, self.plan, parts, structure, dims, leaves)
+        holdings = holdings_of(self.blocks, parts.names, [leaf.shape for leaf in jax.tree.leaves(shapes)])
+        micro = cut_microbatch(self.blocks, batch, parts, leaves, holdings)
+        loss = SpmdLoss.of(micro, self.plan, self.mesh)
+        stacking, states = self._stackings(parts)
+        mask = self.loss.trained.mask(shapes)
+        run = self._program(loss, stacking, states, micro, mask, batch.metrics)
+        places = [NamedSharding(self.mesh, PartitionSpec(*(() if dim is None else (None, "dp")))) for dim in dims]
+        firsts = [parts.names[group[0]] for group, _ in stacking.rows if mask[group[0]]]
+        names = [f"{name}, or of the same of a later block," for name in firsts]
+        names += [parts.names[leaf] for leaf, _ in stacking.rest if mask[leaf]]
+        return SpmdStep(run, batch, places, OneProgram(names))
+
+    def _program(
+        self,
+        loss: SpmdLoss,
+        stacking: Stacking,
+        states: Stacking,
+        micro: CutMicrobatch,
+        mask: tuple[bool, ...],
+        metrics: Metrics | None,
+    ) -> Any:
+        trained = self.loss.trained
+        in_stacks = [_whether(group, mask) for group, _ in stacking.rows]
+        in_rest = [mask[leaf] for leaf, _ in stacking.rest]
+        at = [place for (_, place), flag in zip((*stacking.rows, *stacking.rest), (*in_stacks, *in_rest), strict=True)
+              if flag]  # fmt: skip
+        values = [weight.value for weight in micro.cut.weights]
+        stacks = {tuple(values[leaf] for leaf in group): number for number, (group, _) in enumerate(stacking.rows)}
+
+        def step(number: Any, params: Any, optimizer: Any, fixed: Any, batch: Any) -> Any:
+            others = (*micro.random, *micro.state)
+            sources = {micro.step: number} | dict(zip(others, jax.tree.leaves(fixed), strict=True))
+
+            def total(given: Any) -> Any:
+                params = {
+                    "stacks": _merge(in_stacks, all_stacks, given[0]),
+                    "rest": _merge(in_rest, all_rest, given[1]),
+                }
+                rest = {values[leaf]: a for (leaf, _), a in zip(stacking.rest, params["rest"], strict=True)}
+                stacked = [params["stacks"][stacks[group]] for group in loss.blocks.stacked]
+                return loss(stacked, rest, sources, dict(zip(micro.batch, batch, strict=True)))
+
+            all_stacks, all_rest = params["stacks"], params["rest"]
+            given = (list(compress(all_stacks, in_stacks)), list(compress(all_rest, in_rest)))
+            (value, (losses, weight, sums, rows)), found = jax.value_and_grad(total, has_aux=True)(given)
+            below = micro.divisor(weight)
+            means = [g / below for g in (*found[0], *found[1])]
+            squares = split_squares(means, at)
+            norm, loss_value = jnp.sqrt(squares.sum()), value / below
+            whole = stacking.unpack(params)
+            split = len(found[0])
+            packed = {
+                "stacks": _merge(in_stacks, [None] * len(in_stacks), means[:split]),
+                "rest": _merge(in_rest, [None] * len(in_rest), means[split:]),
+            }
+            before = states.unpack(optimizer)
+            mean = trained.with_gradients(whole, [g for g in stacking.leaves(packed) if g is not None])
+            updates, state = updated(self.optimizer, mean, before, whole, loss_value)
+            changed = trained.apply(whole, updates)
+            after = number + 1, stacking.pack(changed), states.pack(state)
+            if self.nonfinite == "error":
+                after = chosen(is_sound(loss_value, norm), after, (number, params, optimizer))
+            aux = None if metrics is None else metrics.all(sums, rows)
+            evidence = None
+            if self.nonfinite != "ignore":
+                evidence = Evidence(number, loss_value, norm, (losses, squares))
+            return *after, loss_value, norm, aux, evidence
+
+        whole = replicated(self.mesh)
+        places = (whole, stacking.shardings, states.shardings, whole, whole, whole, whole)
+        options = keeping_barriers(self.mesh.devices.flat)
+        return jax.jit(step, out_shardings=places, donate_argnums=(1, 2), compiler_options=options)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpmdStep:
+    """A compiled step, from state to state."""
+
+    run: Any
+    microbatches: Microbatches
+    places: Sequence[NamedSharding]
+    """Of the batch's leaves, split into microbatches."""
+    teller: OneProgram
+
+    def __call__(self, state: TrainState, leaves: Sequence[Any]) -> StepResult:
+        batch = self.microbatches
+        split = [batch.split(leaf, dim) for leaf, dim in zip(leaves, batch.dims, strict=True)]
+        given = jax.device_put([put(leaf, at) for leaf, at in zip(split, self.places, strict=True)], self.places)
+        number, params, optimizer, loss, norm, aux, evidence = self.run(
+            state.step, state.params, state.optimizer, (state.random, state.other), given
+        )
+        after = TrainState(number, params, optimizer, state.random, state.other, state.graphdef)
+        return StepResult(after, loss, aux, norm, evidence)
+
+
+def _whether(group: Sequence[int], mask: Sequence[bool]) -> bool:
+    """Whether the parameters of a stack are trained. Raises MissingCapabilityError where only some are."""
+    if len({mask[leaf] for leaf in group}) > 1:
+        raise MissingCapabilityError(
+            "wrt= trains a parameter of some blocks and not the same one of others, which one program for all stages "
+            "keeps in one stack: train it in all blocks or in none, or run the stages in one process"
+        )
+    return mask[group[0]]
+
+
+def _merge(flags: Sequence[bool], held: Sequence[Any], changed: Sequence[Any]) -> list[Any]:
+    """``held`` with those replaced, in turn, that have a flag."""
+    rest = iter(changed)
+    return [next(rest) if flag else value for flag, value in zip(flags, held, strict=True)]

@@ -1,0 +1,364 @@
+"""The functions of one stage: forward, backward, and the backward in two halves (input gradient, weight gradient).
+
+The forward's program is differentiated once. What its backward reads is an argument of the stage, which is at hand
+anyway unless it is state that later microbatches change, or made again by cheap arithmetic (`residuals`), or *kept*
+from forward to backward. The halves divide the backward's equations: those that the gradients of arrivals need, and the
+rest, with what passes between them kept once more (zero bubble, arXiv 2401.10241, section 2).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from shardwright.backends.jax.pipeline.residuals import Residuals, residuals
+from shardwright.backends.jax.program.cut import Cut, StagePart
+from shardwright.backends.jax.program.equations import Atom, Equation, FlatProgram, aval_of, evaluate, flatten, needed
+
+Kind = Literal[
+    "weight",  # a parameter, or rows of one
+    "source",  # random keys, the step, arrays without a batch dim
+    "batch",  # a leaf of the batch, all microbatches
+    "m",  # the number of the microbatch
+    "state",  # what the model changes from microbatch to microbatch
+    "arrival",
+    "kept",
+    "between",  # from the first half of a backward to the second
+    "cotangent",  # of a departure, from one of its users
+    "gradient",  # of a weight, summed over microbatches
+    "sum",  # Σ weight · loss, Σ weight, and what adds up of metrics
+    "row",  # what is joined of metrics: of one microbatch
+    "fault",  # of messages or losses, by replica: 1 + the first microbatch with a NaN, with an infinity; 0: none
+    "departure",
+    "arrival_gradient",
+    "marker",  # what a rank has run so far, counted: there when a function is done, and read by the rank's next
+]
+Key = tuple[Kind, int, int]
+"""What an operand is: its kind, its number (a value of the cut program; a position), and for cotangents the stage that
+sends it (else 0)."""
+MARKER: Key = ("marker", 0, 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageFunction:
+    """A function of flat operands."""
+
+    function: Callable[..., tuple[Any, ...]]
+    reads: tuple[Key, ...]
+    makes: tuple[Key, ...]
+    avals: tuple[Any, ...]
+    """Shapes of what it reads."""
+    donates: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageFunctions:
+    """What a stage can be asked to do. ``input_grad`` is None where no gradient flows further back."""
+
+    forward: StageFunction
+    backward: StageFunction
+    input_grad: StageFunction | None
+    weight_grad: StageFunction
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """How arguments of the microbatch's program are handed to stages."""
+
+    batch: Mapping[int, bool]
+    """Leaves of the batch; whether each has a batch dim, and so is sliced by microbatch."""
+    batch_avals: Mapping[int, Any]
+    """Their shapes with all microbatches."""
+    m: int
+    state: Mapping[int, int]
+    """Arguments that carry state → the outputs that carry it on."""
+    sums: tuple[int, ...] = ()
+    """Outputs that add up over microbatches, beside the loss and its weight."""
+    rows: tuple[int, ...] = ()
+    """Outputs that are joined over microbatches."""
+    watched: bool = False
+    """Whether stages note which microbatches are not finite."""
+    replicas: int = 1
+    split: Mapping[int, int] = field(default_factory=dict)
+    """The dims of values that are split over replicas: what is noted of those is noted by each."""
+
+    def key(self, value: int) -> Key:
+        if value == self.m:
+            return ("m", 0, 0)
+        return ("batch" if value in self.batch else "state" if value in self.state else "source", value, 0)
+
+
+FORWARD, BACKWARD, LOSS = 0, 1, 2
+"""What is looked at, the number of a "fault": what came in for a forward, for a backward, and losses."""
+TOTAL, WEIGHT = 0, 1
+"""Positions among the program's outputs: Σ weight · loss and Σ weight over replicas; state and metrics follow."""
+
+
+def stage_functions(
+    cut: Cut,
+    stage: int,
+    operands: Operands,
+    recompute: str = "none",
+) -> StageFunctions:
+    """The functions of a stage, whose units keep what ``recompute`` says (`evaluate`)."""
+    return _Builder(cut, stage, operands, recompute).build()
+
+
+class _Builder:
+    def __init__(self, cut: Cut, stage: int, operands: Operands, recompute: str) -> None:
+        self.cut, self.stage, self.operands, self.recompute = cut, stage, operands, recompute
+        self.part: StagePart = cut.parts[stage]
+        flat = cut.flat
+        self.weights = [v for v in self.part.weights if v in cut.live]
+        self.fixed_weights = [v for v in self.part.weights if v not in cut.live]
+        self.arriving = [a.value for a in self.part.arrivals if a.differentiable]
+        self.fixed_arrivals = [a.value for a in self.part.arrivals if not a.differentiable]
+        self.leaving = [v for v in self.part.departures if v in cut.live]
+        self.has_total = TOTAL in self.part.results
+        self.inputs: list[int] = [
+            *self.weights, *self.fixed_weights, *self.arriving, *self.fixed_arrivals, *self.part.sources,
+        ]  # fmt: skip
+        self.avals = {value: flat.avals[value] for value in self.inputs}
+
+    def build(self) -> StageFunctions:
+        forward, structure, returned = self._trace_forward()
+        saved = forward.outputs[len(returned) :]
+        given = zip(self.inputs, forward.arguments, strict=True)
+        passing = [argument for value, argument in given if value in self.operands.state]
+        residual = residuals(forward, [atom for atom in saved if isinstance(atom, int)], passing)
+        run = self._forward(forward, returned, residual.kept)
+        return StageFunctions(run, *self._backwards(*self._trace_backward(structure, forward, saved, residual)))
+
+    # --- forward
+
+    def _trace_forward(self) -> tuple[FlatProgram, Any, list[Key]]:
+        """The program of the forward: what it returns (`_returned`), then everything that its derivative reads."""
+        structures: list[Any] = []
+        split = len(self.weights), len(self.weights) + len(self.fixed_weights)
+        until = split[1] + len(self.arriving)
+
+        def run(weights: Sequence[Any], arriving: Sequence[Any], rest: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            fixed = [*self.fixed_weights, *self.fixed_arrivals, *self.part.sources]
+            known = dict(zip(self.weights, weights, strict=True)) | dict(zip(self.arriving, arriving, strict=True))
+            known |= dict(zip(fixed, rest, strict=True)) | self.cut.flat.constants
+            evaluate(self.part.equations, known, self.recompute)
+            live = [known[v] for v in self.leaving]
+            if self.has_total:
+                live.append(self._output(known, TOTAL))
+            others = [known[v] for v in self.part.departures if v not in self.cut.live]
+            others += [self._output(known, position) for position in self.part.results if position != TOTAL]
+            return live, others
+
+        def forward(*given: Any) -> Any:
+            weights, arriving = given[: split[0]], given[split[1] : until]
+            rest = [*given[split[0] : split[1]], *given[until:]]
+            live, derivative, others = jax.vjp(
+                lambda w, a: run(w, a, rest), list(weights), list(arriving), has_aux=True
+            )
+            leaves, structure = jax.tree.flatten(derivative)
+            structures.append(structure)
+            return [*live, *others], leaves
+
+        avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.avals.values()]
+        closed = jax.make_jaxpr(forward)(*avals)
+        return flatten(closed), structures[0], self._returned()
+
+    def _output(self, known: Mapping[int, Any], position: int) -> Any:
+        return _value(self.cut.flat, self.cut.flat.outputs[position], known)
+
+    def _returned(self) -> list[Key]:
+        state = {position: value for value, position in self.operands.state.items()}
+        keys: list[Key] = [("departure", v, 0) for v in self.leaving]
+        if self.has_total:
+            keys.append(("sum", TOTAL, 0))
+        keys += [("departure", v, 0) for v in self.part.departures if v not in self.cut.live]
+        for position in self.part.results:
+            if position == WEIGHT or position in self.operands.sums:
+                keys.append(("sum", position, 0))
+            elif position in self.operands.rows:
+                keys.append(("row", position, 0))
+            elif position != TOTAL:
+                keys.append(("state", state[position], 0))
+        return keys
+
+    def _forward(self, program: FlatProgram, returned: Sequence[Key], kept: Sequence[int]) -> StageFunction:
+        outputs = (*program.outputs[: len(returned)], *kept)
+        return self._function(
+            program,
+            program.equations,
+            dict(zip(program.arguments, (self._key(v) for v in self.inputs), strict=True)),
+            outputs,
+            (*returned, *(("kept", number, 0) for number in range(len(kept)))),
+            {"arrival": FORWARD, "sum": LOSS},
+        )
+
+    def _key(self, value: int) -> Key:
+        if value in self.part.weights:
+            return ("weight", value, 0)
+        if any(a.value == value for a in self.part.arrivals):
+            return ("arrival", value, 0)
+        return self.operands.key(value)
+
+    # --- backward
+
+    def _trace_backward(
+        self, structure: Any, forward: FlatProgram, saved: Sequence[Atom], residual: Residuals
+    ) -> tuple[FlatProgram, dict[int, Key]]:
+        """The program of the backward: from what is at hand, what was kept, and cotangents, to gradients of weights and
+        arrivals; and what its arguments are."""
+        named = dict(zip(forward.arguments, (self._key(v) for v in self.inputs), strict=True))
+        used = {a for a in saved if isinstance(a, int)} | {v for e in residual.remade for v in e.values}
+        keys: dict[int, Key] = {argument: key for argument, key in named.items() if argument in used}
+        keys |= {value: ("kept", number, 0) for number, value in enumerate(residual.kept)}
+
+        def backward(*given: Any) -> Any:
+            known = {**forward.constants, **dict(zip(keys, given, strict=False))}
+            evaluate(residual.remade, known)
+            leaves = [_value(forward, atom, known) for atom in saved]
+            cotangents = list(given[len(keys) :])
+            if self.has_total:
+                total: Any = aval_of(self.cut.flat, self.cut.flat.outputs[TOTAL])
+                cotangents.append(jnp.ones((), total.dtype))
+            weights, arriving = jax.tree.unflatten(structure, leaves)(cotangents)
+            return [*weights, *arriving]
+
+        avals = [*(forward.avals[value] for value in keys), *(self.cut.flat.avals[v] for v in self.leaving)]
+        program = flatten(jax.make_jaxpr(backward)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)))
+        cotangents: list[Key] = [("cotangent", value, 0) for value in self.leaving]
+        return program, dict(zip(program.arguments, [*keys.values(), *cotangents], strict=True))
+
+    def _backwards(
+        self, program: FlatProgram, reads: dict[int, Key]
+    ) -> tuple[StageFunction, StageFunction | None, StageFunction]:
+        weight_outputs = program.outputs[: len(self.weights)]
+        arrival_outputs = program.outputs[len(self.weights) :]
+        weight_keys: list[Key] = [("gradient", v, 0) for v in self.weights]
+        arrival_keys: list[Key] = [("arrival_gradient", v, 0) for v in self.arriving]
+
+        def function(
+            equations: Sequence[Equation], outputs: Sequence[Any], makes: Sequence[Key], looks: Mapping[str, int]
+        ) -> StageFunction:
+            return self._function(program, equations, reads, outputs, makes, looks)
+
+        came = {"cotangent": BACKWARD}
+        outputs = [*weight_outputs, *arrival_outputs]
+        backward = function(program.equations, outputs, [*weight_keys, *arrival_keys], came)
+        if not self.arriving:
+            return backward, None, backward
+        first = needed(program.equations, (a for a in arrival_outputs if isinstance(a, int)))
+        chosen = {id(e) for e in first}
+        second = [e for e in program.equations if id(e) not in chosen]
+        made = {value for e in first for value in e.outputs}
+        wanted = [v for e in second for v in e.values] + [a for a in weight_outputs if isinstance(a, int)]
+        between = residuals(replace(program, equations=first), [v for v in wanted if v in made])
+        between_keys: list[Key] = [("between", number, 0) for number in range(len(between.kept))]
+        input_grad = function(first, [*arrival_outputs, *between.kept], [*arrival_keys, *between_keys], came)
+        reads = reads | dict(zip(between.kept, between_keys, strict=True))
+        return backward, input_grad, function([*between.remade, *second], weight_outputs, weight_keys, {})
+
+    # --- both
+
+    def _function(
+        self,
+        program: FlatProgram,
+        equations: Sequence[Equation],
+        reads: Mapping[int, Key],
+        outputs: Sequence[Any],
+        makes: Sequence[Key],
+        looks: Mapping[str, int],
+    ) -> StageFunction:
+        """A function over flat operands. Sums and gradients are added to what is handed in; cotangents of one value
+        from several stages are summed; leaves of the batch come whole and are sliced by the microbatch's number.
+
+        looks: kinds of operand and result whose values are looked at where stages are ``watched``, and as what.
+        """
+        equations = tuple(equations)
+        used = {v for e in equations for v in e.values} | {a for a in outputs if isinstance(a, int)}
+        operands = {argument: key for argument, key in reads.items() if argument in used}
+        keys: dict[Key, Any] = {}
+        for argument, key in operands.items():
+            for one in self._spelled(key):
+                keys[one] = self._aval(one, program.avals[argument])
+        for key, atom in zip(makes, outputs, strict=True):
+            if key[0] in ("gradient", "sum"):
+                aval = aval_of(program, atom)
+                counts = jnp.issubdtype(aval.dtype, jnp.integer)
+                dtype = aval.dtype if counts else jnp.promote_types(aval.dtype, jnp.float32)
+                keys[key] = jax.ShapeDtypeStruct(aval.shape, dtype)
+        noted: dict[Key, list[tuple[Atom, int | None]]] = {}
+        replicas, split = self.operands.replicas, self.operands.split
+        if self.operands.watched:
+            totals = ((a, key) for a, key in zip(outputs, makes, strict=True) if key == ("sum", TOTAL, 0))
+            for atom, key in (*operands.items(), *totals):
+                if key[0] in looks and jnp.issubdtype(aval_of(program, atom).dtype, jnp.inexact):
+                    dim = None if key[0] == "sum" else split.get(key[1])
+                    noted.setdefault(("fault", looks[key[0]], 0), []).append((atom, dim))
+        keys |= dict.fromkeys(noted, jax.ShapeDtypeStruct((replicas, 2), jnp.int32))
+        if noted or any(key[0] == "batch" and self.operands.batch[key[1]] for key in keys):
+            keys[("m", 0, 0)] = jax.ShapeDtypeStruct((), jnp.int32)
+        keys[MARKER] = jax.ShapeDtypeStruct((), jnp.int32)
+        order = tuple(keys)
+
+        def run(*given: Any) -> tuple[Any, ...]:
+            at = dict(zip(order, given, strict=True))
+            values: dict[int, Any] = dict(program.constants)
+            for argument, key in operands.items():
+                values[argument] = self._operand(key, at)
+            evaluate(equations, values)
+            found = []
+            for key, atom in zip(makes, outputs, strict=True):
+                value = _value(program, atom, values)
+                found.append(at[key] + value.astype(at[key].dtype) if key[0] in ("gradient", "sum") else value)
+            for key, atoms in noted.items():
+                looked = [_badness(_value(program, atom, values), replicas, dim) for atom, dim in atoms]
+                found.append(_first_bad(at[key], at["m", 0, 0], looked))
+            return (*found, at[MARKER] + 1)
+
+        donates = tuple(i for i, key in enumerate(order) if key[0] in ("gradient", "sum", "fault"))
+        return StageFunction(run, order, (*makes, *noted, MARKER), tuple(keys.values()), donates)
+
+    def _spelled(self, key: Key) -> list[Key]:
+        """A cotangent comes from every stage that used the value."""
+        if key[0] != "cotangent":
+            return [key]
+        users = [s for s, p in enumerate(self.cut.parts) if any(a.value == key[1] and a.source == self.stage
+                                                                 for a in p.arrivals)]  # fmt: skip
+        return [("cotangent", key[1], user) for user in users]
+
+    def _aval(self, key: Key, aval: Any) -> Any:
+        if key[0] == "batch":
+            aval = self.operands.batch_avals[key[1]]
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+    def _operand(self, key: Key, at: Mapping[Key, Any]) -> Any:
+        if key[0] == "cotangent":
+            first, *others = (at[one] for one in self._spelled(key))
+            return sum(others, first)
+        if key[0] == "batch" and self.operands.batch[key[1]]:
+            return jax.lax.dynamic_index_in_dim(at[key], at[("m", 0, 0)], keepdims=False)
+        return at[key]
+
+
+def _badness(array: jax.Array, replicas: int, dim: int | None) -> jax.Array:
+    """For every replica 2 where an array has a NaN, else 1 where it has an infinity, else 0; without any of them
+    waiting for another, where it is split over them. One pass."""
+    found = jnp.where(jnp.isnan(array), 2, jnp.where(jnp.isinf(array), 1, 0))
+    if dim is None:
+        return jnp.broadcast_to(jnp.max(found, initial=0), (replicas,))
+    shape = (*array.shape[:dim], replicas, array.shape[dim] // replicas, *array.shape[dim + 1 :])
+    others = tuple(number for number in range(len(shape)) if number != dim)
+    return jnp.max(found.reshape(shape), axis=others, initial=0)
+
+
+def _first_bad(before: jax.Array, m: jax.Array, badness: Sequence[jax.Array]) -> jax.Array:
+    """A "fault" after one more microbatch."""
+    worst = reduce(jnp.maximum, badness)[:, None]
+    return jnp.where((before == 0) & (worst == jnp.array([2, 1])), m + 1, before)
+
+
+def _value(program: FlatProgram, atom: Atom, known: Mapping[int, Any]) -> Any:
+    """A value that is known, or a literal."""
+    return known[atom] if isinstance(atom, int) else jnp.asarray(atom.val, aval_of(program, atom).dtype)

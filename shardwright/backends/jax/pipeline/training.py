@@ -1,0 +1,309 @@
+"""Training under a plan with pipeline stages."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardwright.backends.jax.loss.metrics import Metrics
+from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatches
+from shardwright.backends.jax.pipeline.actions import Observer, Pipeline, PipelineResult, dispatch_order
+from shardwright.backends.jax.pipeline.compiled import uncollected
+from shardwright.backends.jax.pipeline.microbatch import cut_microbatch
+from shardwright.backends.jax.pipeline.optimizer_cut import OptimizerCut, Places, cut_up, from_pieces, is_stack, pieces
+from shardwright.backends.jax.pipeline.sentinels import Answer, Evidence, Staged, chosen, is_sound
+from shardwright.backends.jax.program.equations import evaluate, flatten, needed
+from shardwright.backends.jax.state.ownership import Holding, StageMeshes, holdings_of
+from shardwright.backends.jax.state.shardings import parameter_shardings
+from shardwright.backends.jax.state.train_state import Parts, StepResult, TrainState, own_copy, require_like
+from shardwright.backends.jax.tensor_parallel.training import FusedParameters, TensorParallel
+from shardwright.core.errors import PlanError
+from shardwright.core.plan.plan import Plan
+
+
+class PipelinedTraining:
+    """Places a model's state on stages, and runs steps on it."""
+
+    def __init__(
+        self,
+        loss: LossFunction,
+        optimizer: optax.GradientTransformation,
+        plan: Plan,
+        devices: Sequence[jax.Device] | None,
+        nonfinite: Answer,
+    ) -> None:
+        self.loss, self.optimizer, self.plan, self.nonfinite = loss, optimizer, plan, nonfinite
+        self.schedule = plan.build_schedule()
+        self.order = dispatch_order(self.schedule)
+        self.meshes = StageMeshes(plan, devices, self.schedule.placement)
+        self._cuts: dict[Any, tuple[tuple[Holding, ...], OptimizerCut]] = {}
+
+    def placed(self, params: Any, names: tuple[str, ...]) -> tuple[tuple[Holding, ...], OptimizerCut]:
+        """Where parameters of these shapes, and their optimizer's state, are kept."""
+        leaves, structure = jax.tree.flatten(params)
+        key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in self._cuts:
+            shapes = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
+            holdings = holdings_of(self.plan, names, [leaf.shape for leaf in leaves])
+            layouts = self.plan.parameter_layouts("jax")
+            shardings = parameter_shardings(names, shapes, layouts, self.meshes.meshes[0])
+            shard = self.plan.decision.shard
+            cut = OptimizerCut(self.optimizer, shapes, holdings, shardings, shard, self.meshes, self.loss.trained)
+            self._cuts[key] = holdings, cut
+        return self._cuts[key]
+
+    # --- state
+
+    def init(self, given: Parts, init: Callable[[], tuple[Any, Any, Any]] | None) -> TrainState:
+        """The state of a model taken apart: arrays, or shapes and the function that makes (params, random, other)."""
+        holdings, optimizer = self.placed(given.params, given.names)
+        fused = FusedParameters.of(self.plan, given.names)
+        places = [place for held in optimizer.parameters for place in held]
+        whole = self.meshes.whole[0]
+        if init is None:
+            leaves = jax.tree.leaves(fused.hold(given.params))
+            own = [leaves[h.leaf] if h.rows is None else leaves[h.leaf][h.rows[0] : h.rows[1]] for h in holdings]
+            arrays = [own_copy(a, p.sharding) for a, p in zip(own, places, strict=True)]
+            random, other = jax.tree.map(lambda leaf: own_copy(leaf, whole), (given.random, given.other))
+        else:
+
+            def held() -> tuple[Any, Any, Any]:
+                params, random, other = init()
+                return fused.hold(params), random, other
+
+            arrays, random, other = self._make(held, holdings, places)
+        params = from_pieces(given.params, optimizer.parameters, arrays)
+        step = jax.device_put(jnp.zeros((), jnp.int32), whole)
+        return TrainState(step, params, optimizer.init(params), random, other, given.graphdef, fused.order)
+
+    def _make(self, init: Callable[[], Any], holdings: Sequence[Holding], places: Any) -> tuple[list[Any], Any, Any]:
+        """Run an init function on every stage, each making nothing but its share."""
+        shapes = jax.eval_shape(init)
+        flat = flatten(jax.make_jaxpr(lambda: jax.tree.leaves(init()))())
+        count = len(jax.tree.leaves(shapes[0]))
+        wanted: list[tuple[int, int, Any, Any]] = [
+            (h.stage, h.leaf, h.rows, place.sharding) for h, place in zip(holdings, places, strict=True)
+        ]
+        wanted += [(0, leaf, None, self.meshes.whole[0]) for leaf in range(count, len(flat.outputs))]
+        made: list[Any] = [None] * len(wanted)
+        for stage in range(len(self.meshes)):
+            own = [index for index, item in enumerate(wanted) if item[0] == stage]
+            atoms = [(flat.outputs[wanted[index][1]], wanted[index][2]) for index in own]
+            equations = needed(flat.equations, (atom for atom, _ in atoms if isinstance(atom, int)))
+
+            def run(equations: Any = equations, atoms: Any = atoms) -> list[Any]:
+                known = dict(flat.constants)
+                evaluate(equations, known)
+                values = [(known[a] if isinstance(a, int) else jnp.asarray(a.val, a.aval.dtype), r) for a, r in atoms]
+                return [value if rows is None else value[rows[0] : rows[1]] for value, rows in values]
+
+            for index, array in zip(own, jax.jit(run, out_shardings=[wanted[i][3] for i in own])(), strict=True):
+                made[index] = array
+        rest = made[len(holdings) :]
+        split = len(jax.tree.leaves(shapes[1]))
+        random = jax.tree.unflatten(jax.tree.structure(shapes[1]), rest[:split])
+        other = jax.tree.unflatten(jax.tree.structure(shapes[2]), rest[split:])
+        return made[: len(holdings)], random, other
+
+    def whole(self, state: TrainState) -> Any:
+        """Parameters as they were given, every stack in one piece, on the devices of its first stage."""
+
+        def join(node: Any) -> Any:
+            if not is_stack(node):
+                return node
+            first = node.pieces[0].sharding
+            return jnp.concatenate([jax.device_put(piece, first) for piece in node.pieces])
+
+        params = jax.tree.map(join, state.params, is_leaf=is_stack)
+        fused = FusedParameters.of(self.plan, Parts(params, None, None, state.graphdef).names)
+        fused.require(state)
+        return fused.restore(params)
+
+    def place(self, state: TrainState) -> TrainState:
+        """Copies of a state's arrays, wherever they are, on the devices of their stages."""
+        optimizer = self._require(state)
+        whole = self.meshes.whole[0]
+
+        def put(tree: Any, places: Sequence[Places]) -> Any:
+            at = [place.sharding for held in places for place in held]
+            leaves, structure = jax.tree.flatten(tree)
+            return jax.tree.unflatten(
+                structure, [own_copy(leaf, sharding) for leaf, sharding in zip(leaves, at, strict=True)]
+            )
+
+        step, random, other = jax.tree.map(lambda leaf: own_copy(leaf, whole), (state.step, state.random, state.other))
+        params, states = put(state.params, optimizer.parameters), put(state.optimizer, optimizer.states)
+        return replace(state, step=step, params=params, optimizer=states, random=random, other=other)
+
+    def places(self, state: TrainState) -> tuple[list[Any], list[Any]]:
+        """A state's parameters and optimizer values in pieces, and the sharding of each."""
+        optimizer = self._require(state)
+        held = [place.sharding for places in (*optimizer.parameters, *optimizer.states) for place in places]
+        return [*pieces(state.params), *pieces(state.optimizer)], held
+
+    def _require(self, state: TrainState) -> OptimizerCut:
+        """How a state's parameters and optimizer are kept. Raises PlanError unless it is a state of this plan."""
+        shapes = self._shapes(state)
+        _, optimizer = self.placed(shapes.params, shapes.names)
+        FusedParameters.of(self.plan, shapes.names).require(state)
+        for tree, whole, places in (
+            (state.params, optimizer.params, optimizer.parameters),
+            (state.optimizer, optimizer.state, optimizer.states),
+        ):
+            require_like(jax.tree.leaves(tree), jax.eval_shape(partial(cut_up, places=places), whole))
+        return optimizer
+
+    # --- steps
+
+    def step_for(
+        self, state: TrainState, structure: Any, dims: tuple[int | None, ...], leaves: Sequence[Any]
+    ) -> "PipelinedStep":
+        """The compiled step for batches of one structure."""
+        with uncollected():
+            self._require(state)
+            shapes = self._shapes(state)
+            microbatches = Microbatches.of(self.loss, self.plan, shapes, structure, dims, leaves)
+            holdings, optimizer = self.placed(shapes.params, shapes.names)
+            mesh = self.meshes.meshes[0].abstract_mesh
+            laid_out = TensorParallel.lay_out(microbatches, self.plan, mesh, shapes.names)
+            micro = cut_microbatch(self.plan, laid_out, shapes, leaves, holdings)
+            if self.nonfinite != "ignore":
+                micro = micro.watched(microbatches.replicas)
+            recompute = self.plan.decision.recompute
+            pipeline = Pipeline(
+                self.schedule, self.order, micro, optimizer, self.meshes, recompute=recompute, nonfinite=self.nonfinite
+            )
+        fields = (state.step, state.params, state.optimizer, state.random)
+        ends = tuple(accumulate(len(pieces(tree)) for tree in fields))
+        metrics = None if microbatches.metrics is None else StagedMetrics.of(microbatches.metrics, pipeline)
+        return PipelinedStep(pipeline, microbatches, ends, metrics)  # type: ignore[arg-type]
+
+    def _shapes(self, state: TrainState) -> Parts:
+        """The model taken apart, as shapes."""
+
+        def shape(node: Any) -> jax.ShapeDtypeStruct:
+            if not is_stack(node):
+                return jax.ShapeDtypeStruct(node.shape, node.dtype)
+            rows = sum(piece.shape[0] for piece in node.pieces)
+            return jax.ShapeDtypeStruct((rows, *node.pieces[0].shape[1:]), node.pieces[0].dtype)
+
+        trees = (state.params, state.random, state.other)
+        params, random, other = (jax.tree.map(shape, tree, is_leaf=is_stack) for tree in trees)
+        return Parts(params, random, other, state.graphdef)
+
+
+class StagedMetrics:
+    """Metrics of a batch from those of its microbatches, each on the stage that makes it."""
+
+    def __init__(self, metrics: Metrics, homes: Sequence[int], meshes: StageMeshes) -> None:
+        """homes: the stage of every metric."""
+        self.metrics, self.homes = metrics, tuple(homes)
+        self.whole = {stage: meshes.whole[stage] for stage in set(homes)}
+        self.run = {
+            stage: jax.jit(partial(self._of_stage, stage), out_shardings=at) for stage, at in self.whole.items()
+        }
+
+    @classmethod
+    def of(cls, metrics: Metrics, pipeline: Pipeline) -> "StagedMetrics":
+        operands = pipeline.micro.operands
+        homes = [
+            pipeline.sums[operands.rows[rows[0]] if rows else operands.sums[sums[0]]] for sums, rows in metrics.uses()
+        ]
+        return cls(metrics, homes, pipeline.meshes)
+
+    def _of_stage(self, stage: int, given: Sequence[Any]) -> list[Any]:
+        numbers = [number for number, home in enumerate(self.homes) if home == stage]
+        return [
+            self.metrics.whole(number, sums, [jnp.stack(each) for each in rows])
+            for number, (sums, rows) in zip(numbers, given, strict=True)
+        ]
+
+    def __call__(self, made: PipelineResult) -> Any:
+        """As the loss function returns them, on the devices of their stages."""
+        found: list[Any] = [None] * len(self.homes)
+        for stage, run in self.run.items():
+            numbers = [number for number, home in enumerate(self.homes) if home == stage]
+            given = [
+                (
+                    jax.device_put([made.metric_sums[i] for i in sums], self.whole[stage]),
+                    [made.metric_rows[i] for i in rows],
+                )
+                for sums, rows in (self.metrics.uses()[number] for number in numbers)
+            ]
+            for number, value in zip(numbers, run(given), strict=True):
+                found[number] = value
+        return self.metrics.unflatten(found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PipelinedStep:
+    """A compiled step, from state to state."""
+
+    pipeline: Pipeline
+    microbatches: Microbatches
+    ends: tuple[int, int, int, int]
+    """Of the step, the parameters, the optimizer's state and the random state among the leaves of a state."""
+    metrics: StagedMetrics | None
+
+    @property
+    def teller(self) -> Staged:
+        """Says what the evidence of a step means."""
+        pipeline = self.pipeline
+        labels = [(stage, key[1]) for stage, key in pipeline.faults]
+        return Staged(pipeline.micro.cut, pipeline.schedule.microbatches, labels)
+
+    def __call__(self, state: TrainState, leaves: Sequence[Any], observe: Observer | None = None) -> StepResult:
+        """One step on a state, which is used up."""
+        held, structure = jax.tree.flatten(state)  # once: models' own containers are flattened by Python
+        ends = self.ends
+        step, params, optimizer, random, other = (
+            held[start:end] for start, end in zip((0, *ends), (*ends, len(held)), strict=True)
+        )
+        _require_on_devices((*params, *optimizer))
+        dims = self.microbatches.dims
+        batch = [self.microbatches.split(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
+        made = self.pipeline([*step, params, optimizer, random, other], batch, observe)
+        for leaf in (*params, *optimizer):
+            leaf.delete()  # what was not donated: an array whose memory no result could take
+        changed = made.other
+        if self.pipeline.nonfinite == "error":
+            changed = [
+                new if new is old else _sound_state(made.loss, made.grad_norm, new, old)
+                for new, old in zip(made.other, other, strict=True)
+            ]
+        after = jax.tree.unflatten(structure, [made.step, *made.params, *made.optimizer, *random, *changed])
+        aux = None if self.metrics is None else self.metrics(made)
+        evidence = None
+        if made.bad_stage is not None:
+            evidence = Evidence(step[0], made.loss, made.grad_norm, (made.bad_stage, made.faults))
+        return StepResult(after, made.loss, aux, made.grad_norm, evidence)
+
+
+@jax.jit
+def _select_sound(loss: jax.Array, norm: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    found: jax.Array = chosen(is_sound(loss, norm), new, old)
+    return found
+
+
+def _sound_state(loss: jax.Array, norm: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """State after a step whose loss and gradients are finite, where its stage is; else as it was before."""
+    whole = new.sharding
+    if not isinstance(whole, NamedSharding):
+        return new
+    at = NamedSharding(whole.mesh, PartitionSpec())
+    found: jax.Array = _select_sound(*jax.device_put([loss, norm, new, old], [at, at, whole, whole]))
+    return found
+
+
+def _require_on_devices(leaves: Sequence[Any]) -> None:
+    if any(not isinstance(leaf, jax.Array) for leaf in leaves):
+        raise PlanError(
+            "a state of arrays in the host's memory was given, and a pipeline's lie on the devices of their stages: "
+            "put them there with state = train.place(state)"
+        )

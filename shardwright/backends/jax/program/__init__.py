@@ -1,0 +1,1 @@
+"""The traced step as flat equations, and its cut into stages."""

@@ -1,0 +1,363 @@
+"""Cut one microbatch's program into stages by the plan's units.
+
+Equations inside a unit's module calls belong to its stage. Of the others, those that depend on no activation and cost
+little (masks, positions, random keys, casts of weights) are made again on every stage that needs them; those that
+depend on the state or cost more go to the first stage that needs them, or where the state is (`carried`); the rest goes
+where the fewest bytes cross, never before what it reads. Values go straight from the stage that makes them to each that
+uses them, however far.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from shardwright.backends.jax.program.carried import Carried, follow
+from shardwright.backends.jax.program.equations import Equation, FlatProgram, needed
+from shardwright.backends.jax.program.stacks import take_rows
+from shardwright.backends.jax.state.ownership import Holding
+from shardwright.core.errors import PlanError
+
+HEAVY = frozenset({"scan", "while", "cond", "conv_general_dilated", "sort", "cumsum", "cumprod", "ragged_dot", "top_k"})
+"""Primitives that are not run twice to save a transfer; products are weighed by their size."""
+LIGHT_PRODUCT = 1 << 20
+"""Multiplications up to which a product may be made again on every stage that needs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A value that a stage takes from an earlier one."""
+
+    value: int
+    source: int
+    differentiable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StagePart:
+    """What one stage runs for one microbatch."""
+
+    equations: tuple[Equation, ...]
+    weights: tuple[int, ...]
+    """Parameters that it reads, as values of the program; a slice of a stack is a value of its own."""
+    sources: tuple[int, ...]
+    """Other arguments that it reads: its part of the batch, random keys, the step, the model's other state."""
+    arrivals: tuple[Arrival, ...]
+    departures: tuple[int, ...]
+    """What later stages take from it."""
+    results: tuple[int, ...]
+    """Positions among the program's outputs of those that it makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter, or rows of a stack, as a value of the program, and the stages that read it."""
+
+    value: int
+    holding: Holding
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A program in stages."""
+
+    flat: FlatProgram
+    parts: tuple[StagePart, ...]
+    weights: tuple[Weight, ...]
+    """One for every holding, in their order."""
+    live: frozenset[int]
+    """Values that gradients flow through."""
+
+
+def cut(
+    flat: FlatProgram,
+    stages: int,
+    weights: Sequence[int],
+    names: Sequence[str],
+    planned: Mapping[str, tuple[int, ...]],
+    holdings: Sequence[Holding],
+    state: Mapping[int, Carried],
+    trained: Sequence[bool],
+) -> Cut:
+    """Cut a flat program.
+
+    weights: the arguments that are parameters, and their ``names``.
+    planned: for every parameter the stages where the plan uses it; ``holdings`` where it is kept.
+    state: the arguments that carry what the model changes; trained: whether each of ``weights`` gets a gradient.
+
+    Raises PlanError when a stage is left without work, for side effects in a fixed order on several stages, and for
+    state that cannot be read and written on one stage.
+    """
+    weight_stages = {value: planned.get(name, ()) for value, name in zip(weights, names, strict=True)}
+    placer = Placer(flat, stages, weight_stages, state)
+    placed = placer.run()
+    _refuse_ordered_effects(flat.equations, placed)
+    where = dict(zip((id(e) for e in flat.equations), placed, strict=True))
+    home = placer.results(where)
+    per_stage = []
+    for stage in range(stages):
+        wanted = [value for e in flat.equations if where[id(e)] == stage for value in e.values]
+        wanted += [a for a, at in zip(flat.outputs, home, strict=True) if at == stage and isinstance(a, int)]
+        light = needed([e for e in flat.equations if where[id(e)] is None], wanted)
+        chosen = {id(e) for e in light}
+        per_stage.append([e for e in flat.equations if where[id(e)] == stage or id(e) in chosen])
+    held, per_stage = _hold(flat, per_stage, weights, names, holdings)
+    producer = {value: where[id(e)] for e in flat.equations for value in e.outputs}
+    live = _live(flat, per_stage, {w.value for w in held if trained[w.holding.leaf]})
+    return Cut(flat, _parts(flat, per_stage, producer, home, held, live, state), tuple(held), live)
+
+
+class Placer:
+    """Decides the stage of every equation: a number, or None for one that is made wherever it is needed."""
+
+    def __init__(
+        self,
+        flat: FlatProgram,
+        stages: int,
+        weight_stages: Mapping[int, tuple[int, ...]],
+        state: Mapping[int, Carried],
+        own: Callable[[Equation], int | None] = lambda equation: equation.stage,
+    ) -> None:
+        """own: the stage of an equation that is known before."""
+        self.flat, self.stages, self.weight_stages, self.state = flat, stages, weight_stages, state
+        self.own = own
+        self.anywhere: set[int] = set(flat.constants) | set(flat.arguments) - set(state) - set(weight_stages)
+        """Values without activations or weights in them, which any stage can make."""
+        self.following: set[int] = set(state)
+        """Values made of the batch and the state alone, once. They are made where they are used or where the state is.
+        """
+        self.homes: dict[int, int] = {}
+        """The stages of the state's entries."""
+        self.of_weights: dict[int, frozenset[int]] = {w: frozenset(s) for w, s in weight_stages.items()}
+        """Values made of weights alone → the stages of those weights."""
+
+    def once(self) -> tuple[list[int | None], list[int]]:
+        """The stage of every equation, and the positions of those without one that follow the state."""
+        equations = self.flat.equations
+        fixed = [self._fixed(equation) for equation in equations]
+        tail = self._only_for_state()
+        wished = self._fill(fixed, [e for e, f in zip(equations, fixed, strict=True) if f == "anywhere"])
+        placed: list[int | None] = []
+        stage_of: dict[int, int] = {}
+        following: list[int] = []
+        for index, equation in enumerate(equations):
+            if fixed[index] == "anywhere":
+                placed.append(None)
+                continue
+            if fixed[index] == frozenset() and self.following | self.anywhere >= set(equation.values):
+                self.following.update(equation.outputs)
+                following.append(index)
+                placed.append(None)
+                continue
+            least = max((stage_of.get(value, 0) for value in equation.values), default=0)
+            stage = least if index in tail and self.own(equation) is None else max(least, wished[index])
+            placed.append(stage)
+            stage_of.update((value, stage) for value in equation.outputs)
+        return placed, following
+
+    def run(self) -> list[int | None]:
+        """The stage of every equation. Raises PlanError for a stage without work, and for state on several."""
+        placed, following = self.once()
+        once = {index: stage for index, stage in enumerate(placed) if stage is not None}
+        self.homes = follow(self.flat, once, following, self.state, self.stages)
+        placed = [once.get(index) for index in range(len(placed))]
+        for stage in range(self.stages):
+            if stage not in placed and any(own == (stage,) for own in map(tuple, self.weight_stages.values())):
+                raise PlanError(
+                    f"nothing of the loss function runs on stage {stage}: it does not call the modules that the plan "
+                    "puts there; give the function that was captured, or capture this one and plan again"
+                )
+            if stage not in placed:
+                raise PlanError(
+                    f"nothing of the loss function runs on stage {stage}: the plan puts no parameters of its own "
+                    "there, and what reads none runs where the fewest bytes cross; plan with fewer stages, or with "
+                    "stage_starts= that give every stage parameters"
+                )
+        return placed
+
+    def _fixed(self, equation: Equation) -> int | str | frozenset[int]:
+        """A stage, "anywhere", or, where it is open, the stages of the weights that it reads."""
+        inputs = list(equation.values)
+        own = self.own(equation)
+        if own is not None:
+            return own
+        light = not equation.effects and _is_light(equation, self.flat)
+        if light and all(value in self.anywhere for value in inputs):
+            self.anywhere.update(equation.outputs)
+            return "anywhere"
+        if light and inputs and all(value in self.of_weights or value in self.anywhere for value in inputs):
+            grown = max(self.flat.size_bytes(v) for v in equation.outputs) > 4 * max(map(self.flat.size_bytes, inputs))
+            if all(value in self.of_weights for value in inputs) and not grown:
+                stages = frozenset[int]().union(*(self.of_weights[value] for value in inputs))
+                self.of_weights.update((value, stages) for value in equation.outputs)
+                return "anywhere"
+        stages = frozenset[int]().union(*(self.of_weights.get(value, frozenset()) for value in inputs))
+        return next(iter(stages)) if len(stages) == 1 else stages
+
+    def _fill(self, fixed: list[int | str | frozenset[int]], light: Sequence[Equation]) -> list[int]:
+        """A stage for every equation: between two stages, the cut where the fewest bytes cross. A tied weight that
+        no stage so far reads moves on to the next one that does."""
+        crossing = _crossing_bytes(self.flat, {value for e in light for value in e.outputs} | self.anywhere)
+        fixed = list(fixed)
+        so_far = 0
+        for position, own in enumerate(fixed):
+            if isinstance(own, frozenset) and own and so_far not in own:
+                fixed[position] = own = min((stage for stage in own if stage > so_far), default=own)
+            so_far = max(so_far, own) if isinstance(own, int) else so_far
+        found: list[int] = []
+        position, before = 0, 0
+        while position < len(fixed):
+            own = fixed[position]
+            if isinstance(own, int):
+                before = max(before, own)
+                found.append(own)
+                position += 1
+                continue
+            end = position
+            while end < len(fixed) and not isinstance(fixed[end], int):
+                end += 1
+            following = fixed[end] if end < len(fixed) else before
+            after = max(before, following) if isinstance(following, int) else before
+            split = position + int(np.argmin(crossing[position : end + 1])) if after > before else end
+            found += [before] * (split - position) + [after] * (end - split)
+            position = end
+        return found
+
+    def _only_for_state(self) -> set[int]:
+        """Equations that nothing but the model's next state needs: they stay where what they read is."""
+        state_outputs = {carried.output for carried in self.state.values()}
+        results = [a for i, a in enumerate(self.flat.outputs) if i not in state_outputs and isinstance(a, int)]
+        used = {id(e) for e in needed(self.flat.equations, results)}
+        return {index for index, e in enumerate(self.flat.equations) if id(e) not in used}
+
+    def results(self, where: Mapping[int, int | None]) -> list[int]:
+        """The stage of every output. State is where it is kept; what needs no stage's work goes to the last."""
+        made = {value: where[id(e)] for e in self.flat.equations for value in e.outputs}
+        found = [made.get(atom) if isinstance(atom, int) else None for atom in self.flat.outputs]
+        for value, carried in self.state.items():
+            found[carried.output] = self.homes[value]
+        return [self.stages - 1 if stage is None else stage for stage in found]
+
+
+def _is_light(equation: Equation, flat: FlatProgram) -> bool:
+    name = equation.primitive.name
+    if name != "dot_general":
+        return name not in HEAVY
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    first = equation.inputs[0]
+    depth = math.prod(flat.avals[first].shape[d] for d in contracted) if isinstance(first, int) else 1
+    return bool(depth * math.prod(flat.avals[equation.outputs[0]].shape) <= LIGHT_PRODUCT)
+
+
+def _crossing_bytes(flat: FlatProgram, free: set[int]) -> Any:
+    """Bytes made before and used at or after each position 0 … len(equations); ``free`` values cross for nothing."""
+    last_use: dict[int, int] = {}
+    for index, equation in enumerate(flat.equations):
+        last_use.update(dict.fromkeys(equation.values, index))
+    for atom in flat.outputs:
+        if isinstance(atom, int):
+            last_use[atom] = len(flat.equations)
+    steps = np.zeros(len(flat.equations) + 3, dtype=np.int64)
+    for index, equation in enumerate(flat.equations):
+        for value in equation.outputs:
+            if value in last_use and value not in free:
+                size = flat.size_bytes(value)
+                steps[index + 1] += size
+                steps[last_use[value] + 1] -= size
+    return np.cumsum(steps)[: len(flat.equations) + 1]
+
+
+def _refuse_ordered_effects(equations: Sequence[Equation], placed: Sequence[int | None]) -> None:
+    """Side effects that JAX keeps in order cannot stay so on devices that do not wait for each other."""
+    stages = {stage for equation, stage in zip(equations, placed, strict=True) if equation.is_ordered}
+    if len(stages) > 1:
+        raise PlanError(
+            f"the loss function has side effects in a fixed order (io_callback with ordered=True) on stages "
+            f"{sorted(s for s in stages if s is not None)}: stages do not run in one order; use ordered=False, or keep "
+            "them inside one block"
+        )
+
+
+def _hold(
+    flat: FlatProgram,
+    per_stage: list[list[Equation]],
+    weights: Sequence[int],
+    names: Sequence[str],
+    holdings: Sequence[Holding],
+) -> tuple[list[Weight], list[list[Equation]]]:
+    """The value and the readers of every holding. Stages that hold rows of a stack read those instead of the whole."""
+    held: list[Weight] = []
+    for holding in holdings:
+        value, name = weights[holding.leaf], names[holding.leaf]
+        users = [stage for stage, run in enumerate(per_stage) if any(value in e.inputs for e in run)]
+        if holding.rows is not None:
+            piece, per_stage[holding.stage] = take_rows(
+                flat, per_stage[holding.stage], value, holding.rows, name, holding.stage
+            )
+            held.append(Weight(piece, holding, (holding.stage,)))
+            continue
+        if not users:
+            raise PlanError(
+                f"no stage uses parameter {name}, which the plan puts on stage {holding.stage}: the loss function "
+                "does not depend on it; leave it out of the parameters, or give the function that was captured"
+            )
+        held.append(Weight(value, holding, tuple(users)))
+    return held, per_stage
+
+
+def _live(flat: FlatProgram, per_stage: Iterable[Sequence[Equation]], weights: set[int]) -> frozenset[int]:
+    """Floating values that depend on a weight."""
+    live = {value for value in weights if jnp.issubdtype(flat.avals[value].dtype, jnp.inexact)}
+    for run in per_stage:  # stages are in the order in which values flow
+        for equation in run:
+            if equation.primitive.name != "stop_gradient" and not live.isdisjoint(equation.values):
+                live.update(v for v in equation.outputs if jnp.issubdtype(flat.avals[v].dtype, jnp.inexact))
+    return frozenset(live)
+
+
+def _parts(
+    flat: FlatProgram,
+    per_stage: Sequence[Sequence[Equation]],
+    producer: Mapping[int, int | None],
+    home: Sequence[int],
+    weights: Sequence[Weight],
+    live: frozenset[int],
+    state: Mapping[int, Carried],
+) -> tuple[StagePart, ...]:
+    arguments = set(flat.arguments) - {weight.value for weight in weights}
+    reads: list[dict[int, None]] = []
+    for stage, run in enumerate(per_stage):
+        made = {value for e in run for value in e.outputs}
+        found = dict.fromkeys(value for e in run for value in e.values if value not in made)
+        for position, atom in enumerate(flat.outputs):
+            if home[position] == stage and isinstance(atom, int) and atom not in made:
+                found[atom] = None
+        reads.append(found)
+    arrivals = [
+        tuple(
+            Arrival(value, source, value in live)
+            for value in found
+            if (source := producer.get(value)) is not None and source != stage
+        )
+        for stage, found in enumerate(reads)
+    ]
+    parts = []
+    for stage, run in enumerate(per_stage):
+        leaving = dict.fromkeys(a.value for other in arrivals for a in other if a.source == stage)
+        own_state = [value for value, carried in state.items() if home[carried.output] == stage]
+        sources = [v for v in reads[stage] if v in arguments]
+        parts.append(
+            StagePart(
+                tuple(run),
+                tuple(w.value for w in weights if w.value in reads[stage]),
+                tuple(dict.fromkeys([*sources, *own_state])),
+                arrivals[stage],
+                tuple(leaving),
+                tuple(position for position, at in enumerate(home) if at == stage),
+            )
+        )
+    return tuple(parts)

@@ -1,0 +1,143 @@
+"""Which stage holds which parameter, or which rows of a stacked one, as the plan says."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from shardwright.core.errors import ClusterError, MissingCapabilityError, PlanError
+from shardwright.core.model.structure import UnitBinding
+from shardwright.core.plan.plan import Plan
+
+Rows = tuple[int, int]
+"""The first row, and the one after the last."""
+
+ITERATION = re.compile(r"(?:^|\.)scan\d+\.(?P<row>\d+)$")
+"""The path of one iteration of a loop over stacked weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A parameter, or rows of a stack, on the stage that owns it: there it is kept and updated."""
+
+    leaf: int
+    """Its number among the leaves of the parameters."""
+    stage: int
+    rows: Rows | None = None
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Stack:
+    """A stacked parameter in pieces, one for each stage that holds layers of it, in the order of its rows."""
+
+    def __init__(self, pieces: Sequence[Any]) -> None:
+        self.pieces = tuple(pieces)
+
+    def tree_flatten_with_keys(self) -> tuple[Any, None]:
+        return tuple((jax.tree_util.SequenceKey(i), piece) for i, piece in enumerate(self.pieces)), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, pieces: Sequence[Any]) -> "Stack":
+        return cls(pieces)
+
+    def __repr__(self) -> str:
+        return f"Stack({', '.join(str(getattr(piece, 'shape', piece)) for piece in self.pieces)})"
+
+
+def holdings_of(plan: Plan, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> tuple[Holding, ...]:
+    """For every parameter in order its holding, or those of its rows. A tied parameter belongs to the first stage that
+    uses it. Raises PlanError for one that no unit uses."""
+    stage_of = {unit: stage for stage, held in enumerate(plan.stage_units) for unit in held}
+    return held_by(plan.binding("jax").units, stage_of, names, shapes)
+
+
+def held_by(
+    units: Sequence[UnitBinding], stage_of: Mapping[int, int], names: Sequence[str], shapes: Sequence[tuple[int, ...]]
+) -> tuple[Holding, ...]:
+    """The same for units on stages, whoever put them there."""
+    users: dict[str, list[int]] = {}
+    for unit, bound in enumerate(units):
+        for _, name, _ in bound.parameters:
+            users.setdefault(name, []).append(unit)
+    found = []
+    for leaf, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+        used = users.get(name, [])
+        if not used:
+            raise PlanError(
+                f"no stage uses parameter {name}, {tuple(shape)}: the function that was captured does not read it, so "
+                "it would belong nowhere and never learn; leave it out of the parameters, or use it and capture again"
+            )
+        rows = _rows(shape, [[call.path for call in units[u].calls] for u in used], [stage_of[u] for u in used])
+        if rows is None:
+            found.append(Holding(leaf, min(stage_of[u] for u in used)))
+        else:
+            found += [Holding(leaf, stage, (start, end)) for stage, start, end in rows]
+    return tuple(found)
+
+
+def _rows(
+    shape: tuple[int, ...], calls: Sequence[Sequence[str]], stages: Sequence[int]
+) -> list[tuple[int, int, int]] | None:
+    """(stage, first row, end) of a parameter that iterations of one loop use, each its row, on several stages."""
+    rows: dict[int, list[int]] = {}
+    for paths, stage in zip(calls, stages, strict=True):
+        matches = [ITERATION.search(path) for path in paths]
+        if not matches or not all(matches):
+            return None
+        rows.setdefault(stage, []).extend(int(match["row"]) for match in matches if match)
+    seen = sorted(row for held in rows.values() for row in held)
+    if len(rows) < 2 or not shape or seen != list(range(shape[0])):
+        return None
+    return sorted(((stage, min(held), max(held) + 1) for stage, held in rows.items()), key=lambda item: item[1])
+
+
+class StageMeshes:
+    """The devices of every stage, as a mesh with the axes dp and tp. Stages of one rank share a mesh."""
+
+    def __init__(self, plan: Plan, devices: Sequence[jax.Device] | None, placement: Sequence[int]) -> None:
+        """Raises ClusterError when the number of devices is not the plan's, MissingCapabilityError when they belong to
+        several processes."""
+        given = list(jax.devices() if devices is None else devices)
+        size = plan.mesh.size
+        if len(given) != size:
+            d = plan.decision
+            fix = (
+                f"give {size} of them with devices=jax.devices()[:{size}]"
+                if len(given) > size
+                else f"plan for fewer, or on CPU set XLA_FLAGS=--xla_force_host_platform_device_count={size} before "
+                "JAX is first used"
+            )
+            raise ClusterError(
+                f"the plan is for {size} devices (pp {d.pp} × dp {d.dp} × tp {d.tp}), and there are {len(given)}: {fix}"
+            )
+        processes = {device.process_index for device in given}
+        if len(processes) > 1:
+            d = plan.decision
+            fix = "stages that are alike, which one program over all processes runs (one_program=True)"
+            if d.pp == 1:
+                fix = f"an nnx.Module, or plan with recompute='none': it is {d.recompute!r}"
+            raise MissingCapabilityError(
+                f"the plan has pp={d.pp} over the devices of {len(processes)} processes, and stages that are programs "
+                "of their own, as what a plain function or a Linen model computes again is, run in one process: give "
+                f"devices=jax.local_devices(), or {fix}"
+            )
+        axes = [plan.mesh.names.index(name) for name in ("pp", "dp", "tp")]
+        grid = np.array(given, dtype=object).reshape(plan.mesh.sizes).transpose(axes)
+        ranks = [jax.sharding.Mesh(grid[rank], ("dp", "tp")) for rank in range(plan.decision.pp)]
+        self.placement = tuple(placement)
+        self.meshes = tuple(ranks[rank] for rank in placement)
+        self.whole = tuple(NamedSharding(mesh, jax.sharding.PartitionSpec()) for mesh in self.meshes)
+
+    def __len__(self) -> int:
+        return len(self.meshes)
+
+    def at(self, stage: int, sharding: NamedSharding) -> NamedSharding:
+        """The same split on a stage's devices."""
+        return NamedSharding(self.meshes[stage], sharding.spec)
+
+    def devices(self, stage: int) -> tuple[jax.Device, ...]:
+        return tuple(self.meshes[stage].devices.flat)

@@ -1,0 +1,123 @@
+"""`core.layout.Layout` → NamedSharding, and the shardings of parameters, optimizer state and batches."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardwright.core.errors import LayoutError
+from shardwright.core.layout.placements import Layout, Partial, Split
+
+
+def lower_layout(layout: Layout, bound_mesh: jax.sharding.Mesh) -> NamedSharding:
+    """The sharding that splits the same dims over the same axes.
+
+    A PartitionSpec splits a dim as one piece: of ``Split(dim, blocks=…)`` it is right for an array whose dim is held in
+    the order of `backends.jax.blocks`. Raises LayoutError for partial values, which no array can hold between two
+    programs.
+    """
+    dims: dict[int, list[str]] = {}
+    for axis, placement in layout.placements:
+        if isinstance(placement, Partial):
+            raise LayoutError(
+                f"{placement} on axis {axis!r}: a JAX array holds no partial values; split or replicate it"
+            )
+        if isinstance(placement, Split):
+            dims.setdefault(placement.dim, []).append(axis)
+    order = bound_mesh.axis_names
+    entries: list[Any] = [None] * (max(dims, default=-1) + 1)
+    for dim, axes in dims.items():
+        axes.sort(key=order.index)
+        entries[dim] = axes[0] if len(axes) == 1 else tuple(axes)
+    return NamedSharding(bound_mesh, PartitionSpec(*entries))
+
+
+def replicated(bound_mesh: jax.sharding.Mesh) -> NamedSharding:
+    return NamedSharding(bound_mesh, PartitionSpec())
+
+
+def parameter_shardings(
+    names: Sequence[str], params: Any, layouts: Mapping[str, Layout], bound_mesh: jax.sharding.Mesh
+) -> Any:
+    """A sharding for every leaf of ``params``; ``names`` are the leaves' names. Raises LayoutError when a leaf does not
+    divide."""
+    leaves, structure = jax.tree.flatten(params)
+    found = []
+    for name, leaf in zip(names, leaves, strict=True):
+        sharding = lower_layout(layouts.get(name, Layout()), bound_mesh)
+        _check_divides(name, leaf.shape, sharding)
+        found.append(sharding)
+    return jax.tree.unflatten(structure, found)
+
+
+def _check_divides(name: str, shape: tuple[int, ...], sharding: NamedSharding) -> None:
+    for dim, ways in enumerate(_ways(sharding)):
+        if dim >= len(shape) or shape[dim] % ways:
+            raise LayoutError(
+                f"{name} of shape {shape} cannot be cut {ways} ways along dim {dim}: use degrees that divide it"
+            )
+
+
+def axes_of(sharding: NamedSharding) -> set[str]:
+    """The axes that split some dim."""
+    return {axis for e in sharding.spec if e is not None for axis in ((e,) if isinstance(e, str) else e)}
+
+
+def _ways(sharding: NamedSharding) -> list[int]:
+    sizes = dict(sharding.mesh.shape)
+    entries = (() if e is None else (e,) if isinstance(e, str) else e for e in sharding.spec)
+    return [math.prod(sizes[axis] for axis in axes) for axes in entries]
+
+
+def also_over(axis: str, shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
+    """``sharding`` with its largest dim that divides split over ``axis`` too (ZeRO, arXiv 1910.02054: a state that only
+    the update reads need not be held whole by every replica); as it was when no dim divides or
+    ``axis`` splits one already."""
+    size = dict(sharding.mesh.shape)[axis]
+    ways = [*_ways(sharding), *([1] * (len(shape) - len(sharding.spec)))]
+    fitting = [d for d in range(len(shape)) if shape[d] % (ways[d] * size) == 0]
+    if size == 1 or not fitting or axis in axes_of(sharding):
+        return sharding
+    dim = max(fitting, key=lambda d: shape[d] // ways[d])
+    entries = [*sharding.spec, *([None] * (len(shape) - len(sharding.spec)))]
+    held = entries[dim]
+    before = () if held is None else (held,) if isinstance(held, str) else tuple(held)
+    entries[dim] = (*before, axis) if before else axis
+    return NamedSharding(sharding.mesh, PartitionSpec(*entries))
+
+
+def spread_over(axis: str, tree: Any, shardings: Any) -> Any:
+    """`also_over` for every leaf."""
+    return jax.tree.map(lambda leaf, sharding: also_over(axis, leaf.shape, sharding), tree, shardings)
+
+
+def optimizer_shardings(
+    optimizer: optax.GradientTransformation, params: Any, shardings: Any, bound_mesh: jax.sharding.Mesh
+) -> tuple[Any, Any]:
+    """The shapes and the shardings of the optimizer's state. A leaf whose path ends in a parameter's path, and which
+    has its shape, lies as the parameter does; counters, factored statistics and the rest are replicated."""
+    state = jax.eval_shape(optimizer.init, params)
+    whole = replicated(bound_mesh)
+
+    def follow(shape: tuple[int, ...] | None, sharding: NamedSharding | None, leaf: Any) -> NamedSharding:
+        return sharding if sharding is not None and leaf.shape == shape else whole
+
+    return state, follow_parameters(follow, state, params, shardings)
+
+
+def follow_parameters(function: Callable[..., Any], state: Any, params: Any, values: Any) -> Any:
+    """``function(shape, value, leaf)`` for every leaf of an optimizer's state: the shape and the value of the parameter
+    whose path the leaf's path ends in, or (None, None). ``values`` is a tree like ``params``."""
+    parameters = jax.tree_util.tree_flatten_with_path(params)[0]
+    structure: Any = jax.tree.structure(params)
+    found = structure.flatten_up_to(values)
+    known = {path: (leaf.shape, value) for (path, leaf), value in zip(parameters, found, strict=True)}
+
+    def of(path: tuple[Any, ...], leaf: Any) -> Any:
+        ends = (path[start:] for start in range(len(path)))
+        return function(*next((known[end] for end in ends if end in known), (None, None)), leaf)
+
+    return jax.tree_util.tree_map_with_path(of, state)

@@ -1,0 +1,1 @@
+"""The plan's tensor layouts carried out on a traced program."""

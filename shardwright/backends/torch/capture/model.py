@@ -1,0 +1,363 @@
+"""Capture of a PyTorch model: its forward pass and loss, run on fake tensors at batch 2 and at batch 3.
+
+What differs between the two runs is the batch dim; everything else must be the same, op for op. Where an op needs
+values (`.item()`, `nonzero`), both runs are repeated on real tensors, on a copy of the model.
+"""
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from shardwright.backends.torch.capture import marks
+from shardwright.backends.torch.capture.align import Alignment
+from shardwright.backends.torch.capture.autograd_questions import AutogradQuestions
+from shardwright.backends.torch.capture.recorder import Recorder, dtype_name
+from shardwright.backends.torch.capture.sample import Leaf, Sample
+from shardwright.backends.torch.capture.stand_in import (
+    fake_like,
+    no_remembered_results,
+    real_like,
+    swapped_in,
+    tensors_of,
+)
+from shardwright.backends.torch.capture.unflatten import unflatten_products, without_unused
+from shardwright.backends.torch.program.guards import READING
+from shardwright.backends.torch.program.refusals import REAL_LIMIT_BYTES
+from shardwright.core.capabilities import Capabilities
+from shardwright.core.errors import CaptureError
+from shardwright.core.model.graph import Graph, Parameter, TensorRole
+
+SIZES = (2, 3)
+"""Batch 1 would specialise: size-1 dims broadcast."""
+
+
+def capture(
+    model: nn.Module,
+    sample: Any,
+    loss: Callable[..., Any] | None = None,
+    *,
+    batch_dims: Any = None,
+    require_loss: bool = True,
+    capabilities: Capabilities,
+) -> Graph:
+    """The graph of ``model``'s forward pass on ``sample`` and of its loss. The model is read, never changed.
+
+    The model may lie on any device, the meta device included; no memory is allocated for it. ``sample`` is a tensor, a
+    tuple (positional arguments) or a dict (keyword arguments), or a `Sample` of them; ``batch_dims`` says where the
+    batch is when it is not dim 0. ``loss`` maps the model's output to a scalar; without it the output's own ``loss`` is
+    used, or the output itself where that is a scalar. With ``require_loss=False`` a model without a loss gives a graph
+    whose outputs are all tensors that the model returns.
+
+    Raises CaptureError: no loss; a model that fails, that needs values which do not exist, or whose ops depend on the
+    batch size; samples whose tensors disagree about the batch.
+    """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"expected a torch.nn.Module, given {type(model).__name__}")
+    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
+    if lazy:
+        raise CaptureError(f"parameter {lazy[0]!r} has no shape yet: run the model once, so that lazy modules are made")
+    batched = sample if isinstance(sample, Sample) else Sample(sample, batch_dims)
+    session = _Session(model, batched, loss, require_loss)
+    try:
+        runs = session.run_fake()
+    except _NeedsValuesError as needs:
+        runs = session.run_real(needs)
+    except CaptureError as failed:
+        if not isinstance(failed.__cause__, RuntimeError | NotImplementedError) or not session.has_values():
+            raise
+        runs = session.run_real(_NeedsValuesError(str(failed)))  # an op that has no fake counterpart
+    return session.graph(*runs, capabilities)
+
+
+class _Readings(TorchFunctionMode):
+    """Tells a recorder of values that are read by no op."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in READING:
+            self.recorder.note_reading()
+        return func(*args, **(kwargs or {}))
+
+
+class _NeedsValuesError(Exception):
+    """An op asked a fake tensor for its values."""
+
+
+class _Run:
+    """What one run leaves: its record and the numbers of what it returned."""
+
+    def __init__(self, recorder: Recorder, outputs: tuple[int, ...]) -> None:
+        self.recorder = recorder
+        self.outputs = outputs
+
+
+class _Session:
+    """One capture: what its two runs share."""
+
+    make_recorder: type[Recorder] = Recorder
+
+    def __init__(self, model: nn.Module, sample: Sample, loss: Callable[..., Any] | None, require_loss: bool) -> None:
+        self.model = model
+        self.sample = sample
+        self.loss = loss
+        self.require_loss = require_loss
+        self.tensors = tensors_of(model)
+        self.buffers = {id(buffer) for buffer in model.buffers()}
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.templates: dict[Any, Any] = {}
+        self.chance = False
+        """What branches get that random numbers alone decide."""
+        self.with_values = False
+        """Whether the runs were on real tensors, whose values may have decided what was run."""
+
+    def run_fake(self) -> tuple[_Run, _Run]:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with mode:
+            stand_ins = {key: fake_like(tensor) for key, (_, tensor) in self.tensors.items()}
+        return self._both(lambda size: self._run(size, mode, stand_ins, self._fake_leaf(size)))
+
+    def run_real(self, needs: _NeedsValuesError) -> tuple[_Run, _Run]:
+        """Both runs on a copy with values, on the CPU."""
+        if not self.has_values():
+            raise CaptureError(
+                f"{needs}: its result depends on values, and the model or the sample has none (meta or fake tensors). "
+                "Build a small version of the model with real values and capture that, or keep the op out of forward"
+            ) from needs
+        size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._held())
+        if size_bytes > REAL_LIMIT_BYTES:
+            raise CaptureError(
+                f"{needs}: its result depends on values, so the model would have to run for real, and its "
+                f"{size_bytes / 2**30:.1f} GiB are above the {REAL_LIMIT_BYTES / 2**30:.0f} GiB that are copied for "
+                "that. Capture a model with fewer layers, or keep the op out of forward"
+            ) from needs
+        self.with_values = True
+
+        def run(size: int) -> _Run:
+            stand_ins = {key: real_like(tensor) for key, (_, tensor) in self.tensors.items()}
+            return self._run(size, nullcontext(), stand_ins, self._real_leaf(size))
+
+        return self._both(run)
+
+    def _both(self, run: Callable[[int], _Run]) -> tuple[_Run, _Run]:
+        """Runs at both sizes. Where random numbers alone decide branches, as those of layers that are dropped, they all
+        go the way on which more modules are called: a plan has a place for each."""
+        self.chance = False
+        small = run(SIZES[0])
+        if small.recorder.met_chance:
+            self.chance = True
+            try:
+                other = run(SIZES[0])
+            except CaptureError:  # a model of which everything is dropped may fail
+                other = small
+            if len(other.recorder.calls) > len(small.recorder.calls):
+                small = other
+            else:
+                self.chance = False
+        return small, run(SIZES[1])
+
+    def _held(self) -> list[torch.Tensor]:
+        return [tensor for _, tensor in self.tensors.values()] + [leaf.tensor for leaf in self.sample.leaves]
+
+    def has_values(self) -> bool:
+        """Whether model and sample could run for real."""
+        return not any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in self._held())
+
+    def _fake_leaf(self, size: int) -> Callable[[Leaf], torch.Tensor]:
+        def make(leaf: Leaf) -> torch.Tensor:
+            shape = list(leaf.tensor.shape)
+            if leaf.batch_dim is not None:
+                shape[leaf.batch_dim] = size * leaf.rows
+            made = torch.empty(shape, dtype=leaf.tensor.dtype, device="cpu")
+            return made.requires_grad_(leaf.tensor.requires_grad)
+
+        return make
+
+    def _real_leaf(self, size: int) -> Callable[[Leaf], torch.Tensor]:
+        def make(leaf: Leaf) -> torch.Tensor:
+            made = leaf.tensor.detach().to("cpu", copy=True)
+            if leaf.batch_dim is not None:
+                chosen = torch.arange(size * leaf.rows) % (self.sample.batch * leaf.rows)
+                made = made.index_select(leaf.batch_dim, chosen)
+            return made.requires_grad_(leaf.tensor.requires_grad)
+
+        return make
+
+    def _run(
+        self, size: int, mode: Any, stand_ins: Mapping[int, torch.Tensor], make: Callable[[Leaf], torch.Tensor]
+    ) -> _Run:
+        recorder = self.make_recorder(self.templates, self.chance)
+        with swapped_in(self.model, stand_ins), mode, plain_torch(), no_remembered_results(self.model):
+            args, kwargs, made = self.sample.arguments(make, size)
+            self._name_all(recorder, stand_ins, made)
+            try:
+                # Below autograd, composite ops reach the recorder whole, and no graph is kept for a backward pass.
+                with (
+                    noted_calls(recorder, self.paths),
+                    recorder,
+                    _Readings(recorder) if self.with_values else nullcontext(),
+                    AutogradQuestions(recorder),
+                    torch._C._AutoDispatchBelowAutograd(),
+                ):
+                    output = self.model(*args, **kwargs)
+                    result = self._result(output)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                where = recorder.failed_path or "the model itself"
+                raise _NeedsValuesError(f"{recorder.failed_op or error} in {where!r}") from error
+            except CaptureError:
+                raise
+            except Exception as error:
+                where = recorder.failed_path if recorder.failed_path is not None else recorder.path
+                what = f"{recorder.failed_op} in " if recorder.failed_op else ""
+                hint = (
+                    f". Models are captured at batch {SIZES[0]} and {SIZES[1]}: where an input's batch is not dim 0, "
+                    f"say so with batch_dims="
+                    if isinstance(error, (RuntimeError, IndexError, ValueError))
+                    else ": the model itself raises it, as it would with this sample outside of capture"
+                )
+                raise CaptureError(
+                    f"{type(self.model).__name__} failed at batch {size}, at {what}{where or 'the model itself'!r}: "
+                    f"{type(error).__name__}: {str(error).rstrip('.')}{hint}"
+                ) from error
+            return _Run(recorder, tuple(recorder.read(t) for t in result))
+
+    def _name_all(
+        self, recorder: Recorder, stand_ins: Mapping[int, torch.Tensor], made: Sequence[torch.Tensor]
+    ) -> None:
+        """Inputs first, then what the model holds, in the same order in every run."""
+        for leaf, tensor in zip(self.sample.leaves, made, strict=True):
+            recorder.name(tensor, "input", leaf.name)
+        for key, (name, tensor) in self.tensors.items():
+            role: TensorRole = (
+                "parameter" if isinstance(tensor, nn.Parameter) else "buffer" if key in self.buffers else "constant"
+            )
+            recorder.name(stand_ins[key], role, name)
+
+    def _result(self, output: Any) -> list[torch.Tensor]:
+        """The loss, or everything that the model returned."""
+        if self.loss is not None:
+            value = self.loss(output)
+            if not isinstance(value, torch.Tensor) or value.numel() != 1:
+                raise CaptureError(
+                    f"loss= returned {_described(value)}: expected a tensor with one entry, the mean over the batch"
+                )
+            return [value]
+        value = own_loss(output)
+        if value is not None:
+            return [value]
+        if self.require_loss:
+            raise CaptureError(
+                f"{type(self.model).__name__} returned {_described(output)}, and no loss: pass labels in the sample "
+                "(Hugging Face models then return one), or loss=, a function from the model's output to a scalar"
+            )
+        return [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+
+    # -- the graph -----------------------------------------------------------------------------------------------
+
+    def graph(self, small: _Run, large: _Run, capabilities: Capabilities) -> Graph:
+        """The two runs as one graph. Raises CaptureError where they differ."""
+        a = small.recorder
+        aligned = Alignment(a, large.recorder, (small.outputs, large.outputs), SIZES, self.with_values)
+        recorded, values = aligned.ops(), aligned.tensors()
+        ops, tensors, outputs = without_unused(*unflatten_products(recorded, values, small.outputs), small.outputs)
+        inputs = len(self.sample.leaves)  # inputs, then what the model holds, keep their numbers: see `_name_all`
+        parameters = self._parameters(inputs)
+        return Graph(
+            capabilities,
+            type(self.model).__name__,
+            tuple(tensors),
+            tuple(ops),
+            tuple(a.calls),
+            parameters,
+            tuple(range(inputs)),
+            outputs,
+            self.sample.batch,
+            marks.pins(self.model, parameters),
+        )
+
+    def _parameters(self, first: int) -> tuple[Parameter, ...]:
+        """The model's parameters, whose values were numbered right after the inputs."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        number = {key: first + i for i, key in enumerate(self.tensors)}
+        return tuple(
+            Parameter(name, number[id(p)], tuple(n for n in names[id(p)] if n != name), p.requires_grad)
+            for name, p in self.model.named_parameters()
+        )
+
+
+@contextmanager
+def noted_calls(recorder: Recorder, paths: Mapping[int, str]) -> Iterator[None]:
+    """Global module hooks that keep the recorder's call stack, for this thread; ``paths`` are by ids of modules."""
+    thread = threading.get_ident()
+
+    def before(module: nn.Module, args: Any) -> None:
+        path = paths.get(id(module))
+        if path is not None and threading.get_ident() == thread:
+            recorder.enter(path)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if id(module) in paths and threading.get_ident() == thread:
+            recorder.leave(failed=sys.exc_info()[1] is not None)
+
+    handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Torch's process-wide settings as the record needs them, put back afterwards."""
+    mkldnn = torch._C._get_mkldnn_enabled()
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    device = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    torch._C._set_mkldnn_enabled(False)  # oneDNN hides recurrent layers in one op, and is not what a GPU runs
+    torch.clear_autocast_cache()  # casts of the run before would be missing from this one
+    logger.setLevel(logging.CRITICAL)  # what it logs is raised too
+    try:
+        with device, torch.enable_grad(), eager:
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(mkldnn)
+        torch.clear_autocast_cache()
+        logger.setLevel(level)
+
+
+def own_loss(output: Any) -> torch.Tensor | None:
+    """The loss that a model returns: ``.loss``, ``["loss"]``, a tuple's first element or all there is, if a scalar."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None and isinstance(output, (tuple, list)) and output:
+        found = output[0]
+    if found is None:
+        found = output
+    is_scalar = isinstance(found, torch.Tensor) and found.numel() == 1 and found.is_floating_point()
+    return found if is_scalar else None
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {dtype_name(value.dtype)} tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,456 @@
+"""The recorder: a dispatch mode that turns the aten ops of one forward pass into core ops on numbered values.
+
+It runs below autograd, where composite ops (linear, matmul, scaled_dot_product_attention, layer_norm …) arrive whole;
+those that the table of `ops` does not name are decomposed, and what they are made of is recorded. In-place ops are
+recorded as functions: the tensor that was written, and every tensor that shares its memory, gets a new value.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwright.backends.torch.capture.inferred import Inferred
+from shardwright.backends.torch.capture.ops import RULES, OpCall, Ref, Template
+from shardwright.backends.torch.capture.ops.products import WITHOUT_KERNEL, is_plain_einsum
+from shardwright.backends.torch.capture.ops.template import Rule
+from shardwright.backends.torch.program.guards import masks_of
+from shardwright.core.model.graph import Call, OpKind, TensorRole
+from shardwright.core.rules import labels
+from shardwright.core.rules.labels import Labelled
+
+PASSING = frozenset({"detach", "alias", "lift", "lift_fresh", "lift_fresh_copy", "view_of", "set_data"})
+"""Ops that hand their input on: same memory, same values."""
+BOOLEAN = frozenset({"aten.is_nonzero", "aten.item", "aten._local_scalar_dense"})
+"""Ops by which a tensor decides a branch."""
+SILENT = frozenset({"detach_", "requires_grad_", "retain_grad", "_version", "set_", "resize_", "_assert_async"})
+"""Ops that neither make nor change a value that the graph names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor of one run."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    role: TensorRole
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One core op of one run."""
+
+    kind: OpKind
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    labelled: Labelled
+    call: int
+
+
+@dataclass(slots=True)
+class View:
+    """How a tensor that shares memory was made, so that it can be made again when that memory is written."""
+
+    parent: torch.Tensor
+    root: int
+    template: Template | None
+    """None: the same tensor under another name."""
+    name: str
+    call: int
+    output: int
+    parent_value: int
+
+
+class Func:
+    """What is known about one overload of an op, found out once."""
+
+    __slots__ = (
+        "arguments", "composite", "draws", "name", "passing", "pointwise", "reads", "reshapes", "rule", "silent",
+        "views", "writes",
+    )  # fmt: skip
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        namespace, _, base = schema.name.partition("::")
+        self.name = f"{namespace}.{base}"
+        self.arguments = schema.arguments
+        known = RULES.get(base) or (RULES.get(base[:-1]) if base.endswith("_") else None)
+        self.rule: Rule | None = known[1] if known and namespace == "aten" else None
+        self.pointwise = torch.Tag.pointwise in func.tags
+        self.reads = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+        self.draws = torch.Tag.nondeterministic_seeded in func.tags
+        self.reshapes = torch.Tag.inplace_view in func.tags
+        self.passing = base in PASSING
+        self.silent = base in SILENT or namespace == "prim"
+        infos = [a.alias_info for a in schema.arguments]
+        self.writes = tuple(
+            a.name for a, i in zip(schema.arguments, infos, strict=True) if i is not None and i.is_write
+        )
+        self.views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        self.composite = not self.silent and not self.passing and func._can_decompose()
+
+
+class Recorder(TorchDispatchMode):
+    """Records the ops of one forward pass while it is entered. `calls` must be kept current by `enter` and `leave`."""
+
+    def __init__(self, templates: dict[Any, Template], chance: bool = False) -> None:
+        """``templates`` are kept from run to run: the same call means the same ops. ``chance`` is what branches get
+        that random numbers alone decide."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._templates = templates
+        self._functions: dict[Any, Func] = {}
+        self._inferred = Inferred()
+        self.values: list[Value] = []
+        self.ops: list[Recorded] = []
+        self.calls: list[Call] = [Call("", 0)]
+        self.failed_path: str | None = None
+        self.failed_op: str | None = None
+        self.chance = chance
+        self.met_chance = False
+        """Whether random numbers alone decided a branch."""
+        self.reading: set[int] = set()
+        """The calls that read values of tensors."""
+        self._stack = [0]
+        self._occurrences: dict[str, int] = {}
+        self._value_of: dict[int, int] = {}
+        self._views: dict[int, View] = {}
+        self._written: set[int] = set()
+        self._kept: list[torch.Tensor] = []
+        self._drawn: set[int] = set()
+        """Tensors that follow from random numbers alone; all of them are kept."""
+        self._flowing: set[int] = set()
+        """Tensors through which gradients would flow to a parameter or an input; all of them are kept."""
+
+    # -- module calls --------------------------------------------------------------------------------------------
+
+    def enter(self, path: str) -> None:
+        """A module call begins. The first call of the model itself is call 0."""
+        occurrence = self._occurrences.get(path, 0)
+        self._occurrences[path] = occurrence + 1
+        if path == "" and occurrence == 0:
+            self._stack.append(0)
+            return
+        self.calls.append(Call(path, self._stack[-1], occurrence))
+        self._stack.append(len(self.calls) - 1)
+
+    def leave(self, *, failed: bool) -> None:
+        """The innermost module call ends."""
+        if failed and self.failed_path is None:
+            self.failed_path = self.path
+        if len(self._stack) > 1:
+            self._stack.pop()
+
+    def refuse(self, reason: str) -> None:
+        """The model does something that a graph of ops does not hold; ``reason`` says what. A plan does without it."""
+
+    def flows(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor would require a gradient if autograd kept its graph."""
+        if id(tensor) in self._flowing:
+            return True
+        return self._root(tensor) in self._flowing if id(tensor) in self._views else tensor.requires_grad
+
+    def note_reading(self) -> None:
+        """The innermost module call reads a value, or makes a tensor whose shape depends on values."""
+        self.reading.add(self._stack[-1])
+
+    @property
+    def path(self) -> str:
+        """The path of the innermost module call."""
+        return self.calls[self._stack[-1]].path
+
+    # -- values --------------------------------------------------------------------------------------------------
+
+    def name(self, tensor: torch.Tensor, role: TensorRole, name: str) -> int:
+        """Number a tensor that no op made: parameter, buffer, input, constant."""
+        number = self._new(tuple(tensor.shape), dtype_name(tensor.dtype), role, name)
+        self._value_of[id(tensor)] = number
+        self._kept.append(tensor)
+        return number
+
+    def read(self, tensor: torch.Tensor) -> int:
+        """The number of the value that a tensor holds now."""
+        key = id(tensor)
+        view = self._views.get(key)
+        if view is not None:
+            if view.template is None:
+                return self.read(view.parent)
+            if view.root in self._written:
+                now = self.read(view.parent)
+                if now != view.parent_value:
+                    self._value_of[key] = self._emit(view.template, view.name, [now], view.call)[view.output]
+                    view.parent_value = now
+        number = self._value_of.get(key)
+        return self.name(tensor, "constant", "") if number is None else number
+
+    def _new(self, shape: tuple[int, ...], dtype: str, role: TensorRole = "activation", name: str = "") -> int:
+        self.values.append(Value(shape, dtype, role, name))
+        return len(self.values) - 1
+
+    def _alias(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
+        self._kept.append(tensor)
+        self._views[id(tensor)] = View(source, self._root(source), None, "", 0, 0, -1)
+
+    def _root(self, tensor: torch.Tensor) -> int:
+        view = self._views.get(id(tensor))
+        return id(tensor) if view is None else view.root
+
+    def _write(self, tensor: torch.Tensor, number: int) -> None:
+        """A tensor was written in place: it, and the memory that it is a view of, hold new values."""
+        view = self._views.get(id(tensor))
+        if view is None:
+            self._value_of[id(tensor)] = number
+            self._written.add(id(tensor))
+            self._kept.append(tensor)
+            return
+        if view.template is None:
+            self._write(view.parent, number)
+            return
+        old = self.read(view.parent)
+        self._value_of[id(tensor)] = number
+        whole = self._write_back(view, old, number)
+        self._write(view.parent, whole)
+        view.parent_value = whole
+
+    def _write_back(self, view: View, old: int, number: int) -> int:
+        """The op that puts a written view into the tensor that it is a view of."""
+        assert view.template is not None
+        piece = view.template.pieces[-1]
+        of_parent, of_view = piece.labelled.labels[0], piece.labelled.labels[1 + view.output]
+        parent, written = self.values[old], self.values[number]
+        whole = self._new(parent.shape, parent.dtype)
+        name = f"{view.name}/write"
+        if piece.kind == "view":
+            op = Recorded("view", name, (number,), (whole,), Labelled((of_view, of_parent)), self._stack[-1])
+        else:
+            sizes = dict(zip(of_view, written.shape, strict=True))
+            kept = tuple(n if sizes.get(n) == size else -1 for n, size in zip(of_parent, parent.shape, strict=True))
+            inner = tuple(n if n in kept else -1 for n in of_view)
+            op = Recorded("scatter", name, (old, number), (whole,), Labelled((kept, inner, kept)), self._stack[-1])
+        self.ops.append(op)
+        return whole
+
+    # -- ops -----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        known = self._functions.get(func)
+        if known is None:
+            known = self._functions[func] = Func(func)
+        if known.name in BOOLEAN and id(args[0]) in self._drawn and args[0].dtype == torch.bool:
+            self.met_chance = True
+            return self.chance
+        if known.reads and masks_of(func, args) != []:
+            self.note_reading()
+        try:
+            if known.silent:
+                return func(*args, **kwargs)
+            if known.composite and (known.rule is None or not _is_whole(known.name, args)):
+                with self:
+                    made = func.decompose(*args, **kwargs)
+                if made is not NotImplemented:
+                    return made
+            return self._record(func, known, args, kwargs)
+        except Exception:
+            if self.failed_op is None:
+                self.failed_op, self.failed_path = known.name, self.path
+            raise
+
+    def _record(self, func: Any, known: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs: list[torch.Tensor] = []
+        key: list[Any] = [func]
+        for value in args:
+            key.append(_key(value, inputs))
+        for name, value in kwargs.items():
+            if name not in known.writes:  # an ``out=`` tensor's old value is not an input
+                key.append((name, _key(value, inputs)))
+        refs = [_ref(i, t) for i, t in enumerate(inputs)] if known.reshapes else None
+        without_kernel = WITHOUT_KERNEL.get(known.name)
+        result = (
+            self._inferred.run(func, args, kwargs) if without_kernel is None else without_kernel(func, *args, **kwargs)
+        )
+        written = [t for name in known.writes for t in _tensors(_argument(known, name, args, kwargs))]
+        outputs = list(_tensors(result))
+        self._note_flow(known, inputs, outputs, written)
+        if all(id(t) in self._drawn for t in inputs) if inputs else known.draws:
+            self._drawn.update(map(id, outputs))
+            self._kept += outputs
+        if not outputs:
+            outputs = written
+        if not outputs:
+            return result
+        if not written and inputs:
+            first, source = outputs[0], inputs[0]
+            if known.passing or (len(outputs) == 1 and first is source):
+                if first is not source:
+                    self._alias(first, source)
+                return result
+            shares = known.views and shares_memory(first, source)
+            if shares and first.shape == source.shape and _same_geometry(first, source):
+                for out in outputs:
+                    self._alias(out, source)
+                return result
+        else:
+            shares = False
+        numbers = [self.read(t) for t in inputs]
+        key.append(shares)
+        key.extend((out.shape, out.dtype) for out in outputs)
+        cache_key = tuple(key)
+        refs = refs or [_ref(i, t) for i, t in enumerate(inputs)]
+        template = self._template(cache_key, known, args, kwargs, refs, outputs, shares)
+        made = self._emit(template, known.name, numbers, self._stack[-1])
+        for i, out in enumerate(outputs):
+            if known.reshapes:  # as by `unsqueeze_`: another view of the same memory from now on
+                self._views.pop(id(out), None)
+            elif any(out is t for t in written):
+                self._write(out, made[i])
+                continue
+            self._value_of[id(out)] = made[i]
+            self._kept.append(out)
+            if shares:
+                self._views[id(out)] = View(
+                    inputs[0], self._root(inputs[0]), template, known.name, self._stack[-1], i, numbers[0]
+                )
+        return result
+
+    def _note_flow(
+        self, known: Func, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor],
+        written: Sequence[torch.Tensor],
+    ) -> None:  # fmt: skip
+        if known.name.endswith(".detach") or not torch.is_grad_enabled() or not any(map(self.flows, inputs)):
+            return
+        changed = {id(tensor) for tensor in written}
+        for tensor in (*outputs, *written):
+            if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+                self._flowing.add(id(tensor))
+                self._kept.append(tensor)
+                if id(tensor) in changed:
+                    self._flowing.add(self._root(tensor))
+
+    def _template(
+        self,
+        key: tuple[Any, ...],
+        known: Func,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        refs: list[Ref],
+        outputs: Sequence[torch.Tensor],
+        shares: bool,
+    ) -> Template:
+        found = self._templates.get(key)
+        if found is not None:
+            return found
+        outs = [_ref(len(refs) + i, t) for i, t in enumerate(outputs)]
+        call = OpCall(known.name.rpartition(".")[2], bind(known, args, kwargs, refs), refs, outs, shares_memory=shares)
+        if known.rule is not None:
+            if call.name not in RULES and call.name.endswith("_"):
+                call.name = call.name[:-1]
+            known.rule(call)
+        elif known.pointwise:
+            call.add("elementwise", refs, outs, labels.elementwise([r.shape for r in refs], [o.shape for o in outs]))
+        else:
+            kind: OpKind = "view" if shares else ("opaque" if refs else "create")
+            call.add(kind, refs, outs, labels.opaque([r.shape for r in refs], [o.shape for o in outs]))
+        template = call.template()
+        self._templates[key] = template
+        return template
+
+    def _emit(self, template: Template, name: str, inputs: Sequence[int], call: int) -> list[int]:
+        """Append the template's ops to the record; the numbers of their outputs."""
+        made = [self._new(ref.shape, ref.dtype) for ref in template.outputs]
+        slots = [*inputs, *made, *(self._new(ref.shape, ref.dtype) for ref in template.between)]
+        for piece in template.pieces:
+            self.ops.append(
+                Recorded(
+                    piece.kind,
+                    name + piece.suffix,
+                    tuple([slots[i] for i in piece.inputs]),
+                    tuple([slots[i] for i in piece.outputs]),
+                    piece.labelled,
+                    call,
+                )
+            )
+        return made
+
+
+def _ref(number: int, tensor: torch.Tensor) -> Ref:
+    return Ref(number, tuple(tensor.shape), dtype_name(tensor.dtype))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def shares_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors, fake or real, lie in one storage."""
+    try:
+        return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse and other tensors without a storage
+        return False
+
+
+def _same_geometry(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return (
+        first.dtype == second.dtype
+        and first.is_conj() == second.is_conj()
+        and first.is_neg() == second.is_neg()
+        and first.stride() == second.stride()
+        and first.storage_offset() == second.storage_offset()
+    )
+
+
+def _is_whole(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a composite op of the table is recorded as one, for these arguments."""
+    return name != "aten.einsum" or is_plain_einsum(args[0], len(args[1]))
+
+
+def _key(value: Any, inputs: list[torch.Tensor]) -> Any:
+    """A hashable form of an argument; its tensors are appended to ``inputs``."""
+    if isinstance(value, torch.Tensor):
+        inputs.append(value)
+        return value.shape, value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple([_key(item, inputs) for item in value])
+    return value if value.__hash__ is not None else repr(value)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _argument(known: Func, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if name in kwargs:
+        return kwargs[name]
+    for given, argument in zip(args, known.arguments, strict=False):
+        if argument.name == name:
+            return given
+    return None
+
+
+def bind(known: Func, args: tuple[Any, ...], kwargs: dict[str, Any], refs: Sequence[Ref]) -> dict[str, Any]:
+    """Arguments by name, defaults filled in, Refs in place of tensors in the order in which `_key` met them."""
+    remaining = iter(refs)
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return next(remaining)
+        if isinstance(value, (list, tuple)):
+            return [replaced(item) for item in value]
+        return value
+
+    bound = {a.name: replaced(value) for value, a in zip(args, known.arguments, strict=False)}
+    bound.update({name: replaced(value) for name, value in kwargs.items() if name not in known.writes})
+    for argument in known.arguments:
+        if argument.name not in bound and argument.has_default_value():
+            bound[argument.name] = argument.default_value
+    return bound

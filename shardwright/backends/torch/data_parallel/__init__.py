@@ -1,0 +1,1 @@
+"""Gradients, statistics and overlap over the replicas."""

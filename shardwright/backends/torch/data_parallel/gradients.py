@@ -1,0 +1,156 @@
+"""Gradients over the data axis and over the holders of tied parameters, and the norm of all of them."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwright.backends.torch.data_parallel.overlap import Exchange
+from shardwright.backends.torch.machine.mesh import BoundMesh
+from shardwright.backends.torch.machine.transfer import as_carried
+from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.state.ownership import Holding
+from shardwright.backends.torch.state.parameter_shards import Shards
+from shardwright.core.errors import ShardwrightError
+
+
+class Gradients:
+    """Takes one step's gradients from what the backward passes left to what the unsplit model would have."""
+
+    def __init__(self, holding: Holding, bound: BoundMesh, watch: Watch) -> None:
+        self.holding, self.bound, self.watch = holding, bound, watch
+        self.shards: Shards | None = None
+        """Where parameters lie in pieces along the tensor axis."""
+        self._before: dict[str, torch.Tensor] = {}
+        self._order: tuple[str, ...] = ()
+        self._exchange: Exchange | None = None
+
+    def begin(self, order: Sequence[str] | None = None) -> Exchange | None:
+        """Set aside what earlier steps added up: it is reduced already.
+
+        With ``order``, the names of this rank's parameters in the order in which their gradients become whole, returns
+        what to tell of that, so that sums over dp begin at once; None where there is nothing to sum or where pieces
+        along the tensor axis are summed first. The first order that is given is kept: buckets are the same on all
+        replicas, whatever the sizes of their batches.
+        """
+        self._before = {}
+        self._exchange = None
+        if order is not None and self.bound.size("dp") > 1 and self.shards is None:
+            self._order = self._order or tuple(order)
+            self._exchange = self._exchange_of(self._trainable())
+        for name, parameter in self.holding.local_parameters().items():
+            if parameter.grad is not None:
+                self._before[name] = parameter.grad
+                parameter.grad = None
+        return self._exchange
+
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.holding.local_parameters().items() if p.requires_grad}
+
+    def _exchange_of(self, trainable: dict[str, nn.Parameter]) -> Exchange:
+        names = dict.fromkeys((*self._order, *reversed(trainable)))
+        peers = f"dp peers, ranks {list(self.bound.groups['dp'])}"
+        chosen = {name: trainable[name] for name in names if name in trainable}
+        return Exchange(chosen, self.bound.handles["dp"], self.watch, peers)
+
+    def finish(self, total_weight: float | None) -> None:
+        """Sum over the holders of tied parameters and over dp, divide by the total weight if there is one, and add what
+        was set aside. Every rank calls this at the same time."""
+        if self.shards is not None:
+            self.shards.sum_gradients(self._trainable())
+        if self.bound.size("dp") > 1:
+            (self._exchange or self._exchange_of(self._trainable())).finish()
+            self._exchange = None
+        self._sum_ties()
+        if total_weight is None and not self._before:
+            return
+        for name, parameter in self.holding.local_parameters().items():
+            if parameter.grad is not None and total_weight is not None:
+                parameter.grad.div_(total_weight)
+            before = self._before.get(name)
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+        self._before = {}
+
+    def abandon(self) -> None:
+        """Put back what was set aside: the step has failed."""
+        for name, parameter in self.holding.local_parameters().items():
+            parameter.grad = self._before.get(name)
+        self._before = {}
+
+    def _sum_ties(self) -> None:
+        for name, holders in self.holding.ties:
+            parameter = self.holding.parameter(name)
+            if self.holding.rank not in holders or not parameter.requires_grad:
+                continue
+            self.watch.doing(f"summing the gradients of {name} over pp ranks {holders}")
+            with self.watch.waiting(f"its holders, ranks {[self.bound.peer('pp', h) for h in holders]}"):
+                self._sum_tie(parameter, holders)
+
+    def _sum_tie(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
+        """To the home, summed there in the order of holders, and back: the same bits on every holder."""
+        me, home = self.holding.rank, holders[0]
+        present = torch.tensor([0 if parameter.grad is None else 1], dtype=torch.int32, device=parameter.device)
+        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        total = own.resolve_conj().resolve_neg().contiguous()
+        if me != home:
+            peer = self.bound.peer("pp", home)
+            for tensor in (present, total):
+                dist.send(as_carried(tensor), peer)
+            for tensor in (present, total):
+                dist.recv(as_carried(tensor), peer)
+        else:
+            other, more = torch.empty_like(total), torch.empty_like(present)
+            for holder in holders[1:]:
+                peer = self.bound.peer("pp", holder)
+                dist.recv(more, peer)
+                dist.recv(as_carried(other), peer)
+                present += more
+                total += other
+            for holder in holders[1:]:
+                for tensor in (present, total):
+                    dist.send(as_carried(tensor), self.bound.peer("pp", holder))
+        parameter.grad = total if int(present) else None
+
+    def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+        """Scale the gradients so that their norm, over the whole model, is at most ``max_norm``; the norm before.
+
+        A tied parameter counts once, at its home. Raises ShardwrightError for a norm that is not finite, if asked to.
+        """
+        placement = self.holding.placement
+        local = self.holding.local_parameters()
+        counted = [
+            p.grad for name, p in local.items()
+            if p.grad is not None and (placement is None or placement.parameters[name][0] == self.holding.rank)
+            and (self.shards is None or self.shards.counts(name))
+        ]  # fmt: skip
+        device = self.bound.device
+        infinite = math.isinf(norm_type)
+        own = torch.zeros((), dtype=torch.float32, device=device)
+        if counted:
+            norms = torch.stack([_norm(g, norm_type) for g in counted])
+            own = norms.max() if infinite else norms.pow(norm_type).sum()
+        for axis in ("pp", "tp"):
+            if self.bound.size(axis) == 1:
+                continue
+            self.watch.doing("the norm of all gradients")
+            with self.watch.waiting(f"{axis} peers, ranks {list(self.bound.groups[axis])}"):
+                op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+                dist.all_reduce(own, op=op, group=self.bound.handles[axis])
+        norm = own if infinite else own.pow(1.0 / norm_type)
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise ShardwrightError(f"the norm of the gradients is {float(norm)}: expected a finite number")
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for parameter in local.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale.to(parameter.grad.dtype))
+        return norm
+
+
+def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The norm in float32; that of complex entries is of their absolute values."""
+    entries = gradient.abs() if gradient.is_complex() else gradient
+    norm: torch.Tensor = torch.linalg.vector_norm(entries, norm_type, dtype=torch.float32)
+    return norm

@@ -1,0 +1,1 @@
+"""Processes, devices, process groups, messages between ranks, the watchdog and the heartbeat."""

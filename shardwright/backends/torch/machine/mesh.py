@@ -1,0 +1,120 @@
+"""A core mesh laid over the ranks of this run: coordinates, process groups, and layouts in torch's own terms."""
+
+from dataclasses import dataclass, field
+from weakref import ReferenceType, WeakValueDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import Partial as TorchPartial
+from torch.distributed.tensor import Placement as TorchPlacement
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard
+
+from shardwright.core.errors import ClusterError, LayoutError
+from shardwright.core.layout.mesh import Mesh
+from shardwright.core.layout.placements import Layout, Partial, Split
+
+_REDUCTIONS = {"sum": "sum", "max": "max", "min": "min", "mean": "avg"}
+
+
+@dataclass(frozen=True, slots=True)
+class BoundMesh:
+    """This process's place on a mesh, and one process group for each axis, shared by the ranks that differ on it only.
+
+    ``groups`` lists, for each axis, the global ranks of this process's group, in order of their coordinate.
+    """
+
+    mesh: Mesh
+    rank: int
+    device: torch.device
+    groups: dict[str, tuple[int, ...]]
+    handles: dict[str, ProcessGroup] = field(repr=False)
+
+    def coordinate(self, axis: str) -> int:
+        return self.mesh.coordinates(self.rank)[axis]
+
+    def size(self, axis: str) -> int:
+        return self.mesh.axis_size(axis)
+
+    def peer(self, axis: str, coordinate: int) -> int:
+        """The global rank at ``coordinate`` on ``axis``, with this rank's other coordinates."""
+        return self.groups[axis][coordinate]
+
+    def describe(self) -> str:
+        """``rank 3 (pp 1, dp 1)``: axes of size 1 are left out."""
+        places = [f"{a} {c}" for a, c in self.mesh.coordinates(self.rank).items() if self.mesh.axis_size(a) > 1]
+        return f"rank {self.rank}" + (f" ({', '.join(places)})" if places else "")
+
+
+def bind(mesh: Mesh, device: torch.device | None = None) -> BoundMesh:
+    """Lay the mesh over the default process group, which must exist. Every rank calls this at the same time.
+
+    Raises ClusterError when the number of running ranks is not the mesh's.
+    """
+    if not dist.is_initialized():
+        raise ClusterError("the process group is not there yet: call shardwright.torch.init first")
+    running = dist.get_world_size()
+    if running != mesh.size:
+        sizes = " × ".join(f"{name} {size}" for name, size in zip(mesh.names, mesh.sizes, strict=True))
+        raise ClusterError(f"the mesh {sizes} has {mesh.size} ranks, and {running} are running: start {mesh.size}")
+    rank = dist.get_rank()
+    groups: dict[str, tuple[int, ...]] = {}
+    handles: dict[str, ProcessGroup] = {}
+    for axis in mesh.names:
+        for ranks in mesh.groups(axis):
+            handle = _group(ranks)
+            if rank in ranks:
+                if handle is None:
+                    raise ClusterError(f"torch.distributed made no process group for ranks {ranks}")
+                groups[axis], handles[axis] = ranks, handle
+    return BoundMesh(mesh, rank, device or torch.device("cpu"), groups, handles)
+
+
+_made: WeakValueDictionary[tuple[int, ...], ProcessGroup] = WeakValueDictionary()
+"""The groups made within the default process group, each with threads and sockets of its own: meshes share them. They
+are torch's to keep, and go with the default group."""
+_of_others: set[tuple[int, ...]] = set()
+"""Groups that this rank took part in making and is not in."""
+_made_within: ReferenceType[ProcessGroup] | None = None
+
+
+def _group(ranks: tuple[int, ...]) -> ProcessGroup | None:
+    """The process group of these ranks; None when this rank is not in it. Every rank takes part in making every group,
+    in the same order: torch asks for that."""
+    global _made_within
+    whole = dist.group.WORLD
+    assert whole is not None
+    if _made_within is None or _made_within() is not whole:
+        _made.clear()
+        _of_others.clear()
+        _made_within = ref(whole)
+    if len(ranks) == dist.get_world_size():
+        return whole
+    found = _made.get(ranks)
+    if found is None and ranks not in _of_others:
+        made = dist.new_group(list(ranks))
+        if isinstance(made, ProcessGroup):
+            found = _made[ranks] = made
+        else:
+            _of_others.add(ranks)
+    return found
+
+
+def lower_layout(layout: Layout, bound: BoundMesh) -> tuple[TorchPlacement, ...]:
+    """DTensor placements, one for each axis of the mesh in order.
+
+    Raises LayoutError for a split by blocks, which DTensor's Shard does not express.
+    """
+    found: list[TorchPlacement] = []
+    for axis in bound.mesh.names:
+        placement = layout.on(axis)
+        if isinstance(placement, Split):
+            if placement.blocks:
+                raise LayoutError(f"{placement} on axis {axis!r} splits inside blocks, which DTensor does not express")
+            found.append(Shard(placement.dim))
+        elif isinstance(placement, Partial):
+            found.append(TorchPartial(_REDUCTIONS[placement.op]))
+        else:
+            found.append(TorchReplicate())
+    return tuple(found)

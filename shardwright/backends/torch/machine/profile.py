@@ -1,0 +1,175 @@
+"""Measure this machine as torch uses it: products by size, memory, launches, collectives of the process group."""
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from shardwright.backends.torch.machine.process import choose_device, start, this_launch
+from shardwright.core.cluster.hardware.device import MeasuredProduct
+from shardwright.core.cluster.hardware.measurements import LinkSample, Measurements, MeasureProgress
+
+SIDES = ((64, 64, 64), (128, 64, 256), (256, 64, 256), (256, 256, 64), (256, 256, 256), (512, 64, 512),
+         (512, 512, 64), (256, 1024, 256), (256, 256, 1024), (512, 512, 512), (1024, 1024, 1024), (512, 3072, 768),
+         (512, 768, 3072), (512, 8192, 512), (512, 512, 8192))  # fmt: skip
+"""(m, n, k) of the products measured: squares, and the thin ones of attention, feed-forward and vocabulary."""
+CUDA_SIDES = (*SIDES, (4096, 4096, 4096), (8192, 8192, 1024), (2048, 12288, 4096), (4096, 1024, 8192))
+MESSAGES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
+"""Bytes of the all-reduces measured."""
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | None = None) -> Measurements:
+    """Measure this process's device, and the collectives of all processes that the launcher started (torchrun, mpirun,
+    srun), or of the process group that is there already. The processes stay joined, and all of them are given what
+    rank 0 measured, so that they plan alike."""
+    launch = this_launch()
+    device = choose_device(launch)
+    if launch.world_size > 1 and not dist.is_initialized():
+        start(launch, device, timeout_s=120.0)
+    measured = [profile_device(device, name=name, budget_s=budget_s, progress=progress)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(measured, src=0)
+        return replace(measured[0], rank=dist.get_rank())
+    return measured[0]
+
+
+def longest_s(seconds: float) -> float:
+    """The largest that any process of the group gives; all of them call this together."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return seconds
+    largest = torch.tensor(seconds, dtype=torch.float64, device=choose_device(this_launch()))
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
+
+
+def profile_device(
+    device: torch.device, *, name: str, budget_s: float = 20.0, progress: MeasureProgress | None = None
+) -> Measurements:
+    """Measure ``device``, and the default process group where there is one, in about ``budget_s`` seconds.
+
+    Every figure is the lower quartile of its runs after one to warm up. All ranks of the group must call this together.
+    """
+    is_cuda = device.type == "cuda"
+    sides = CUDA_SIDES if is_cuda else SIDES
+    precisions = ("fp32", "bf16", "fp16") if is_cuda else ("fp32",)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    total = len(sides) * len(precisions) + 4 + (len(MESSAGES) if ranks > 1 else 0)
+    each = budget_s / total
+    done = 0
+
+    def step(what: str) -> None:
+        nonlocal done
+        if progress is not None:
+            progress(what, done, total)
+        done += 1
+
+    products = []
+    for precision in precisions:
+        for m, n, k in sides:
+            step(f"{precision} product {m} × {k} × {n}")
+            left = torch.randn(m, k, device=device, dtype=_DTYPES[precision])
+            right = torch.randn(k, n, device=device, dtype=_DTYPES[precision])
+            seconds = _quartile_s(lambda a=left, b=right: a @ b, device, each)  # type: ignore[misc]
+            products.append(MeasuredProduct(precision, m, n, k, 2.0 * m * n * k / seconds))
+    step("memory")
+    large = torch.randn(1 << 24, device=device)
+    target = torch.empty_like(large)
+    bandwidth = 2 * large.nbytes / _quartile_s(lambda: target.copy_(large), device, each)
+    step("elementwise chains")
+    values = torch.randn(4096, 1024, device=device, requires_grad=True)
+    seed = torch.ones_like(values)
+
+    def both_ways() -> None:
+        torch.autograd.grad(_chain(values), values, seed)
+
+    # Forward, the value read twice and the result written; backward, counted as twice that.
+    moved = 3 * 3 * values.nbytes
+    vector = moved / _quartile_s(both_ways, device, each) / bandwidth
+    step("optimizer")
+    optimizer = torch.optim.AdamW([torch.zeros_like(large[: 1 << 22]).requires_grad_() for _ in range(4)])
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    updated = 7 * large.nbytes / _quartile_s(optimizer.step, device, each) / bandwidth
+    step("launches")
+    small = torch.randn(2, 8, device=device)
+    launch = _quartile_s(lambda: _chain(small), device, each, whole=False)
+    host = bandwidth
+    if is_cuda:
+        pinned = torch.empty(large.shape, dtype=large.dtype, pin_memory=True)
+        host = large.nbytes / _quartile_s(lambda: pinned.copy_(large), device, each)
+    samples = []
+    for size in MESSAGES if ranks > 1 else ():
+        step(f"all-reduce of {size >> 10} KiB")
+        message = torch.ones(size // 4, device=device)
+        # Every rank runs as often as every other: a time budget of its own would leave one waiting.
+        seconds = _quartile_s(lambda t=message: dist.all_reduce(t), device, each, runs=7)  # type: ignore[misc]
+        samples.append(LinkSample(size, seconds))
+    return Measurements(
+        name=name,
+        kind="gpu" if is_cuda else "cpu",
+        measured_on=_machine(device, ranks),
+        memory_bytes=_memory_bytes(device, ranks),
+        products=tuple(products),
+        memory_bandwidth_bytes_per_s=bandwidth,
+        vector_efficiency=vector,
+        optimizer_efficiency=updated,
+        kernel_launch_s=launch,
+        host_link_bandwidth_bytes_per_s=host,
+        rank=dist.get_rank() if ranks > 1 else 0,
+        ranks=ranks,
+        all_reduces=tuple(samples),
+    )
+
+
+def _chain(values: torch.Tensor) -> torch.Tensor:
+    normal = torch.nn.functional.layer_norm(values, values.shape[-1:])
+    return values + torch.nn.functional.gelu(normal)
+
+
+def _quartile_s(
+    run: Callable[[], object], device: torch.device, budget_s: float, *, runs: int = 0, whole: bool = True
+) -> float:
+    """Seconds of a call, the lower quartile of several: other programs only ever make it longer.
+
+    ``runs`` fixed calls, or as many as the budget allows, at least 5.
+
+    Not ``whole``: the time to issue it, without waiting for the device.
+    """
+
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    run()
+    synchronize()
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < (runs or 5) or (not runs and time.perf_counter() - began < budget_s and len(times) < 200):
+        started = time.perf_counter()
+        run()
+        if whole:
+            synchronize()
+        times.append(time.perf_counter() - started)
+    return sorted(times)[len(times) // 4]
+
+
+def _memory_bytes(device: torch.device, ranks: int) -> int:
+    """The device's memory; of a host, this rank's share of it."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // ranks
+
+
+def _machine(device: torch.device, ranks: int) -> str:
+    """What was measured, and under which conditions."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    threads = f"{torch.get_num_threads()} {'thread' if torch.get_num_threads() == 1 else 'threads'}"
+    at_work = f"{ranks} ranks of {threads} at work" if ranks > 1 else threads
+    return f"{platform.machine()} with {os.cpu_count()} cores, {at_work}, torch {torch.__version__}"

@@ -1,0 +1,1 @@
+"""Recomputation of activations, and weight gradients put off to later actions."""

@@ -1,0 +1,120 @@
+"""Recompute: units that keep their inputs alone, and run their forward again when the backward pass comes to them.
+
+torch's own checkpoint does the bookkeeping of saved tensors and of autocast. What it leaves to the caller is here:
+random numbers follow the streams of the step, objects that the unit writes to (caches) are those of the first run, and
+so are the buffers that it writes to (running statistics), which move on once.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from shardwright.backends.torch.program.program import ObjectRef, Step, keep_modules, tensors_in
+from shardwright.backends.torch.program.randomness import Streams
+
+Call = tuple[str, int]
+"""A module path and the occurrence of its call."""
+
+
+class Recompute:
+    """Runs the calls that a plan recomputes.
+
+    Args:
+        calls: which.
+        modules: of the model, by path.
+        streams: of the step's random numbers.
+    """
+
+    def __init__(self, calls: frozenset[Call], modules: Mapping[str, nn.Module], streams: Streams) -> None:
+        self.calls, self.modules, self.streams = calls, modules, streams
+        self._written: dict[str, tuple[str, ...]] = {}
+        """By path of a unit, the buffers that its forward writes to in training: found out when it first runs."""
+
+    def names(self, step: Step) -> bool:
+        """Whether the plan names a step, which is then recomputed where a backward pass will come."""
+        return (step.path, step.occurrence) in self.calls
+
+    def run(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of the call."""
+        assert step.path is not None
+        module = self.modules[step.path]
+        before = self._buffers_before(step.path, module)
+        unit = _Unit(module, step, args, kwargs)
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return nullcontext(), self._again(step, module, before)
+
+        result = checkpoint(unit, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
+        self._note_written(step.path, module, before)
+        return result
+
+    @contextmanager
+    def _again(self, step: Step, module: nn.Module, before: dict[str, torch.Tensor]) -> Iterator[None]:
+        """While the forward runs again: its random numbers, and its buffers as they were."""
+        now = dict(module.named_buffers())
+        for name, tensor in before.items():
+            _set_buffer(module, name, tensor.clone())
+        try:
+            with self.streams.again(step):
+                yield
+        finally:
+            for name in before:
+                _set_buffer(module, name, now[name])
+
+    def _buffers_before(self, path: str, module: nn.Module) -> dict[str, torch.Tensor]:
+        if not module.training:
+            return {}
+        buffers = dict(module.named_buffers())
+        names = self._written.get(path, tuple(buffers))
+        return {name: buffers[name].clone() for name in names}
+
+    def _note_written(self, path: str, module: nn.Module, before: dict[str, torch.Tensor]) -> None:
+        if path in self._written or not module.training:
+            return
+        now = dict(module.named_buffers())
+        changed = [name for name, tensor in before.items() if not _same(now[name], tensor)]
+        self._written[path] = tuple(changed)
+        for name in set(before) - set(changed):
+            del before[name]
+
+
+class _Unit:
+    """A unit's forward, whose second run gets objects as they were before the first."""
+
+    def __init__(self, module: nn.Module, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.module = module
+        given, _ = pytree.tree_flatten((args, kwargs))
+        self.positions = [i for i, leaf in enumerate(step.arguments.leaves) if isinstance(leaf, ObjectRef)]
+        self.objects = {i: _copied(given[i]) for i in self.positions}
+        self.runs = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.runs += 1
+        if self.runs > 1 and self.positions:
+            given, spec = pytree.tree_flatten((args, kwargs))
+            for position in self.positions:
+                given[position] = _copied(self.objects[position])
+            args, kwargs = pytree.tree_unflatten(given, spec)
+        return self.module(*args, **kwargs)
+
+
+def _copied(item: Any) -> Any:
+    """A copy of an object that holds the same tensors and modules."""
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors_in(item)}
+    keep_modules(item, memo)
+    return copy.deepcopy(item, memo)
+
+
+def _set_buffer(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    path, _, last = name.rpartition(".")
+    module.get_submodule(path)._buffers[last] = tensor
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)

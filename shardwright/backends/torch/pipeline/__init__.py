@@ -1,0 +1,1 @@
+"""A rank's actions under a schedule, and the messages between stages."""

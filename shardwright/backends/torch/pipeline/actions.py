@@ -1,0 +1,249 @@
+"""Runs a divided program under a core schedule: the actions of this rank's stages, in its order."""
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.backends.torch.data_parallel.overlap import Exchange
+from shardwright.backends.torch.machine.transfer import Key, Mailroom, Message
+from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.memory.recompute import Call, Recompute
+from shardwright.backends.torch.memory.weight_gradients import collecting, deferrable
+from shardwright.backends.torch.pipeline.action_times import Recorder
+from shardwright.backends.torch.pipeline.replay import Depart, Kept, Means, Replay, StepValues
+from shardwright.backends.torch.pipeline.sentinels import Sentinel
+from shardwright.backends.torch.pipeline.traffic import Traffic, microbatch_of
+from shardwright.backends.torch.program.randomness import Streams, kept_generators
+from shardwright.backends.torch.program.stages import Division, Edge
+from shardwright.core.schedule import Schedule
+from shardwright.core.schedule.actions import Action, Kind
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+POSTED_AHEAD = 2
+"""For so many actions ahead receives are posted, so that tensors come in while the rank computes."""
+
+
+@dataclass(slots=True)
+class _Task:
+    """An action of this rank, with what is known of it before the step."""
+
+    action: Action
+    microbatch: int
+    replay: Replay
+    is_split: bool
+    """Whether the backward of its microbatch is split in two."""
+    edges: tuple[Edge, ...]
+    """Over these come what it takes, from this rank or from others."""
+    messages: tuple[Message | None, ...]
+    """What brings it over each of ``edges``; None: it is on this rank."""
+    depart: Depart
+    text: str
+    ahead: tuple[Message, ...] = ()
+    """What to post before it runs."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.action.stage, self.microbatch
+
+
+class Pipeline:
+    """One rank's part of a program under a schedule.
+
+    Args:
+        divisions: for each microbatch the program, divided into as many stages as the schedule has.
+        modules: of the model, by path.
+        rank: this rank's coordinate on pp.
+        recompute: the module calls whose forward runs again in the backward pass.
+    """
+
+    def __init__(
+        self,
+        divisions: Sequence[Division],
+        schedule: Schedule,
+        modules: Mapping[str, nn.Module],
+        rank: int,
+        mailroom: Mailroom,
+        watch: Watch,
+        streams: Streams,
+        recompute: frozenset[Call],
+    ) -> None:
+        self.divisions, self.schedule = tuple(divisions), schedule
+        self.mailroom, self.watch, self.streams = mailroom, watch, streams
+        self.traffic = Traffic(self.divisions, schedule, rank)
+        self.trains = self.traffic.trains
+        self.actions = self.traffic.actions
+        self.modules = modules
+        means = Means(modules, streams, mailroom.device, Recompute(recompute, modules, streams), watch)
+        replays: dict[tuple[int, int], Replay] = {}
+        for action in self.actions:
+            division = self.divisions[microbatch_of(action)]
+            key = (id(division), action.stage)
+            replays[key] = replays.get(key) or Replay(division, action.stage, means)
+        split = {(a.stage, microbatch_of(a)) for a in self.actions if a.kind is Kind.WEIGHT_GRAD}
+        self._tasks = [
+            self._task(a, replays[id(self.divisions[microbatch_of(a)]), a.stage], (a.stage, microbatch_of(a)) in split)
+            for a in self.actions
+        ]
+        self._closes = self._last_uses()
+        self.numbers: Sequence[Sequence[Any]] = ((),) * len(self.divisions)
+        """For each microbatch what its program is given of Python values."""
+        self._arrivals: dict[Key, list[torch.Tensor]] = {}
+        self._kept: dict[tuple[int, int], Kept] = {}
+
+    def _task(self, action: Action, replay: Replay, is_split: bool) -> _Task:
+        mb, gradient = microbatch_of(action), action.kind is not Kind.FORWARD
+        edges = replay.taken_back if gradient else replay.part.receives
+        if action.kind is Kind.WEIGHT_GRAD:
+            edges = ()
+        messages = tuple(self.traffic.message(edge, mb, gradient) for edge in edges)
+        text = f"stage {action.stage}, action {action.text}, microbatch {mb}"
+        return _Task(action, mb, replay, is_split, edges, messages, partial(self._depart, mb, gradient), text)
+
+    def open(self, homes: Collection[int]) -> None:
+        """Open the ways to other ranks: those of the schedule, and to all from ``homes``, which have results. All pp
+        peers call this together."""
+        self.mailroom.open(self.traffic.pairs, homes)
+        for position, task in enumerate(self._tasks):
+            needed = [m for later in self._tasks[position : position + POSTED_AHEAD] for m in later.messages]
+            task.ahead = tuple(m for m in needed if m is not None and self.mailroom.gains_by_posting(m))
+
+    def run(
+        self,
+        inputs: Sequence[Sequence[torch.Tensor]],
+        step: int,
+        first_microbatch: int,
+        grad: bool,
+        loss_scales: Sequence[Sequence[float | None]],
+        recorder: Recorder | None = None,
+        exchange: Exchange | None = None,
+        parameters: Mapping[str, nn.Parameter] | None = None,
+        sentinel: Sentinel | None = None,
+    ) -> StepValues:
+        """Run every action; gradients add up in the parameters.
+
+        Args:
+            inputs: ``inputs[m]`` are the input tensors of microbatch m.
+            first_microbatch: the number of this replica's first microbatch among those of all replicas.
+            loss_scales: for each microbatch what each of its losses is multiplied by where no weight is given.
+            recorder: notes when each action runs.
+            sentinel: is told of what comes in, and looks at the ops if it is to.
+            exchange: is told when gradients are whole: those of ``parameters``, what this rank holds by first name.
+        """
+        out = StepValues()
+        self.watch.under_way()
+        self._kept.clear()
+        self._arrivals.clear()
+        mailroom, streams = self.mailroom, self.streams
+        mailroom.expect(self.traffic.incoming, self.traffic.taken)
+        streams.enabled = streams.active
+        ops = sentinel.ops if sentinel is not None else None
+        looking = _NOTHING if ops is None else ops.watching(self.modules)
+        try:
+            with torch.set_grad_enabled(grad), kept_generators(streams.active, mailroom.device), looking:
+                for position, task in enumerate(self._tasks):
+                    mb = task.microbatch
+                    self.watch.doing(task.text)
+                    for message in task.ahead:
+                        mailroom.post(message)
+                    arrived = [
+                        self._arrivals.pop((edge.index, mb, task.action.kind is not Kind.FORWARD))
+                        if message is None
+                        else mailroom.take(message)
+                        for edge, message in zip(task.edges, task.messages, strict=True)
+                    ]
+                    if sentinel is not None:
+                        for taken, came in zip(task.messages, arrived, strict=True):
+                            if taken is not None:
+                                sentinel.arrived(taken.text, came)
+                    if recorder is not None:
+                        recorder.start(task.action)
+                    if streams.active:
+                        streams.begin(step, first_microbatch + mb, recomputing=task.action.kind is not Kind.FORWARD)
+                    if exchange is None:
+                        self._run(task, inputs[mb], arrived, grad, loss_scales[mb], out)
+                    else:
+                        with self._closing(position, exchange, parameters or {}):
+                            self._run(task, inputs[mb], arrived, grad, loss_scales[mb], out)
+                    if recorder is not None:
+                        recorder.end()
+            mailroom.drain()
+        except BaseException as error:
+            self.watch.note(error)
+            raise
+        finally:
+            streams.enabled = False
+            self._kept.clear()
+            self._arrivals.clear()
+            self.watch.doing("between steps")
+        return out
+
+    def _run(
+        self, task: _Task, inputs: Sequence[torch.Tensor], arrived: Sequence[list[torch.Tensor]], grad: bool,
+        loss_scales: Sequence[float | None], out: StepValues,
+    ) -> None:  # fmt: skip
+        kind, replay = task.action.kind, task.replay
+        if kind is Kind.FORWARD:
+            with deferrable() if grad and task.is_split else _NOTHING:
+                kept = replay.forward(
+                    task.microbatch, inputs, arrived, task.depart, out, grad, self.numbers[task.microbatch]
+                )
+            if grad and self.trains:
+                self._kept[task.key] = kept
+        elif kind is Kind.BACKWARD:
+            replay.backward(self._kept.pop(task.key), arrived, task.depart, loss_scales)
+        elif kind is Kind.INPUT_GRAD:
+            kept = self._kept[task.key]
+            with collecting() as kept.deferred:
+                replay.backward(kept, arrived, task.depart, loss_scales)
+        else:
+            deferred = self._kept.pop(task.key).deferred
+            if deferred is not None:
+                deferred.multiply()
+
+    def _depart(self, mb: int, gradient: bool, edge: Edge, tensors: list[torch.Tensor]) -> None:
+        message = self.traffic.message(edge, mb, gradient)
+        if message is None:
+            self._arrivals[edge.index, mb, gradient] = tensors
+        else:
+            self.mailroom.send(message, tensors)
+
+    def _closing(
+        self, position: int, exchange: Exchange, parameters: Mapping[str, nn.Parameter]
+    ) -> AbstractContextManager[None]:
+        names = self._closes.get(position)
+        if names is None:
+            return _NOTHING
+        held = [(name, parameters[name]) for name in names if name in parameters]
+        return exchange.closing(held, self.actions[position].kind is Kind.BACKWARD)
+
+    def _last_uses(self) -> dict[int, tuple[str, ...]]:
+        """By position of an action, the parameters to whose gradients it is the last to add; the last used first."""
+        last: dict[str, int] = {}
+        for position, action in enumerate(self.actions):
+            if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
+                part = self.divisions[microbatch_of(action)].parts[action.stage]
+                last.update(dict.fromkeys(part.parameters, position))
+        found: dict[int, tuple[str, ...]] = {}
+        for name, position in last.items():
+            found[position] = (*found.get(position, ()), name)
+        return found
+
+
+def closing_order(schedule: Schedule, rank: int, division: Division, names: Sequence[str]) -> tuple[str, ...]:
+    """Of the parameters ``names`` of a rank, in the model's order, those that its stages use: in the order in which the
+    schedule adds to their gradients for the last time, within one stage from the model's end to its beginning."""
+    last: dict[int, int] = {}
+    for position, action in enumerate(schedule.table[rank]):
+        for part in action.flat:
+            if part.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
+                last[part.stage] = position
+    closes = {
+        name: max((at for s, at in last.items() if name in division.parts[s].parameters), default=-1) for name in names
+    }
+    place = {name: number for number, name in enumerate(names)}
+    return tuple(sorted((name for name in names if closes[name] >= 0), key=lambda name: (closes[name], -place[name])))

@@ -1,0 +1,55 @@
+"""torch.compile for the units of a rank's stages, each by itself."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from shardwright.backends.torch.program.stage_map import StageMap
+from shardwright.backends.torch.program.stages import Division
+from shardwright.core.errors import MissingCapabilityError
+
+_INSTEAD = "set 'compile': False, or"
+
+
+class Compiler:
+    """Compiles units when a step first calls them.
+
+    Args:
+        backend: a backend of torch.compile, such as "inductor".
+    """
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self._compiled: dict[str, nn.Module] = {}
+
+    def require(self, stage_map: StageMap, divisions: Sequence[Division]) -> None:
+        """Raise MissingCapabilityError for what does not go with compiled units: code that runs between their ops."""
+        if stage_map.schedule.splits_backward:
+            raise MissingCapabilityError(
+                f"{stage_map.schedule.name} runs weight gradients apart, and a compiled unit makes them with those of "
+                f"its input: {_INSTEAD} choose a schedule with whole backward passes, such as 1f1b"
+            )
+        if stage_map.recompute:
+            raise MissingCapabilityError(
+                f"a compiled unit chooses itself what it keeps and what it computes again: {_INSTEAD} recompute='none'"
+            )
+        for step in divisions[0].program.steps:
+            if step.path is not None and step.random:
+                raise MissingCapabilityError(
+                    f"{step.path!r} draws random numbers in {step.random[0][0]!r}, and a compiled unit cannot be "
+                    f"seeded for each draw, so that masks would depend on the split: {_INSTEAD} set its dropout to 0"
+                )
+
+    def units(
+        self, modules: Mapping[str, nn.Module], divisions: Sequence[Division], stages: Sequence[int]
+    ) -> dict[str, nn.Module]:
+        """The compiled units of these stages, by path."""
+        for division in divisions:
+            for stage in stages:
+                for step in division.parts[stage].steps:
+                    if step.path is not None and step.path not in self._compiled:
+                        compiled = torch.compile(modules[step.path], backend=self.backend)
+                        assert isinstance(compiled, nn.Module)
+                        self._compiled[step.path] = compiled
+        return dict(self._compiled)

@@ -1,0 +1,357 @@
+"""Replay: the steps of one stage for one microbatch, forward and backward, on real tensors.
+
+What follows from the program alone is worked out once, before the first microbatch: between two actions there is then
+little Python left, which shows where actions take a millisecond.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.memory.recompute import Recompute
+from shardwright.backends.torch.memory.weight_gradients import Deferred
+from shardwright.backends.torch.program.program import (
+    BufferRef,
+    ConstantRef,
+    Leaf,
+    Literal,
+    NumberRef,
+    ParameterRef,
+    Step,
+    ValueRef,
+    tensors_in,
+)
+from shardwright.backends.torch.program.randomness import Streams
+from shardwright.backends.torch.program.stages import Division, Edge
+from shardwright.core.errors import CaptureError
+
+Depart = Callable[[Edge, list[torch.Tensor]], None]
+"""Takes what leaves over an edge: its values, or their gradients."""
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+@dataclass(slots=True)
+class Kept:
+    """What one stage keeps of one microbatch between its forward and its backward."""
+
+    received: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    """(edge, value) → the leaf that stands for what another stage sent."""
+    sent: dict[tuple[int, int], GradientEdge] = field(default_factory=dict)
+    """(edge, value) → where the gradient of what another stage got goes on; the value itself is not kept."""
+    roots: list[tuple[int, torch.Tensor, torch.Tensor | float | None]] = field(default_factory=list)
+    """Losses with their places among those of the step, and their weights."""
+    deferred: Deferred | None = None
+    """What an I left to its W."""
+
+
+@dataclass(slots=True)
+class StepValues:
+    """What one rank's run of a step gives: leaves of the result that its stages compute, and the weights of losses,
+    one for each microbatch."""
+
+    results: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+    loss_weights: dict[int, dict[int, torch.Tensor | float | None]] = field(default_factory=dict)
+    losses: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    """What was given to ``backward`` on this rank, and what each is of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a stage runs with: the modules that this rank holds, by path; the random numbers of the step; the calls that
+    are recomputed."""
+
+    modules: Mapping[str, nn.Module]
+    streams: Streams
+    device: torch.device
+    recompute: Recompute
+    watch: Watch
+
+
+@dataclass(slots=True)
+class _Env:
+    """The values of one microbatch on one stage, the objects that its units were given, and what the program is given
+    of Python values."""
+
+    numbers: Sequence[Any] = ()
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+    objects: dict[int, Any] = field(default_factory=dict)
+
+
+class Replay:
+    """Runs one stage of a division; see `Means` for what it runs with."""
+
+    def __init__(self, division: Division, stage: int, means: Means) -> None:
+        self.program, self.part, self.stage, self.means = division.program, division.parts[stage], stage, means
+        self._calls = [
+            (_Call(self, step), step, release) for step, release in zip(self.part.steps, self.part.release, strict=True)
+        ]
+        self._copied_when_sent = {v for edge in self.part.sends for v in edge.values} & self.part.copied
+        self._received = [
+            (edge, value, self.program.values[value].strides, value in edge.gradients, value in self.part.copied)
+            for edge in self.part.receives
+            for value in edge.values
+        ]
+        self.taken_back = tuple(edge for edge in self.part.sends if edge.gradients)
+        """The edges over which gradients come in, in the order in which `backward` takes them."""
+        self._scales: dict[tuple[float, torch.dtype], torch.Tensor] = {}
+
+    def forward(
+        self,
+        mb: int,
+        inputs: Sequence[torch.Tensor],
+        arrived: Sequence[list[torch.Tensor]],
+        depart: Depart,
+        out: StepValues,
+        grad: bool,
+        numbers: Sequence[Any] = (),
+    ) -> Kept:
+        """One forward action; gradients are enabled as ``grad`` says.
+
+        Args:
+            inputs: the input tensors of the microbatch.
+            arrived: what came in over each edge that the stage receives.
+            numbers: what the program is given of Python values.
+        """
+        program, part = self.program, self.part
+        env, kept = _Env(numbers), Kept()
+        values = env.values
+        given = iter([tensor for tensors in arrived for tensor in tensors])
+        for (edge, value, strides, has_gradient, is_copied), came in zip(self._received, given, strict=True):
+            tensor = came if came.stride() == strides else _laid_out(came, strides)
+            if grad and has_gradient:
+                tensor.requires_grad_()
+                kept.received[edge.index, value] = tensor
+            values[value] = tensor.clone() if is_copied else tensor
+        for index in part.inputs:
+            made = program.values[index].input
+            assert made is not None
+            values[index] = inputs[made].clone() if index in part.copied else inputs[made]
+        copies: dict[int, torch.Tensor] = {}
+        streams = self.means.streams
+        running: Step | None = None
+        try:
+            for call, step, release in self._calls:
+                running = step
+                if streams.active:
+                    streams.enter(program, step)
+                for value in call.run(env):
+                    if value in self._copied_when_sent:
+                        copies[value] = values[value].clone()
+                for value in release:
+                    values.pop(value, None)
+        except BaseException as error:
+            self.means.watch.note(error, f"in {running.name}" if running is not None else "")
+            raise
+        for edge in part.sends:
+            tensors = [copies[v] if v in copies else values[v] for v in edge.values]
+            depart(edge, [tensor.detach() for tensor in tensors])
+            for value, tensor in zip(edge.values, tensors, strict=True):
+                if value in edge.gradients and tensor.requires_grad:
+                    kept.sent[edge.index, value] = _gradient_edge(tensor)
+        for index in part.losses:
+            loss = program.losses[index]
+            weight = self._weight(loss.weight, env)
+            out.loss_weights.setdefault(index, {})[mb] = weight
+            out.losses.append((f"loss of microbatch {mb} (stage {self.stage})", values[loss.value].detach()))
+            if grad:
+                kept.roots.append((index, values[loss.value], weight))
+        for leaf in part.results:
+            tensor = self.resolve(program.result.leaves[leaf], env)
+            out.results.setdefault(leaf, {})[mb] = tensor.detach()
+        return kept
+
+    def backward(
+        self, kept: Kept, arrived: Sequence[list[torch.Tensor]], depart: Depart, loss_scales: Sequence[float | None]
+    ) -> None:
+        """One backward action; gradients add up in the parameters.
+
+        Args:
+            arrived: the gradients that came in over each edge of ``taken_back``.
+            loss_scales: what each loss of this microbatch is multiplied by where no weight is given.
+        """
+        gradients: dict[int, torch.Tensor] = {}
+        edges: dict[int, GradientEdge] = {}
+        for edge, came in zip(self.taken_back, arrived, strict=True):
+            for value, gradient in zip(edge.gradients, came, strict=True):
+                if (edge.index, value) in kept.sent:
+                    edges[value] = kept.sent[edge.index, value]
+                    gradients[value] = gradients[value] + gradient if value in gradients else gradient
+        roots: list[torch.Tensor | GradientEdge] = list(edges.values())
+        root_gradients: list[torch.Tensor] = [gradients[v] for v in edges]
+        for index, loss, weight in kept.roots:
+            scale = loss_scales[index] if weight is None else weight
+            assert scale is not None
+            if _is_zero(scale):  # as of a mean over nothing, which is NaN
+                continue
+            roots.append(loss)
+            root_gradients.append(self._scale(scale, loss))
+        edges.clear()
+        kept.sent.clear()
+        kept.roots.clear()
+        if roots:
+            # torch takes tensors beside edges, which its annotation leaves out.
+            torch.autograd.backward(cast("list[GradientEdge]", roots), root_gradients)
+        roots.clear()
+        for edge in self.part.receives:
+            if not edge.gradients:
+                continue
+            back = []
+            for value in edge.gradients:
+                leaf = kept.received[edge.index, value]
+                back.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+            depart(edge, back)
+        kept.received.clear()
+
+    def _scale(self, scale: torch.Tensor | float, loss: torch.Tensor) -> torch.Tensor:
+        """The gradient of a loss, in memory of its own: it may become the gradient of a parameter, which is changed."""
+        if isinstance(scale, torch.Tensor):
+            return scale.to(loss.device, loss.dtype).reshape(loss.shape)
+        key = (scale, loss.dtype)
+        if key not in self._scales:
+            if len(self._scales) > 64:  # of weights that are numbers of the user's own
+                self._scales.clear()
+            self._scales[key] = torch.tensor(scale, dtype=loss.dtype, device=loss.device)
+        return self._scales[key].reshape(loss.shape).clone()
+
+    def resolve(self, leaf: Leaf, env: _Env) -> Any:
+        """What stands for a leaf now."""
+        if isinstance(leaf, ValueRef):
+            return env.values.get(leaf.value)
+        if isinstance(leaf, Literal):
+            return leaf.value
+        if isinstance(leaf, (ParameterRef, BufferRef)):
+            path, _, last = leaf.name.rpartition(".")
+            return getattr(self.means.modules[path], last)
+        if isinstance(leaf, ConstantRef):
+            return leaf.tensor
+        if isinstance(leaf, NumberRef):
+            return env.numbers[leaf.index]
+        if leaf.index not in env.objects:
+            templates = self.program.templates
+            template = templates.get((leaf.index, self.stage)) or templates[leaf.index, -1]
+            env.objects[leaf.index] = template.build(lambda inner: self.resolve(inner, env))
+        return env.objects[leaf.index]
+
+    def _weight(self, leaf: Leaf | None, env: _Env) -> torch.Tensor | float | None:
+        if leaf is None:
+            return None
+        if isinstance(leaf, Literal):
+            return float(leaf.value)
+        return torch.as_tensor(self.resolve(leaf, env)).detach()
+
+
+def _is_zero(scale: torch.Tensor | float) -> bool:
+    """Whether a loss has no share in its batch. Of weights on a device this is not asked, as it would wait for them."""
+    return bool(scale == 0.0) if isinstance(scale, float) or scale.device.type == "cpu" else False
+
+
+class _Call:
+    """One step of a stage: where its arguments come from, and where what it makes goes."""
+
+    def __init__(self, replay: Replay, step: Step) -> None:
+        self.replay, self.step = replay, step
+        self.recomputed = replay.means.recompute.names(step)
+        target = step.function if step.path is None else replay.means.modules[step.path]
+        assert target is not None
+        self.target: Callable[..., Any] = target
+        leaves = list(enumerate(step.arguments.leaves))
+        self._fixed = [leaf.value if isinstance(leaf, Literal) else None for _, leaf in leaves]
+        self._values = [(place, leaf.value) for place, leaf in leaves if isinstance(leaf, ValueRef)]
+        self._others = [(place, leaf) for place, leaf in leaves if not isinstance(leaf, (ValueRef, Literal))]
+        self._flat = _flat_form(step.arguments.spec)
+        self._in_mode = step.autocast is not None or not step.grad_enabled
+
+    def run(self, env: _Env) -> Sequence[int]:
+        """Run it and store what it makes; gives the values made."""
+        given = self._fixed.copy()
+        values = env.values
+        for place, value in self._values:
+            given[place] = values.get(value)
+        for place, leaf in self._others:
+            given[place] = self.replay.resolve(leaf, env)
+        if self._flat is None:
+            args, kwargs = pytree.tree_unflatten(given, self.step.arguments.spec)
+        else:
+            count, names = self._flat
+            args, kwargs = given[:count], dict(zip(names, given[count:], strict=True)) if names else {}
+        with self._mode() if self._in_mode else _NOTHING:
+            if self.recomputed and self.step.grad_enabled and torch.is_grad_enabled():
+                result = self.replay.means.recompute.run(self.step, tuple(args), kwargs)
+            else:
+                result = self.target(*args, **kwargs)
+        step = self.step
+        made = self._store(step.outputs, result, values)
+        for index, outputs in step.object_outputs:
+            if any(v is not None for v in outputs):
+                made += self._store(outputs, env.objects[index], values)
+        for new, old in step.renewals:
+            values[new] = values[old]
+            made.append(new)
+        return made
+
+    def _mode(self) -> AbstractContextManager[Any]:
+        modes = ExitStack()
+        modes.enter_context(torch.set_grad_enabled(self.step.grad_enabled and torch.is_grad_enabled()))
+        if self.step.autocast is not None:
+            modes.enter_context(torch.autocast(self.replay.means.device.type, dtype=self.step.autocast))
+        return modes
+
+    def _store(self, outputs: Sequence[int | None], result: Any, values: dict[int, torch.Tensor]) -> list[int]:
+        """Raises CaptureError for anything but tensors of the shapes that the program has."""
+        found = tensors_in(result)
+        if len(found) != len(outputs):
+            raise CaptureError(
+                f"{self.step.name} returned {len(found)} tensors, and {len(outputs)} when the step was recorded: its "
+                f"control flow depends on values or on state outside the step"
+            )
+        made = []
+        for value, tensor in zip(outputs, found, strict=True):
+            if value is not None:
+                expected = self.replay.program.values[value].shape
+                if tensor.shape != expected:
+                    raise CaptureError(
+                        f"{self.step.name} made a tensor of shape {tuple(tensor.shape)}, and of {expected} when the "
+                        f"step was recorded: its shapes depend on values or on state outside the step"
+                    )
+                values[value] = tensor
+                made.append(value)
+        return made
+
+
+def _flat_form(spec: pytree.TreeSpec) -> tuple[int, tuple[str, ...]] | None:
+    """For ``((…), {…})`` of leaves alone the number of arguments by position, and the names of the others."""
+    args, kwargs = spec.children()
+    if args.type is not tuple or not all(c.is_leaf() for held in (args, kwargs) for c in held.children()):
+        return None
+    return args.num_children, tuple(kwargs.context)
+
+
+def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor in the memory order that it has where it was made, if that is dense: messages carry all in one order."""
+    if len(strides) != tensor.dim() or not _are_dense(tensor.shape, strides):
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _are_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _gradient_edge(tensor: torch.Tensor) -> GradientEdge:
+    """Where a tensor's gradient goes in, which keeps the graph and not the tensor. An edge to a function written in
+    Python does not keep what lies behind it in every version of torch; one to a view of what that made does."""
+    if isinstance(tensor.grad_fn, torch._C._FunctionBase):
+        tensor = tensor.view_as(tensor)
+    return get_gradient_edge(tensor)

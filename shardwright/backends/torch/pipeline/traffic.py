@@ -1,0 +1,102 @@
+"""The messages of a step: what every action of a schedule takes from other ranks, and what it sends them."""
+
+from collections.abc import Sequence
+
+from shardwright.backends.torch.machine.transfer import Key, Message, Shape
+from shardwright.backends.torch.program.stages import Division, Edge
+from shardwright.core.schedule import Schedule
+from shardwright.core.schedule.actions import Action, Kind
+
+COMPUTED = {
+    False: (Kind.FORWARD,),
+    True: (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD),
+}
+"""The kinds of action that a step runs: without a loss there are forward passes alone."""
+
+
+def microbatch_of(action: Action) -> int:
+    assert action.microbatch is not None
+    return action.microbatch
+
+
+class Traffic:
+    """Activations and gradients between the stages of a division.
+
+    Args:
+        divisions: for each microbatch the program, divided into as many stages as the schedule has.
+        rank: this rank's coordinate on pp.
+
+    Attributes:
+        actions: what this rank runs, in order.
+        incoming: what the others send to this rank, each in the order of its own schedule.
+        taken: for some of these, what this rank had sent to their source and the source had taken before it made them.
+        pairs: the (source, target) coordinates between which anything is sent, on any rank.
+    """
+
+    def __init__(self, divisions: Sequence[Division], schedule: Schedule, rank: int) -> None:
+        self.divisions, self.schedule, self.rank = divisions, schedule, rank
+        self.trains = bool(divisions[0].program.losses)
+        self._forward: dict[tuple[int, int], Message] = {}
+        self._backward: dict[tuple[int, int], Message] = {}
+        self._make()
+        self.actions = self._run_by(rank)
+        incoming: list[Message] = []
+        self.taken: dict[Key, tuple[Key, ...]] = {}
+        for source in range(schedule.ranks):
+            taken: list[Key] = []
+            for action in self._run_by(source) if source != rank else ():
+                taken += [message.key for message in self.needs(action) if message.source == rank]
+                for message in self.departures(action):
+                    if message.target == rank:
+                        incoming.append(message)
+                        self.taken[message.key] = tuple(taken)
+                        taken.clear()
+        self.incoming = tuple(incoming)
+        self.pairs = sorted({(m.source, m.target) for m in (*self._forward.values(), *self._backward.values())})
+
+    def _run_by(self, rank: int) -> tuple[Action, ...]:
+        kinds = COMPUTED[self.trains]
+        return tuple(part for action in self.schedule.table[rank] for part in action.flat if part.kind in kinds)
+
+    def _make(self) -> None:
+        tag = 0
+        for mb, division in enumerate(self.divisions):
+            values = division.program.values
+            for edge in division.edges:
+                source, target = (self.schedule.stage_to_rank(s) for s in (edge.source, edge.target))
+                if source == target:
+                    continue
+                shapes = {v: Shape(values[v].shape, values[v].dtype) for v in edge.values}
+                self._forward[edge.index, mb] = Message(
+                    (edge.index, mb, False), source, target, tuple(shapes[v] for v in edge.values), tag,
+                    f"activations of microbatch {mb} from stage {edge.source}",
+                )  # fmt: skip
+                tag += len(edge.values)
+                if edge.gradients:
+                    self._backward[edge.index, mb] = Message(
+                        (edge.index, mb, True), target, source, tuple(shapes[v] for v in edge.gradients), tag,
+                        f"gradients of microbatch {mb} from stage {edge.target}",
+                    )  # fmt: skip
+                    tag += len(edge.gradients)
+
+    def message(self, edge: Edge, mb: int, gradient: bool) -> Message | None:
+        """What carries an edge's values, or their gradients; None where both stages are on one rank."""
+        return (self._backward if gradient else self._forward).get((edge.index, mb))
+
+    def departures(self, action: Action) -> list[Message]:
+        """What an action sends to other ranks."""
+        part = self.divisions[microbatch_of(action)].parts[action.stage]
+        if action.kind is Kind.WEIGHT_GRAD:
+            return []
+        return self._of(part.sends, action, False) if action.kind is Kind.FORWARD else self._of(part.receives, action)
+
+    def needs(self, action: Action) -> list[Message]:
+        """What an action takes from other ranks."""
+        part = self.divisions[microbatch_of(action)].parts[action.stage]
+        if action.kind is Kind.WEIGHT_GRAD:
+            return []
+        return self._of(part.receives, action, False) if action.kind is Kind.FORWARD else self._of(part.sends, action)
+
+    def _of(self, edges: Sequence[Edge], action: Action, gradient: bool = True) -> list[Message]:
+        found = (self.message(edge, microbatch_of(action), gradient) for edge in edges)
+        return [message for message in found if message is not None]

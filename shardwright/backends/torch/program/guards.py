@@ -1,0 +1,157 @@
+"""Values that a model reads between its units and that every rank can compute: from the batch, and by drawing the same
+random numbers again.
+
+A program recorded for one batch holds for all others in which these values are the same: the rows of images in a batch,
+whether a mask has a zero, which layers are dropped at random. Where they differ, the step is recorded anew.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwright.backends.torch.program.drafts import Draft
+from shardwright.backends.torch.program.program import (
+    ConstantRef,
+    Guard,
+    Leaf,
+    Literal,
+    NumberRef,
+    Program,
+    Step,
+    Tree,
+    Value,
+    ValueRef,
+    tensors_in,
+)
+from shardwright.backends.torch.program.randomness import Moment, kept_generators
+
+READING = frozenset({
+    "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__", "__index__",
+    "__contains__", "equal", "allclose", "is_nonzero",
+})  # fmt: skip
+"""Functions of tensors whose result is the value of one, whether or not they run an op for it."""
+
+
+def masks_of(op: Any, args: Any) -> list[torch.Tensor] | None:
+    """The masks whose number of entries decides the shape of what an aten op gives; None: it is decided otherwise."""
+    if op is torch.ops.aten.masked_select.default:
+        return [args[1]]
+    if op in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default):
+        return [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    return None
+
+
+def what_was_read(result: Any) -> Any:
+    """Of a function's result what the steps after it may have been chosen by: a value, or the shapes of tensors."""
+    tensors = tensors_in(result)
+    if tensors:
+        return tuple(tuple(tensor.shape) for tensor in tensors)
+    return result.copy() if isinstance(result, np.ndarray) else result
+
+
+class _Retrace:
+    """Computes values anew from the batch and from random numbers, in the order of the program.
+
+    Args:
+        inputs: of one microbatch.
+        moment: by which is drawn.
+    """
+
+    def __init__(
+        self, values: Sequence[Value], steps: Sequence[Step | Draft], inputs: Sequence[torch.Tensor], moment: Moment
+    ) -> None:
+        self._values, self._steps, self._inputs, self._moment = values, steps, inputs, moment
+        self._env: dict[int, torch.Tensor] = {}
+        self.device = inputs[0].device if inputs else torch.device("cpu")
+
+    def has(self, values: frozenset[int]) -> bool:
+        """Whether these values are there already."""
+        return all(value in self._env or self._values[value].input is not None for value in values)
+
+    def needed(self, values: Sequence[int]) -> list[int]:
+        """The steps that values follow from, in order."""
+        steps: set[int] = set()
+        pending = list(values)
+        while pending:
+            made = self._values[pending.pop()].step
+            if made is not None and made not in steps:
+                steps.add(made)
+                pending.extend(self._steps[made].reads)
+        return sorted(steps)
+
+    def run(self, steps: Sequence[int]) -> Iterator[bool]:
+        """Run these steps; after each, whether it made tensors of the shapes that the program has."""
+        for index in steps:
+            step = self._steps[index]
+            if step.random:
+                self._moment.draw_like(self._values, self._steps, step, self.device)
+            found = tensors_in(self.call(step.function, step.arguments))
+            same = len(found) == len(step.outputs)
+            for value, tensor in zip(step.outputs, found, strict=False):
+                if value is not None:
+                    self._env[value] = tensor
+                    same = same and tuple(tensor.shape) == self._values[value].shape
+            for new, old in step.renewals:
+                if self.has(frozenset((old,))):
+                    self._env[new] = self._resolve(ValueRef(old))
+            yield same
+
+    def call(self, function: Any, arguments: Tree) -> Any:
+        args, kwargs = arguments.build(self._resolve)
+        return function(*args, **kwargs)
+
+    def _resolve(self, leaf: Leaf) -> Any:
+        if isinstance(leaf, ValueRef):
+            if leaf.value not in self._env:
+                made = self._values[leaf.value].input
+                assert made is not None
+                self._env[leaf.value] = self._inputs[made].clone()
+            return self._env[leaf.value]
+        if isinstance(leaf, ConstantRef):
+            return leaf.tensor
+        if isinstance(leaf, NumberRef):
+            return leaf.expression.now()
+        assert isinstance(leaf, Literal)
+        return leaf.value
+
+
+def holds(program: Program, inputs: Sequence[torch.Tensor], moment: Moment) -> bool:
+    """Whether a program was recorded with the values that these inputs of a microbatch give too at this moment.
+
+    Where random numbers decide, torch's, Python's and NumPy's generators are left anywhere: see `kept_generators`.
+    """
+    if not program.guards:
+        return True
+    retrace = _Retrace(program.values, program.steps, inputs, moment)
+    needed = retrace.needed([v for guard in program.guards for v in guard.reads])
+
+    def agree(guards: Sequence[Guard]) -> bool:
+        return all(_same(what_was_read(retrace.call(g.function, g.arguments)), g.found) for g in guards)
+
+    pending = list(program.guards)
+    with torch.no_grad():
+        for same in retrace.run(needed):
+            ready = [g for g in pending if retrace.has(g.reads)]
+            pending = [g for g in pending if not retrace.has(g.reads)]
+            if not same or not agree(ready):
+                return False
+        return agree(pending)
+
+
+def decide(
+    values: Sequence[Value], drafts: Sequence[Draft], inputs: Sequence[torch.Tensor], moment: Moment, read: Draft
+) -> Any:
+    """What a function that reads a value gives at a moment, while the program is being recorded."""
+    retrace = _Retrace(values, drafts, inputs, moment)
+    with torch.no_grad(), kept_generators(True, retrace.device):
+        for _ in retrace.run(retrace.needed(sorted(read.reads))):
+            pass
+        return retrace.call(read.function, read.arguments)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    return bool(one == other)

@@ -1,0 +1,103 @@
+"""How a recorder sees what a step does: module calls and attributes, functions above autograd, ops below it."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwright.backends.torch.capture.fake_state import GROUPED_PRODUCT, grouped_product
+from shardwright.backends.torch.capture.inferred import ASKS_DEVICE, Inferred, unwatched
+from shardwright.backends.torch.program.ledger import Ledger, memory_of
+
+
+class Watching(Protocol):
+    """A recorder."""
+
+    real: bool
+    ledger: Ledger
+
+    def module_call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any: ...
+
+    def assignment(self, module: nn.Module, name: str, value: Any) -> None: ...
+
+    def autograd_function(self, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+
+    def function_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+
+    def observe(self, function: Any, args: Any, kwargs: Any) -> None: ...
+
+
+class Functions(TorchFunctionMode):
+    """Every function of torch that is called, above autograd."""
+
+    def __init__(self, recorder: Watching) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.recorder.function_call(func, args, kwargs or {})
+
+
+class Ops(TorchDispatchMode):
+    """Every op that runs, below autograd."""
+
+    def __init__(self, recorder: Watching) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recorder = recorder
+        self._inferred = Inferred()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASKS_DEVICE and type(args[0]) is FakeTensor:  # of which there are more than of all others
+            return args[0].fake_device
+        return unwatched(self._run, func, args, kwargs or {}, modes=0 if self.recorder.real else 1)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.recorder.observe(func, args, kwargs)
+        if self.recorder.real:
+            result = func(*args, **kwargs)
+            given = {memory_of(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+            for tensor in pytree.tree_leaves(result):
+                if isinstance(tensor, torch.Tensor) and memory_of(tensor) not in given:
+                    self.recorder.ledger.note_made(tensor)
+            return result
+        if func is GROUPED_PRODUCT and args[0].device.type == "cpu":
+            return grouped_product(*args, **kwargs)
+        return self._inferred.run(func, args, kwargs)
+
+
+@contextmanager
+def patched_modules(recorder: Watching) -> Iterator[None]:
+    """Calls of modules and of autograd functions, and assignments to attributes, go through the recorder."""
+    original, assign = nn.Module.__call__, nn.Module.__setattr__
+    apply: Any = torch.autograd.Function.__dict__.get("apply")
+    inherited = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def apply_recorded(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return recorder.autograd_function(functools.partial(inherited, cls), args, kwargs)
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.module_call(original, module, args, kwargs)
+
+    def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+        recorder.assignment(module, name, value)
+        assign(module, name, value)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
+    torch.autograd.Function.apply = classmethod(apply_recorded)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+        nn.Module.__setattr__ = assign  # type: ignore[method-assign]
+        if apply is None:
+            del torch.autograd.Function.apply
+        else:
+            torch.autograd.Function.apply = apply  # type: ignore[method-assign]

@@ -1,0 +1,338 @@
+"""The body of a training step as a program: unit calls, the operations between them, and the values that flow.
+
+A program is recorded once for each signature (`step_recorder`), divided into stages (`stages`) and then run for every
+microbatch (`pipeline`). It holds shapes and names, no data.
+"""
+
+import copy
+import enum
+import functools
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from shardwright.backends.torch.program.python_numbers import Expression
+from shardwright.backends.torch.program.python_values import PythonValues
+
+Context = tuple[str, int, int]
+"""Where a random number is drawn: (module path, occurrence of its call, how many calls it has made before the draw)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRef:
+    """A tensor that a step makes, or an input."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRef:
+    """A parameter of the model, by its first name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class BufferRef:
+    """A buffer of the model, by its first name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantRef:
+    """A tensor from outside the step, used as it is."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRef:
+    """A Python object that is neither tensor nor plain value, such as a cache that units write to."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class NumberRef:
+    """What an expression of Python values gives at every step: number ``index`` of those of the program."""
+
+    index: int
+    expression: Expression
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Anything else: numbers, strings, None, dtypes, functions, modules."""
+
+    value: Any
+
+
+Leaf = ValueRef | ParameterRef | BufferRef | ConstantRef | ObjectRef | NumberRef | Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Arguments or results: nested containers with leaves."""
+
+    leaves: tuple[Leaf, ...]
+    spec: pytree.TreeSpec
+
+    def build(self, resolve: Callable[[Leaf], Any]) -> Any:
+        return pytree.tree_unflatten([resolve(leaf) for leaf in self.leaves], self.spec)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor of the program: ``step`` made it, or it is input number ``input``."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    step: int | None
+    input: int | None = None
+    memory: int = 0
+    """Values with the same number share memory."""
+    strides: tuple[int, ...] = ()
+    """In memory, in elements: dropout draws its mask in this order."""
+
+    @property
+    def carries_gradient(self) -> bool:
+        return self.requires_grad and (self.dtype.is_floating_point or self.dtype.is_complex)
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """An object as it was when a stage first met it; tensors inside are markers that stand for values."""
+
+    value: Any
+    markers: tuple[tuple[torch.Tensor, ValueRef | ParameterRef | BufferRef | ConstantRef | None], ...]
+
+    def build(self, resolve: Callable[[Leaf], Any]) -> Any:
+        """A fresh copy. Tensors that nobody here reads (``resolve`` gives None) stay markers, on the meta device."""
+        memo: dict[int, Any] = {}
+        for marker, ref in self.markers:
+            tensor = None if ref is None else resolve(ref)
+            memo[id(marker)] = marker if tensor is None else tensor
+        keep_modules(self.value, memo)
+        return copy.deepcopy(self.value, memo)
+
+
+@dataclass(frozen=True, slots=True)
+class SetAttribute:
+    """Sets an attribute of a module that one stage runs as part of a unit."""
+
+    module: nn.Module
+    path: str
+    name: str
+
+    @property
+    def __name__(self) -> str:
+        return f"setting {self.path}.{self.name}"
+
+    def __call__(self, value: Any) -> None:
+        setattr(self.module, self.name, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call of a unit (``path`` is given) or of a function.
+
+    ``outputs`` are the tensors found in the result, in `tensors_in` order, and after them those found in the objects
+    that a unit was given; None where a tensor is known already. ``renewals`` are pairs (new, old) of values that share
+    memory with what the step wrote: after it the same tensors, with new content.
+    """
+
+    index: int
+    path: str | None
+    occurrence: int
+    function: Callable[..., Any] | None
+    arguments: Tree
+    reads: frozenset[int]
+    outputs: tuple[int | None, ...]
+    object_outputs: tuple[tuple[int, tuple[int | None, ...]], ...]
+    renewals: tuple[tuple[int, int], ...]
+    written: frozenset[int]
+    memories: frozenset[int]
+    """The memory that the step writes to."""
+    parameters: frozenset[str]
+    buffers: frozenset[str]
+    grad_enabled: bool
+    autocast: torch.dtype | None
+    random: tuple[Context, ...] = ()
+    counts: tuple[tuple[str, int], ...] = ()
+    views_parameter: bool = False
+    """A function of parameters alone whose result shares their memory, such as a transposition."""
+    drawn_before: tuple[int, ...] = ()
+    """Functions that drew in the same stretch: their numbers come first from its generator."""
+    draws_on_host: bool = False
+    """Whether it draws from Python's or NumPy's generator."""
+    stage: int | None = None
+    """Where a function must run, for what it does to a module there."""
+
+    @property
+    def name(self) -> str:
+        if self.path is not None:
+            return f"{self.path or 'the model'} (call {self.occurrence})"
+        return name_of(self.function)
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A value given to ``model.backward``.
+
+    Attributes:
+        weight: that of its microbatch, a value or a number, if the step gives one.
+        reduction: "mean" or "sum", if the step says what the loss is to the batch.
+    """
+
+    value: int
+    weight: Leaf | None
+    reduction: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A value that the model read and that every rank can compute: the program holds where it is the same."""
+
+    function: Callable[..., Any]
+    arguments: Tree
+    reads: frozenset[int]
+    found: Any
+    drawn: bool = False
+    """Whether it follows from random numbers too, not from the batch alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A whole step body. ``templates`` belong to (object, stage)."""
+
+    values: tuple[Value, ...]
+    steps: tuple[Step, ...]
+    losses: tuple[Loss, ...]
+    result: Tree
+    templates: dict[tuple[int, int], Template] = field(repr=False)
+    guards: tuple[Guard, ...] = ()
+    children: dict[str, tuple[str, ...]] = field(repr=False, default_factory=dict)
+    """For modules that draw random numbers after calling others: the modules that they call."""
+    call_totals: dict[str, int] = field(repr=False, default_factory=dict)
+    """How often each module that draws random numbers is called in one microbatch."""
+    unsteady: tuple[str, ...] = ()
+    """Units that draw random numbers and may do so elsewhere next time, since what they do depends on values."""
+    draws_on_host: bool = False
+    """Whether units draw from Python's or NumPy's generator too."""
+    python: PythonValues = field(repr=False, default_factory=PythonValues)
+
+    @property
+    def depends_on_batch(self) -> bool:
+        """Whether what it does follows from values of the batch."""
+        return any(not guard.drawn for guard in self.guards)
+
+    @property
+    def rests_on_clocks(self) -> bool:
+        """Whether what is computed, and not only what is returned or left in Python, depends on what clocks say."""
+        leaves = [leaf for step in self.steps for leaf in step.arguments.leaves]
+        leaves += [loss.weight for loss in self.losses if loss.weight is not None]
+        expressions = [leaf.expression for leaf in leaves if isinstance(leaf, NumberRef)]
+        expressions += [expression for expression, _ in self.python.conditions]
+        return any(expression.is_of_clock for expression in expressions)
+
+    @property
+    def is_one_of_many(self) -> bool:
+        """Whether random numbers decide which modules are called."""
+        return any(guard.drawn for guard in self.guards)
+
+
+def name_of(function: Any) -> str:
+    """A function by a name that is the same in every process."""
+    if isinstance(function, functools.partial):
+        return f"{name_of(function.func)} of {', '.join(map(name_of, function.args))}"
+    return getattr(function, "__name__", type(function).__name__)
+
+
+_PLAIN = (
+    int, float, complex, str, bytes, bool, type(None), type(Ellipsis), type, range,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.Generator,
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType,
+    enum.Enum, nn.Module,
+)  # fmt: skip
+
+
+def is_plain(item: Any) -> bool:
+    """Whether an argument can be kept by reference: it holds no tensor of the step and nobody writes to it."""
+    if isinstance(item, slice):
+        return not tensors_in(item)
+    return isinstance(item, (*_PLAIN, torch._ops.OpOverload))
+
+
+def tensors_in(root: Any) -> list[torch.Tensor]:
+    """Every tensor inside containers and objects, each once, in an order that equal structures share."""
+    if isinstance(root, torch.Tensor):
+        return [root]
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    keep: list[Any] = []
+    stack = [root]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, torch.Tensor):
+            if id(item) not in seen:
+                seen.add(id(item))
+                found.append(item)
+            continue
+        if isinstance(item, _PLAIN) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        keep.append(item)  # a list made on the way must not be freed, or another would get its id
+        stack.extend(reversed(list(_parts(item))))
+    return found
+
+
+def _parts(item: Any) -> Iterable[Any]:
+    if isinstance(item, slice):
+        return (item.start, item.stop, item.step)
+    parts: list[Any] = []
+    if isinstance(item, dict):
+        parts.extend(item.values())
+        if type(item) is not dict:
+            parts.extend(getattr(item, "__dict__", {}).values())
+        return parts
+    if isinstance(item, (list, tuple, set, frozenset)):
+        return item
+    parts.extend(getattr(item, "__dict__", {}).values())
+    for cls in type(item).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(item, name):
+                parts.append(getattr(item, name))
+    return parts
+
+
+def keep_modules(root: Any, memo: dict[int, Any]) -> None:
+    """Put the modules inside an object into a deepcopy memo, so that copies refer to the same ones."""
+    seen: set[int] = set()
+    stack = [root]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, nn.Module):
+            memo[id(item)] = item
+        elif not isinstance(item, (torch.Tensor, *_PLAIN)) and id(item) not in seen:
+            seen.add(id(item))
+            stack.extend(_parts(item))
+
+
+def make_template(item: Any, name: Callable[[torch.Tensor], Any]) -> Template:
+    """Copy an object, with a marker in place of each tensor; ``name`` says which value a tensor is, or None."""
+    memo: dict[int, Any] = {}
+    markers = []
+    for tensor in tensors_in(item):
+        marker = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        memo[id(tensor)] = marker
+        markers.append((marker, name(tensor)))
+    keep_modules(item, memo)
+    return Template(copy.deepcopy(item, memo), tuple(markers))

@@ -1,0 +1,152 @@
+"""Random numbers that a model draws between its units, as a recording has them.
+
+What torch draws is a step that is run again, with the same numbers, wherever its result is needed. Where such a number
+decides what the model does next, as that of a layer that is dropped (arXiv 1909.11556), the decision is that of the
+moment for which the recording is made, and a guard of it: other moments have recordings of their own. Functions that
+draw arrays from NumPy's generator are steps too (`host_draws`).
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardwright.backends.torch.capture.host_draws import CONSTRUCTORS, FROM_NUMPY, DrawnArray, HostFunction, of_array
+from shardwright.backends.torch.program.drafts import Draft, Frame
+from shardwright.backends.torch.program.guards import decide, what_was_read
+from shardwright.backends.torch.program.ledger import Ledger
+from shardwright.backends.torch.program.program import Context, Guard, tensors_in
+from shardwright.backends.torch.program.python_numbers import Tape
+from shardwright.backends.torch.program.randomness import Moment, kept_generators
+from shardwright.backends.torch.program.refusals import draws_on_the_host, reads_what_it_computed
+
+
+class Recording(Protocol):
+    """The recorder of a step, as far as draws concern it."""
+
+    model: nn.Module
+    device: torch.device
+    real: bool
+    ledger: Ledger
+    tape: Tape
+    frames: list[Frame]
+    guards: list[Guard]
+    unit_depth: int
+
+    def make_draft(
+        self, path: str | None, occurrence: int, function: Callable[..., Any] | None, arguments: Any,
+        stage: int | None, kept: bool = True,
+    ) -> Draft: ...  # fmt: skip
+
+    def outputs_of(self, draft: Draft, result: Any) -> list[int | None]: ...
+
+    def note_draw(self, draft: Draft) -> None: ...
+
+
+class RecordedDraws:
+    """The draws between the units of one recording.
+
+    Args:
+        moment: by which numbers are drawn where they decide what the model does.
+        inputs: the tensors of the microbatch, with their values.
+    """
+
+    def __init__(self, recording: Recording, moment: Moment, inputs: list[torch.Tensor]) -> None:
+        self.recording, self.moment, self.inputs = recording, moment, inputs
+        self.arrays: dict[int, torch.Tensor] = {}
+        """id of an array that was drawn → the value that stands for it."""
+        self._order: dict[Context, list[int]] = {}
+        self._keep: list[Any] = []
+
+    def note_order(self, draft: Draft) -> None:
+        """A function draws: what other functions drew in the same stretch comes first."""
+        earlier = self._order.setdefault(next(iter(draft.random)), [])
+        draft.drawn_before = tuple(earlier)
+        earlier.append(draft.index)
+
+    def decides(self, read: Draft) -> bool:
+        """Whether what a function reads follows from random numbers, and at most from the batch beside."""
+        return self.recording.ledger.follows_from_draws(read)
+
+    def decide(self, read: Draft) -> Any:
+        """What a function that reads such a value gives at this moment, which becomes a guard.
+
+        Raises CaptureError where it is the step's own body that reads.
+        """
+        recording = self.recording
+        if not recording.frames:
+            raise reads_what_it_computed(recording.model, None, read.function)
+        with _disable_current_modes():
+            result = decide(recording.ledger.values, recording.ledger.drafts, self.inputs, self.moment, read)
+        self._guard(read, result)
+        return result
+
+    def _guard(self, read: Draft, result: Any) -> None:
+        assert read.function is not None
+        found = what_was_read(result)
+        self.recording.guards.append(Guard(read.function, read.arguments, frozenset(read.reads), found, True))
+
+    def host_function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call of a function that may draw from Python's or NumPy's generator: one step where it takes nothing but
+        numbers and values of the batch; elsewhere what it does is seen as it is done.
+
+        Raises UnrecordableError when it gives something else than arrays.
+        """
+        recording = self.recording
+        if recording.unit_depth or not recording.frames:
+            return function(*args, **kwargs)
+        args, kwargs = recording.tape.plain((args, kwargs), fix=True)
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            draft = recording.make_draft(None, 0, HostFunction(function), (args, kwargs), None, kept=False)
+            recording.note_draw(draft)
+            draft.draws_on_host = True
+            without_values = bool(tensors_in((args, kwargs))) and not recording.real
+            if not without_values and recording.ledger.follows_from_draws(draft):
+                return self._host_step(draft, function, args, kwargs)
+        return function(*args, **kwargs)
+
+    def _host_step(self, draft: Draft, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        recording = self.recording
+        self.note_order(draft)
+        recording.ledger.drafts.append(draft)
+        recording.unit_depth += 1
+        try:
+            with kept_generators(True, recording.device):
+                self.moment.draw_like(recording.ledger.values, recording.ledger.drafts, draft, recording.device)
+                result = function(*args, **kwargs)
+        finally:
+            recording.unit_depth -= 1
+        leaves, spec = pytree.tree_flatten(result)
+        if not leaves or not all(isinstance(leaf, np.ndarray) for leaf in leaves):
+            raise draws_on_the_host(recording.model, recording.frames[-1].path)
+        leaves = [np.ascontiguousarray(leaf) for leaf in leaves]
+        arrays, made = [leaf.view(DrawnArray) for leaf in leaves], [FROM_NUMPY(leaf) for leaf in leaves]
+        for array, tensor in zip(arrays, made, strict=True):
+            recording.ledger.note_made(tensor)
+            self.arrays[id(array)] = tensor
+        self._keep += arrays
+        draft.outputs = recording.outputs_of(draft, made)
+        for tensor in made:
+            read = recording.make_draft(None, 0, _shape_of, ((tensor,), {}), None, kept=False)
+            self._guard(read, _shape_of(tensor))
+        return pytree.tree_unflatten(arrays, spec)
+
+    def on_arrays(self, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any, Any]:
+        """A call that makes a tensor of what `host_function` gave, as a function of the value that stands for it."""
+        if not self.arrays or not args or function not in CONSTRUCTORS or id(args[0]) not in self.arrays:
+            return function, args, kwargs
+        return of_array, (self.arrays[id(args[0])], *args[1:]), kwargs
+
+    def require_known(self, item: Any) -> None:
+        """Raise UnrecordableError for an array that is used and may have been computed from one that was drawn."""
+        if isinstance(item, np.ndarray) and self.arrays:
+            frames = self.recording.frames
+            raise draws_on_the_host(self.recording.model, frames[-1].path if frames else None)
+
+
+def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)

@@ -1,0 +1,123 @@
+"""What the runtime takes from a plan: the schedule, which stage does what, and what is recomputed."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from shardwright.backends.torch import CAPABILITIES
+from shardwright.core.errors import MissingCapabilityError, ScheduleError, ShardwrightError
+from shardwright.core.plan.decision import LossScope
+from shardwright.core.plan.plan import Plan
+from shardwright.core.schedule import Schedule
+from shardwright.core.schedule.actions import Action
+from shardwright.core.schedule.checks import require_runnable
+from shardwright.core.tables.memory import Recompute
+
+
+@dataclass(frozen=True, slots=True)
+class StageMap:
+    """What the runtime takes from a plan: the schedule, and which calls and parameters belong to which stage."""
+
+    schedule: Schedule
+    calls: tuple[tuple[tuple[str, int], ...], ...]
+    parameter_stages: Mapping[str, tuple[int, ...]]
+    recompute: frozenset[tuple[str, int]] = frozenset()
+    """The calls whose forward runs again in the backward pass."""
+    loss_scope: LossScope = "replica"
+    """Which samples batch norm sees together: `backends.torch.batch_norm`."""
+    plan: Plan | None = None
+    """Where the tensor axis has its layouts from."""
+
+    def __post_init__(self) -> None:
+        require_runnable(self.schedule)
+        if len(self.calls) != self.schedule.stages:
+            raise ScheduleError(
+                f"{self.schedule.name} has {self.schedule.stages} stages, and the model is cut into {len(self.calls)}: "
+                f"build the schedule for that number"
+            )
+        if self.recompute:
+            require_whole_backward(self.schedule)
+
+    @classmethod
+    def of_plan(cls, plan: Plan, schedule: Schedule | None = None) -> "StageMap":
+        """Raises PlanError when the plan is not bound to torch, MissingCapabilityError for what is not run."""
+        CAPABILITIES.require_axes({"tp": plan.decision.tp})
+        _require_policies(plan)
+        schedule = schedule or plan.build_schedule()
+        calls = tuple(tuple((c.path, c.occurrence) for c in held) for held in plan.stage_calls("torch"))
+        return cls(
+            schedule, calls, plan.parameter_stages("torch"), recomputed_calls(plan),
+            plan.decision.loss_scope or "replica", plan,
+        )  # fmt: skip
+
+    @classmethod
+    def whole(
+        cls, schedule: Schedule, *, recompute: Recompute = "none", loss_scope: LossScope = "replica"
+    ) -> "StageMap":
+        """The unsplit model under a schedule of one rank: one stage, the call of the model itself.
+
+        Raises MissingCapabilityError for recompute, which goes by the blocks of a plan, ScheduleError for a schedule of
+        several stages.
+        """
+        if recompute != "none":
+            raise MissingCapabilityError(
+                f"recompute={recompute!r} goes by the blocks of a plan, and a model that is not split has none: pass a "
+                f"plan with pp=1 and recompute={recompute!r} to init"
+            )
+        return cls(schedule, ((("", 0),),), {}, loss_scope=loss_scope)
+
+    @property
+    def stage_of_call(self) -> dict[tuple[str, int], int]:
+        return {call: stage for stage, calls in enumerate(self.calls) for call in calls}
+
+
+def _require_policies(plan: Plan) -> None:
+    decision = plan.decision
+    CAPABILITIES.require_on_device(decision.offloaded_units)
+    if decision.shard:
+        raise MissingCapabilityError(
+            f"the plan has shard={decision.shard}, and the torch runtime of this version keeps parameters, gradients "
+            f"and optimizer states whole on every replica: plan again with shard=0"
+        )
+    if decision.recompute == "selective":
+        raise MissingCapabilityError(
+            "the plan has recompute='selective', and the torch runtime of this version cannot tell the products of "
+            "attention from the rest of a unit: plan again with recompute='full' or 'none'"
+        )
+
+
+def require_whole_backward(schedule: Schedule) -> None:
+    """Raise MissingCapabilityError for a schedule that cannot go with recompute."""
+    if schedule.splits_backward:
+        raise MissingCapabilityError(
+            f"{schedule.name} runs input and weight gradients apart, and between the two a recomputed stage would keep "
+            f"what recompute is there to spare, which no prediction counts: take a schedule with whole backward "
+            f"passes, such as 1f1b, or recompute='none'"
+        )
+
+
+def recomputed_calls(plan: Plan) -> frozenset[tuple[str, int]]:
+    """The calls of the units that are recomputed."""
+    bound = plan.binding("torch").units
+    return frozenset((call.path, call.occurrence) for unit in plan.recomputed_units for call in bound[unit].calls)
+
+
+def keep_microbatches(schedule: Schedule, count: int) -> Schedule:
+    """The schedule with its first ``count`` microbatches alone, in the same order: what is left waits for no other.
+
+    Raises ShardwrightError for more microbatches than the schedule has.
+    """
+    if count == schedule.microbatches:
+        return schedule
+    if count > schedule.microbatches:
+        raise ShardwrightError(f"{count} microbatches were given: the plan has {schedule.microbatches}")
+
+    def kept(action: Action) -> Iterator[Action]:
+        parts = tuple(part for part in action.flat if part.microbatch is None or part.microbatch < count)
+        if len(parts) == len(action.flat):
+            yield action
+        else:
+            yield from parts
+
+    table = tuple(tuple(part for action in order for part in kept(action)) for order in schedule.table)
+    arguments = tuple((name, count if name == "microbatches" else value) for name, value in schedule.arguments)
+    return replace(schedule, microbatches=count, table=table, arguments=arguments)

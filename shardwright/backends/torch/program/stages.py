@@ -1,0 +1,283 @@
+"""Division of a recorded program into stages: what each stage runs, and which values flow between them.
+
+Unit calls are where the plan puts them. What lies between runs on the latest stage that it takes a value from; what
+depends on the batch and on constants alone runs again on every stage that needs it, since all of them have the batch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwright.backends.torch.program.identity import value_names
+from shardwright.backends.torch.program.program import BufferRef, ParameterRef, Program, Step, ValueRef
+from shardwright.core.errors import CaptureError, PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """The values that one stage sends to another for each microbatch; those in ``gradients`` send a gradient back."""
+
+    index: int
+    source: int
+    target: int
+    values: tuple[int, ...]
+    gradients: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StagePart:
+    """What one stage does for one microbatch."""
+
+    stage: int
+    inputs: tuple[int, ...]
+    """The values of the batch that are used here."""
+    steps: tuple[Step, ...]
+    release: tuple[tuple[int, ...], ...]
+    """After each step, the values that nothing on this stage uses any more."""
+    receives: tuple[Edge, ...]
+    sends: tuple[Edge, ...]
+    losses: tuple[int, ...]
+    """Indices of the losses that are computed here."""
+    results: tuple[int, ...]
+    """Positions of the leaves of the step's result that are computed here."""
+    copied: frozenset[int]
+    """Values that a step writes to after they were received, or before they are sent: copied first."""
+    parameters: frozenset[str]
+    buffers: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """A program divided into stages."""
+
+    program: Program
+    parts: tuple[StagePart, ...]
+    edges: tuple[Edge, ...]
+    result_stage: tuple[int | None, ...]
+    """For every leaf of the result the stage that computes it; None for what is not a tensor."""
+    loss_stage: tuple[int, ...]
+
+
+def divide(
+    program: Program,
+    stage_of_call: Mapping[tuple[str, int], int],
+    parameter_stages: Mapping[str, Sequence[int]],
+    stages: int,
+) -> Division:
+    """Divide a program.
+
+    Raises PlanError when a unit needs what a later stage computes, CaptureError when a stage would write to memory that
+    another stage shares.
+    """
+    where = _place(program, stage_of_call, parameter_stages)
+
+    def stage_of_value(value: int) -> int | None:
+        step = program.values[value].step
+        return None if step is None else where[step]
+
+    def stage_or_default(value: int, default: int) -> int:
+        stage = stage_of_value(value)
+        return default if stage is None else stage
+
+    result_stage: list[int | None] = []
+    for leaf in program.result.leaves:
+        if isinstance(leaf, ValueRef):
+            result_stage.append(stage_or_default(leaf.value, 0))
+        elif isinstance(leaf, ParameterRef):
+            result_stage.append(min(parameter_stages.get(leaf.name, (0,))))
+        else:
+            result_stage.append(0 if isinstance(leaf, BufferRef) else None)
+    loss_stage = tuple(stage_or_default(loss.value, stages - 1) for loss in program.losses)
+    _check_writes(program, where)
+    live = _live_steps(program)
+    wanted = [_wanted(program, s, where, live, result_stage, loss_stage) for s in range(stages)]
+    uphill = _values_with_gradient(program)
+    edges = _edges(program, wanted, stage_of_value, uphill)
+    parts = tuple(
+        _part(program, s, steps, values, edges, result_stage, loss_stage) for s, (steps, values) in enumerate(wanted)
+    )
+    return Division(program, parts, edges, tuple(result_stage), loss_stage)
+
+
+def _place(
+    program: Program,
+    stage_of_call: Mapping[tuple[str, int], int],
+    parameter_stages: Mapping[str, Sequence[int]],
+) -> list[int | None]:
+    """The stage of every step; None for what every stage can compute from the batch."""
+    where: list[int | None] = []
+    for step in program.steps:
+        before = [where[made] for v in step.reads if (made := program.values[v].step) is not None]
+        latest = max((stage for stage in before if stage is not None), default=None)
+        if step.path is not None:
+            stage = stage_of_call[step.path, step.occurrence]
+            if latest is not None and latest > stage:
+                raise PlanError(
+                    f"{step.name} is on stage {stage} and needs what stage {latest} computes: the stages of this plan "
+                    f"do not follow the order of the model; plan anew from a capture of this model"
+                )
+            where.append(stage)
+            continue
+        if step.stage is not None:
+            if latest is not None and latest > step.stage:
+                raise PlanError(
+                    f"{step.name} on stage {step.stage} takes what stage {latest} computes: plan anew from a capture "
+                    f"of this model"
+                )
+            where.append(step.stage)
+            continue
+        homes = [tuple(parameter_stages.get(name, ())) for name in sorted(step.parameters)]
+        if latest is None:
+            # A view of a parameter is taken anew where it is used, as is what the batch gives. Other functions of
+            # parameters run where the parameters are, so that no stage holds parameters for their sake.
+            known = [min(home) for home in homes if home]
+            where.append(None if step.views_parameter or not known else max(known))
+            continue
+        for home in homes:
+            later = [stage for stage in home if stage >= latest]
+            if later:
+                latest = min(later)
+        where.append(latest)
+    return where
+
+
+def _check_writes(program: Program, where: Sequence[int | None]) -> None:
+    """Refuse a write on one stage to memory that a tensor made on another stage shares."""
+    for step in program.steps:
+        for _, old in step.renewals:
+            made = program.values[old].step
+            home = None if made is None else where[made]
+            if old not in step.written and home is not None and home != where[step.index]:
+                raise CaptureError(
+                    f"{step.name} on stage {where[step.index]} writes in place to memory that a tensor of stage {home} "
+                    f"shares and that is used again afterwards: make a copy (.clone()) before the write"
+                )
+
+
+def _live_steps(program: Program) -> set[int]:
+    """Unit calls, attributes that are set, and whatever they, the losses and the result need."""
+    live = {step.index for step in program.steps if step.path is not None or step.stage is not None}
+    pending = [v for i in live for v in program.steps[i].reads]
+    pending += [loss.value for loss in program.losses]
+    pending += [loss.weight.value for loss in program.losses if isinstance(loss.weight, ValueRef)]
+    pending += [leaf.value for leaf in program.result.leaves if isinstance(leaf, ValueRef)]
+    while pending:
+        made = program.values[pending.pop()].step
+        if made is not None and made not in live:
+            live.add(made)
+            pending.extend(program.steps[made].reads)
+    # Unit calls were live from the start, but what they need was added above; nothing else is missing.
+    return live
+
+
+def _wanted(
+    program: Program,
+    stage: int,
+    where: Sequence[int | None],
+    live: set[int],
+    result_stage: Sequence[int | None],
+    loss_stage: Sequence[int],
+) -> tuple[set[int], set[int]]:
+    """The steps that a stage runs, and every value that it needs, its own included."""
+    steps = {i for i in live if where[i] == stage}
+    values: set[int] = set()
+    pending = [v for i in steps for v in program.steps[i].reads]
+    for loss, home in zip(program.losses, loss_stage, strict=True):
+        if home == stage:
+            pending.append(loss.value)
+            if isinstance(loss.weight, ValueRef):
+                pending.append(loss.weight.value)
+    for leaf, place in zip(program.result.leaves, result_stage, strict=True):
+        if place == stage and isinstance(leaf, ValueRef):
+            pending.append(leaf.value)
+    while pending:
+        value = pending.pop()
+        if value in values:
+            continue
+        values.add(value)
+        made = program.values[value].step
+        if made is not None and where[made] is None and made not in steps:
+            steps.add(made)
+            pending.extend(program.steps[made].reads)
+    return steps, values
+
+
+def _values_with_gradient(program: Program) -> set[int]:
+    """Values through which a gradient can flow back from a loss."""
+    found: set[int] = set()
+    pending = [loss.value for loss in program.losses]
+    while pending:
+        value = pending.pop()
+        if value in found or not program.values[value].carries_gradient:
+            continue
+        found.add(value)
+        made = program.values[value].step
+        if made is not None and program.steps[made].grad_enabled:
+            pending.extend(program.steps[made].reads)
+    return found
+
+
+def _edges(
+    program: Program,
+    wanted: Sequence[tuple[set[int], set[int]]],
+    stage_of_value: Callable[[int], int | None],
+    uphill: set[int],
+) -> tuple[Edge, ...]:
+    carried: dict[tuple[int, int], list[int]] = {}
+    names = value_names(program)  # both ends take the values of a message in the same order
+    for target, (_, values) in enumerate(wanted):
+        for value in sorted(values, key=lambda value: (names[value], value)):
+            source = stage_of_value(value)
+            if source is None or source == target:
+                continue
+            if source > target:
+                raise PlanError(
+                    f"stage {target} needs what stage {source} computes: plan anew from a capture of this model"
+                )
+            carried.setdefault((source, target), []).append(value)
+    return tuple(
+        Edge(index, source, target, tuple(values), tuple(v for v in values if v in uphill))
+        for index, ((source, target), values) in enumerate(sorted(carried.items()))
+    )
+
+
+def _part(
+    program: Program,
+    stage: int,
+    chosen: set[int],
+    values: set[int],
+    edges: Sequence[Edge],
+    result_stage: Sequence[int | None],
+    loss_stage: Sequence[int],
+) -> StagePart:
+    steps = tuple(program.steps[i] for i in sorted(chosen))
+    receives = tuple(edge for edge in edges if edge.target == stage)
+    sends = tuple(edge for edge in edges if edge.source == stage)
+    losses = tuple(i for i, home in enumerate(loss_stage) if home == stage)
+    results = tuple(i for i, home in enumerate(result_stage) if home == stage)
+    written = {memory for step in steps for memory in step.memories}
+    shared = {v for edge in (*receives, *sends) for v in edge.values}
+    shared |= {v for v in values if program.values[v].input is not None}
+    copied = frozenset(v for v in shared if program.values[v].memory in written)
+    kept = {v for edge in sends for v in edge.values}
+    kept |= {program.losses[i].value for i in losses}
+    kept |= {w.value for i in losses if isinstance(w := program.losses[i].weight, ValueRef)}
+    kept |= {leaf.value for i in results if isinstance(leaf := program.result.leaves[i], ValueRef)}
+    last: dict[int, int] = {}
+    for position, step in enumerate(steps):
+        own = [v for v in step.outputs if v is not None]
+        own += [v for _, outputs in step.object_outputs for v in outputs if v is not None]
+        for v in (*step.reads, *own, *(new for new, _ in step.renewals)):
+            last[v] = position
+    release: list[list[int]] = [[] for _ in steps]
+    for v, position in last.items():
+        if v not in kept:
+            release[position].append(v)
+    parameters = {name for step in steps for name in step.parameters}
+    parameters |= {leaf.name for i in results if isinstance(leaf := program.result.leaves[i], ParameterRef)}
+    buffers = {name for step in steps for name in step.buffers}
+    buffers |= {leaf.name for i in results if isinstance(leaf := program.result.leaves[i], BufferRef)}
+    inputs = tuple(sorted(v for v in values if program.values[v].input is not None))
+    return StagePart(
+        stage, inputs, steps, tuple(map(tuple, release)), receives, sends, losses, results, copied,
+        frozenset(parameters), frozenset(buffers),
+    )  # fmt: skip

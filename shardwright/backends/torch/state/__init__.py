@@ -1,0 +1,1 @@
+"""Parameters, buffers and optimizer states: who holds them, initial weights, whole state dicts."""

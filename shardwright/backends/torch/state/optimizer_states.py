@@ -1,0 +1,206 @@
+"""The states of an optimizer over the ranks of a pipeline and of the tensor axis, whole and by original names."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.backends.torch.machine.mesh import BoundMesh
+from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.state.ownership import Holding
+from shardwright.backends.torch.state.parameter_shards import Shards
+from shardwright.core.errors import MissingCapabilityError, PlanError, nearest
+
+LOCAL = "of_this_rank"
+"""The key that marks the states of one rank."""
+
+
+def gather_states(
+    holding: Holding,
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Sequence[str]],
+    bound: BoundMesh,
+    watch: Watch,
+    rank0_only: bool,
+    shards: Shards | None = None,
+) -> dict[str, Any]:
+    """``{"state": …, "param_groups": …}`` over all parameters; each comes from its home. Every rank calls this.
+
+    Args:
+        groups: for every parameter group the names of its parameters, those of other ranks too.
+        shards: where parameters lie in pieces along the tensor axis.
+
+    Raises:
+        MissingCapabilityError: a state of a parameter that lies in pieces has another shape than its piece.
+    """
+    me, placement = bound.coordinate("pp"), holding.placement
+    own: dict[str, Any] = {}
+    for names in groups:
+        for name in names:
+            parameter = holding.parameter(name)
+            at_home = placement is None or placement.holders(name)[0] == me
+            if at_home and parameter in optimizer.state:
+                states = optimizer.state[parameter].items()
+                own[name] = {key: _on_cpu(_whole(name, key, entry, parameter, shards)) for key, entry in states}
+    every: list[dict[str, Any] | None] = [own]
+    watch.doing("gathering the states of the optimizer")
+    if bound.size("pp") > 1:
+        first = bound.peer("pp", 0)
+        every = [None] * bound.size("pp")
+        with watch.waiting(f"pp peers, ranks {list(bound.groups['pp'])}"):
+            if rank0_only:
+                dist.gather_object(own, every if me == 0 else None, first, group=bound.handles["pp"])
+            else:
+                dist.all_gather_object(every, own, group=bound.handles["pp"])
+    watch.doing("between steps")
+    if rank0_only and bound.rank != 0:
+        return {}
+    found = {name: state for states in every if states is not None for name, state in states.items()}
+    return _by_names(found, optimizer, groups)
+
+
+def put_together(
+    holding: Holding, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str | torch.Tensor]], shards: Shards
+) -> None:
+    """Make states whole whose parameters are about to be, along the tensor axis. Every rank of it calls this.
+
+    Raises MissingCapabilityError: a parameter lies in pieces, and has a state of another shape.
+    """
+    for names in groups:
+        for name in names:
+            if isinstance(name, str) and (parameter := holding.parameter(name)) in optimizer.state:
+                states = optimizer.state[parameter]
+                for key in sorted(states):
+                    states[key] = _whole(name, key, states[key], parameter, shards)
+
+
+def local_states(holding: Holding, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """The states of this rank's parameters, or of its pieces of them, by names; marked as a part."""
+    own = {
+        name: {key: _on_cpu(entry) for key, entry in optimizer.state[parameter].items()}
+        for names in groups
+        for name in names
+        if holding.holds(name) and (parameter := holding.parameter(name)) in optimizer.state
+    }
+    held = [[name for name in names if holding.holds(name)] for names in groups]
+    return _by_names(own, optimizer, held) | {LOCAL: True}
+
+
+def _by_names(
+    states: Mapping[str, Any], optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]]
+) -> dict[str, Any]:
+    return {
+        "state": {name: states[name] for names in groups for name in names if name in states},
+        "param_groups": [
+            {key: entry for key, entry in group.items() if key != "params"} | {"params": list(names)}
+            for group, names in zip(optimizer.param_groups, groups, strict=True)
+        ],
+    }
+
+
+def _whole(name: str, key: str, entry: Any, parameter: torch.Tensor, shards: Shards | None) -> Any:
+    """A state of a parameter that lies in pieces, put together."""
+    if shards is None or name not in shards.places or not isinstance(entry, torch.Tensor) or entry.numel() == 1:
+        return entry
+    if entry.shape != parameter.shape:
+        raise MissingCapabilityError(
+            f"the optimizer's {key!r} of {name} has shape {tuple(entry.shape)} on this rank, whose piece of the "
+            f"parameter has {tuple(parameter.shape)}: only states of the parameter's own shape can be put together; "
+            f"save optimizer.local_state_dict() on every rank, and load it under the same plan"
+        )
+    return shards.whole(name, entry)
+
+
+def load_states(
+    holding: Holding,
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Sequence[str]],
+    given: Mapping[str, Any],
+    shards: Shards | None = None,
+    *,
+    with_options: bool = True,
+) -> None:
+    """Take this rank's share of what `gather_states` gave, under whatever plan that was; of what an optimizer of torch
+    gave for the unsplit model, whose parameters have numbers in the order of the groups; or what `local_states` gave.
+    The options of groups, learning rates among them, are taken ``with_options``.
+
+    Raises PlanError when the groups hold other parameters.
+    """
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
+        raise PlanError(
+            f"expected the state dict of an optimizer, with 'state' and 'param_groups': given {type(given).__name__}"
+            + (f" with {', '.join(map(repr, given))}" if isinstance(given, Mapping) else "")
+        )
+    if given.get(LOCAL):
+        groups, shards = [[name for name in names if holding.holds(name)] for names in groups], None
+    given = _named(given, groups)
+    saved = given["param_groups"]
+    if len(saved) != len(groups):
+        raise PlanError(f"{len(saved)} parameter groups were saved, and the optimizer has {len(groups)}")
+    for number, (names, group) in enumerate(zip(groups, saved, strict=True)):
+        for name in names:
+            if name not in group["params"]:
+                raise PlanError(f"group {number} was saved without {name!r}: {nearest(name, group['params'])}")
+        if len(names) != len(group["params"]):
+            lacking = sorted(set(group["params"]) - set(names))
+            raise PlanError(f"group {number} was saved with {lacking[0]!r}, which the optimizer does not have there")
+    for names, group, own in zip(groups, saved, optimizer.param_groups, strict=True):
+        if with_options:
+            own.update({key: entry for key, entry in group.items() if key != "params"})
+        for name in names:
+            if not holding.holds(name):
+                continue
+            parameter = holding.parameter(name)
+            if name in given["state"]:
+                state = given["state"][name].items()
+                optimizer.state[parameter] = {
+                    key: _on_device_of(parameter, key, _own_piece(name, key, entry, parameter, shards))
+                    for key, entry in state
+                }
+            else:
+                optimizer.state.pop(parameter, None)
+
+
+def _named(given: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Mapping[str, Any]:
+    """A state dict of torch's own, by names in place of numbers."""
+    saved = given["param_groups"]
+    numbers = [number for group in saved for number in group["params"]]
+    if not numbers or not all(isinstance(number, int) for number in numbers):
+        return given
+    sizes, own = [len(group["params"]) for group in saved], [len(names) for names in groups]
+    if sizes != own:
+        raise PlanError(
+            f"the state dict numbers its parameters, as an optimizer of the unsplit model does, in groups of {sizes}, "
+            f"and this optimizer has groups of {own}: make it from the same parameters, in the same groups"
+        )
+    names = dict(zip(numbers, [name for group in groups for name in group], strict=True))
+    return {
+        "state": {names[number]: state for number, state in given["state"].items() if number in names},
+        "param_groups": [{**group, "params": [names[number] for number in group["params"]]} for group in saved],
+    }
+
+
+def _own_piece(name: str, key: str, entry: Any, parameter: torch.Tensor, shards: Shards | None) -> Any:
+    """This rank's part of a state. Raises PlanError for one of a shape that does not fit."""
+    if not isinstance(entry, torch.Tensor) or entry.dim() == 0:
+        return entry
+    if shards is not None and name in shards.places and entry.shape == shards.whole_shape(name, parameter.shape):
+        return shards.piece(name, entry)
+    if entry.dim() == parameter.dim() and entry.shape != parameter.shape and entry.numel() > 1:
+        raise PlanError(
+            f"the saved {key!r} of {name} has shape {tuple(entry.shape)}, and the parameter has "
+            f"{tuple(parameter.shape)} here: these are states of another model or split"
+        )
+    return entry
+
+
+def _on_cpu(entry: Any) -> Any:
+    return entry.detach().to("cpu", copy=True) if isinstance(entry, torch.Tensor) else entry
+
+
+def _on_device_of(parameter: torch.Tensor, key: str, entry: Any) -> Any:
+    """As torch's own loading has it: step counters stay on the CPU."""
+    if not isinstance(entry, torch.Tensor):
+        return entry
+    return entry.clone() if key == "step" else entry.to(parameter.device, copy=True)

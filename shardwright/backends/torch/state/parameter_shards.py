@@ -1,0 +1,173 @@
+"""Parameters in pieces: cut from whole weights once, put together again for whole state dicts."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwright.backends.torch.machine.mesh import BoundMesh
+from shardwright.backends.torch.machine.transfer import as_carried
+from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.state.ownership import Holding
+from shardwright.backends.torch.tensor_parallel.collectives import Axis
+from shardwright.backends.torch.tensor_parallel.pieces import piece_of, whole_of
+from shardwright.core.errors import PlanError
+from shardwright.core.layout.placements import Placement, Split
+
+BUCKET_ENTRIES = 1 << 22
+"""Gradients of replicated parameters are summed in messages of about this many entries."""
+
+
+class Shards:
+    """Which parameters of a model lie in pieces along the tensor axis, and this rank's pieces.
+
+    ``planned``: first name → placement, for parameters that have no data yet and need never be whole.
+    """
+
+    def __init__(
+        self, holding: Holding, bound: BoundMesh, watch: Watch, planned: Mapping[str, Placement] | None = None
+    ) -> None:
+        self.holding, self.watch, self.planned = holding, watch, planned or {}
+        self.device = bound.device
+        self.axis = Axis(bound.handles["tp"], bound.groups["tp"], bound.coordinate("tp"), watch)
+        self.places: dict[str, Split] = {}
+        """First name → placement, of those that are split."""
+        self.summed: frozenset[str] = frozenset()
+        self._is_cut = False
+
+    def keep(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank keeps of a weight that just got its data: the piece that is planned, of what the first rank of
+        the axis has. Every rank of the axis calls this."""
+        place = self.planned.get(name)
+        if not isinstance(place, Split):
+            return whole
+        whole = whole.contiguous()
+        with self.watch.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
+            dist.broadcast(as_carried(whole), self.axis.ranks[0], group=self.axis.group)
+        self.places[name] = place
+        piece = piece_of(whole, place, self.axis.size, self.axis.coordinate)
+        return piece.clone(memory_format=torch.contiguous_format)
+
+    def anywhere(self, here: bool) -> bool:
+        """Whether something is so on any rank of the axis; every rank of it calls this."""
+        flag = torch.tensor([int(here)], dtype=torch.int32, device=self.device)
+        with self.watch.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.axis.group)
+        return bool(flag)
+
+    def restore(self) -> None:
+        """Put every weight and its gradient together again, for steps that need them whole on each rank of the axis;
+        every rank calls this."""
+        for name in sorted(self.places):
+            tensor = self.holding.tensor(name)
+            gradient, tensor.grad = tensor.grad, None
+            tensor.data = self.whole(name, tensor)
+            if gradient is not None:
+                tensor.grad = self.whole(name, gradient)
+        self.places, self._is_cut = {}, False
+
+    def cut(self, places: Mapping[str, Placement]) -> None:
+        """Keep this rank's pieces; all ranks of the axis start from what its first one has. Raises PlanError when a
+        step has cut the parameters already, and they lie otherwise."""
+        wanted = {name: place for name, place in places.items() if isinstance(place, Split)}
+        if self._is_cut:
+            different = [n for n in places if wanted.get(n) != self.places.get(n)]
+            if different:
+                raise PlanError(
+                    f"{different[0]} lies {self.places.get(different[0], 'whole')} already, and this step wants it "
+                    f"{wanted.get(different[0], 'whole')}: run the steps with the same layouts"
+                )
+            return
+        self.watch.doing("cutting parameters for the tensor axis")
+        for name in (*sorted(self.holding.parameter_names), *sorted(self.holding.buffer_names)):
+            tensor = self.holding.tensor(name)
+            if name in self.places:  # as it was planned when it got its data
+                if self.places[name] == wanted.get(name):
+                    continue
+                tensor.data = self.whole(name, tensor)
+            elif self.holding.holds(name) and not tensor.is_meta:
+                carried = as_carried(tensor.detach())
+                with self.watch.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
+                    dist.broadcast(carried, self.axis.ranks[0], group=self.axis.group)
+                if carried.data_ptr() != tensor.data_ptr():
+                    tensor.detach().copy_(carried.view_as(tensor))
+            if name in wanted:
+                piece = piece_of(tensor.detach(), wanted[name], self.axis.size, self.axis.coordinate)
+                tensor.data = piece.clone(memory_format=torch.contiguous_format)
+        self.places, self._is_cut = wanted, True
+        self.watch.doing("between steps")
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the parameters lie in pieces by now: the first step cuts them."""
+        return self._is_cut
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank's part of a parameter belongs into a sum over the axis: pieces do, copies once."""
+        return name in self.places or self.axis.coordinate == 0
+
+    @contextmanager
+    def as_whole(self) -> Iterator[None]:
+        """The model with parameters of whole shapes, on the meta device, in place of pieces."""
+        stand_ins: dict[int, nn.Parameter] = {}
+        for name in self.places:
+            piece = self.holding.parameter(name)
+            shape = self.whole_shape(name, piece.shape)
+            whole = torch.empty(shape, dtype=piece.dtype, device="meta")
+            stand_ins[id(piece)] = nn.Parameter(whole, requires_grad=piece.requires_grad)
+        tables = [(module._parameters, dict(module._parameters)) for module in self.holding.model.modules()]
+        try:
+            for table, before in tables:
+                table.update({k: stand_ins.get(id(p), p) for k, p in before.items() if p is not None})
+            yield
+        finally:
+            for table, before in tables:
+                table.update(before)
+
+    def whole(self, name: str, piece: torch.Tensor) -> torch.Tensor:
+        """The whole tensor of a parameter (or of something that lies like it), on every rank of the axis."""
+        place = self.places.get(name)
+        if place is None:
+            return piece
+        with self.watch.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
+            return whole_of(self.axis.all_gather(piece.detach()), place)
+
+    def piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of a whole tensor."""
+        place = self.places.get(name)
+        return whole if place is None else piece_of(whole, place, self.axis.size, self.axis.coordinate)
+
+    def whole_shape(self, name: str, shape: torch.Size) -> torch.Size:
+        """The shape of the whole tensor, from that of a piece."""
+        place = self.places.get(name)
+        if place is None:
+            return shape
+        found = list(shape)
+        found[place.dim] *= self.axis.size
+        return torch.Size(found)
+
+    def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Sum what are terms of the gradients of replicated parameters. Every rank of the axis calls this."""
+        terms = [p.grad for name, p in sorted(parameters.items()) if name in self.summed and p.grad is not None]
+        if not terms:
+            return
+        self.watch.doing("summing gradients of replicated parameters over tp")
+        with self.watch.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
+            for bucket in _buckets(terms):
+                flat = torch.cat([g.reshape(-1) for g in bucket])
+                flat = self.axis.all_reduce(flat, "sum", ("all units", "parameters"))
+                for gradient, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                    gradient.copy_(piece.view_as(gradient))
+
+
+def _buckets(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Tensors of one dtype, about BUCKET_ENTRIES together."""
+    of_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        held = of_dtype.setdefault(tensor.dtype, [])
+        held.append(tensor)
+        if sum(t.numel() for t in held) >= BUCKET_ENTRIES:
+            yield of_dtype.pop(tensor.dtype)
+    yield from of_dtype.values()

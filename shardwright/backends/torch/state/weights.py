@@ -1,0 +1,234 @@
+"""Initial weights for a model on the meta device: each rank makes only what it holds."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from shardwright.backends.torch.state.ownership import Holding, buffer_names, parameter_names
+from shardwright.core.errors import PlanError, ShardwrightError, nearest
+
+Weights = str | Path | Mapping[str, torch.Tensor] | Callable[[nn.Module], Any]
+
+
+class _Source(Protocol):
+    def names(self) -> Sequence[str]: ...
+    def read(self, name: str) -> torch.Tensor: ...
+
+
+class _FromMapping:
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def names(self) -> Sequence[str]:
+        return list(self._tensors)
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+
+class _FromSafetensors:
+    """Reads one tensor at a time; the file is mapped, not loaded."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from safetensors import safe_open
+        except ImportError:
+            raise ShardwrightError(f"reading {path.name} needs safetensors: pip install safetensors") from None
+        self._file = safe_open(str(path), framework="pt")
+
+    def names(self) -> Sequence[str]:
+        return list(self._file.keys())  # type: ignore[no-untyped-call]
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._file.get_tensor(name)  # type: ignore[no-untyped-call]
+        return tensor
+
+
+def _open(weights: str | Path | Mapping[str, torch.Tensor]) -> _Source:
+    if isinstance(weights, Mapping):
+        return _FromMapping(weights)
+    path = Path(weights)
+    if not path.exists():
+        raise ShardwrightError(f"weights={str(path)!r}: there is no such file")
+    if path.suffix == ".safetensors":
+        return _FromSafetensors(path)
+    # Mapped, and restricted to tensors: a checkpoint is data and is not executed.
+    loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    if not isinstance(loaded, Mapping) or not all(isinstance(t, torch.Tensor) for t in loaded.values()):
+        raise ShardwrightError(f"{path} does not hold a state dict (names and tensors): save model.state_dict()")
+    return _FromMapping(loaded)
+
+
+class Cutter(Protocol):
+    """Cuts weights for the tensor axis. All ranks of the axis call it, in the same order."""
+
+    def keep(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """A tensor's name and all of it → what this rank keeps of it."""
+
+    def anywhere(self, here: bool) -> bool:
+        """Whether something is so on any rank."""
+
+
+def materialize(
+    holding: Holding,
+    wanting: Sequence[str],
+    weights: Weights | None,
+    device: torch.device,
+    seed: int,
+    cutter: Cutter | None = None,
+) -> None:
+    """Give data to what this rank holds on the meta device.
+
+    Args:
+        wanting: first names of parameters and buffers that have none.
+        weights: a ``.safetensors`` file, a file of ``torch.save(state_dict)``, a state dict, or a function that is
+            called with every module that owns such tensors, children first, as by ``nn.Module.apply``; random numbers
+            that it draws depend on the seed and the module's name, not on the split.
+        cutter: cuts each tensor as soon as it has its data, so that no more than one is there whole.
+
+    Raises:
+        ShardwrightError: no weights were given, or they lack a name (the nearest is named), or a shape differs.
+    """
+    if not wanting:
+        return
+    if weights is None:
+        raise ShardwrightError(
+            f"the model is on the meta device ({len(wanting)} tensors without data, {wanting[0]} first): pass "
+            f"sw.DistributedModel(model, weights=...) a file, a state dict or an init function"
+        )
+    if callable(weights) and not isinstance(weights, Mapping):
+        if cutter is not None and _initialize(holding, wanting, weights, device, seed, cutter):
+            return
+        _initialize(holding, wanting, weights, device, seed, None)
+        if cutter is not None:
+            for name in wanting:
+                holding.put(name, cutter.keep(name, holding.tensor(name).detach()))
+        return
+    source = _open(weights)
+    known = set(source.names())
+    aliases = parameter_names(holding.model) | buffer_names(holding.model)
+    persistent = set(holding.model.state_dict(keep_vars=True))
+    left = []
+    for name in wanting:
+        given = next((alias for alias in aliases[name] if alias in known), None)
+        if given is None and name in holding.buffer_names and name not in persistent:
+            left.append(name)
+            continue
+        if given is None:
+            raise PlanError(f"the weights have no {name!r}: {_few(nearest(name, known))}")
+        tensor, expected = source.read(given), holding.tensor(name)
+        if tensor.shape != expected.shape:
+            raise PlanError(
+                f"the weights have {given!r} of shape {tuple(tensor.shape)}: expected {tuple(expected.shape)}"
+            )
+        # A copy: the tensor may be a view of a mapped file or belong to the caller.
+        copied = tensor.detach().to(device=device, dtype=expected.dtype, copy=True)
+        holding.put(name, copied if cutter is None else cutter.keep(name, copied))
+    _rebuild_buffers(holding, left, device)
+
+
+def _initialize(
+    holding: Holding,
+    wanting: Sequence[str],
+    init: Callable[[nn.Module], Any],
+    device: torch.device,
+    seed: int,
+    cutter: Cutter | None,
+) -> bool:
+    """Make the data by an init function, one module after the other. False when a tensor was cut that the call of a
+    module further out then wrote to, on any rank, or could not: it must be whole for that."""
+    own: dict[str, list[str]] = {}
+    for name in wanting:
+        own.setdefault(name.rpartition(".")[0], []).append(name)
+    shapes = {name: torch.empty_like(holding.tensor(name), device="meta") for name in wanting}
+    if cutter is None:
+        for name in wanting:
+            holding.put(name, torch.empty_like(shapes[name], device=device))
+    cut: dict[str, str] = {}
+    state = torch.get_rng_state()
+    try:
+        for path in _children_first(holding.model):
+            if path not in own:
+                continue
+            if cutter is not None:
+                for name in own[path]:
+                    holding.put(name, torch.empty_like(shapes[name], device=device))
+            text = hashlib.blake2b(f"{seed}/init/{path}".encode(), digest_size=8).digest()
+            torch.manual_seed(int.from_bytes(text, "big") >> 1)
+            inside = [name for name in cut if not path or name.startswith(f"{path}.")]
+            failed = False
+            try:
+                with torch.no_grad():
+                    init(holding.modules[path])
+            except (RuntimeError, IndexError):
+                if not inside:
+                    raise
+                failed = True
+            if cutter is None:
+                continue
+            written = failed or any(_mark(holding.tensor(name)) != cut[name] for name in inside)
+            if inside and cutter.anywhere(written):
+                for name in wanting:
+                    holding.put(name, shapes[name])
+                return False
+            for name in own[path]:
+                holding.put(name, cutter.keep(name, holding.tensor(name).detach()))
+                cut[name] = _mark(holding.tensor(name))
+    finally:
+        torch.set_rng_state(state)
+    return True
+
+
+def _mark(tensor: torch.Tensor) -> str:
+    """Tells whether somebody wrote to a tensor; its version does not count what goes by ``.data``."""
+    entries = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    if not entries.dtype.is_floating_point:
+        return str(int(entries.sum()))
+    norm = torch.linalg.vector_norm(entries, dtype=torch.float64)
+    return f"{float(entries.sum(dtype=torch.float64))} {float(norm)}"  # as text, in which nan is equal to nan
+
+
+def _rebuild_buffers(holding: Holding, names: Sequence[str], device: torch.device) -> None:
+    """Buffers that no checkpoint holds (rotary frequencies, masks): made by the model's own initialisation."""
+    if not names:
+        return
+    init = getattr(holding.model, "_init_weights", None)
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    made = {}
+    for name in names:
+        holding.put(name, torch.zeros_like(holding.tensor(name), device=device))
+        made[name] = (holding.tensor(name), holding.tensor(name)._version)
+    if callable(init):
+        for path in modules:
+            if next(holding.modules[path].parameters(recurse=False), None) is None:
+                init(holding.modules[path])
+    missing = [
+        name for name, (tensor, version) in made.items()
+        if holding.tensor(name) is tensor and tensor._version == version
+    ]  # fmt: skip
+    if missing:
+        raise ShardwrightError(
+            f"buffers that checkpoints do not hold have no data: {', '.join(missing[:5])}. Build the model with its "
+            f"buffers on a real device (sw.delay_param_initialization()), or pass an init function as weights"
+        )
+
+
+def _children_first(model: nn.Module) -> list[str]:
+    """Module paths in the order of ``nn.Module.apply``."""
+    found: list[str] = []
+
+    def visit(module: nn.Module, path: str) -> None:
+        for name, child in module.named_children():
+            visit(child, f"{path}.{name}" if path else name)
+        found.append(path)
+
+    visit(model, "")
+    return list(dict.fromkeys(found))
+
+
+def _few(text: str, most: int = 300) -> str:
+    return text if len(text) <= most else text[:most] + " …"

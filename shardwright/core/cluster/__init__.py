@@ -1,0 +1,1 @@
+"""Devices, the links between them, collectives over them, and hardware profiles."""

@@ -1,0 +1,348 @@
+"""A cluster: the devices of a job, grouped into nodes, and the links between them."""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwright.core.cluster import file as cluster_file
+from shardwright.core.cluster.groups import Group
+from shardwright.core.cluster.hardware import (
+    Device,
+    Link,
+    Profile,
+    check,
+    load_link,
+    load_preset,
+    load_profile,
+    profile_names,
+)
+from shardwright.core.errors import ClusterError
+from shardwright.core.layout.mesh import MOST_RANKS
+from shardwright.core.text_files import path_of
+
+_NO_INTER_NODE = "a cluster of several nodes needs inter_node: the name of a link, or a Link"
+_NO_INTER_REGION = "a cluster of several regions needs inter_region: the name of a link, or a Link"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroup:
+    """Nodes that are alike: how many, what each holds, and the link inside each.
+
+    Raises ClusterError when a count is not an integer of at least 1, or the device or link is not one.
+    """
+
+    device: Device
+    nodes: int
+    devices_per_node: int
+    intra_node: Link
+    region: str = ""
+    """Where the nodes stand; groups of one name stand together."""
+
+    def __post_init__(self) -> None:
+        check.whole("cluster", "nodes", self.nodes, at_least=1)
+        check.whole("cluster", "devices_per_node", self.devices_per_node, at_least=1)
+        for name, kind in (("device", Device), ("intra_node", Link), ("region", str)):
+            if not isinstance(given := getattr(self, name), kind):
+                raise ClusterError(f"a group of nodes needs {name} as a {kind.__name__}; given {given!r}")
+
+    @property
+    def devices(self) -> int:
+        """How many devices the group has."""
+        return self.nodes * self.devices_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class _Spread:
+    """How a group of ranks lies on the nodes of a cluster."""
+
+    members: int
+    nodes: int
+    fewest: int
+    """Members on the node that has the fewest."""
+    groups: tuple[int, ...]
+    """The groups of nodes that hold any."""
+    crowded: tuple[int, ...]
+    """Those of them of which a node holds several."""
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Cluster:
+    """Devices, their memory and speed, and the links between them.
+
+    Ranks are counted node after node: rank = node · devices_per_node + place in the node, group after group where
+    groups of unlike nodes stand side by side. ``inter_node`` is None only where there is one node, ``inter_region``
+    only where there is one region.
+
+    Cluster("a100-80gb", nodes=64, devices_per_node=8) takes the links of that hardware's profile; ``intra_node`` and
+    ``inter_node`` replace them, by name ("nvlink3", "ib-hdr200", "ethernet-100g" …) or as a ``Link``. The hardware is
+    the name of a profile, the path of a profile file, a ``Profile`` or a ``Device``.
+
+    Raises ClusterError for an unknown name (with the nearest), or a count that is not an integer of at least 1.
+    """
+
+    groups: tuple[NodeGroup, ...]
+    inter_node: Link | None
+    inter_region: Link | None
+    # Where each group begins, in ranks and in nodes, and where the last one ends: looked up for every member of a ring.
+    _first_ranks: tuple[int, ...] = field(compare=False, repr=False)
+    _first_nodes: tuple[int, ...] = field(compare=False, repr=False)
+
+    def __init__(
+        self,
+        device: str | Path | Device | Profile,
+        *,
+        nodes: int = 1,
+        devices_per_node: int = 1,
+        intra_node: str | Link | None = None,
+        inter_node: str | Link | None = None,
+    ) -> None:
+        known, inside, outside = _resolve(device, intra_node, inter_node)
+        self._settle((NodeGroup(known, nodes, devices_per_node, inside),), outside, None)
+
+    @classmethod
+    def preset(cls, name: str, nodes: int = 1) -> "Cluster":
+        """Nodes of a known kind: "p3dn", "p4d", "p4de", "p5", "trn1", "dgx-a100", "dgx-h100", "cpu-100g".
+
+        Raises ClusterError for an unknown kind (with the nearest), or a number of nodes below 1.
+        """
+        kind = load_preset(name)
+        return cls(
+            kind.device,
+            nodes=nodes,
+            devices_per_node=kind.devices_per_node,
+            intra_node=kind.intra_node,
+            inter_node=kind.inter_node,
+        )
+
+    @classmethod
+    def of_groups(
+        cls,
+        groups: Sequence[NodeGroup],
+        inter_node: str | Link | None = None,
+        inter_region: str | Link | None = None,
+    ) -> "Cluster":
+        """A cluster of unlike nodes. Raises ClusterError when there is no group, or several nodes or regions and no
+        link between them."""
+        if not groups:
+            raise ClusterError("a cluster needs at least one group of nodes; given none")
+        for group in groups:
+            if not isinstance(group, NodeGroup):
+                raise ClusterError(f"a cluster is made of groups of nodes, each a NodeGroup; given {group!r}")
+        self = object.__new__(cls)
+        self._settle(tuple(groups), _link(inter_node), _link(inter_region))
+        return self
+
+    def _settle(self, groups: tuple[NodeGroup, ...], inter_node: Link | None, inter_region: Link | None) -> None:
+        if (devices := sum(group.devices for group in groups)) > MOST_RANKS:
+            raise ClusterError(f"a cluster has at most {MOST_RANKS} devices; given {devices}")
+        if inter_node is None and sum(group.nodes for group in groups) > 1:
+            raise ClusterError(_NO_INTER_NODE)
+        if inter_region is None and len({group.region for group in groups}) > 1:
+            raise ClusterError(_NO_INTER_REGION)
+        first_ranks = tuple(accumulate((group.devices for group in groups), initial=0))
+        first_nodes = tuple(accumulate((group.nodes for group in groups), initial=0))
+        object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "inter_node", inter_node)
+        object.__setattr__(self, "inter_region", inter_region)
+        object.__setattr__(self, "_first_ranks", first_ranks)
+        object.__setattr__(self, "_first_nodes", first_nodes)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Cluster":
+        """The cluster in the TOML file at ``path``. Raises ClusterError that names the path of a fault inside it."""
+        return cls.from_document(cluster_file.read(path_of(path, ClusterError)), source=str(path))
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any], source: str = "cluster") -> "Cluster":
+        """The cluster that ``document`` (what ``to_document`` gives) describes."""
+        parsed = cluster_file.parse(document, source)
+        groups: list[NodeGroup] = []
+        inter_node: str | Link | None = parsed.inter_node
+        try:
+            for group in parsed.groups:
+                device, inside, outside = _resolve(group.device, group.intra_node, inter_node)
+                groups.append(NodeGroup(device, group.nodes, group.devices_per_node, inside, group.region))
+                if len(parsed.groups) == 1:
+                    inter_node = outside
+            return cls.of_groups(groups, inter_node, parsed.inter_region)
+        except ClusterError as error:
+            raise ClusterError(f"{source}: {error}") from error
+
+    def to_document(self) -> dict[str, Any]:
+        """This cluster as plain values, names where the catalogue has them and every constant where it has not."""
+        groups = [
+            cluster_file.Group(group.device, group.nodes, group.devices_per_node, group.intra_node, group.region)
+            for group in self.groups
+        ]
+        return cluster_file.document(groups, self.inter_node, self.inter_region)
+
+    def save(self, path: str | Path) -> None:
+        """Write the TOML file that ``load`` reads. Raises ClusterError when it cannot be written."""
+        cluster_file.write(path_of(path, ClusterError), self.to_document())
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self._first_ranks[-1]
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are."""
+        return self._first_nodes[-1]
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every rank has the same device."""
+        return all(group.device == self.groups[0].device for group in self.groups)
+
+    def device(self, rank: int) -> Device:
+        """The device of ``rank``. Raises ClusterError when there is no such rank."""
+        return self.groups[self._place(rank)[0]].device
+
+    def memory_bytes(self, rank: int) -> int:
+        """What a model may use on ``rank``: the device's memory less what driver and runtime keep."""
+        return self.device(rank).usable_memory_bytes
+
+    def node_of(self, rank: int) -> int:
+        """The node that ``rank`` is in, counted from 0. Raises ClusterError when there is no such rank."""
+        return self._place(rank)[1]
+
+    def ranks_of(self, node: int) -> range:
+        """The ranks of ``node``. Raises ClusterError when there is no such node."""
+        if isinstance(node, bool) or not isinstance(node, int) or not 0 <= node < self.nodes:
+            raise ClusterError(
+                f"node {node!r} is not in this cluster: its {self.nodes} nodes are 0 to {self.nodes - 1}"
+            )
+        index = bisect_right(self._first_nodes, node) - 1
+        size = self.groups[index].devices_per_node
+        start = self._first_ranks[index] + (node - self._first_nodes[index]) * size
+        return range(start, start + size)
+
+    def link_between(self, rank_a: int, rank_b: int, *, concurrent: int = 1) -> Link:
+        """The link that a message from ``rank_a`` to ``rank_b`` takes, with the bandwidth that is left to it.
+
+        ``concurrent``: how many such messages leave the same node at once, sharing a port that its devices share.
+        Raises ClusterError when the ranks are the same, or not in the cluster.
+        """
+        if rank_a == rank_b:
+            raise ClusterError(f"rank {rank_a!r} has no link to itself; a message between two ranks was expected")
+        return self.link_for_group((rank_a, rank_b), concurrent=concurrent)
+
+    def link_for_group(self, ranks: Iterable[int], *, concurrent: int = 1) -> Link:
+        """The slowest link that a ring over ``ranks`` crosses, with the bandwidth that each member has of it.
+
+        Inside a node that is the node's own link. Across nodes, k members in the same node drive k ports together when
+        every device has its own; where the node has one port, they share it, with ``concurrent`` such groups at once.
+        Never faster than the slowest intra-node link that the ring also needs, and never sooner: each step of a ring
+        waits for its slowest hop. For a single rank, its node's link.
+        Raises ClusterError when ``ranks`` is empty, repeats a rank, or holds one that is not in the cluster.
+        """
+        check.whole("link_for_group", "concurrent", concurrent, at_least=1)
+        return self._link(self._spread(ranks if isinstance(ranks, range) else tuple(ranks)), concurrent)
+
+    def _link(self, spread: "_Spread", concurrent: int) -> Link:
+        if spread.nodes == 1:
+            return self.groups[spread.groups[0]].intra_node
+        inside = [self.groups[group].intra_node for group in spread.crowded]
+        outside = self._ports(spread, concurrent)
+        slowest = min((*inside, outside), key=lambda link: link.effective_bandwidth_bytes_per_s)
+        return replace(slowest, latency_s=max(link.latency_s for link in (*inside, outside)))
+
+    def group(self, ranks: Iterable[int]) -> Group:
+        """How collectives over ``ranks`` travel, while every other device of their nodes runs the same ones in groups
+        of its own: they share what leaves the node. Raises ClusterError as ``link_for_group`` does."""
+        spread = self._spread(ranks if isinstance(ranks, range) else tuple(ranks))
+        inside = self._link(spread, 1)
+        if spread.nodes == 1:
+            return Group(spread.members, 1, inside)
+        largest = max(self.groups[group].devices_per_node for group in spread.groups)
+        links = [self.groups[group].intra_node for group in spread.crowded]
+        slowest = min(links, key=lambda link: link.effective_bandwidth_bytes_per_s, default=inside)
+        outside = self._ports(spread, max(1, largest // spread.fewest))
+        return Group(spread.members, spread.nodes, slowest, outside)
+
+    def _spread(self, members: Sequence[int]) -> "_Spread":
+        """How a group lies on the nodes. Of many ranks at one distance, on nodes that are alike, it is counted at once:
+        a search asks for groups of hundreds of thousands. Raises ClusterError as ``link_for_group`` does."""
+        if len(members) == 0:
+            raise ClusterError("a group needs at least one rank; given none")
+        if isinstance(members, range) and len(self.groups) == 1 and members.step > 0:
+            self._place(members[0])
+            self._place(members[-1])
+            nodes = np.arange(members.start, members.stop, members.step) // self.groups[0].devices_per_node
+            counts = np.diff(np.flatnonzero(np.diff(nodes, prepend=-1, append=-1)))
+            several = int(counts.max()) > 1
+            return _Spread(len(members), len(counts), int(counts.min()), (0,), (0,) if several else ())
+        if len(set(members)) != len(members):
+            raise ClusterError(f"a group names each rank once; given {tuple(members)}")
+        on = Counter(map(self._place, members))
+        groups = tuple(dict.fromkeys(group for group, _ in on))
+        crowded = tuple(sorted({group for (group, _), count in on.items() if count > 1}))
+        return _Spread(len(members), len(on), min(on.values()), groups, crowded)
+
+    def _ports(self, spread: "_Spread", concurrent: int) -> Link:
+        """The link out of a node as one ring sees it, the node with the fewest members deciding; between regions, the
+        slower of that and the link between them."""
+        if self.inter_node is None:  # _settle gives every cluster of several nodes a link
+            raise ClusterError(_NO_INTER_NODE)
+        port = self._shared(self.inter_node, spread, concurrent)
+        if self.inter_region is None or len({self.groups[group].region for group in spread.groups}) == 1:
+            return port
+        far = self._shared(self.inter_region, spread, concurrent)
+        slower = min((port, far), key=lambda link: link.effective_bandwidth_bytes_per_s)
+        return replace(slower, latency_s=max(port.latency_s, far.latency_s))
+
+    def _shared(self, link: Link, spread: "_Spread", concurrent: int) -> Link:
+        if link.sharing == "device":
+            return link.scaled(spread.fewest)
+        return link.scaled(1 / concurrent)
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        """The group and the node that hold ``rank``."""
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise ClusterError(
+                f"rank {rank!r} is not in this cluster: its {self.world_size} ranks are 0 to {self.world_size - 1}"
+            )
+        index = bisect_right(self._first_ranks, rank) - 1
+        place = rank - self._first_ranks[index]
+        return index, self._first_nodes[index] + place // self.groups[index].devices_per_node
+
+    def __str__(self) -> str:
+        parts = (f"{group.nodes} × {group.devices_per_node} {group.device.name}" for group in self.groups)
+        return " + ".join(parts)
+
+
+def _resolve(
+    device: str | Path | Device | Profile, intra_node: str | Link | None, inter_node: str | Link | None
+) -> tuple[Device, Link, Link | None]:
+    """The device, and the links given or its usual ones. Raises ClusterError for an unknown name or no inner link."""
+    if isinstance(device, Device):
+        usual = _usual_links(device)
+    else:
+        profile = device if isinstance(device, Profile) else load_profile(device)
+        device, usual = profile.device, (profile.intra_node, profile.inter_node)
+    inside, outside = _link(intra_node) or usual[0], _link(inter_node) or usual[1]
+    if inside is None:
+        raise ClusterError(
+            f"device {device.name!r} is not in the catalogue, so it needs intra_node: the name of a link, or a Link"
+        )
+    return device, inside, outside
+
+
+def _link(given: str | Link | None) -> Link | None:
+    """A link by name or value. Raises ClusterError for an unknown name, or what is no link."""
+    return given if given is None or isinstance(given, Link) else load_link(given)
+
+
+def _usual_links(device: Device) -> tuple[Link, Link] | tuple[None, None]:
+    """The links of the catalogue's profile of that name, for a device that was adapted from it."""
+    if device.name not in profile_names():
+        return None, None
+    profile = load_profile(device.name)
+    return profile.intra_node, profile.inter_node

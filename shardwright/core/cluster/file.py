@@ -1,0 +1,130 @@
+"""The cluster file: TOML, one kind of node at the top level, or several as ``[[groups]]``."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwright.core.cluster.hardware import Device, Link, link_names, load_device, load_link, profile_names, schema
+from shardwright.core.errors import ClusterError
+from shardwright.core.text_files import write_text
+
+_GROUP_KEYS = tuple(schema.GroupTable.model_fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Nodes of one kind, as the file has them: a device and a link are names where the catalogue knows them."""
+
+    device: str | Device
+    nodes: int
+    devices_per_node: int
+    intra_node: str | Link | None
+    region: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a cluster file says."""
+
+    groups: tuple[Group, ...]
+    inter_node: str | Link | None
+    inter_region: str | Link | None
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The document at ``path``. Raises ClusterError when there is none, or it is not TOML."""
+    return schema.read_toml(path, "cluster file")
+
+
+def parse(document: dict[str, Any], source: str) -> Contents:
+    """``document`` checked against the schema. Raises ClusterError that names the path of each fault."""
+    at_top = [key for key in document if key in _GROUP_KEYS]
+    if "groups" in document and at_top:
+        raise ClusterError(f"{source}: {at_top[0]} stands at the top beside groups; move it into one of them")
+    if "groups" not in document:
+        document = {key: value for key, value in document.items() if key not in _GROUP_KEYS} | {
+            "groups": [{key: document[key] for key in at_top}]
+        }
+        assumed: tuple[str | int, ...] = ("groups", 0)
+    else:
+        assumed = ()
+    table = schema.parse(schema.ClusterFile, document, source, assumed=assumed)
+    groups = tuple(
+        Group(
+            group.device if isinstance(group.device, str) else schema.to_device(group.device, source),
+            group.nodes,
+            group.devices_per_node,
+            _link(group.intra_node, source),
+            group.region,
+        )
+        for group in table.groups
+    )
+    return Contents(groups, _link(table.inter_node, source), _link(table.inter_region, source))
+
+
+def document(groups: Sequence[Group], inter_node: Link | None, inter_region: Link | None) -> dict[str, Any]:
+    """The document that ``parse`` reads: names where the catalogue has just that value, tables elsewhere."""
+    tables = [
+        {
+            "device": _device_entry(group.device),
+            "nodes": group.nodes,
+            "devices_per_node": group.devices_per_node,
+            "intra_node": _link_entry(group.intra_node),
+        }
+        | ({"region": group.region} if group.region else {})
+        for group in groups
+    ]
+    links = {"inter_node": inter_node, "inter_region": inter_region}
+    between = {name: _link_entry(link) for name, link in links.items() if link is not None}
+    inside: dict[str, Any] = tables[0] if len(tables) == 1 else {"groups": tables}
+    return {"format": schema.FORMAT} | inside | between
+
+
+def write(path: Path, contents: dict[str, Any]) -> None:
+    """Write ``contents`` as TOML, whole or not at all. Raises ClusterError when it cannot be written."""
+    write_text(path, "\n".join(_toml_lines(contents, ())).lstrip("\n") + "\n", ClusterError)
+
+
+def _link(given: "str | schema.UserLinkTable | None", source: str) -> str | Link | None:
+    return schema.to_link(given.name, given, source) if isinstance(given, schema.UserLinkTable) else given
+
+
+def _device_entry(device: str | Device) -> str | dict[str, Any]:
+    if isinstance(device, str):
+        return device
+    known = load_device(device.name) if device.name in profile_names() else None
+    return device.name if device == known else schema.device_document(device, known)
+
+
+def _link_entry(link: str | Link | None) -> str | dict[str, Any]:
+    if not isinstance(link, Link):
+        raise ClusterError(f"a saved cluster holds links, given {link!r}")
+    known = load_link(link.name) if link.name in link_names() else None
+    return link.name if link == known else schema.link_document(link, known)
+
+
+def _toml_lines(table: dict[str, Any], path: tuple[str, ...]) -> list[str]:
+    """``table`` as lines of TOML: plain keys first, as they must come before the sub-tables."""
+    lines = [f"{key} = {_toml_value(value)}" for key, value in table.items() if not _is_section(value)]
+    for key, value in table.items():
+        if isinstance(value, list):
+            for entry in value:
+                lines += ["", f"[[{'.'.join((*path, key))}]]", *_toml_lines(entry, (*path, key))]
+        elif _is_section(value):
+            lines += ["", f"[{'.'.join((*path, key))}]", *_toml_lines(value, (*path, key))]
+    return lines
+
+
+def _is_section(value: Any) -> bool:
+    """Whether ``value`` needs a header of its own; a constant with its origin fits on its key's line."""
+    return isinstance(value, list) or (isinstance(value, dict) and set(value) != {"value", "origin"})
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml_value(entry)}" for key, entry in value.items()) + " }"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value) if isinstance(value, bool) else repr(value)

@@ -1,0 +1,59 @@
+"""Collectives over a group of ranks that lies in one node or over several: rings, and trees where latency rules.
+
+A ring goes through the members of a node before it leaves it, so it crosses each node's ports once: its bandwidth is
+that of the slower of the two links, its latency the sum over its hops. A double binary tree between the nodes (Sanders,
+Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009) needs only log2(nodes) hops
+out of a node, which wins where messages are small or nodes many. As NCCL does, the faster of both is taken.
+"""
+
+import math
+from dataclasses import dataclass
+
+from shardwright.core.cluster import collectives
+from shardwright.core.cluster.hardware import Link
+
+TREE_BANDWIDTH = 0.9
+"""Of a ring's. Prior: NCCL's tuning table (2.12) takes 0.92 for trees over several nodes with the Simple protocol."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that run collectives together. ``outside`` is a node's way out as this group has it (its own ports, or its
+    share of a port that several groups use at once); None where all ranks are in one node."""
+
+    ranks: int
+    nodes: int
+    inside: Link
+    outside: Link | None = None
+
+    def all_reduce_s(self, size_bytes: float) -> float:
+        """Seconds to reduce and share ``size_bytes``, one member's whole tensor. Raises ClusterError for bad sizes."""
+        ring = 2 * self._ring_s(size_bytes)
+        if self.outside is None or self.ranks == 1:
+            return ring
+        hops = math.ceil(math.log2(self.nodes)) * self.outside.latency_s
+        hops += (-(-self.ranks // self.nodes) - 1) * self.inside.latency_s
+        return min(ring, 2 * (hops + size_bytes / (self._bandwidth * TREE_BANDWIDTH)))
+
+    def all_gather_s(self, size_bytes: float) -> float:
+        """Seconds to share the parts of each; ``size_bytes`` is what each member has in the end."""
+        return self._ring_s(size_bytes)
+
+    def reduce_scatter_s(self, size_bytes: float) -> float:
+        """Seconds to reduce, each member keeping a part; ``size_bytes`` is what each has at first."""
+        return self._ring_s(size_bytes)
+
+    def _ring_s(self, size_bytes: float) -> float:
+        if self.outside is None or self.ranks == 1:
+            return collectives.all_gather_s(size_bytes, self.ranks, self.inside)
+        hop = (self.nodes * self.outside.latency_s + (self.ranks - self.nodes) * self.inside.latency_s) / self.ranks
+        return (self.ranks - 1) * (hop + size_bytes / self.ranks / self._bandwidth)
+
+    @property
+    def _bandwidth(self) -> float:
+        """Bytes per second that a ring through all members keeps up."""
+        inside = self.inside.effective_bandwidth_bytes_per_s
+        if self.outside is None:
+            return inside
+        outside = self.outside.effective_bandwidth_bytes_per_s
+        return outside if self.ranks == self.nodes else min(inside, outside)

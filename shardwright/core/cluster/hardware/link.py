@@ -1,0 +1,52 @@
+"""A link: how fast bytes leave a device, and who shares the wire."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+from shardwright.core.cluster.hardware import check
+from shardwright.core.cluster.hardware.table import Table
+from shardwright.core.errors import ClusterError, nearest
+
+Sharing = Literal["device", "node"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What joins devices: inside a node, or a node to the others.
+
+    bandwidth_bytes_per_s: in one direction, by data sheet; of one device's own port when ``sharing`` is "device", of
+        the whole node's when it is "node" (all devices of the node then share it).
+    latency_s: from the start of a message until its first byte arrives (the α of an α-β model).
+    efficiency: the share of the bandwidth that large messages reach.
+    origins: for each constant, where it comes from.
+
+    Raises ClusterError when a constant is not positive and finite, or an efficiency is above 1.
+    """
+
+    name: str
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    sharing: Sharing = "device"
+    efficiency: float = 1.0
+    origins: Mapping[str, str] = field(default_factory=Table, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        owner = f"link {self.name!r}"
+        check.positive(owner, "bandwidth_bytes_per_s", self.bandwidth_bytes_per_s)
+        check.positive(owner, "latency_s", self.latency_s, zero_allowed=True)
+        check.positive(owner, "efficiency", self.efficiency, at_most=1.0)
+        if self.sharing not in get_args(Sharing):
+            known = nearest(str(self.sharing), get_args(Sharing))
+            raise ClusterError(f"{owner}: sharing {self.sharing!r} is not known; {known}")
+        check.origins(owner, self.origins)
+        object.__setattr__(self, "origins", Table(self.origins))
+
+    @property
+    def effective_bandwidth_bytes_per_s(self) -> float:
+        """What large messages reach, in one direction."""
+        return self.bandwidth_bytes_per_s * self.efficiency
+
+    def scaled(self, factor: float) -> "Link":
+        """This link with ``factor`` times the bandwidth: several ports together, or one shared by several flows."""
+        return self if factor == 1.0 else replace(self, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s * factor)

@@ -1,0 +1,160 @@
+"""What a machine measured of itself, and the profile that follows from it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwright.core.cluster.hardware import check
+from shardwright.core.cluster.hardware.catalogue import profile_of
+from shardwright.core.cluster.hardware.device import Kind, MeasuredProduct, MeasuredUnit, Profile
+from shardwright.core.errors import ClusterError
+
+SHARED_MEMORY_LINK = "shared-memory"
+MeasureProgress = Callable[[str, int, int], None]
+"""Called with (what is being measured, how much is done, how much there is)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSample:
+    """One all-reduce of the process group that measured: every rank's bytes, and seconds."""
+
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """One device, as its framework uses it, and the collectives of the group it measured in (none for one rank).
+
+    memory_bandwidth_bytes_per_s: of a copy, bytes read and written together.
+    vector_efficiency: the share of it that a chain of elementwise ops and a normalisation reaches, its traffic counted
+        as if the chain were one kernel.
+    optimizer_efficiency: the share of it that a step of AdamW reaches, counted as one kernel.
+    kernel_launch_s: of the smallest such chain.
+    units: of a model that was measured too.
+
+    Raises ClusterError when a figure is not positive and finite, or no product was measured.
+    """
+
+    name: str
+    kind: Kind
+    measured_on: str
+    memory_bytes: int
+    products: tuple[MeasuredProduct, ...]
+    memory_bandwidth_bytes_per_s: float
+    vector_efficiency: float
+    optimizer_efficiency: float
+    kernel_launch_s: float
+    host_link_bandwidth_bytes_per_s: float
+    rank: int = 0
+    """The rank that measured, of ``ranks``; rank 0 writes the profile."""
+    ranks: int = 1
+    all_reduces: tuple[LinkSample, ...] = ()
+    units: tuple[MeasuredUnit, ...] = ()
+
+    def __post_init__(self) -> None:
+        owner = f"measurements of {self.name!r}"
+        if not self.products:
+            raise ClusterError(f"{owner}: no matrix product was measured")
+        check.whole(owner, "memory_bytes", self.memory_bytes, at_least=1)
+        check.positive(owner, "memory_bandwidth_bytes_per_s", self.memory_bandwidth_bytes_per_s)
+        check.positive(owner, "vector_efficiency", self.vector_efficiency)
+        check.positive(owner, "optimizer_efficiency", self.optimizer_efficiency)
+        check.positive(owner, "kernel_launch_s", self.kernel_launch_s)
+        check.positive(owner, "host_link_bandwidth_bytes_per_s", self.host_link_bandwidth_bytes_per_s)
+        if self.ranks > 1 and len(self.all_reduces) < 2:
+            raise ClusterError(
+                f"{owner}: {self.ranks} ranks and {len(self.all_reduces)} all-reduces, expected 2 or more"
+            )
+
+    def document(self) -> dict[str, Any]:
+        """The profile as plain values, as a profile file holds them; every constant says that it was measured."""
+
+        def constant(value: float, what: str) -> dict[str, Any]:
+            return {"value": value, "origin": f"measured: {what} on {self.measured_on}"}
+
+        peaks: dict[str, float] = {}
+        for product in self.products:
+            peaks[product.precision] = max(product.flops_per_s, peaks.get(product.precision, 0.0))
+        document: dict[str, Any] = {
+            "format": 1,
+            "name": self.name,
+            "kind": self.kind,
+            "summary": f"measured on {self.measured_on}",
+            "memory_bytes": constant(float(self.memory_bytes), "what the system reports"),
+            "reserved_memory_bytes": constant(0.0, "counted as used by the model's own process"),
+            "memory_bandwidth_bytes_per_s": constant(self.memory_bandwidth_bytes_per_s, "a copy, reads and writes,"),
+            "kernel_launch_s": constant(self.kernel_launch_s, "a chain of small elementwise ops"),
+            "matmul_efficiency": constant(1.0, "the peaks are those reached"),
+            "memory_efficiency": constant(1.0, "the bandwidth is that reached"),
+            "host_link_bandwidth_bytes_per_s": constant(self.host_link_bandwidth_bytes_per_s, "a copy to the host"),
+            "vector_efficiency": constant(min(1.0, self.vector_efficiency), "normalisation, GELU and sum"),
+            "optimizer_efficiency": constant(min(1.0, self.optimizer_efficiency), "a step of AdamW"),
+            "peak_flops_per_s": {
+                precision: constant(peak, "the fastest product") for precision, peak in sorted(peaks.items())
+            },
+        }
+        link: Any = SHARED_MEMORY_LINK
+        if self.ranks > 1:
+            latency_s, bandwidth = ring_constants(self.all_reduces, self.ranks)
+            link = {
+                "name": f"{self.name}-link",
+                "sharing": "device",
+                "bandwidth_bytes_per_s": constant(bandwidth, f"all-reduces of {self.ranks} ranks"),
+                "latency_s": constant(latency_s, f"all-reduces of {self.ranks} ranks"),
+                "efficiency": constant(1.0, "the bandwidth is that reached"),
+            }
+        document["links"] = {"intra_node": link, "inter_node": "ethernet-100g" if self.ranks == 1 else link}
+        document["products"] = [
+            {"precision": p.precision, "m": p.m, "n": p.n, "k": p.k, "flops_per_s": p.flops_per_s}
+            for p in self.products
+        ]
+        if self.units:
+            document["units"] = [asdict(unit) for unit in self.units]
+        return document
+
+    def profile(self) -> Profile:
+        """What a cluster of such devices takes."""
+        return profile_of(self.document(), f"measurements of {self.name!r}")
+
+    def save(self, path: Path) -> None:
+        """Write the profile file, which ``Cluster`` and ``load_profile`` accept by its path."""
+        from shardwright.core.cluster.file import write
+
+        write(path, self.document())
+
+
+def ring_constants(samples: Sequence[LinkSample], ranks: int) -> tuple[float, float]:
+    """(latency in seconds, bandwidth in bytes per second) of the ring whose all-reduces were measured.
+
+    An all-reduce takes 2(p−1)·α + 2(p−1)/p·n/β. The line goes through the smallest and the larger samples by least
+    squares of relative errors, so that small messages count as much as large ones.
+    Raises ClusterError when the times do not grow with the bytes.
+    """
+    sizes = np.array([s.size_bytes for s in samples], dtype=np.float64)
+    seconds = np.array([s.seconds for s in samples])
+    design = np.stack([np.ones_like(sizes), sizes], axis=1) / seconds[:, None]
+    (start, slope), *_ = np.linalg.lstsq(design, np.ones_like(seconds), rcond=None)
+    if slope <= 0:
+        raise ClusterError("the measured all-reduces do not take longer for more bytes: measure again, undisturbed")
+    steps = 2 * (ranks - 1)
+    return max(float(start), 0.0) / steps, steps / ranks / float(slope)
+
+
+def rate_of(products: Mapping[tuple[int, int, int], float], m: int, n: int, k: int) -> float:
+    """FLOPs per second of a product between those that were measured: the mean of all, weighted by nearness.
+
+    Nearness is the inverse fourth power of the distance in the logarithms of m, n and k, so that a measured shape has
+    its own rate.
+    """
+    wanted = np.log([m, n, k])
+    shapes = np.log(np.array(list(products), dtype=np.float64))
+    rates = np.array(list(products.values()))
+    squared = ((shapes - wanted) ** 2).sum(axis=1)
+    if squared.min() < 1e-12:
+        return float(rates[squared.argmin()])
+    weights = squared**-2.0
+    return float(np.exp((weights * np.log(rates)).sum() / weights.sum()))

@@ -1,0 +1,1 @@
+"""Meshes of named axes, placements of tensors on them, and conversions between placements."""

@@ -1,0 +1,119 @@
+"""A unit's layouts in full: what every op reads and makes on each axis, and the conversions between ops.
+
+This is what a tensor-parallel runtime carries out. A value lies as its producer made it (or as a parameter is held, or
+as it enters the unit). A link without a reader converts it once for all of its readers, a link with a reader for that
+one operand. Gradients go the other way: an op's backward leaves the gradient of an operand as its link's
+``gradient_before`` says; where several readers meet, the terms are added up; the link turns the sum into
+``gradient_after``.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shardwright.core.layout.placements import Layout, Partial, Placement, Replicate, Split
+from shardwright.core.layout.signature import Signature
+
+Places = tuple[Placement, ...]
+"""One placement per axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One collective, or one local cut, along one axis."""
+
+    axis: int
+    before: Placement
+    after: Placement
+    others: Places
+    """What the other axes hold meanwhile (replicated at ``axis``): they share the tensor among them."""
+
+    @property
+    def collective(self) -> str:
+        """``all_reduce``, ``reduce_scatter``, ``all_gather``, ``all_to_all``, or "" for what is local."""
+        if isinstance(self.before, Replicate) or isinstance(self.after, Partial):
+            return ""
+        if isinstance(self.before, Partial):
+            return "all_reduce" if isinstance(self.after, Replicate) else "reduce_scatter"
+        return "all_gather" if isinstance(self.after, Replicate) else "all_to_all"
+
+
+def steps(before: Places, after: Places) -> Iterator[Step]:
+    """The conversion along one axis after the other: cut first what shrinks the tensor, gather last."""
+    now = list(before)
+    for axis in sorted(range(len(before)), key=lambda a: _rank(before[a], after[a])):
+        if now[axis] != after[axis]:
+            others = tuple(p if i != axis else Replicate() for i, p in enumerate(now))
+            yield Step(axis, now[axis], after[axis], others)
+            now[axis] = after[axis]
+
+
+def _rank(before: Placement, after: Placement) -> int:
+    if isinstance(before, Replicate):
+        return 0
+    if isinstance(after, Split):
+        return 1
+    return 2 if isinstance(before, Partial) else 3
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How a tensor gets from where it lies to where it is read."""
+
+    tensor: int
+    reader: int | None
+    """The op (its index in the graph) that reads it; None: all of its readers, or the units that come after."""
+    position: int
+    """Which operand of the reader."""
+    before: Places
+    after: Places
+    gradient_before: Places
+    gradient_after: Places
+    flows: bool
+    """Whether a gradient comes back."""
+    is_parameter: bool = False
+    """A parameter is cut where it lies, and its gradient is reduced once a step."""
+    leaves: bool = False
+    """Whether this is for the units that come after."""
+
+    @property
+    def forward(self) -> tuple[Step, ...]:
+        return tuple(steps(self.before, self.after))
+
+    @property
+    def backward(self) -> tuple[Step, ...]:
+        return tuple(steps(self.gradient_before, self.gradient_after)) if self.flows else ()
+
+
+@dataclass(frozen=True, slots=True)
+class RealisedUnit:
+    """All layouts of one unit on the given axes."""
+
+    unit: int
+    first_op: int
+    axes: tuple[tuple[str, int], ...]
+    """(name, ranks)."""
+    signatures: tuple[tuple[Signature, ...], ...]
+    """For every op of the unit, in order, one signature for each axis."""
+    links: tuple[Link, ...]
+    parameters: tuple[tuple[int, Layout], ...]
+    """(tensor, layout) of every parameter that the unit uses."""
+    enters: tuple[tuple[int, Layout], ...] = ()
+    """(tensor, layout) of every value that comes from earlier units."""
+    leaves: tuple[tuple[int, Layout], ...] = ()
+
+    def __hash__(self) -> int:
+        """Of the little that tells most units apart: hashing every signature and link would take long."""
+        return hash((self.unit, self.axes, self.parameters, self.enters, self.leaves))
+
+    def operand(self, op: int, position: int) -> Places:
+        """How operand ``position`` of op ``op`` (its index in the graph; inputs, then outputs) lies."""
+        return tuple((*s.inputs, *s.outputs)[position] for s in self.signatures[op - self.first_op])
+
+    def ways(self, places: Places) -> int:
+        """Into how many pieces a tensor is cut that lies like this."""
+        cut = (size for (_, size), place in zip(self.axes, places, strict=True) if isinstance(place, Split))
+        return math.prod(cut)
+
+    def layout(self, places: Sequence[Placement]) -> Layout:
+        return Layout.of({name: place for (name, _), place in zip(self.axes, places, strict=True)})

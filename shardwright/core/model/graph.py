@@ -1,0 +1,279 @@
+"""The captured model: tensors, ops, module calls and parameters, as both frameworks hand them to the core.
+
+The graph is the forward pass with its loss; what the backward pass costs and keeps follows from the kinds of op
+(`core.cost.work`). Every dim of every tensor is linear in the batch, because models are captured at two batch sizes.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from shardwright.core.amounts import count_text
+from shardwright.core.capabilities import Capabilities
+from shardwright.core.errors import CaptureError
+from shardwright.core.layout.pin import Pin
+
+OpKind = Literal[
+    "contraction",  # matrix products, einsums, convolutions: 2 · (product of all label sizes) FLOPs
+    "attention",  # scaled dot-product attention, query · key · value
+    "elementwise",
+    "dropout",  # elementwise by a random mask
+    "reduction",
+    "normalization",  # subtracts a mean or divides by a scale taken over the statistic labels
+    "softmax",
+    "gather",  # looks rows up by index: embeddings, take_along
+    "scatter",
+    "view",  # reshape, transpose, broadcast, cast to the same memory: moves nothing
+    "copy",  # the same with a move: contiguous, concatenate, pad
+    "slice",  # parts of a dim
+    "concat",
+    "create",  # constants, ranges, random values
+    "sort",
+    "opaque",  # anything else: whole tensors in, whole tensors out
+]
+
+LabelRole = Literal["map", "sum", "index", "statistic", "whole"]
+"""What splitting a label does to an op: nothing (map), a partial-sum output (sum: contracted; index: looked up),
+a small reduction inside the op (statistic: softmax, normalisation), or not allowed (whole)."""
+
+TensorRole = Literal["parameter", "buffer", "input", "activation", "constant"]
+
+ITEM_BYTES = {
+    "float64": 8, "int64": 8, "uint64": 8, "complex64": 8, "complex128": 16,
+    "float32": 4, "int32": 4, "uint32": 4,
+    "bfloat16": 2, "float16": 2, "int16": 2, "uint16": 2, "complex32": 4,
+    "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1, "key": 8,
+}  # fmt: skip
+FLOATING = frozenset(name for name in ITEM_BYTES if name.startswith(("float", "bfloat")))
+COMPLEX = frozenset(name for name in ITEM_BYTES if name.startswith("complex"))
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One value of the model. Dim ``i`` has ``fixed[i] + per_sample[i] · batch`` entries."""
+
+    fixed: tuple[int, ...]
+    per_sample: tuple[int, ...]
+    dtype: str
+    role: TensorRole = "activation"
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.fixed) != len(self.per_sample):
+            raise CaptureError(f"tensor {self.name!r}: {len(self.fixed)} fixed sizes, {len(self.per_sample)} slopes")
+        if self.dtype not in ITEM_BYTES:
+            raise CaptureError(f"tensor {self.name!r} has dtype {self.dtype!r}: known are {', '.join(ITEM_BYTES)}")
+
+    @classmethod
+    def from_two(
+        cls,
+        shape_at_2: tuple[int, ...],
+        shape_at_3: tuple[int, ...],
+        dtype: str,
+        role: TensorRole = "activation",
+        name: str = "",
+    ) -> "Tensor":
+        """A tensor seen with batch 2 and with batch 3."""
+        slopes = tuple(c - b for b, c in zip(shape_at_2, shape_at_3, strict=True))
+        fixed = tuple(b - 2 * slope for b, slope in zip(shape_at_2, slopes, strict=True))
+        return cls(fixed, slopes, dtype, role, name)
+
+    def shape(self, batch: int) -> tuple[int, ...]:
+        return tuple(f + s * batch for f, s in zip(self.fixed, self.per_sample, strict=True))
+
+    def elements(self, batch: int) -> int:
+        return math.prod(self.shape(batch))
+
+    def size_bytes(self, batch: int) -> int:
+        return self.elements(batch) * self.item_bytes
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether the entries are real floating-point numbers, which a precision applies to."""
+        return self.dtype in FLOATING
+
+    @property
+    def carries_gradients(self) -> bool:
+        """Whether gradients can flow through a tensor of this dtype: a real or a complex floating-point one."""
+        return self.dtype in FLOATING or self.dtype in COMPLEX
+
+    @property
+    def has_batch(self) -> bool:
+        return any(self.per_sample)
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation.
+
+    ``labels`` gives, for every input and then every output, one label per dim: dims of one op that carry the same
+    label are split together; -1 stands alone and is never split. A label that only inputs carry is contracted.
+    Dims of a slice or concat that share a label but not a size are a whole and its parts; ``offsets`` says where each
+    part (each output of a slice, each input of a concat) starts.
+    """
+
+    kind: OpKind
+    name: str
+    """The framework's own name of the op."""
+    inputs: tuple[int, ...]
+    """Of role ``activation`` where the graph is a part of a model, and gradients flow on into what comes before it."""
+    outputs: tuple[int, ...]
+    labels: tuple[tuple[int, ...], ...]
+    special: tuple[tuple[int, LabelRole], ...] = ()
+    """The labels whose role is not the default: map, or sum for a label that only inputs carry."""
+    offsets: tuple[int, ...] = ()
+    call: int = 0
+    """Index into the graph's calls: the innermost module call that the op ran in."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(OpKind):
+            raise CaptureError(f"op {self.name!r} has kind {self.kind!r}: expected one of {get_args(OpKind)}")
+        if len(self.labels) != len(self.inputs) + len(self.outputs):
+            raise CaptureError(
+                f"op {self.name!r} labels {len(self.labels)} of {len(self.inputs) + len(self.outputs)} operands"
+            )
+
+    @property
+    def input_labels(self) -> tuple[tuple[int, ...], ...]:
+        return self.labels[: len(self.inputs)]
+
+    @property
+    def output_labels(self) -> tuple[tuple[int, ...], ...]:
+        return self.labels[len(self.inputs) :]
+
+    def role(self, label: int) -> LabelRole:
+        if label < 0:
+            return "whole"
+        for named, role in self.special:
+            if named == label:
+                return role
+        return "map" if any(label in dims for dims in self.output_labels) else "sum"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a module. Call 0 is the root: the model itself, with path ``""``; its parent is itself."""
+
+    path: str
+    """The framework's own: a dotted name in torch, pytree keys joined by '.' in JAX."""
+    parent: int
+    occurrence: int = 0
+    """How many times this path was called before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A trainable or frozen tensor, once, under its first name; ``aliases`` are the names tied to it."""
+
+    name: str
+    tensor: int
+    aliases: tuple[str, ...] = ()
+    trainable: bool = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of one microbatch of a unit as its framework's runtime holds them, in pairs (fixed, for each sample)."""
+
+    kept: tuple[int, int]
+    """From forward to backward, what enters the unit and is read again included."""
+    kept_selective: tuple[int, int]
+    """The same under selective recompute."""
+    passing: tuple[tuple[int, int], ...]
+    """What the backward holds beside that at each of its moments that may be the fullest: which one is, depends on the
+    batch."""
+    wide_share: float
+    """Of what is kept, the share that is in fp32: what another precision makes smaller; 0 where nothing is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTwice:
+    """What two neighbouring units keep together less than each for itself: what the first makes, the second reads."""
+
+    first: int
+    second: int
+    """Classes of units."""
+    size: tuple[int, int]
+    """Bytes of one microbatch: (fixed, for each sample)."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Graph:
+    """A captured model. Ops stand in the order in which they ran; tensors are named by their index."""
+
+    capabilities: Capabilities
+    model_name: str
+    tensors: tuple[Tensor, ...]
+    ops: tuple[Op, ...]
+    calls: tuple[Call, ...]
+    parameters: tuple[Parameter, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    """The loss, or what the model returns when no loss is known."""
+    sample_batch: int
+    """The batch size of the sample that was given."""
+    pins: tuple[Pin, ...] = ()
+    """Layouts that the model itself asks for: marks on its modules."""
+    logical_axes: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
+    """(parameter, a name for every dim) of the parameters that name their dims."""
+    footprints: tuple[Footprint, ...] = ()
+    """For every class of units, in the order of `core.fold`; empty where the framework does not say: they are then
+    counted by kinds of op."""
+    kept_twice: tuple[KeptTwice, ...] = ()
+    """For the neighbours among units that keep less together, where there are footprints."""
+    producer: dict[int, int] = field(init=False, repr=False, compare=False, hash=False)
+    """Tensor → the op that makes it; parameters and inputs have none."""
+
+    def __post_init__(self) -> None:
+        made: dict[int, int] = {}
+        for index, op in enumerate(self.ops):
+            for tensor, labels in zip((*op.inputs, *op.outputs), op.labels, strict=True):
+                if not 0 <= tensor < len(self.tensors):
+                    raise CaptureError(f"op {index} ({op.name}) names tensor {tensor}, which the graph does not hold")
+                if len(labels) != len(self.tensors[tensor].fixed):
+                    raise CaptureError(
+                        f"op {index} ({op.name}) labels {len(labels)} dims of a tensor that has "
+                        f"{len(self.tensors[tensor].fixed)}"
+                    )
+            for tensor in op.outputs:
+                if tensor in made:
+                    raise CaptureError(f"tensor {tensor} is made by op {made[tensor]} and again by op {index}")
+                made[tensor] = index
+            for tensor in op.inputs:
+                if tensor not in made and tensor not in self.inputs and self.tensors[tensor].role == "activation":
+                    raise CaptureError(f"op {index} ({op.name}) uses activation {tensor} before it is made")
+        if not self.calls or self.calls[0].path != "":
+            raise CaptureError("call 0 of a graph is its root, with path ''")
+        object.__setattr__(self, "producer", made)
+
+    @property
+    def framework(self) -> str:
+        return self.capabilities.framework
+
+    def label_sizes(self, op: Op, batch: int) -> dict[int, int]:
+        """The size of every label of an op; of a whole and its parts, the whole."""
+        sizes: dict[int, int] = {}
+        for tensor, labels in zip((*op.inputs, *op.outputs), op.labels, strict=True):
+            for label, size in zip(labels, self.tensors[tensor].shape(batch), strict=True):
+                if label >= 0:
+                    sizes[label] = max(size, sizes.get(label, 1))
+        return sizes
+
+    def __repr__(self) -> str:
+        return (
+            f"<Graph of {self.model_name} from {self.framework}: {count_text(self.parameter_count())} parameters, "
+            f"{len(self.ops)} ops, sample of {self.sample_batch}>"
+        )
+
+    def parameter_count(self, *, trainable_only: bool = False) -> int:
+        """Entries of all parameters, each counted once however often it is tied."""
+        return sum(self.tensors[p.tensor].elements(1) for p in self.parameters if p.trainable or not trainable_only)

@@ -1,0 +1,1 @@
+"""The plan: the decision, its predicted costs, its file, and questions about it."""

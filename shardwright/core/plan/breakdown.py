@@ -1,0 +1,55 @@
+"""Where the time of a step goes, rank by rank: computing, waiting for messages, waiting for the pipeline, the tail."""
+
+from dataclasses import dataclass, replace
+
+from shardwright.core.plan.plan import Plan
+from shardwright.core.schedule.simulate import simulate_schedule
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """One pipeline rank's step; the parts add up to the step's time."""
+
+    compute_s: float
+    """Forward and backward of all microbatches, with what is computed again."""
+    tensor_s: float
+    """Collectives of the tensor axis, which a pass waits for."""
+    transfer_s: float
+    """Idle that would not be there if messages between stages took no time."""
+    bubble_s: float
+    """Idle of the schedule itself: filling, draining, unequal stages."""
+    gradients_s: float
+    """Reduction of gradients over the data axis and between tied stages that nothing hides."""
+    optimizer_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.tensor_s + self.transfer_s + self.bubble_s + self.gradients_s + self.optimizer_s
+
+
+def break_down(plan: Plan) -> tuple[RankStep, ...]:
+    """The parts of a planned step, for every pipeline rank.
+
+    The schedule is simulated twice, with messages and without: what differs in a rank's idle time, messages cost it.
+    Raises ScheduleError when the schedule does not admit the plan's sizes.
+    """
+    schedule, costs = plan.build_schedule(), plan.stage_costs()
+    sent = simulate_schedule(schedule, costs)
+    free = simulate_schedule(schedule, replace(costs, transfer_s=tuple(0.0 for _ in costs.transfer_s)))
+    tail = plan.predicted
+    found = []
+    for rank in range(sent.ranks):
+        busy = sum(float(b - a) for a, b in zip(sent.start_s[rank], sent.end_s[rank], strict=True))
+        idle = max(0.0, sent.makespan_s - busy)
+        bubble = min(idle, max(0.0, free.makespan_s - busy))
+        tensor = min(busy, _collectives_s(plan, rank))
+        found.append(RankStep(busy - tensor, tensor, idle - bubble, bubble, tail.data_parallel_s, tail.optimizer_s))
+    return tuple(found)
+
+
+def _collectives_s(plan: Plan, rank: int) -> float:
+    """Seconds that a pipeline rank's units spend on collectives over the tensor axis in all microbatches."""
+    costs = plan.costs.on_rank(rank) if plan.costs.ranks else plan.costs
+    held = (unit for units, at in zip(plan.stage_units, plan.decision.stage_ranks, strict=True) if at == rank
+            for unit in units)  # fmt: skip
+    return plan.microbatches * sum(costs.classes[costs.unit_classes[unit]].collective_s for unit in held)

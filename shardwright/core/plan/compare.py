@@ -1,0 +1,86 @@
+"""Two plans side by side."""
+
+from dataclasses import dataclass
+
+from shardwright.core.errors import PlanError
+from shardwright.core.layout.placements import Layout
+from shardwright.core.plan.plan import Plan
+
+FRAMEWORK_DIFFERENCES = {
+    "model.name": "the two models are named differently",
+    "bindings": "each framework names the parts in its own way",
+    "provenance": "where and from which framework each plan was made",
+    "predicted": "frameworks keep and move slightly different intermediates",
+    "costs": "the same",
+    "alternatives": "ordered by predicted times",
+}
+"""The closed list of what may differ between the plans of one model captured in two frameworks. `decision` and the rest
+of `model` may not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One field that differs; ``part`` is its section of the plan file."""
+
+    part: str
+    field: str
+    first: str
+    second: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What differs between two plans, the decision first."""
+
+    first: Plan
+    second: Plan
+    differences: tuple[Difference, ...]
+
+    @property
+    def same_decision(self) -> bool:
+        """Same degrees, cuts, layouts, schedule and memory policy, for models of one structure."""
+        return not any(d.part in ("decision", "model") and d.field != "name" for d in self.differences)
+
+    @property
+    def unexpected(self) -> tuple[Difference, ...]:
+        """The differences that the frameworks' own naming and arithmetic do not explain (`FRAMEWORK_DIFFERENCES`)."""
+        allowed = FRAMEWORK_DIFFERENCES
+        return tuple(d for d in self.differences if d.part not in allowed and f"{d.part}.{d.field}" not in allowed)
+
+    def __str__(self) -> str:
+        """A line for every difference."""
+        lines = [f"{d.part}.{d.field}: {d.first or '-'} | {d.second or '-'}" for d in self.differences]
+        return "\n".join(lines) or "no difference"
+
+
+def compare(plan_a: Plan, plan_b: Plan) -> Comparison:
+    """What differs between two plans: degrees, cuts, layouts, policies, structure, predictions. Raises PlanError for
+    what is no plan."""
+    for plan in (plan_a, plan_b):
+        if not isinstance(plan, Plan):
+            raise PlanError(f"compare takes two Plans, not a {type(plan).__name__}: Plan.load reads one")
+    found: list[Difference] = []
+
+    def note(part: str, field: str, first: object, second: object) -> None:
+        if first != second:
+            found.append(Difference(part, field, str(first), str(second)))
+
+    a, b = plan_a.decision, plan_b.decision
+    for field in a.__dataclass_fields__:
+        if field == "layouts":
+            mine, theirs = dict(a.layouts), dict(b.layouts)
+            for slot in sorted(mine.keys() | theirs.keys()):
+                note("decision", f"layouts.{slot}", mine.get(slot, Layout()), theirs.get(slot, Layout()))
+        else:
+            note("decision", field, getattr(a, field), getattr(b, field))
+    note("model", "name", plan_a.model_name, plan_b.model_name)
+    note("model", "structure", "", plan_a.model.difference(plan_b.model) or "")
+    note("model", "parameter_count", plan_a.model.parameter_count, plan_b.model.parameter_count)
+    note("bindings", "frameworks", [n for n, _ in plan_a.bindings], [n for n, _ in plan_b.bindings])
+    p, q = plan_a.predicted, plan_b.predicted
+    for field in ("step_time_s", "pipeline_s", "bubble_fraction", "tensor_collective_s", "data_parallel_s"):
+        note("predicted", field, f"{getattr(p, field):.4g}", f"{getattr(q, field):.4g}")
+    note("predicted", "largest peak_memory_bytes", max(p.peak_memory_bytes), max(q.peak_memory_bytes))
+    for field in plan_a.provenance.__dataclass_fields__:
+        note("provenance", field, getattr(plan_a.provenance, field), getattr(plan_b.provenance, field))
+    return Comparison(plan_a, plan_b, tuple(found))

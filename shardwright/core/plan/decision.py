@@ -1,0 +1,252 @@
+"""What a plan decides: degrees, microbatches, stages, layouts, schedule and memory policy."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, get_args
+
+from shardwright.core.cost.work import PRECISION_BYTES
+from shardwright.core.errors import PlanError, ScheduleError, nearest
+from shardwright.core.layout.mesh import Mesh
+from shardwright.core.layout.placements import Layout
+from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
+from shardwright.core.schedule.catalogue import FAMILIES
+from shardwright.core.schedule.checks import require_trains
+from shardwright.core.schedule.family import Sizes
+from shardwright.core.schedule.files import from_csv
+from shardwright.core.schedule.schedule import require_buildable
+from shardwright.core.tables.memory import OPTIMIZER_STATES, Recompute
+
+LossScope = Literal["replica", "global"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Everything that was decided. ``batch`` is global, ``microbatch`` is samples per replica."""
+
+    pp: int
+    dp: int
+    tp: int
+    batch: int
+    microbatch: int
+    schedule: str
+    stage_starts: tuple[int, ...]
+    """The first unit of every stage."""
+    layouts: tuple[tuple[str, Layout], ...] = ()
+    """``class/role`` of every parameter slot that is not replicated, in slot dims (`core.structure`); ``@unit/role``
+    for a unit that differs from its class."""
+    virtual_stages: int = 1
+    recompute: Recompute = "none"
+    shard: int = 0
+    shard_group: int | None = None
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    loss_scope: LossScope | None = None
+    """Which samples batch norm and other losses that couple samples see together; None: nobody has said so, and each
+    replica's own are."""
+    sequence_parallel: bool = False
+    """Whether what the tensor axis leaves whole is divided along the sequence (arXiv 2205.05198, section 4.2.2)."""
+    gradient_precision: str | None = None
+    """Of the sums of gradients over microbatches; None: as the parameters."""
+    placement_order: str = "PDT"
+    """The order of the axes over the ranks: the last letter's neighbours are neighbouring ranks."""
+    kept_units: tuple[int, ...] = ()
+    """Units that keep their activations although recompute is "full": those that memory leaves room for."""
+    offloaded_units: tuple[int, ...] = ()
+    """Units whose activations go to the host's memory and come back, instead of being computed again."""
+    generated: tuple[str, ...] = ()
+    """The actions of every pipeline rank, comma-separated, of a schedule that follows no pattern ("auto")."""
+
+    def __post_init__(self) -> None:
+        for name in ("pp", "dp", "tp", "batch", "microbatch", "virtual_stages"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise PlanError(f"{name}={value!r}: expected a whole number of at least 1")
+        self._require_words()
+        if self.batch % (self.dp * self.microbatch):
+            raise PlanError(
+                f"batch={self.batch} is not a multiple of dp · microbatch = {self.dp} · {self.microbatch}: "
+                f"use batch={_near_multiple(self.batch, self.dp * self.microbatch)}, or another microbatch"
+            )
+        if len(self.stage_starts) != self.stages:
+            raise PlanError(f"{len(self.stage_starts)} stage_starts for {self.stages} stages (pp · virtual_stages)")
+        if self.stage_starts[0] != 0 or any(
+            b <= a for a, b in zip(self.stage_starts[:-1], self.stage_starts[1:], strict=True)
+        ):
+            raise PlanError(f"stage_starts rise from 0: given {self.stage_starts}")
+        if self.shard not in (0, 1, 2, 3):
+            raise PlanError(f"shard={self.shard!r}: expected 0 (nothing), 1 (optimizer), 2 (gradients), 3 (parameters)")
+        if not isinstance(self.placement_order, str) or sorted(self.placement_order) != ["D", "P", "T"]:
+            raise PlanError(f"placement_order={self.placement_order!r}: expected an order of the letters D, P and T")
+        for name in ("kept_units", "offloaded_units"):
+            units = getattr(self, name)
+            if len(set(units)) != len(units):
+                raise PlanError(f"{name}={list(units)}: expected each unit once")
+        if self.kept_units and self.recompute != "full":
+            raise PlanError(
+                f"kept_units={list(self.kept_units)} with recompute={self.recompute!r}: they are units that keep their "
+                f'activations where others do not, under recompute="full"'
+            )
+        if self.offloaded_units and (self.recompute != "full" or set(self.offloaded_units) & set(self.kept_units)):
+            raise PlanError(
+                f"offloaded_units={list(self.offloaded_units)} with recompute={self.recompute!r} and kept_units="
+                f'{list(self.kept_units)}: they are units that are neither kept nor recomputed, under recompute="full"'
+            )
+        self._require_sharding()
+        self._require_runnable_schedule()
+
+    def _require_words(self) -> None:
+        """Raise PlanError for a field whose value is none of those that it may have."""
+        options: dict[str, tuple[Collection[object], str]] = {
+            "recompute": (get_args(Recompute), ""),
+            "precision": (PRECISION_BYTES, ""),
+            "gradient_precision": ((None, *PRECISION_BYTES), ", or None for that of the parameters"),
+            "optimizer": (OPTIMIZER_STATES, ""),
+            "loss_scope": ((None, *get_args(LossScope)), ", or None"),
+        }
+        require_schedule(self.schedule)
+        for name, (known, beside) in options.items():
+            value = getattr(self, name)
+            if not isinstance(value, str | None) or value not in known:
+                words = [word for word in known if isinstance(word, str)]
+                raise PlanError(f"{name}={value!r}: {nearest(str(value), words)}{beside}")
+        if not isinstance(self.sequence_parallel, bool):
+            raise PlanError(f"sequence_parallel={self.sequence_parallel!r}: expected True or False")
+
+    def _require_sharding(self) -> None:
+        """Raise PlanError for a shard group that the data axis does not have, or that shares nothing."""
+        group = self.shard_group
+        if group is None:
+            return
+        if type(group) is not int or group < 1 or self.dp % group:
+            raise PlanError(f"shard_group={group!r} does not divide dp={self.dp}: use a divisor of {self.dp}")
+        if group > 1 and self.shard == 0:
+            raise PlanError(
+                f"shard=0 and shard_group={group}: nothing is sharded that a group could share; leave out shard_group, "
+                f"or take shard=1, 2 or 3"
+            )
+
+    def _require_runnable_schedule(self) -> None:
+        """Raise PlanError for a schedule that does not train, or not with these sizes."""
+        try:
+            require_buildable(self.stages, self.microbatches)
+        except ScheduleError as error:
+            raise PlanError(
+                f"batch={self.batch}, dp={self.dp} and microbatch={self.microbatch} make {self.microbatches} "
+                f"microbatches: {error}"
+            ) from error
+        family = FAMILIES.get(self.schedule)
+        if family is not None and not family.trains:
+            raise PlanError(f"schedule {self.schedule!r} has no backward passes, and a plan trains: take another")
+        if family is not None:
+            reason = family.refusal(Sizes(self.pp, self.microbatches, self.virtual_stages))
+            if reason is not None:
+                raise PlanError(f"schedule {self.schedule!r} does not admit these sizes: {reason}")
+        if bool(self.generated) != (self.schedule == AUTO):
+            raise PlanError(
+                f"schedule {self.schedule!r} with {len(self.generated)} rows of generated actions: {AUTO!r} has them, "
+                f"and no other schedule"
+            )
+        if self.generated:
+            try:
+                schedule = generated_schedule(self.generated)
+                require_trains(schedule)
+            except ScheduleError as error:
+                raise PlanError(f"the generated schedule cannot be run: {error}") from error
+            sizes = (schedule.ranks, schedule.stages, schedule.microbatches)
+            if sizes != (self.pp, self.stages, self.microbatches):
+                raise PlanError(
+                    f"the generated schedule has {sizes} ranks, stages and microbatches: expected "
+                    f"{(self.pp, self.stages, self.microbatches)}"
+                )
+
+    @property
+    def mesh(self) -> Mesh:
+        """The axes over the ranks."""
+        return Mesh.placed(self.placement_order, pp=self.pp, dp=self.dp, tp=self.tp)
+
+    def build_schedule(self, costs: StageCosts | None) -> Schedule:
+        """The table of actions. Raises ScheduleError when the schedule does not admit the sizes."""
+        if self.generated:
+            return generated_schedule(self.generated)
+        return Schedule.build(
+            self.schedule,
+            ranks=self.pp,
+            microbatches=self.microbatches,
+            virtual_stages=self.virtual_stages,
+            costs=costs,
+        )
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """For every stage the pipeline rank that holds it."""
+        if self.generated:
+            return generated_schedule(self.generated).placement
+        return placement_of(self.schedule, self.pp, self.virtual_stages)
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.virtual_stages
+
+    @property
+    def microbatches(self) -> int:
+        return self.batch // (self.dp * self.microbatch)
+
+
+def require_schedule(name: str) -> None:
+    """Raise PlanError, with the nearest name, unless there is such a schedule."""
+    names = (*schedule_names(), AUTO)
+    if name not in names:
+        raise PlanError(f"schedule={name!r}: {nearest(str(name), names)}")
+
+
+@lru_cache(maxsize=256)
+def placement_of(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
+    """For every stage the pipeline rank that holds it, however many microbatches there are; two rounds of the pipeline
+    are as many as any schedule asks for. Raises ScheduleError for sizes that the schedule does not admit."""
+    family = FAMILIES[schedule]
+    if (reason := family.refusal(Sizes(ranks, 2 * ranks, virtual_stages))) is not None:
+        raise ScheduleError(f"{schedule} does not admit these sizes: {reason}")
+    return family.placement(ranks, virtual_stages)
+
+
+@lru_cache(maxsize=16)
+def generated_schedule(rows: tuple[str, ...]) -> Schedule:
+    """The schedule that a plan stores row by row, read and checked once: decisions are made anew in many places. Raises
+    ScheduleError for one that is not whole or does not end."""
+    return from_csv("\n".join(rows), AUTO)
+
+
+def summarize(decision: Decision) -> str:
+    """``pp 4 × dp 2 × tp 8, microbatch 1 × 16, 1f1b, recompute none``."""
+    parts = [
+        f"pp {decision.pp} × dp {decision.dp} × tp {decision.tp}",
+        f"microbatch {decision.microbatch} × {decision.microbatches}",
+    ]
+    if decision.pp > 1:
+        parts.append(decision.schedule)
+    if decision.virtual_stages > 1:
+        parts.append(f"{decision.virtual_stages} virtual stages")
+    kept = f" but for {len(decision.kept_units)} units" if decision.kept_units else ""
+    parts.append(f"recompute {decision.recompute}{kept}")
+    if decision.offloaded_units:
+        parts.append(f"{len(decision.offloaded_units)} units offloaded")
+    if decision.sequence_parallel:
+        parts.append("sequence parallel")
+    if decision.shard:
+        parts.append(
+            f"shard {decision.shard}" + (f" in groups of {decision.shard_group}" if decision.shard_group else "")
+        )
+    if decision.placement_order != "PDT":
+        parts.append(f"placed {decision.placement_order}")
+    return ", ".join(parts)
+
+
+def _near_multiple(value: int, of: int) -> int:
+    """The multiple of ``of`` nearest to ``value``, at least one."""
+    return max(1, round(value / of)) * of
+
+
+def pinned_summary(pins: Mapping[str, object]) -> tuple[str, ...]:
+    """``("pp=2", …)`` of those that were given."""
+    return tuple(f"{name}={value}" for name, value in pins.items() if value is not None)

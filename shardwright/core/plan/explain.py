@@ -1,0 +1,138 @@
+"""A plan in words: what was decided, what it costs, and why a parameter lies as it does."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwright.core.amounts import bytes_text, seconds_text
+from shardwright.core.errors import PlanError, nearest
+from shardwright.core.layout.picture import picture
+from shardwright.core.layout.placements import Layout, Split
+from shardwright.core.model.structure import SlotDims, in_own_dims, layout_of
+from shardwright.core.plan.plan import STALE, Plan
+
+
+def explain(plan: Plan, parameter: str | None = None) -> str:
+    """The plan in a few lines, or one parameter of it (by the name that any bound framework gives it).
+
+    Raises PlanError for a parameter that no binding knows, with the nearest.
+    """
+    if not isinstance(plan, Plan):
+        raise PlanError(f"explain takes a Plan, not a {type(plan).__name__}: Plan.load reads one")
+    if parameter is not None and not isinstance(parameter, str):
+        raise PlanError(f"parameter={parameter!r}: expected the name of a parameter")
+    return _plan_text(plan) if parameter is None else _parameter_text(plan, parameter)
+
+
+def _plan_text(plan: Plan) -> str:
+    p = plan.predicted
+    lines = [
+        f"{plan.model_name} on {plan.provenance.cluster}: {plan.summary()}",
+        *([f"note: {STALE}"] if plan.is_stale else []),
+        f"step {seconds_text(p.step_time_s)} = pipeline {seconds_text(p.pipeline_s)} (bubble {p.bubble_fraction:.1%}, "
+        f"tensor collectives {seconds_text(p.tensor_collective_s)}) + gradient reduction "
+        f"{seconds_text(p.data_parallel_s)} + optimizer {seconds_text(p.optimizer_s)}",
+    ]
+    for rank, use in enumerate(p.memory_by_stage_rank):
+        sizes = ", ".join(f"{name} {bytes_text(size)}" for name, size in use.classes.items())
+        apart = f", never there at once {bytes_text(use.apart_bytes)}" if use.apart_bytes else ""
+        lines.append(f"pipeline rank {rank}: {bytes_text(use.total_bytes)} ({sizes}{apart})")
+    lines += [f"not chosen: {a.summary}: {a.reason}" for a in plan.alternatives]
+    lines += [f"whole on the tensor axis: {slot}: {reason}" for slot, reason in plan.unsplit]
+    return "\n".join(lines)
+
+
+def _parameter_text(plan: Plan, parameter: str) -> str:
+    known: dict[str, list[tuple[str, int, str]]] = {}
+    for framework, binding in plan.bindings:
+        first_name = {alias: names[0] for names in binding.aliases for alias in names}
+        for unit, bound in enumerate(binding.units):
+            for role, name, _ in bound.parameters:
+                places = [alias for alias, first in first_name.items() if first == name] or [name]
+                for place in places:
+                    known.setdefault(place, []).append((framework, unit, role))
+    if parameter not in known:
+        raise PlanError(f"the plan has no parameter {parameter!r}: {nearest(parameter, known)[:400]}")
+    lines = []
+    unsplit = dict(plan.unsplit)
+    decided = dict(plan.decision.layouts)
+    schedule = plan.build_schedule()
+    uses: dict[str, list[_Use]] = {}
+    for framework, unit, role in known[parameter]:
+        stage = next(s for s, units in enumerate(plan.stage_units) if unit in units)
+        slot = f"{plan.model.unit_classes[unit]}/{role}"
+        shape = dict(plan.model.class_slots[plan.model.unit_classes[unit]])[role]
+        lines.append(f"{parameter} ({framework}): unit {unit}, stage {stage}, slot {slot}, shape (in, out) {shape}")
+        layout = layout_of(decided, unit, plan.model.unit_classes[unit], role)
+        if not layout.is_replicated:
+            lines.append(f"  layout {layout} in slot dims{_meaning(layout, role)}")
+        else:
+            why = unsplit.get(slot) or (
+                "tp is 1" if plan.decision.tp == 1 else "no axis that it could be split on pays"
+            )
+            lines.append(f"  replicated: {why}")
+        slots = plan.binding(framework).units[unit].parameters
+        name, dims = next((name, dims) for held, name, dims in slots if held == role)
+        others = [a for a in dict(plan.layout_alternatives).get(slot, ()) if a.layout != layout]
+        if others:
+            lines.append("  what others would add in this unit, at the rates of large work:")
+        lines += [f"  not {a.layout}: {_cost(a.extra_s, a.extra_bytes)}{_meaning(a.layout, role)}" for a in others]
+        own = in_own_dims(layout, dims)
+        uses.setdefault(framework, []).append(
+            _Use(own, {in_own_dims(a.layout, dims): (a.extra_s, a.extra_bytes) for a in others})
+        )
+        rank = schedule.stage_to_rank(stage)
+        where = f", on pipeline rank {rank}" if plan.decision.pp > 1 else ""
+        whole = _own_shape(dims)
+        lines.append(f"  {name} {whole} as {framework} has it{where}:")
+        lines += [f"    {line}" for line in picture(whole, own, plan.mesh, pp=rank).splitlines()]
+    for framework, found in uses.items():
+        lines += _together(framework, found)
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """One use of a parameter: how it lies, and what other layouts would add there, all in its own dims."""
+
+    layout: Layout
+    others: dict[Layout, tuple[float, float]]
+
+
+def _together(framework: str, uses: Sequence[_Use]) -> list[str]:
+    """What other layouts would cost a tied parameter, over all of its uses: one of them alone may be better off. The
+    bytes are those of one array."""
+    if len(uses) < 2:
+        return []
+    common = [layout for layout in uses[0].others if all(layout in use.others for use in uses)]
+    if not common:
+        return []
+    lines = [f"all {len(uses)} uses together, as {framework} has it ({uses[0].layout}):"]
+    for layout in common:
+        seconds = sum(use.others[layout][0] for use in uses)
+        held = max(use.others[layout][1] for use in uses)
+        lines.append(f"  not {layout}: {_cost(seconds, held)}")
+    return lines
+
+
+def _meaning(layout: Layout, role: str) -> str:
+    """In words, for a matrix: which of its two slot dims is split."""
+    split = next((place for _, place in layout.placements if isinstance(place, Split)), None)
+    if split is None or not role.startswith("w"):
+        return ""
+    what = ("what is summed over or looked up", "what comes out")[split.dim]
+    return f" ({what} is split{', block by block' if split.blocks else ''})"
+
+
+def _cost(extra_s: float, extra_bytes: float) -> str:
+    time, held = _signed(extra_s * 1e6, "µs"), _signed(extra_bytes / 2**20, "MiB")
+    return f"{time} a sample, {held} held"
+
+
+def _own_shape(dims: SlotDims) -> tuple[int, ...]:
+    """The shape that a framework gives a parameter, from the dims that each slot dim is made of."""
+    sizes = {dim: size for group in dims for dim, size in group}
+    return tuple(sizes[dim] for dim in sorted(sizes))
+
+
+def _signed(value: float, unit: str) -> str:
+    return f"{value:+.4g} {unit}"

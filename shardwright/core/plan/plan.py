@@ -1,0 +1,380 @@
+"""The plan: how a model is split over devices, what that will cost, and what the frameworks call its parts."""
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, is_dataclass, replace
+from pathlib import Path
+
+from shardwright.core.amounts import bytes_text, seconds_text
+from shardwright.core.errors import PlanError, PlanFileError, nearest
+from shardwright.core.layout.mesh import Mesh
+from shardwright.core.layout.placements import Layout, Split
+from shardwright.core.model.fold import CallRef, fold
+from shardwright.core.model.graph import Graph
+from shardwright.core.model.structure import (
+    Binding,
+    Structure,
+    in_own_dims,
+    in_slot_dims,
+    layout_of,
+    require_names,
+    structure_of,
+)
+from shardwright.core.plan.decision import Decision, summarize
+from shardwright.core.schedule import Schedule, StageCosts
+from shardwright.core.solver.tensor_layouts import Rates, SlotAlternatives
+from shardwright.core.tables.memory import MemoryUse, unit_recompute
+from shardwright.core.text_files import path_of
+
+
+@dataclass(frozen=True, slots=True)
+class ClassCost:
+    """One microbatch of one class of unit, recompute and tensor collectives included. Seconds and bytes per rank."""
+
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    activation_bytes: int
+    parameter_elements: int
+    trained_elements: int
+    """Of the parameters' entries, those that have gradients."""
+    swapped_s: float = 0.0
+    """That its activations take to the host, and back; beside the passes of the stage."""
+    collective_s: float = 0.0
+    """Of the passes, collectives over the tensor axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What units cost, folded."""
+
+    unit_classes: tuple[int, ...]
+    classes: tuple[ClassCost, ...]
+    boundary_bytes: tuple[int, ...]
+    """For every unit, the bytes of activations that enter it from before: what a cut there sends."""
+    boundary_s: tuple[float, ...]
+    """Seconds to send them to the next stage."""
+    rates: Rates
+    """What the tensor layouts were chosen by: `core.realise` completes them by the same."""
+    ranks: tuple["RankCosts", ...] = ()
+    """For every pipeline rank its own seconds, where devices or links differ; empty where all ranks cost the same."""
+    idle_lent: float = 0.0
+    """As of `StageCosts`."""
+
+    def on_rank(self, rank: int) -> "Costs":
+        """What units cost on one pipeline rank."""
+        own = self.ranks[rank]
+        return replace(self, classes=own.classes, boundary_s=own.boundary_s, ranks=())
+
+
+@dataclass(frozen=True, slots=True)
+class RankCosts:
+    """What units cost on one pipeline rank; the fields are those of `Costs`."""
+
+    classes: tuple[ClassCost, ...]
+    boundary_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What one step will take."""
+
+    step_time_s: float
+    pipeline_s: float
+    """Of it, the pipeline's forward and backward passes, bubbles included."""
+    bubble_fraction: float
+    """Idle share of the pipeline time, averaged over ranks, without what those at work were lent of it."""
+    tensor_collective_s: float
+    """Of the pipeline time, communication on the tensor axis on the slowest stage."""
+    data_parallel_s: float
+    """Of the step, the gradient reduction that nothing hides."""
+    optimizer_s: float
+    memory_by_stage_rank: tuple[MemoryUse, ...]
+    """One per coordinate on pp: ranks that differ in dp or tp only hold the same amounts."""
+    mesh: Mesh
+
+    @property
+    def memory(self) -> tuple[MemoryUse, ...]:
+        """One per rank."""
+        near = self.mesh.stride("pp")
+        once = tuple(use for use in self.memory_by_stage_rank for _ in range(near))
+        return once * (self.mesh.size // len(once))
+
+    @property
+    def peak_memory_bytes(self) -> tuple[int, ...]:
+        """One per rank."""
+        return tuple(use.total_bytes for use in self.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A plan that was scored and not chosen."""
+
+    summary: str
+    step_time_s: float
+    peak_memory_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Where a plan comes from."""
+
+    shardwright: str
+    captured_from: str
+    cluster: str
+    world_size: int
+    device_memory_bytes: int
+    pinned: tuple[str, ...]
+    left_out: str = ""
+    """Devices that were given and are not worth using; ``cluster`` and ``world_size`` are of the rest."""
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """A decision about one model on one cluster. Saved as JSON; `docs/plan-file.md` describes the file."""
+
+    decision: Decision
+    model_name: str
+    model: Structure
+    bindings: tuple[tuple[str, Binding], ...]
+    costs: Costs
+    predicted: Predicted
+    alternatives: tuple[Alternative, ...]
+    unsplit: tuple[tuple[str, str], ...]
+    """``class/role`` of the matrices that stay whole on the tensor axis, and why."""
+    layout_alternatives: SlotAlternatives
+    """For every slot the next best layouts, and what they would have cost."""
+    provenance: Provenance
+    counted_for: str = ""
+    """A digest of the decision, the model and the costs that ``predicted`` was counted for; by default, of this
+    plan's own. After an edit it is that of the plan before (`is_stale`)."""
+
+    def __post_init__(self) -> None:
+        if not self.counted_for:
+            object.__setattr__(self, "counted_for", self._basis())
+        if self.mesh.size != self.provenance.world_size:
+            d = self.decision
+            raise PlanError(
+                f"pp {d.pp} × dp {d.dp} × tp {d.tp} are {self.mesh.size} ranks, and the plan was made for the "
+                f"{self.provenance.world_size} devices of {self.provenance.cluster}: plan again for the other number"
+            )
+        units = len(self.model.unit_classes)
+        if self.decision.stage_starts[-1] >= units:
+            raise PlanError(f"stage_starts {self.decision.stage_starts} name units that the model's {units} lack")
+        for name in ("kept_units", "offloaded_units"):
+            named = getattr(self.decision, name)
+            if any(not 0 <= unit < units for unit in named):
+                raise PlanError(f"{name} {named} name units that the model's {units} lack")
+        shapes = self.model.slot_shapes
+        for slot, layout in self.decision.layouts:
+            if slot not in shapes:
+                raise PlanError(f"a layout is given for {slot!r}, which the model lacks: {nearest(slot, shapes)}")
+            _require_tensor_axis(slot, layout)
+            layout.check(shapes[slot], self.mesh)
+        for framework, _ in self.bindings:
+            self.parameter_layouts(framework)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether ``predicted`` was counted for another decision, model or costs: the plan was edited."""
+        return self.counted_for != self._basis()
+
+    def _basis(self) -> str:
+        return hashlib.sha256(repr((self.decision, self.model.digest, _plain(self.costs))).encode()).hexdigest()[:16]
+
+    # What runtimes ask -------------------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> Mesh:
+        """The axes over the ranks, in the decision's placement order."""
+        return self.decision.mesh
+
+    @property
+    def stages(self) -> int:
+        return self.decision.stages
+
+    @property
+    def microbatches(self) -> int:
+        return self.decision.microbatches
+
+    @property
+    def stage_units(self) -> tuple[range, ...]:
+        """The units of every stage."""
+        starts = self.decision.stage_starts
+        ends = (*starts[1:], len(self.model.unit_classes))
+        return tuple(range(a, b) for a, b in zip(starts, ends, strict=True))
+
+    @property
+    def recomputed_units(self) -> tuple[int, ...]:
+        """Under full recompute the units that there are several of, but for those that keep their activations, or
+        offload them."""
+        if self.decision.recompute != "full":
+            return ()
+        kept = {*self.decision.kept_units, *self.decision.offloaded_units}
+        classes = Counter(self.model.unit_classes)
+        return tuple(
+            unit
+            for unit, held in enumerate(self.model.unit_classes)
+            if unit not in kept and unit_recompute("full", classes[held] > 1) == "full"
+        )
+
+    def is_pinned(self, name: str) -> bool:
+        """Whether the user gave this part of the decision, rather than leaving it to the search."""
+        return any(pin.startswith(f"{name}=") for pin in self.provenance.pinned)
+
+    def build_schedule(self) -> Schedule:
+        """The table of actions. Raises ScheduleError when the schedule does not admit the sizes."""
+        return self.decision.build_schedule(self.stage_costs())
+
+    def stage_costs(self) -> StageCosts:
+        """Seconds and bytes of every stage for one microbatch, from the folded costs."""
+        placement = self.decision.stage_ranks if self.costs.ranks else ()
+        forward, input_grad, weight_grad, transfer, kept = [], [], [], [], []
+        for stage, units in enumerate(self.stage_units):
+            costs = self.costs.on_rank(placement[stage]) if placement else self.costs
+            held = [costs.classes[costs.unit_classes[unit]] for unit in units]
+            swapped = sum(c.swapped_s for c in held)
+            weights = sum(c.weight_grad_s for c in held)
+            forward.append(max(sum(c.forward_s for c in held), swapped))
+            input_grad.append(max(sum(c.input_grad_s for c in held), swapped - weights))
+            weight_grad.append(weights)
+            kept.append(sum(c.activation_bytes for c in held))
+            if stage:
+                transfer.append(costs.boundary_s[units[0]])
+        return StageCosts(
+            tuple(forward),
+            tuple(input_grad),
+            tuple(weight_grad),
+            tuple(transfer),
+            tuple(kept),
+            idle_lent=self.costs.idle_lent,
+        )
+
+    def binding(self, framework: str) -> Binding:
+        """The framework's names. Raises PlanError when the plan is not bound to it."""
+        bound = dict(self.bindings)
+        if framework not in bound:
+            raise PlanError(
+                f"this plan is bound to {', '.join(bound)}, not to {framework}: capture the model in {framework} and "
+                f"call plan.rebind(graph)"
+            )
+        return bound[framework]
+
+    def stage_calls(self, framework: str) -> tuple[tuple[CallRef, ...], ...]:
+        """For every stage the outermost module calls that lie wholly in its units, in order."""
+        units = self.binding(framework).units
+        return tuple(tuple(call for u in held for call in units[u].calls) for held in self.stage_units)
+
+    def parameter_stages(self, framework: str) -> dict[str, tuple[int, ...]]:
+        """For every parameter, by its first name, the stages that use it."""
+        units = self.binding(framework).units
+        found: dict[str, dict[int, None]] = {}
+        for stage, held in enumerate(self.stage_units):
+            for unit in held:
+                for _, name, _ in units[unit].parameters:
+                    found.setdefault(name, {})[stage] = None
+        return {name: tuple(stages) for name, stages in found.items()}
+
+    def parameter_layouts(self, framework: str) -> dict[str, Layout]:
+        """For every parameter, by its first name, its layout in the framework's own dims. Raises PlanError for a tied
+        parameter that two of its slots put differently."""
+        decided = dict(self.decision.layouts)
+        found: dict[str, tuple[str, Layout]] = {}
+        for unit, bound in enumerate(self.binding(framework).units):
+            fold_class = self.model.unit_classes[unit]
+            for role, name, dims in bound.parameters:
+                layout = layout_of(decided, unit, fold_class, role)
+                slot = f"@{unit}/{role}" if f"@{unit}/{role}" in decided else f"{fold_class}/{role}"
+                own = in_own_dims(layout, dims)
+                first, before = found.setdefault(name, (slot, own))
+                if before != own:
+                    raise PlanError(
+                        f"tied parameter {name} has two layouts: slot {first} puts it at {before} in its own dims, "
+                        f"slot {slot} at {own}: it is one array, so write {in_slot_dims(before, dims)} for {slot}, or "
+                        f"change {first}"
+                    )
+        return {name: layout for name, (_, layout) in found.items()}
+
+    def require_model(self, framework: str, names: tuple[str, ...], model_name: str) -> None:
+        """Raise PlanError, naming the parameters that differ, unless these are the plan's."""
+        require_names(self.binding(framework), names, model_name)
+
+    def require_world(self, world_size: int) -> None:
+        """Raise PlanError unless so many ranks are there."""
+        if world_size != self.mesh.size:
+            d = self.decision
+            raise PlanError(
+                f"the plan is for {self.mesh.size} ranks (pp {d.pp} × dp {d.dp} × tp {d.tp}), and {world_size} are "
+                f"running: start {self.mesh.size} of them, or plan for {world_size}"
+            )
+
+    # What users ask ----------------------------------------------------------------------------------------------
+
+    def rebind(self, graph: Graph) -> "Plan":
+        """This plan with the names of another capture of the same model, perhaps in the other framework.
+
+        Raises PlanError that names the first difference when the structures do not match.
+        """
+        structure, binding = structure_of(fold(graph))
+        difference = self.model.difference(structure)
+        if difference is not None:
+            raise PlanError(
+                f"this plan is for {self.model_name}, which {graph.model_name} in {graph.framework} does not match: "
+                f"{difference} (plan against model)"
+            )
+        kept = [(name, bound) for name, bound in self.bindings if name != graph.framework]
+        return replace(self, bindings=tuple(sorted([*kept, (graph.framework, binding)], key=lambda item: item[0])))
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan file (JSON), whole or not at all. Raises PlanFileError when it cannot be written."""
+        from shardwright.core.plan.file import write
+
+        write(self, path_of(path, PlanFileError))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read a plan file. Raises PlanFileError with the path inside the file of what is wrong."""
+        from shardwright.core.plan.file import read
+
+        return read(path_of(path, PlanFileError))
+
+    def summary(self) -> str:
+        """The degrees in one line."""
+        return summarize(self.decision)
+
+    def __repr__(self) -> str:
+        predicted, where = self.predicted, self.provenance
+        return (
+            f"<Plan of {self.model_name} on {where.cluster}: {self.summary()}; step "
+            f"{seconds_text(predicted.step_time_s)}, at most {bytes_text(max(predicted.peak_memory_bytes))} of a "
+            f"device's {bytes_text(where.device_memory_bytes)}>"
+        )
+
+
+STALE = (
+    "the predicted time and memory were counted for another decision than this one, which was edited since: plan again "
+    "with the edited values pinned"
+)
+"""What is said of a plan whose figures are those of another."""
+
+
+def _require_tensor_axis(slot: str, layout: Layout) -> None:
+    """Raise PlanError for a layout that no parameter can have: they are split, and on the tensor axis alone."""
+    for axis, placement in layout.placements:
+        if axis in ("pp", "dp"):
+            raise PlanError(
+                f"layout {layout} of {slot} lies on axis {axis!r}: parameters are laid out on 'tp'; stages are cut by "
+                f"stage_starts, and what replicas share is said by shard"
+            )
+        if not isinstance(placement, Split):
+            raise PlanError(f"layout {layout} of {slot}: a parameter is split or whole, not partial")
+
+
+def _plain(value: object) -> object:
+    """Values of dataclasses, numbers as floats: what is read back from a file is the same."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return tuple(_plain(getattr(value, name)) for name in value.__dataclass_fields__)
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return float(value) if isinstance(value, int | float) else value

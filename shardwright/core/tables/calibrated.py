@@ -1,0 +1,66 @@
+"""Costs of units that were measured: what the model of ops says, corrected by what a run took."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from shardwright.core.cluster.hardware.device import MeasuredUnit
+from shardwright.core.cost.unit import UnitCost
+
+
+def calibrated(
+    cost: UnitCost,
+    measured: Sequence[MeasuredUnit],
+    microbatch: int,
+    predicted: Callable[[int], UnitCost],
+    *,
+    with_collectives: bool = False,
+) -> UnitCost:
+    """``cost`` with its seconds multiplied by measured over predicted, what a step takes once added, and the
+    shares that were measured: of its optimizer's step, and of idle time that is lent.
+
+    Args:
+        cost: of one microbatch of ``microbatch`` samples, on the whole unit or on one rank's part of it.
+        measured: runs of this class of units, all at one tensor degree; none: the cost is given back.
+        predicted: what is predicted of what ran, at a microbatch that was measured.
+        with_collectives: the runs were at the cost's own tensor degree, collectives included; otherwise collectives
+            are left as they are.
+
+    Between the microbatches that were measured the factor is interpolated in their logarithm; outside, it is that of
+    the nearest.
+    """
+    if not measured:
+        return cost
+    runs = sorted(measured, key=lambda run: run.microbatch)
+    said = [predicted(run.microbatch) for run in runs]
+    at = np.log([run.microbatch for run in runs])
+
+    def factor(taken: list[float], expected: list[float]) -> float:
+        ratios = [t / e if e > 0 else 1.0 for t, e in zip(taken, expected, strict=True)]
+        return float(np.interp(np.log(microbatch), at, ratios))
+
+    def between(taken: list[float]) -> float:
+        return float(np.interp(np.log(microbatch), at, taken))
+
+    forward = factor([run.forward_s for run in runs], [c.forward_s for c in said])
+    backward = factor([run.backward_s for run in runs], [c.input_grad_s + c.weight_grad_s for c in said])
+    entries = max(1, said[0].parameter_elements)
+    once = between([run.step_s for run in runs]) * cost.parameter_elements / entries
+    passes = 0.0 if with_collectives else cost.collective_s / 2
+    return replace(
+        cost,
+        collective_s=cost.collective_s * (forward + backward) / 2 if with_collectives else cost.collective_s,
+        forward_collective_s=cost.forward_collective_s * (forward if with_collectives else 1.0),
+        forward_s=_scaled(cost.forward_s, min(passes, cost.forward_s), forward),
+        input_grad_s=_scaled(cost.input_grad_s, min(passes, cost.input_grad_s), backward),
+        weight_grad_s=cost.weight_grad_s * backward,
+        selective_s=cost.selective_s * forward,
+        step_s=cost.step_s + once,
+        update_share=between([run.update_share for run in runs]),
+        idle_lent=between([run.idle_lent for run in runs]),
+    )
+
+
+def _scaled(seconds: float, collective_s: float, factor: float) -> float:
+    return collective_s + (seconds - collective_s) * factor

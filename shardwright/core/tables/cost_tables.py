@@ -1,0 +1,436 @@
+"""What units cost at every tensor degree and microbatch size: counted once, shared by all candidates of a search."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+from shardwright.core.cluster.cluster import Cluster
+from shardwright.core.cluster.collectives import send_s
+from shardwright.core.cluster.groups import Group
+from shardwright.core.cluster.hardware import Device, Link
+from shardwright.core.cluster.hardware.device import MeasuredUnit
+from shardwright.core.cost.lying import as_they_lie
+from shardwright.core.cost.unit import UnitCost, seconds_of, unit_cost
+from shardwright.core.cost.unpriced import unpriced_text
+from shardwright.core.cost.work import PRECISION_BYTES, SharedValue
+from shardwright.core.layout.pin import Pin
+from shardwright.core.layout.placements import Layout
+from shardwright.core.model.fold import Folded, Unit, crossing_bytes
+from shardwright.core.model.graph import Graph
+from shardwright.core.model.structure import Binding, Structure, measured_name
+from shardwright.core.rules.pins import resolve
+from shardwright.core.solver.tensor_layouts import (
+    AXIS,
+    Rates,
+    SlotAlternatives,
+    TensorLayouts,
+    Terms,
+    choose,
+    choose_form,
+    digest,
+    pins_of,
+    slot_alternatives,
+    slot_layouts,
+    unsplit,
+)
+from shardwright.core.tables.calibrated import calibrated
+from shardwright.core.tables.graph_reading import read
+from shardwright.core.tables.memory import Recompute, state_bytes_per_element
+from shardwright.core.tables.unit_table import Tie, UnitTable
+
+HOST_LINK_EFFICIENCY = 0.75
+"""Of the bandwidth to the host's memory, that copies reach. Prior: as of the links over PCI Express."""
+
+
+def unpriced_of(graph: Graph) -> str | None:
+    """What `unpriced_text` says of a graph, found once."""
+    return read(graph).remembered("unpriced", lambda: unpriced_text(graph))
+
+
+LARGE_BYTES = 2**32
+"""Of a reduction whose latency no longer counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank of a mesh lies, as far as its costs go."""
+
+    device: Device
+    tensor_group: Group
+    """Its peers on the tensor axis, itself among them."""
+    entering: Link | None
+    """By which the stage before sends, all of its ranks at once; None where there is none."""
+    in_stages: bool
+    """Whether its mesh has several pipeline ranks."""
+
+
+def _best_precision(cluster: Cluster) -> str:
+    """The 16-bit one in which all devices compute faster than in fp32, or fp32."""
+    peaks = [group.device.peak_flops_per_s for group in cluster.groups]
+
+    def is_faster(name: str) -> bool:
+        return all(each.get(name, 0.0) > each.get("fp32", 0.0) for each in peaks)
+
+    return next((name for name in ("bf16", "fp16") if is_faster(name)), "fp32")
+
+
+class CostTables:
+    """The folded model on one kind of device, in one precision."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        cluster: Cluster,
+        precision: str | None,
+        optimizer: str,
+        gradient_precision: str | None = None,
+        sequence_parallel: bool | None = None,
+        pins: tuple[Pin, ...] = (),
+    ) -> None:
+        self.graph, self.cluster, self.optimizer = graph, cluster, optimizer
+        self.gradient_precision, self._sequence_parallel = gradient_precision, sequence_parallel
+        self.device = cluster.device(0)
+        self.precision = precision or _best_precision(cluster)
+        self._read = read(graph)
+        self.folded: Folded = self._read.folded
+        self.structure: Structure = self._read.structure
+        self.binding: Binding = self._read.binding
+        self.counter = self._read.counter
+        self._pins = pins
+        resolve(graph, pins, {AXIS: 1})  # bad ones are told whatever the degrees
+        self._chosen: dict[int, TensorLayouts] = {}
+        self._refused: dict[int, tuple[tuple[str, str], ...]] = {}
+        self._layouts: dict[int, tuple[tuple[str, Layout], ...]] = {}
+        self._tables: dict[tuple[int, int, Recompute, Place], UnitTable] = {}
+        self._costs: dict[tuple[int, int, Device, Group, bool], tuple[UnitCost, ...]] = {}
+        self._held: dict[int, tuple[tuple[Tie, ...], int]] = {}
+
+    def on(self, cluster: Cluster) -> "CostTables":
+        """The same model and numbers on another cluster."""
+        return CostTables(
+            self.graph,
+            cluster,
+            self.precision,
+            self.optimizer,
+            self.gradient_precision,
+            self._sequence_parallel,
+            self._pins,
+        )
+
+    def chosen(self, tp: int) -> TensorLayouts:
+        """The layouts on a tensor axis of so many ranks."""
+        if tp not in self._chosen:
+            self._chosen[tp], self._layouts[tp], self._refused[tp] = self._read.remembered(
+                ("chosen", *self._layout_terms(tp)), lambda: self._choose(tp)
+            )
+        return self._chosen[tp]
+
+    def _layout_terms(self, tp: int) -> tuple[Terms, bool | None, tuple[Pin, ...]]:
+        """All that layouts depend on beside the graph: many clusters share it."""
+        state = state_bytes_per_element(self.precision, self.optimizer, gradient_precision=self.gradient_precision)
+        form = self._sequence_parallel if tp > 1 else False
+        return Terms(tp, self.rates(tp), self.precision, state), form, self._pins if tp > 1 else ()
+
+    def _choose(self, tp: int) -> tuple[TensorLayouts, tuple[tuple[str, Layout], ...], tuple[tuple[str, str], ...]]:
+        terms, form, given = self._layout_terms(tp)
+        frame = self._read.frame
+        asked = resolve(self.graph, given, {AXIS: tp})
+        found, refused = choose_form(frame, terms, form, dict(asked.places))
+        # What is counted is what the plan says: from its slots alone, as a runtime reads them.
+        layouts = slot_layouts(frame, self.structure, found)
+        pins = pins_of(frame, self.structure, dict(layouts))
+        return choose(frame, found.terms, pins), layouts, (*asked.unsplit, *refused)
+
+    def rates(self, tp: int) -> Rates:
+        """The rates of large work on the device and on the tensor axis."""
+        device = self.device
+        ring_bytes = 2 * (tp - 1) / tp * LARGE_BYTES
+        return Rates(
+            device.flops_per_s(self.precision) * device.matmul_efficiency,
+            device.memory_bandwidth_bytes_per_s * device.memory_efficiency,
+            ring_bytes / self.cluster.group(range(tp)).all_reduce_s(LARGE_BYTES) if tp > 1 else 1.0,
+        )
+
+    def sequence_parallel(self, tp: int) -> bool:
+        """Whether what goes from unit to unit is divided along the sequence."""
+        return self.chosen(tp).terms.sequence_parallel
+
+    def layouts(self, tp: int) -> tuple[tuple[str, Layout], ...]:
+        """Layouts by slot."""
+        self.chosen(tp)
+        return self._layouts[tp]
+
+    def unsplit(self, tp: int) -> tuple[tuple[str, str], ...]:
+        """The matrices that stay whole, and why; pins that could not be kept."""
+        said = dict(unsplit(self._read.frame, self.structure, self.chosen(tp)))
+        slot_of: dict[str, str] = {}
+        for unit, structural in zip(self.binding.units, self.structure.unit_classes, strict=True):
+            for role, name, _ in unit.parameters:
+                slot_of.setdefault(name, f"{structural}/{role}")
+        for name, reason in self._refused[tp]:
+            slot = slot_of.get(name, name)
+            said[slot] = f"{reason}; {said[slot]}" if slot in said else reason
+        return tuple(sorted(said.items()))
+
+    def layout_alternatives(self, tp: int) -> SlotAlternatives:
+        """What else every parameter could be, and what that would have cost."""
+        if tp == 1:
+            return ()
+        chosen = self.chosen(tp)
+
+        def find() -> SlotAlternatives:
+            pins = dict(resolve(self.graph, self._pins, {AXIS: tp}).places)
+            kept = {t: p for t, p in pins.items() if self.graph.tensors[t].name not in dict(self._refused[tp])}
+            return slot_alternatives(self._read.frame, self.structure, chosen, kept)
+
+        return self._read.remembered(("alternatives", *self._layout_terms(tp)), find)
+
+    def slow_tensor_axis(self, tp: int, microbatch: int) -> str | None:
+        """With figures, whether a tensor axis that runs across nodes leaves each of its ranks with no less time than
+        the part of it that fits into one node would."""
+        per_node = max(1, self.cluster.world_size // self.cluster.nodes)
+        if tp <= per_node:
+            return None
+        fewer = max(n for n in range(1, per_node + 1) if tp % n == 0)
+
+        def microbatch_s(degree: int) -> float:
+            costs = self.class_costs(
+                degree, microbatch, Place(self.device, self.cluster.group(range(degree)), None, False)
+            )
+            return sum(costs[variant].total_s for variant in self.variants(degree))
+
+        ours, theirs = microbatch_s(tp), microbatch_s(fewer)
+        if ours < theirs:
+            return None
+        return (
+            f"tp={tp} runs across nodes, at {self.rates(tp).link_bytes_per_s / 1e9:.3g} GB/s: a microbatch of "
+            f"{microbatch} takes each rank {ours * 1e3:.3g} ms, and {theirs * 1e3:.3g} ms with tp={fewer}; use "
+            f"tp={fewer}, and the other ranks for replicas or stages"
+        )
+
+    def variants(self, tp: int) -> tuple[int, ...]:
+        """For every unit its place in `class_costs`: units that are alike and laid out alike share one."""
+        return self.chosen(tp).variants
+
+    def table(self, tp: int, microbatch: int, recompute: Recompute, place: Place) -> UnitTable:
+        """What units cost on a rank at that place, at that tensor degree."""
+        key = (tp, microbatch, recompute, place)
+        if key not in self._tables:
+            self._tables[key] = self._make_table(tp, microbatch, recompute, place)
+        return self._tables[key]
+
+    def _make_table(self, tp: int, microbatch: int, recompute: Recompute, place: Place) -> UnitTable:
+        classes, chosen = self.class_costs(tp, microbatch, place), self.chosen(tp)
+        boundary = tuple(fixed + slope * microbatch for fixed, slope in self._boundaries())
+        if chosen.terms.sequence_parallel:
+            boundary = tuple(-(-size // tp) for size in boundary)
+        known = {size: self._send_s(size, tp, place) for size in set(boundary)}
+        seconds = tuple(known[size] for size in boundary)
+        ties, largest = self._held_parameters(tp)
+
+        def size_bytes(tensor: int) -> int:
+            return self.counter.size_bytes(tensor, microbatch, self.precision)
+
+        units = tuple(classes[variant] for variant in chosen.variants)
+        return UnitTable(
+            units,
+            boundary,
+            seconds,
+            ties,
+            largest,
+            recompute,
+            self.repeated,
+            host_bytes_per_s=place.device.host_link_bandwidth_bytes_per_s * HOST_LINK_EFFICIENCY,
+            shared=tuple((value, size_bytes(value.tensor) // ways) for value, ways in self._shared(tp)),
+            arrivals=() if self.graph.capabilities.stages_are_programs else self._arrivals(tp, microbatch),
+            twice_bytes=self._twice(units, microbatch) if self.graph.footprints else (),
+            batch=tuple(
+                (given.size_bytes(microbatch), given.has_batch, by)
+                for given, by in ((self.graph.tensors[t], by) for t, by in self._read.batch_readers)
+            ),
+            model_buffers=tuple((self.graph.tensors[t].size_bytes(1), by) for t, by in self._read.buffer_users),
+            remembered_bytes=self._read.remembered_bytes if self.graph.capabilities.replicas_norm_apart else (),
+            batch_is_everywhere=not self.graph.capabilities.single_controller,
+            waiting_bytes=tuple(sum(map(size_bytes, values)) for values in self._read.passing_by),
+            constant_bytes=tuple(fixed + slope * microbatch for fixed, slope in self._boundaries(flowing=False)),
+            given_stay=not self.graph.capabilities.stages_are_programs,
+            ties_have_one_home=self.graph.capabilities.ties_have_one_home,
+            found_bytes=PRECISION_BYTES[self.precision] if self.graph.capabilities.stages_are_programs else 0,
+            looked_up=self._looked_up(tp) if self.graph.capabilities.stages_are_programs else (),
+        )
+
+    def _looked_up(self, tp: int) -> tuple[int, ...]:
+        """For every unit the entries, on one rank, of trained tables that nothing but its look-ups reads."""
+        kinds: dict[int, set[str]] = {}
+        for op in self.graph.ops:
+            for tensor in op.inputs:
+                kinds.setdefault(tensor, set()).add(op.kind)
+        found = [0] * len(self.folded.units)
+        for number, users in self._users().items():
+            parameter = self.graph.parameters[number]
+            if parameter.trainable and len(users) == 1 and kinds.get(parameter.tensor) == {"gather"}:
+                found[users[0]] += self._entries(number, users[0], tp)
+        return tuple(found)
+
+    def _gathered_stays(self, tp: int) -> bool:
+        """Whether what is gathered for an op and read by its backward is kept as it was gathered."""
+        return tp > 1 and not self.sequence_parallel(tp) and not self.graph.footprints
+
+    def _shared(self, tp: int) -> tuple[tuple[SharedValue, int], ...]:
+        """The values that several units hold in one memory, and in how many pieces they lie."""
+        if tp == 1:
+            return tuple((value, 1) for value in self._read.shared)
+        chosen, stays = self.chosen(tp), self._gathered_stays(tp)
+        return self._read.remembered(
+            ("shared", *self._layout_terms(tp)),
+            lambda: as_they_lie(
+                self.counter, self.folded.units, self._read.shared, chosen.realised, gathered_stays=stays
+            ),
+        )
+
+    def _arrivals(self, tp: int, microbatch: int) -> tuple[int, ...]:
+        """Of every shared value its bytes as a message of one microbatch."""
+        ways = tp if self.sequence_parallel(tp) else 1
+        return tuple(
+            self.counter.size_bytes(value.tensor, microbatch, self.precision) // ways for value in self._read.shared
+        )
+
+    def _twice(self, units: Sequence[UnitCost], microbatch: int) -> tuple[int, ...]:
+        """For every unit what it and the next one keep twice: of units that ranks share, the share that they keep."""
+        sizes = {(pair.first, pair.second): pair.size for pair in self.graph.kept_twice}
+        found = []
+        for unit, both in enumerate(pairwise(own.fold_class for own in self.folded.units)):
+            fixed, each = sizes.get(both, (0, 0))
+            whole = sum(f + e * microbatch for f, e in (self.graph.footprints[own].kept for own in both))
+            held = units[unit].saved_bytes + units[unit + 1].saved_bytes
+            found.append(round(max(0, fixed + each * microbatch) * held / max(1, whole)))
+        return (*found, 0)
+
+    def _held_parameters(self, tp: int) -> tuple[tuple[Tie, ...], int]:
+        """What one rank holds of parameters at a tensor degree: those that are tied, and the entries of the largest of
+        all. Counted once for each degree."""
+        if tp not in self._held:
+            ties: list[Tie] = []
+            largest = 0
+            for parameter, users in self._users().items():
+                elements = self._entries(parameter, users[0], tp)
+                largest = max(largest, elements)
+                if len(users) > 1:
+                    ties.append(Tie(users, elements, self.graph.parameters[parameter].trainable))
+            self._held[tp] = (tuple(ties), largest)
+        return self._held[tp]
+
+    def _entries(self, parameter: int, unit: int, tp: int) -> int:
+        """Entries of a parameter that one rank holds, which ``unit`` uses."""
+        tensor = self.graph.parameters[parameter].tensor
+        layout = dict(self.chosen(tp).solution.units[unit].parameters)[tensor]
+        return self.graph.tensors[tensor].elements(1) // (1 if layout.is_replicated else tp)
+
+    @property
+    def _added_bytes(self) -> int:
+        """What adding one gradient entry to the sum over microbatches moves: it is read, the sum read and written."""
+        width = PRECISION_BYTES[self.precision]
+        return width + 2 * PRECISION_BYTES[self.gradient_precision or self.precision]
+
+    @property
+    def repeated(self) -> tuple[bool, ...]:
+        """For every unit whether there are others like it, as a plan tells them apart (`Plan.recomputed_units`): layers
+        of one stack, which read different rows of it, are alike."""
+        members = Counter(self.structure.unit_classes)
+        return tuple(members[held] > 1 for held in self.structure.unit_classes)
+
+    def _send_s(self, size_bytes: int, tp: int, place: Place) -> float:
+        """Seconds of a message from the stage before, all ranks of the stage sending theirs at once.
+
+        The ranks of a tensor group hold the same tensor: each sends a piece, and the receivers gather them over their
+        own link, where that is faster (arXiv 2104.04473, section 4.1). Split sequences are sent as they are.
+        """
+        if place.entering is None:
+            return 0.0
+        whole = send_s(size_bytes, place.entering)
+        if tp == 1 or self.sequence_parallel(tp):
+            return whole
+        return min(whole, send_s(size_bytes / tp, place.entering) + place.tensor_group.all_gather_s(size_bytes))
+
+    def _boundaries(self, *, flowing: bool = True) -> tuple[tuple[int, int], ...]:
+        """For every unit the bytes that enter it from before, (fixed, for each sample), of values through which a
+        gradient flows; else of the others that earlier units made. (The batch, every stage has.)"""
+        counter, starts = self.counter, [unit.first_op for unit in self.folded.units]
+
+        def crossing(batch: int) -> list[int]:
+            def sent_bytes(tensor: int) -> int:
+                if counter.needs_gradient(tensor) is not flowing:
+                    return 0
+                return counter.size_bytes(tensor, batch, self.precision)
+
+            positions = crossing_bytes(self.graph, sent_bytes)
+            return [int(positions[start]) for start in starts]
+
+        def find() -> tuple[tuple[int, int], ...]:
+            return tuple((2 * one - two, two - one) for one, two in zip(crossing(1), crossing(2), strict=True))
+
+        return self._read.remembered(("boundaries", self.precision, flowing), find)
+
+    def _users(self) -> dict[int, tuple[int, ...]]:
+        users: dict[int, list[int]] = {}
+        for unit in self.folded.units:
+            for parameter in unit.parameters:
+                users.setdefault(parameter, []).append(unit.index)
+        return {parameter: tuple(units) for parameter, units in users.items()}
+
+    def _runs_of(self, unit: Unit, place: Place, tp: int) -> list[MeasuredUnit]:
+        """The measured runs of a unit's class at a tensor degree, laid out as here: in stages where there are several,
+        if it ran so too."""
+        device = place.device
+        if not device.measured_units:
+            return []
+        layouts = digest(self.layouts(tp), self.sequence_parallel(tp)) if tp > 1 else ""
+        model = measured_name(self.graph.framework, self.structure.digest)
+        mine = (model, self.variants(tp)[unit.index], self.precision, tp, layouts)
+        runs = [
+            m for m in device.measured_units if (m.model, m.unit_class, m.precision, m.tensor_degree, m.layouts) == mine
+        ]
+        return [m for m in runs if m.in_stages == place.in_stages] or runs
+
+    def class_costs(self, tp: int, microbatch: int, place: Place) -> tuple[UnitCost, ...]:
+        """What a unit of every variant costs on a rank at that place."""
+        in_stages = bool(place.device.measured_units) and place.in_stages
+        key = (tp, microbatch, place.device, place.tensor_group, in_stages)
+        if key not in self._costs:
+            units = (self.folded.units[first] for first in self.chosen(tp).firsts)
+            self._costs[key] = tuple(self._cost(unit, tp, microbatch, place) for unit in units)
+        return self._costs[key]
+
+    def _cost(self, unit: Unit, tp: int, microbatch: int, place: Place) -> UnitCost:
+        """What a unit costs: as its ops say, or as far as runs of it were measured, as those say."""
+        cost = self._counted(unit, tp, microbatch, place)
+        inside_a_node = place.tensor_group.outside is None
+        if tp > 1 and inside_a_node and (runs := self._runs_of(unit, place, tp)):
+            counted = partial(self._counted, unit, tp, place=place)
+            return calibrated(cost, runs, microbatch, counted, with_collectives=True)
+        whole = partial(self._counted, unit, 1, place=place)
+        return calibrated(cost, self._runs_of(unit, place, 1), microbatch, whole)
+
+    def _counted(self, unit: Unit, tp: int, microbatch: int, place: Place) -> UnitCost:
+        """What a unit costs as its ops say, on one of ``tp`` ranks that share it."""
+        layouts = self.chosen(tp).realised(unit.index) if tp > 1 else None
+        like = unit if layouts is None else self.folded.units[layouts.unit]
+        held = {p: self._entries(p, unit.index, tp) for p in unit.parameters}
+        trained = sum(n for p, n in held.items() if self.graph.parameters[p].trainable)
+        return unit_cost(
+            self._read.work(
+                like,
+                microbatch,
+                self.precision,
+                layouts,
+                gathered_stays=self._gathered_stays(tp),
+            ),
+            place.device,
+            self.precision,
+            collective_s=seconds_of(place.tensor_group, tp) if tp > 1 else None,
+            parameters=sum(held.values()),
+            trained=trained,
+            gradient_bytes=trained * self._added_bytes,
+        )

@@ -1,0 +1,98 @@
+"""What is read of a graph once, for all plans of it."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from shardwright.core.cost.work import PRECISION_BYTES, UnitWork, WorkCounter
+from shardwright.core.layout.realised import RealisedUnit
+from shardwright.core.model.fold import Unit, fold
+from shardwright.core.model.graph import Graph
+from shardwright.core.model.structure import structure_of
+from shardwright.core.solver import Frame
+
+REMEMBERED_GRAPHS = 8
+REMEMBERED_LAYOUTS = 64
+Found = TypeVar("Found")
+
+
+class Reading:
+    """What depends on a graph alone: its units, its structure, and the work of units as far as it was counted."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.folded = fold(graph)
+        self.structure, self.binding = structure_of(self.folded)
+        self.counter = WorkCounter(graph)
+        self.shared = self.counter.shared(self.folded.units)
+        self.batch_readers = self.counter.batch_readers(self.folded.units)
+        self.buffer_users = self.counter.buffer_users(self.folded.units)
+        self.remembered_bytes = tuple(map(self.counter.batch_statistics_bytes, self.folded.units))
+        self.passing_by = self.counter.passing_by(self.folded.units)
+        self.frame = Frame(self.folded, self.counter)
+        self._work: dict[object, UnitWork] = {}
+        self._found: dict[object, Any] = {}
+
+    def remembered(self, key: object, find: Callable[[], Found]) -> Found:
+        """What was found under this key before, or is found now."""
+        if key not in self._found:
+            if len(self._found) >= REMEMBERED_LAYOUTS:
+                self._found.clear()
+            self._found[key] = find()
+        found: Found = self._found[key]
+        return found
+
+    def work(
+        self, unit: Unit, batch: int, precision: str, layouts: RealisedUnit | None, *, gathered_stays: bool
+    ) -> UnitWork:
+        key = (unit.index, batch, precision, layouts, gathered_stays)
+        if key not in self._work:
+            counted = self.counter.count(unit, batch, precision, layouts, gathered_stays=gathered_stays)
+            self._work[key] = self._as_held(counted, unit, batch, precision, layouts)
+        return self._work[key]
+
+    def _as_held(
+        self, counted: UnitWork, unit: Unit, batch: int, precision: str, layouts: RealisedUnit | None
+    ) -> UnitWork:
+        """The bytes as the framework's runtime holds them, where the graph says: of a unit that ranks share, the share
+        that the ops say."""
+        if not self.graph.footprints:
+            return counted
+        footprint = self.graph.footprints[unit.fold_class]
+        whole = counted if layouts is None else self.counter.count(unit, batch, precision)
+        width = 1 - footprint.wide_share * (1 - PRECISION_BYTES[precision] / PRECISION_BYTES["fp32"])
+
+        def held(lines: Sequence[tuple[int, int]], ours: int, all_of_it: int) -> int:
+            most = max((fixed + each * batch for fixed, each in lines), default=0)
+            return round(max(0, most) * width * (ours / all_of_it if all_of_it else 1.0))
+
+        return replace(
+            counted,
+            saved_bytes=(saved := held([footprint.kept], counted.saved_bytes, whole.saved_bytes)),
+            saved_selective_bytes=min(
+                saved, held([footprint.kept_selective], counted.saved_selective_bytes, whole.saved_selective_bytes)
+            ),
+            passing_bytes=held(footprint.passing, counted.passing_bytes, whole.passing_bytes),
+            unfused_dropout_bytes=0,
+            unfused_dropout_selective_bytes=0,
+            given_bytes=0,
+            put_off_bytes=None,
+        )
+
+
+_readings: OrderedDict[int, Reading] = OrderedDict()
+
+
+def read(graph: Graph) -> Reading:
+    """The reading of a graph, made once for the graphs used last: plans of one model differ in what they pin.
+
+    Graphs are known by identity, each kept alive by its reading: to hash one means to walk through all of its ops.
+    """
+    found = _readings.get(id(graph))
+    if found is None:
+        found = _readings[id(graph)] = Reading(graph)
+    _readings.move_to_end(id(graph))
+    while len(_readings) > REMEMBERED_GRAPHS:
+        _readings.popitem(last=False)
+    return found

@@ -1,0 +1,110 @@
+"""The links of a mesh on a cluster: looked up once, shared by all candidates of a search."""
+
+import math
+
+from shardwright.core.cluster.cluster import Cluster
+from shardwright.core.cluster.groups import Group
+from shardwright.core.cluster.hardware import Device, Link
+from shardwright.core.layout.mesh import Mesh
+from shardwright.core.tables.cost_tables import Place
+
+
+class Links:
+    """Groups, messages and devices of meshes on one cluster, remembered by where they begin."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._groups: dict[tuple[int, int, int], Group] = {}
+        self._places: dict[Mesh, tuple[tuple[Place, ...], ...]] = {}
+        self._kinds: dict[Mesh, tuple[tuple[int, ...], ...]] = {}
+        self._alike: dict[Mesh, tuple[tuple[int, ...], ...]] = {}
+        self._on_nodes: dict[Mesh, bool] = {}
+        self._period = cluster.groups[0].devices_per_node if len(cluster.groups) == 1 else 0
+
+    def alike(self, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+        """The pipeline ranks in sets whose data groups and devices are the same."""
+        if mesh not in self._alike:
+            found: dict[object, list[int]] = {}
+            for pp in range(mesh.axis_size("pp")):
+                kinds = self.devices(mesh, pp)
+                found.setdefault((self.axis(mesh, pp, "dp"), kinds), []).append(pp)
+            self._alike[mesh] = tuple(map(tuple, found.values()))
+        return self._alike[mesh]
+
+    def pipelines_share_nodes(self, mesh: Mesh) -> bool:
+        """Whether there are several pipeline ranks, and those of one pipeline are alike and all on one node."""
+        if mesh not in self._on_nodes:
+            pp, node_of = mesh.axis_size("pp"), self.cluster.node_of
+            near = mesh.stride("pp")
+            reach = (pp - 1) * near
+            # On nodes that are alike the ranks lie as before once both begin anew.
+            several = min(mesh.size, math.lcm(near * pp, self._period)) if self._period else mesh.size
+            firsts = (rank for begin in range(0, several, near * pp) for rank in range(begin, begin + near))
+            self._on_nodes[mesh] = (
+                pp > 1 and self.cluster.is_uniform and all(node_of(rank) == node_of(rank + reach) for rank in firsts)
+            )
+        return self._on_nodes[mesh]
+
+    def axis(self, mesh: Mesh, pp: int, axis: str) -> Group:
+        """The group along an axis of the first rank of a pipeline rank."""
+        return self._group(mesh.rank({"pp": pp}), mesh.axis_size(axis), mesh.stride(axis))
+
+    def shard_groups(self, mesh: Mesh, pp: int, ways: int | None) -> tuple[Group, Group | None, int]:
+        """Of a data group divided into shard groups of ``ways`` (None: all of it): one of them, the replicas of one
+        shard (None where there is one group), and how many share."""
+        members, stride = mesh.axis_size("dp"), mesh.stride("dp")
+        count = ways or members
+        first = mesh.rank({"pp": pp})
+        across = self._group(first, members // count, stride * count) if count < members else None
+        return self._group(first, count, stride), across, count
+
+    def places(self, mesh: Mesh) -> tuple[tuple[Place, ...], ...]:
+        """For every pipeline rank the kinds of place that its ranks lie at, one where all are alike."""
+        if mesh not in self._places:
+            pp = mesh.axis_size("pp")
+            self._places[mesh] = tuple(
+                tuple(dict.fromkeys(self._place(mesh, rank, stage) for rank in ranks))
+                for stage, ranks in zip(range(pp), self._representatives(mesh), strict=True)
+            )
+        return self._places[mesh]
+
+    def devices(self, mesh: Mesh, pp: int) -> tuple[Device, ...]:
+        """The kinds of device of a pipeline rank."""
+        return tuple(self.cluster.device(rank) for rank in self._representatives(mesh)[pp])
+
+    def memory_bytes(self, mesh: Mesh, pp: int) -> int:
+        """The memory of the smallest device of a pipeline rank."""
+        return min(self.cluster.memory_bytes(rank) for rank in self._representatives(mesh)[pp])
+
+    def _representatives(self, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+        """For every pipeline rank one rank of each kind of device it has."""
+        if mesh not in self._kinds:
+            pp = mesh.axis_size("pp")
+            if self.cluster.is_uniform:
+                self._kinds[mesh] = tuple((mesh.rank({"pp": stage}),) for stage in range(pp))
+            else:
+                size, stride = mesh.axis_size("pp"), mesh.stride("pp")
+                found: list[dict[Device, int]] = [{} for _ in range(pp)]
+                for rank in range(mesh.size):
+                    found[rank // stride % size].setdefault(self.cluster.device(rank), rank)
+                self._kinds[mesh] = tuple(tuple(kinds.values()) for kinds in found)
+        return self._kinds[mesh]
+
+    def _place(self, mesh: Mesh, rank: int, stage: int) -> Place:
+        tp, pp = mesh.axis_size("tp"), mesh.axis_size("pp")
+        first = rank - mesh.coordinates(rank)["tp"] * mesh.stride("tp")
+        entering: Link | None = None
+        if pp > 1:
+            source = rank - mesh.coordinates(rank)["pp"] * mesh.stride("pp") + (stage - 1) % pp * mesh.stride("pp")
+            node = self.cluster.ranks_of(self.cluster.node_of(source))
+            size, stride = pp, mesh.stride("pp")
+            mine = source // stride % size
+            beside = sum(1 for other in node if other < mesh.size and other // stride % size == mine)
+            entering = self.cluster.link_between(source, rank, concurrent=max(1, beside))
+        return Place(self.cluster.device(rank), self._group(first, tp, mesh.stride("tp")), entering, pp > 1)
+
+    def _group(self, first: int, size: int, stride: int) -> Group:
+        key = (first % self._period if self._period else first, size, stride)
+        if key not in self._groups:
+            self._groups[key] = self.cluster.group(range(first, first + size * stride, stride))
+        return self._groups[key]

@@ -1,0 +1,442 @@
+"""What units cost on every rank of a pipeline, and the best cut into stages."""
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import zip_longest
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.core.cost.unit import UnitCost
+from shardwright.core.errors import PlanError
+from shardwright.core.partition.exact import Matrix, min_max_cut, spread_cut
+from shardwright.core.schedule import StageCosts
+from shardwright.core.tables.memory import MemoryUse, collectives_s, state_bytes
+from shardwright.core.tables.peak import stages_bytes
+from shardwright.core.tables.unit_table import MemoryRequest, UnitTable
+
+EVEN_SHARE = 1.15
+"""How far above an equal share of the parameters a pipeline rank may be, beside one parameter that cannot be cut."""
+PRICE_OF_EVENNESS = 1.25
+"""How much longer the slowest stage may take for it."""
+LEAST_SHARE = 0.5
+"""What every stage has to do, of an equal share of the time, unless the slowest stage would take that much longer."""
+UNCOUNTED_BYTES = 16 * 1024
+"""What no graph shows: losses and their seeds, an optimizer's count of its steps for each parameter, rows of statistics
+on their way between ranks."""
+MOST_TRIES = 4
+"""Cuts tried with less memory each time, where what the matrices of a stage leave out does not fit beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankWork:
+    """One pipeline rank."""
+
+    seconds: float
+    """Of one microbatch, forward and backward."""
+    collective_s: float
+    """Of them, tensor collectives."""
+    once_s: float
+    """What is done once a step, whatever the number of microbatches."""
+    elements: int
+    """Parameter entries that it trains."""
+    held_elements: int
+    """All that it holds."""
+    updated_elements: float
+    """Those that it trains, each as the share of the optimizer's step that was measured for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What one pipeline rank holds: entries of parameters, and bytes of one microbatch."""
+
+    elements: int
+    trained: int
+    updated: int
+    """Of those that are trained, the ones whose optimizer states lie here."""
+    kept: int
+    working: int
+    sent: int
+    batch: tuple[int, int]
+    """As `UnitTable.batch_bytes` has it."""
+    away: int
+    """Offloaded."""
+    buffers: tuple[int, ...]
+    """Of the model: where it is there once, and where it is replicated."""
+
+
+@dataclass(frozen=True)
+class RankTables:
+    """The units on every pipeline rank. Ranks that cost the same share one table."""
+
+    tables: tuple[UnitTable, ...]
+    limits_bytes: tuple[int, ...]
+    """The memory of every pipeline rank's smallest device."""
+    idle_lent: float = 0.0
+    """As of `StageCosts`."""
+
+    @property
+    def ranks(self) -> int:
+        return len(self.tables)
+
+    @property
+    def units(self) -> int:
+        return len(self.tables[0].units)
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether every rank costs the same."""
+        return all(table is self.tables[0] for table in self.tables)
+
+    def ends(self, starts: Sequence[int]) -> list[tuple[int, int]]:
+        """(first unit, end) of every stage."""
+        return list(itertools.pairwise((*starts, self.units)))
+
+    # Bounds ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def alike(self) -> tuple[tuple[int, tuple[float, ...]], ...]:
+        """Of every kind of unit that stands more than once how many there are, and the least that one of them adds to
+        all before it, in parameter entries, those that are trained and bytes that are kept (what it shares with them
+        they hold already), and the bytes of its passes."""
+        counts: dict[int, list[int]] = {}
+        for index, unit in enumerate(self.tables[0].units):
+            counts.setdefault(id(unit), []).append(index)
+        table = self.tables[0]
+        added = [np.diff(held[0]) for held in (table.range_elements, table.range_trained, table.range_kept)]
+        added.append(table.range_working[np.arange(self.units), np.arange(self.units) + 1])
+        return tuple(
+            (len(members), tuple(float(each[members].min()) for each in added))
+            for members in counts.values()
+            if len(members) > 1
+        )
+
+    def has_room(self, live: Sequence[int], held: int, held_bytes: float, trained_bytes: float) -> bool:
+        """Whether the ranks have room for the units that are alike, leaving the others out: False means that no cut
+        fits. ``held`` is how many stages each rank holds."""
+        for count, (elements, trained, kept, working) in self.alike:
+            state, room = held_bytes * elements + trained_bytes * trained, 0
+            for limit, alive in zip(self.limits_bytes, live, strict=True):
+                # Of n units in ``held`` stages one stage has at least n / held, whose activations count.
+                each = state + alive * kept / held
+                room += max(0, int((limit - working) / each)) if each > 0 else count
+                if room >= count:
+                    break
+            if room < count:
+                return False
+        return True
+
+    # Cutting -----------------------------------------------------------------------------------------------------
+
+    def cut(self, placement: Sequence[int], live: Sequence[int], request: MemoryRequest) -> list[int] | None:
+        """The first unit of every stage: least largest stage time among the cuts that fit, then least parameters.
+
+        Cuts that spread the parameters evenly (no rank above `EVEN_SHARE` of its share and the largest parameter) come
+        first, and before them those in which no stage idles (`LEAST_SHARE`), unless they are slower by more than
+        `PRICE_OF_EVENNESS`. None when no cut fits.
+        """
+        held = len(placement) // self.ranks
+        if len(placement) > self.units or not self.has_room(live, held, request.held_bytes, request.trained_bytes):
+            return None
+        free = self.free_cut(tuple(placement))
+        if self.over_bytes(self.memory(free, placement, live, request)) == 0:
+            return list(free)
+        room = list(self.limits_bytes)
+        for _ in range(MOST_TRIES):
+            starts = self._cut(placement, live, request, room)
+            if starts is None:
+                return None
+            use = self.memory(starts, placement, live, request)
+            over = [u.total_bytes - limit for u, limit in zip(use, self.limits_bytes, strict=True)]
+            if max(over) <= 0:
+                return starts
+            room = [left - max(0, more) for left, more in zip(room, over, strict=True)]
+        return None
+
+    def free_cut(self, placement: tuple[int, ...]) -> tuple[int, ...]:
+        """The cut where memory does not bind: the same for all policies of memory."""
+        if placement not in self._free:
+            stages = len(placement)
+            found = self._fastest(placement, None)
+            if found is None:
+                raise PlanError(f"{stages} stages of {self.units} units: no cut was found")
+            self._free[placement] = tuple(found)
+        return self._free[placement]
+
+    @cached_property
+    def _free(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        return {}
+
+    def _cut(
+        self, placement: Sequence[int], live: Sequence[int], request: MemoryRequest, room: Sequence[int]
+    ) -> list[int] | None:
+        held = len(placement) // self.ranks
+        # A rank's stages share its memory for parameters; its activations are counted by the largest of them.
+        state = request.held_bytes * held, request.trained_bytes * held
+        copied = request.gradient_width * held if request.bucket_bytes else 0
+        known: dict[tuple[int, int, int], NDArray[np.bool_]] = {}
+        fits = []
+        for rank in placement:
+            key = (id(self.tables[rank]), live[rank], room[rank])
+            if key not in known:
+                known[key] = self.tables[rank].range_memory(live[rank], *state, copied) <= room[rank]
+            fits.append(known[key])
+        return self._fastest(placement, np.stack(fits))
+
+    def _fastest(self, placement: Sequence[int], fits: NDArray[np.bool_] | None) -> list[int] | None:
+        stages, held = len(placement), len(placement) // self.ranks
+        times = [self.tables[rank].range_seconds for rank in placement]
+        elements = self.tables[0].range_elements
+        fastest = min_max_cut(times, elements, stages, fits)
+        if fastest is None or held > 1:
+            return fastest
+        even_elements = EVEN_SHARE * elements[0, self.units] / self.ranks + self.tables[0].largest_parameter
+        even = np.broadcast_to(elements <= even_elements, (stages, *elements.shape))
+        busy = np.stack([matrix >= LEAST_SHARE * matrix[0, self.units] / stages for matrix in times])
+        longest = PRICE_OF_EVENNESS * self._slowest(times, fastest)
+        for wanted in (even & busy, busy):
+            if all(wanted[stage, a, b] for stage, (a, b) in enumerate(self.ends(fastest))):
+                return fastest
+            cut = min_max_cut(times, elements, stages, wanted if fits is None else fits & wanted)
+            if cut is not None and self._slowest(times, cut) <= longest:
+                return cut
+        # Single units are too large: some stage idles. What is left is spread over the others.
+        cut = min_max_cut(times, elements, stages, even if fits is None else fits & even)
+        if cut is None or (bound := self._slowest(times, cut)) > longest:
+            return spread_cut(times, self._slowest(times, fastest), fits)
+        return spread_cut(times, bound, even if fits is None else fits & even)
+
+    def _slowest(self, times: Sequence[Matrix], cut: Sequence[int]) -> float:
+        return max(float(matrix[a, b]) for matrix, (a, b) in zip(times, self.ends(cut), strict=True))
+
+    # What a cut comes to -----------------------------------------------------------------------------------------
+
+    def memory(
+        self, starts: Sequence[int], placement: Sequence[int], live: Sequence[int], request: MemoryRequest
+    ) -> tuple[MemoryUse, ...]:
+        """What every pipeline rank holds, its stages together."""
+        found = []
+        held = self._held(tuple(starts), tuple(placement), summed=request.is_summed)
+        activations = [of_rank.kept * count for count, of_rank in zip(live, held, strict=True)]
+        buffers = self.buffers(starts, placement, request)
+        copies = self.copies(starts, placement, activations, request)
+        for count, own, kept, beside, copied in zip(live, held, activations, buffers, copies, strict=True):
+            parameters, gradients, states = state_bytes(
+                own.elements,
+                request.precision,
+                request.optimizer,
+                request.shard,
+                request.ways,
+                request.gradient_precision,
+                trained=own.trained,
+                updated=own.updated,
+            )
+            found.append(
+                MemoryUse(
+                    parameters,
+                    gradients,
+                    states,
+                    kept,
+                    beside,
+                    host_bytes=own.away * count,
+                    batch_bytes=own.batch[0] + own.batch[1] * request.microbatches,
+                    copies_bytes=copied,
+                    model_buffers_bytes=own.buffers[request.is_replicated],
+                )
+            )
+        return tuple(found)
+
+    def buffers(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
+        """What passes hold for a while on every rank."""
+        held = self._held(tuple(starts), tuple(placement), summed=request.is_summed)
+        return [own.working + own.sent + UNCOUNTED_BYTES for own in held]
+
+    def copies(
+        self, starts: Sequence[int], placement: Sequence[int], activations: Sequence[int], request: MemoryRequest
+    ) -> list[int]:
+        """What copies of gradients on their way to other replicas take beyond the buffers and so many bytes of
+        ``activations``, when these are gone."""
+        if not request.bucket_bytes:
+            return [0] * self.ranks
+        key = tuple(starts), tuple(placement)
+        held = self._held(*key, summed=request.is_summed)
+        closing = self._closing(*key, request.gradient_width, request.bucket_bytes)
+        rows = zip(held, closing, activations, strict=True)
+        return [max(0, last - kept - own.working) for own, last, kept in rows]
+
+    def _held(self, starts: tuple[int, ...], placement: tuple[int, ...], *, summed: bool) -> list["_Held"]:
+        """What every rank holds; where it has several stages, for one microbatch of its fullest. ``summed``: gradients
+        over replicas."""
+        key = starts, placement, summed
+        if key not in self._holdings:
+            found = []
+            for rank, table in enumerate(self.tables):
+                held = [ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank]
+                elements = int(sum(table.range_elements[a, b] for a, b in held) - table.tied_twice(held))
+                trained = int(sum(table.range_trained[a, b] for a, b in held) - table.tied_twice(held, trained=True))
+                updated = trained - table.updated_elsewhere(held)
+                kept = int(max(table.range_kept[a, b] for a, b in held))
+                several = len(placement) > 1
+                working = max(
+                    table.stage_working(a, b, summed=summed) if several else int(table.range_working[a, b])
+                    for a, b in held
+                )
+                sent = 0
+                if self.ranks > 1:  # a value and a gradient at either end, on their way or there before they are used
+                    # Stages of one rank run in turn: as much is on its way as for the one that has most. Compiled ones
+                    # are dispatched ahead, so that all have some; the gradient that such a backward makes for the stage
+                    # before, its passes hold already.
+                    entering, together = (1, sum) if table.found_bytes else (2, max)
+                    crossing = (0, *table.boundary_bytes[1:], 0)
+                    constant = (0, *table.constant_bytes[1:], 0) if table.constant_bytes else (0,) * len(crossing)
+                    sent = together(
+                        entering * crossing[a] + 2 * crossing[b] + constant[a] + constant[b] for a, b in held
+                    )
+                batch = table.batch_bytes(held)
+                away = max(sum(table.units[u].saved_bytes for u in table.offloaded if a <= u < b) for a, b in held)
+                buffers = tuple(table.model_buffers_bytes(held, replicated=several) for several in (False, True))
+                found.append(_Held(elements, trained, updated, kept, working, sent, batch, away, buffers))
+            self._holdings[key] = found
+        return self._holdings[key]
+
+    def _closing(self, starts: tuple[int, ...], placement: tuple[int, ...], width: int, bucket_bytes: int) -> list[int]:
+        """For every rank the most bytes beside its parameters, gradients and states while the last gradients become
+        whole and copies of all travel to other replicas."""
+        key = starts, placement, width, bucket_bytes
+        if key not in self._closings:
+            found = []
+            for rank, table in enumerate(self.tables):
+                held = {stage: ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank}
+                # Backward passes come to later stages first.
+                stages = stages_bytes(table, held, sorted(held, reverse=True), sorted(held), width).values()
+                copied = sum(stage.copies for stage in stages)
+                closing = [copied - stage.copies + stage.last_backward for stage in stages]
+                found.append(max([copied, *(closing if copied > bucket_bytes else ())]))
+            self._closings[key] = found
+        return self._closings[key]
+
+    @cached_property
+    def _closings(self) -> dict[tuple[tuple[int, ...], tuple[int, ...], int, int], list[int]]:
+        return {}
+
+    @cached_property
+    def _holdings(self) -> dict[tuple[tuple[int, ...], tuple[int, ...], bool], list["_Held"]]:
+        return {}
+
+    def keeping(self, units: Collection[int], offloaded: Collection[int] = ()) -> "RankTables":
+        """The same where these units are not recomputed, and those offloaded."""
+        kept, away = frozenset(units), frozenset(offloaded)
+        made = {id(table): replace(table, kept=kept, offloaded=away) for table in self.tables}
+        return replace(self, tables=tuple(made[id(table)] for table in self.tables))
+
+    def kept_units(
+        self, starts: Sequence[int], placement: Sequence[int], live: Sequence[int], request: MemoryRequest
+    ) -> tuple[int, ...]:
+        """Of a cut that fits with every unit recomputed, those that need not be: on every rank the last of its stages'
+        repeated units, as many as there is room for. (The last ones, as a backward finds those after it done with.)
+        Copies of gradients are left out: they come when activations are gone."""
+        memory, found = self.memory(starts, placement, live, replace(request, bucket_bytes=0)), []
+        for rank, (use, limit, count) in enumerate(zip(memory, self.limits_bytes, live, strict=True)):
+            table = self.tables[rank]
+            modes, room = table.modes, limit - use.total_bytes
+            held = [ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank]
+            # Activations of a rank are counted by its fullest stage: units are kept stage by stage, in turns.
+            turns = zip_longest(*([u for u in reversed(range(a, b)) if modes[u] == "full"] for a, b in held))
+            for turn in turns:
+                chosen = [unit for unit in turn if unit is not None]
+                more = max(table.units[u].saved_bytes - table.units[u].entering_bytes for u in chosen)
+                room -= max(0, more) * count
+                if room < 0:
+                    break
+                found += chosen
+        return tuple(sorted(found))
+
+    def kept_but_one(
+        self, kept: tuple[int, ...], starts: Sequence[int], placement: Sequence[int], memory: Sequence[MemoryUse]
+    ) -> tuple[int, ...]:
+        """The same without the first that is kept on every rank that has too little memory."""
+        rank_of = {unit: placement[bisect_right(starts, unit) - 1] for unit in kept}
+        first: dict[int, int] = {}
+        for unit, rank in rank_of.items():
+            if memory[rank].total_bytes > self.limits_bytes[rank]:
+                first.setdefault(rank, unit)
+        return tuple(unit for unit in kept if first.get(rank_of[unit]) != unit)
+
+    def offloaded_units(self, starts: Sequence[int], placement: Sequence[int]) -> tuple[int, ...]:
+        """Of the units that a cut recomputes, those that are better offloaded: of every stage the first ones, whose
+        activations are needed last, as many as make its passes shortest (KARMA, arXiv 2008.11421)."""
+        found: list[int] = []
+        for stage, (a, b) in enumerate(self.ends(starts)):
+            table = self.tables[placement[stage]]
+            again = [u for u in range(a, b) if table.modes[u] == "full"]
+            forward, backward = table.passes_s(a, b)
+            swapped, best, count = 0.0, forward + backward, 0
+            for number, unit in enumerate(again, 1):
+                swapped += table.units[unit].saved_bytes / table.host_bytes_per_s
+                backward -= float(table.again_s[unit])
+                if max(forward, swapped) + max(backward, swapped) < best * (1 - 1e-9):
+                    best, count = max(forward, swapped) + max(backward, swapped), number
+            found += again[:count]
+        return tuple(found)
+
+    def over_bytes(self, memory: Sequence[MemoryUse]) -> int:
+        """What the fullest rank lacks, 0 when all fits."""
+        return max(0, *(use.total_bytes - limit for use, limit in zip(memory, self.limits_bytes, strict=True)))
+
+    def given_up_bytes(self, starts: Sequence[int], placement: Sequence[int]) -> list[int]:
+        """What the first half of a split backward of every stage gives up."""
+        ends = enumerate(self.ends(starts))
+        return [self.tables[placement[stage]].given_up_bytes(a, b) for stage, (a, b) in ends]
+
+    def stage_costs(self, starts: Sequence[int], placement: Sequence[int]) -> StageCosts:
+        """What the stages of a cut cost for one microbatch."""
+        forward, input_grad, weight_grad, kept = [], [], [], []
+        for stage, (a, b) in enumerate(self.ends(starts)):
+            table = self.tables[placement[stage]]
+            ahead, back = table.passes_s(a, b)
+            weights = sum(u.weight_grad_s for u in table.units[a:b])
+            forward.append(ahead)
+            input_grad.append(back - weights)
+            weight_grad.append(weights)
+            kept.append(int(table.range_kept[a, b]))
+        transfer = tuple(self.tables[placement[stage]].boundary_s[start] for stage, start in enumerate(starts) if stage)
+        passes = tuple(forward), tuple(input_grad), tuple(weight_grad)
+        return StageCosts(*passes, transfer, tuple(kept), idle_lent=self.idle_lent)
+
+    def work(self, starts: Sequence[int], placement: Sequence[int]) -> list["RankWork"]:
+        """What every rank does and holds, its stages together."""
+        found = [RankWork(0.0, 0.0, 0.0, 0, 0, 0.0)] * self.ranks
+        for stage, (a, b) in enumerate(self.ends(starts)):
+            rank, table = placement[stage], self.tables[placement[stage]]
+            before, units = found[rank], table.units[a:b]
+            found[rank] = RankWork(
+                before.seconds + sum(table.passes_s(a, b)),
+                before.collective_s + sum(map(collectives_s, units, table.modes[a:b])),
+                before.once_s + sum(u.step_s for u in units),
+                before.elements + int(table.range_trained[a, b]),
+                before.held_elements + int(table.range_elements[a, b]),
+                before.updated_elements + float(table.range_trained[a, b]) * _update_share(units),
+            )
+        return found
+
+    def tied(self, starts: Sequence[int], placement: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
+        """(pipeline ranks, entries) of every trained parameter that several ranks hold."""
+        found = []
+        for tie in self.tables[0].ties:
+            ranks = sorted({placement[bisect_right(starts, unit) - 1] for unit in tie.users})
+            if len(ranks) > 1 and tie.is_trained:
+                found.append((tuple(ranks), tie.elements))
+        return found
+
+    def with_limit(self, limit_bytes: int) -> "RankTables":
+        """The same on devices of another memory."""
+        return replace(self, limits_bytes=(limit_bytes,) * self.ranks)
+
+
+def _update_share(units: Sequence[UnitCost]) -> float:
+    """What the optimizer's step on the units takes of what is counted for it; 1 where they train nothing."""
+    trained = sum(unit.trained_elements for unit in units)
+    return sum(unit.update_share * unit.trained_elements for unit in units) / trained if trained else 1.0

@@ -1,0 +1,392 @@
+"""Stages from units: what any run of units costs in time and memory."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.core.cost.unit import UnitCost
+from shardwright.core.cost.work import PRECISION_BYTES, SharedValue
+from shardwright.core.partition.exact import Matrix, range_sums
+from shardwright.core.tables.memory import (
+    Mode,
+    Recompute,
+    kept_bytes,
+    recomputed_s,
+    state_bytes,
+    unit_recompute,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A parameter that several units use."""
+
+    users: tuple[int, ...]
+    """The units, in order."""
+    elements: int
+    """Its entries on one rank."""
+    is_trained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """One stage of a rank, in bytes. Of its first, its last and its only backward the most that it holds of
+    activations, of what is under way and of what it makes, gradients or their copies."""
+
+    kept: int
+    """Activations of one microbatch."""
+    working: int
+    """What the passes of one microbatch hold beside them."""
+    gradients: int
+    """Those that no other stage of the rank has made before."""
+    copies: int
+    """Of the gradients that are whole when this stage's are, for no other stage of the rank adds to them later."""
+    first_backward: int
+    last_backward: int = 0
+    """Where copies leave as gradients are whole."""
+    only_backward: int = 0
+    """The same of a backward that is the first one too."""
+    given_up: int = 0
+    """Of what is kept, what the first half of a split backward is the last to read."""
+
+
+@dataclass(frozen=True)
+class UnitTable:
+    """The units of a model at one tensor degree and one microbatch size, in order."""
+
+    units: tuple[UnitCost, ...]
+    boundary_bytes: tuple[int, ...]
+    """For every unit, the bytes that enter it from before."""
+    boundary_s: tuple[float, ...]
+    ties: tuple[Tie, ...]
+    largest_parameter: int
+    """Entries of the largest parameter, on one rank."""
+    recompute: Recompute
+    repeated: tuple[bool, ...]
+    """Whether a unit has others like it: full recompute is of these. What comes before and after them, embeddings and
+    head, is kept: the backward of the head follows its forward at once, so that recomputing it would save nothing."""
+    kept: frozenset[int] = frozenset()
+    """Units that keep their activations although they could be recomputed."""
+    offloaded: frozenset[int] = frozenset()
+    """Units whose activations are on the host between forward and backward."""
+    host_bytes_per_s: float = math.inf
+    """Over the link to the host, in one direction."""
+    shared: tuple[tuple[SharedValue, int], ...] = ()
+    """Values that several units hold, and their bytes on one rank."""
+    arrivals: tuple[int, ...] = ()
+    """Of each of these its bytes where it comes from another rank, and stays until its gradient goes back there. Empty:
+    what arrives stays only as long as it is read."""
+    twice_bytes: tuple[int, ...] = ()
+    """For every unit what it and the next one keep less together than each for itself where both keep all: counted in
+    place of what they share. Empty: not known."""
+    batch: tuple[tuple[int, bool, tuple[int, ...]], ...] = ()
+    """Of every tensor of the batch its bytes for one microbatch, whether each microbatch has its own part of it, and
+    the units that read it."""
+    model_buffers: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Of every buffer of the model its bytes, and the units that use it."""
+    remembered_bytes: tuple[int, ...] = ()
+    """For every unit what each of several replicas remembers of its running statistics. Empty: nothing."""
+    batch_is_everywhere: bool = False
+    """Whether every rank is given the batch, whatever it reads of it."""
+    waiting_bytes: tuple[int, ...] = ()
+    """For every unit, of the gradients that pass it by: of values made before it and read after it. Empty: none."""
+    constant_bytes: tuple[int, ...] = ()
+    """For every unit, the bytes that enter it from before of values without a gradient. Empty: none."""
+    given_stay: bool = False
+    """Whether the gradients that a stage is given by the next stay to the end of its backward."""
+    ties_have_one_home: bool = False
+    """As in `Capabilities`."""
+    found_bytes: int = 0
+    """Of the gradient of one parameter entry that waits until a stage's backward is done and its gradients are added up
+    together; 0 where each is added as soon as it is there."""
+    looked_up: tuple[int, ...] = ()
+    """Of a unit's trained parameter entries, those of tables that are looked up alone, here alone: their gradients come
+    when the passes of a stage that begins here are over. Empty: none."""
+
+    @cached_property
+    def modes(self) -> list[Mode]:
+        """What each unit does under the policy of the whole."""
+        return [
+            "offload"
+            if unit in self.offloaded
+            else "none"
+            if unit in self.kept
+            else unit_recompute(self.recompute, again)
+            for unit, again in enumerate(self.repeated)
+        ]
+
+    @cached_property
+    def swapped_s(self) -> NDArray[np.float64]:
+        """For every unit the time that its activations take to the host, and back."""
+        sent = [u.saved_bytes if mode == "offload" else 0 for u, mode in zip(self.units, self.modes, strict=True)]
+        return np.array(sent) / self.host_bytes_per_s
+
+    def passes_s(self, first: int, end: int) -> tuple[float, float]:
+        """Seconds of the forward and of the backward of a stage of units ``first`` … ``end`` - 1 for one microbatch.
+
+        What is offloaded travels while the stage computes, out in the forward and back in the backward: the longer of
+        the two counts (KARMA, arXiv 2008.11421, for blocks that are alike: max(F, S) and max(B + rF, S)).
+        """
+        units, swapped = self.units[first:end], float(self.swapped_s[first:end].sum())
+        backward = sum(u.input_grad_s + u.weight_grad_s for u in units) + float(self.again_s[first:end].sum())
+        return max(sum(u.forward_s for u in units), swapped), max(backward, swapped)
+
+    @cached_property
+    def again_s(self) -> NDArray[np.float64]:
+        """What is computed again of every unit."""
+        modes = self.modes
+        return np.array([recomputed_s(u, mode) for u, mode in zip(self.units, modes, strict=True)])
+
+    @cached_property
+    def seconds(self) -> NDArray[np.float64]:
+        """Forward and backward of every unit, what is computed again included."""
+        total: NDArray[np.float64] = np.array([u.total_s for u in self.units]) + self.again_s
+        return total
+
+    @cached_property
+    def range_seconds(self) -> Matrix:
+        """``[a, b]``: a stage of units a … b-1, with the transfer of what enters it and of its gradient."""
+        entering = np.array([*self.boundary_s, 0.0])
+        entering[0] = 0.0
+        if not self.offloaded:
+            sums: Matrix = range_sums(self.seconds) + 2 * entering[:, None]
+            return sums
+        swapped = range_sums(self.swapped_s)
+        ahead = range_sums([u.forward_s for u in self.units])
+        back = range_sums(self.seconds) - ahead
+        longer: Matrix = np.maximum(ahead, swapped) + np.maximum(back, swapped) + 2 * entering[:, None]
+        return longer
+
+    @cached_property
+    def range_elements(self) -> Matrix:
+        """Parameters on a rank that holds units a … b-1; a parameter that several of them use counts once."""
+        return self._once([u.parameter_elements for u in self.units], self.ties)
+
+    @cached_property
+    def range_trained(self) -> Matrix:
+        """The same of the parameters that are trained, which alone have gradients."""
+        return self._once([u.trained_elements for u in self.units], [tie for tie in self.ties if tie.is_trained])
+
+    def _once(self, elements: Sequence[int], ties: Sequence[Tie]) -> Matrix:
+        found = range_sums(elements)
+        for tie in ties:
+            for one, next_one in itertools.pairwise(tie.users):
+                found[: one + 1, next_one + 1 :] -= tie.elements
+        return found
+
+    def trained_from(self, first: int, end: int, others: Sequence[tuple[int, int]]) -> NDArray[np.float64]:
+        """For every unit of a stage the trained entries of it and of those after it, without those that the stages
+        ``others``, of the same rank, use too."""
+        entries: NDArray[np.float64] = self.range_trained[first:end, end].copy()
+        for tie in self.ties:
+            mine = [unit - first for unit in tie.users if first <= unit < end]
+            if tie.is_trained and mine and any(a <= unit < b for unit in tie.users for a, b in others):
+                entries[: mine[-1] + 1] -= tie.elements
+        return entries
+
+    def shares_parameters(self, one: tuple[int, int], other: tuple[int, int]) -> bool:
+        """Whether a trained parameter is used by two stages, each given by its first unit and its end."""
+        return any(
+            tie.is_trained and all(any(a <= unit < b for unit in tie.users) for a, b in (one, other))
+            for tie in self.ties
+        )
+
+    @cached_property
+    def stages_bytes(self) -> dict[object, StageBytes]:
+        """What stages hold, as far as it was counted (`core.apart`): many cuts have the same."""
+        return {}
+
+    @cached_property
+    def range_kept(self) -> Matrix:
+        """Bytes of activations that a stage of units a … b-1 keeps for one microbatch; a value that several of its
+        units hold counts once."""
+        modes = self.modes
+        kept = range_sums([kept_bytes(u, mode) for u, mode in zip(self.units, modes, strict=True)])
+        neighbours = enumerate(itertools.pairwise(modes)) if self.twice_bytes else ()
+        whole = {(unit, unit + 1) for unit, both in neighbours if both == ("none", "none")}
+        for value, size in self.shared:
+            holders = {u for u in value.keepers if modes[u] not in ("full", "offload")} | {
+                u for u in value.enterers if modes[u] == "full"
+            }
+            for one, next_one in itertools.pairwise(sorted(holders)):
+                if (one, next_one) not in whole:
+                    kept[: one + 1, next_one + 1 :] -= size
+        for unit, after in whole:
+            kept[: unit + 1, after + 1 :] -= self.twice_bytes[unit]
+        for (value, _), size in zip(self.shared, self.arrivals, strict=False):
+            self._add_arrival(kept, value, size)
+        return kept
+
+    def given_up_bytes(self, first: int, end: int) -> int:
+        """Of the activations that a stage keeps for one microbatch, those that the first half of a split backward is
+        the last to read: the second needs the factors of the gradients of weights. Counted where nothing is recomputed,
+        and what arrived from another rank as if it stayed."""
+        units = self.units[first:end]
+        if any(mode != "none" for mode in self.modes[first:end]):
+            return 0
+        put_off = sum(u.saved_bytes if u.put_off_bytes is None else u.put_off_bytes for u in units)
+        return max(0, int(self.range_kept[first, end]) - put_off - (self.boundary_bytes[first] if first else 0))
+
+    def _add_arrival(self, kept: Matrix, value: SharedValue, size: int) -> None:
+        """Count a value in stages that it enters and of which no unit keeps it."""
+        holders = {unit for unit in value.keepers if self.modes[unit] not in ("full", "offload")}
+        holders |= {unit for unit in value.enterers if self.modes[unit] == "full"}
+        if holders.issuperset(value.enterers):
+            return
+        end = len(self.units)
+        for first in range(value.maker + 1, max(value.enterers) + 1):
+            entered = min(unit for unit in value.enterers if unit >= first)
+            held = min((unit for unit in holders if unit >= first), default=end)
+            kept[first, entered + 1 : held + 1] += size
+
+    @cached_property
+    def beside_bytes(self) -> NDArray[np.float64]:
+        """For every unit what its passes hold beside kept activations: values and gradients under way, and under full
+        recompute all that it computes again. Of offloaded units two are there at once: one on its way, one in use."""
+        again = [
+            2 * u.saved_bytes
+            if mode == "offload"
+            else max(0, u.saved_bytes - kept_bytes(u, mode))
+            if mode != "none"
+            else 0
+            for u, mode in zip(self.units, self.modes, strict=True)
+        ]
+        beside = np.array([u.passing_bytes for u in self.units], dtype=np.float64) + again
+        beside += np.array(self.waiting_bytes or 0)
+        return beside
+
+    def batch_bytes(self, held: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """Bytes of the batch on a rank of these stages: of what all microbatches share, and of one microbatch's
+        part."""
+        sizes = [0, 0]
+        for size, is_divided, readers in self.batch:
+            if self.batch_is_everywhere or any(a <= unit < b for unit in readers for a, b in held):
+                sizes[is_divided] += size
+        return sizes[0], sizes[1]
+
+    def model_buffers_bytes(self, held: Sequence[tuple[int, int]], *, replicated: bool) -> int:
+        """Bytes of the model's buffers on a rank of these stages, with what it remembers where it is ``replicated``."""
+        used = sum(size for size, users in self.model_buffers if any(a <= unit < b for unit in users for a, b in held))
+        return used + (sum(sum(self.remembered_bytes[a:b]) for a, b in held) if replicated else 0)
+
+    @cached_property
+    def range_working(self) -> Matrix:
+        """What the passes of one microbatch hold beside the kept activations. The backward of a unit finds the units
+        after it done with."""
+        return self._working(self.beside_bytes + self.found_bytes * np.array([u.trained_elements for u in self.units]))
+
+    @cached_property
+    def _range_passing(self) -> Matrix:
+        return self._working(self.beside_bytes)
+
+    def given_bytes(self, first: int, end: int) -> NDArray[np.float64]:
+        """For every unit of a stage what its backward holds more as the gradients from the next stage stay: the last
+        unit reads them itself."""
+        found = np.zeros(end - first)
+        if self.given_stay and end < len(self.units):
+            found[:] = self.boundary_bytes[end]
+            found[-1] = self.units[end - 1].given_bytes
+        return found
+
+    def _working(self, beside: NDArray[np.float64]) -> Matrix:
+        in_order = np.tri(len(beside), dtype=bool).T
+        last = np.where(in_order, self.range_kept[:-1, 1:] + beside, 0.0)
+        before = np.zeros_like(last)
+        before[:, 1:] = np.maximum.accumulate(last, axis=1)[:, :-1]
+        if self.given_stay:
+            before += np.where(before > 0, np.array([*self.boundary_bytes[1:], 0]), 0.0)
+            own = np.array([*(u.given_bytes for u in self.units[:-1]), 0])
+            last = np.where(in_order, last + own, 0.0)
+        working: Matrix = np.zeros_like(self.range_kept)
+        working[:-1, 1:] = np.maximum(0.0, np.maximum(before, last) - self.range_kept[:-1, 1:])
+        return working
+
+    def stage_working(self, first: int, end: int, *, summed: bool = False) -> int:
+        """The same of one of several stages, with the gradients that wait. Where they are ``summed`` over replicas, all
+        are there twice at the end, as terms and as sums."""
+        if not self.found_bytes:
+            return int(self.range_working[first, end])
+        found = self.found_bytes * self.range_trained[first, end]
+        last = self.found_bytes * self.looked_up[first] if self.looked_up else 0
+        return int(found + max(0, self._range_passing[first, end] - last, found if summed else 0))
+
+    def range_memory(
+        self, live: float, held_bytes: float, trained_bytes: float, copied_bytes_per_element: float = 0
+    ) -> Matrix:
+        """Peak bytes of a stage with ``live`` microbatches under way, or when its gradients are there twice, as copies
+        on their way to other replicas. A parameter entry takes ``held_bytes``, and ``trained_bytes`` beside them if it
+        is trained."""
+        passes = live * self.range_kept + self.range_working
+        if copied_bytes_per_element:
+            passes = np.maximum(passes, copied_bytes_per_element * self.range_trained)
+        memory: Matrix = held_bytes * self.range_elements + trained_bytes * self.range_trained + passes
+        return memory
+
+    def tied_twice(self, held: Sequence[tuple[int, int]], *, trained: bool = False) -> int:
+        """Entries of parameters that two stages of one rank share; of those that are ``trained`` alone, if asked."""
+        extra = 0
+        for tie in self.ties:
+            stages = sum(any(a <= u < b for u in tie.users) for a, b in held)
+            extra += tie.elements * max(0, stages - 1) if tie.is_trained or not trained else 0
+        return extra
+
+    def updated_elsewhere(self, held: Sequence[tuple[int, int]]) -> int:
+        """Of the parameters that the stages of one rank use, entries whose optimizer states lie on another rank."""
+        if not self.ties_have_one_home:
+            return 0
+        return sum(
+            tie.elements
+            for tie in self.ties
+            if tie.is_trained
+            and any(a <= u < b for u in tie.users for a, b in held)
+            and not any(a <= tie.users[0] < b for a, b in held)
+        )
+
+
+MANY = 1 << 20
+"""Entries of which the bytes of one are averaged: sharded bytes are rounded up."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRequest:
+    """What decides the bytes of a parameter, and how many there may be."""
+
+    limit_bytes: int
+    precision: str
+    optimizer: str
+    shard: int
+    ways: int
+    """Ranks that share the sharded part."""
+    gradient_precision: str | None = None
+    bucket_bytes: int = 0
+    """Of the copies in which gradients are summed over the data axis (`Capabilities.bucket_bytes`); 0: none."""
+    is_summed: bool = False
+    """Whether whole gradients are summed over a data axis."""
+    microbatches: int = 1
+    """Whose part of the batch lies on a rank all through a step."""
+    is_replicated: bool = False
+    """Whether there are several replicas."""
+
+    @property
+    def gradient_width(self) -> int:
+        """Bytes of one entry of a gradient."""
+        return PRECISION_BYTES[self.gradient_precision or self.precision]
+
+    @property
+    def held_bytes(self) -> float:
+        """Bytes of one parameter entry by itself, on one rank."""
+        return self._many[0] / MANY
+
+    @property
+    def trained_bytes(self) -> float:
+        """What one takes beside that if it is trained: its gradient and optimizer states."""
+        return sum(self._many[1:]) / MANY
+
+    @property
+    def _many(self) -> tuple[int, int, int]:
+        return state_bytes(MANY, self.precision, self.optimizer, self.shard, self.ways, self.gradient_precision)
