@@ -12,7 +12,7 @@ import torch
 import shardwright.torch as sw
 from benchmarks.real_networks.registry import Loss
 from shardwright.backends.torch.machine.watchdog import PeerError
-from shardwright.backends.torch.unsplit import seeded_by_rule
+from shardwright.backends.torch.program.unsplit import seeded_by_rule
 from shardwright.core.errors import LossError, ShardwrightError
 from tests.comparison import Comparison
 from tests.torch.forked import note

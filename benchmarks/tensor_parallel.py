@@ -34,10 +34,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 import shardwright as sw
+from shardwright.backends.torch.machine.shards import piece_of
+from shardwright.backends.torch.machine.tensor_axis import Axis
 from shardwright.backends.torch.tensor_parallel import compute
-from shardwright.backends.torch.tensor_parallel.collectives import Axis
 from shardwright.backends.torch.tensor_parallel.layouts import planned
-from shardwright.backends.torch.tensor_parallel.pieces import piece_of
 from shardwright.backends.torch.tensor_parallel.replay import lower_all
 from shardwright.backends.torch.tensor_parallel.trace import trace
 from shardwright.core.layout.placements import Split

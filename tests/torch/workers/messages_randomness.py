@@ -22,7 +22,7 @@ from torch import nn
 
 import shardwright.torch as sw
 from shardwright.backends.torch.program.randomness import stream_seed
-from shardwright.backends.torch.unsplit import seeded_by_rule
+from shardwright.backends.torch.program.unsplit import seeded_by_rule
 from tests.comparison import Comparison
 
 

@@ -13,9 +13,9 @@ from launched import leave
 from torch import nn
 from tp_models import batch, build
 
-from shardwright.backends.torch.tensor_parallel.collectives import Axis
+from shardwright.backends.torch.machine.shards import piece_of, whole_of
+from shardwright.backends.torch.machine.tensor_axis import Axis
 from shardwright.backends.torch.tensor_parallel.layouts import UnitLayout, of_realised
-from shardwright.backends.torch.tensor_parallel.pieces import piece_of, whole_of
 from shardwright.backends.torch.tensor_parallel.replay import Replay, lower_all
 from shardwright.backends.torch.tensor_parallel.trace import Traced, trace
 from shardwright.core.cost.work import WorkCounter

@@ -36,8 +36,7 @@ from shardwright.backends.torch.capture.stand_in import (
     tensors_of,
 )
 from shardwright.backends.torch.capture.unflatten import unflatten_products, without_unused
-from shardwright.backends.torch.program.guards import READING
-from shardwright.backends.torch.program.refusals import REAL_LIMIT_BYTES
+from shardwright.backends.torch.capture.value_reads import READING, REAL_LIMIT_BYTES
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.errors import CaptureError
 from shardwright.core.model.graph import Graph, Parameter, TensorRole

@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardwright.backends.torch.capture.fake_state import fake_state, real_state
 from shardwright.backends.torch.capture.model import noted_calls, plain_torch
 from shardwright.backends.torch.capture.stand_in import no_remembered_results
+from shardwright.backends.torch.capture.value_reads import require_room_for_values
 from shardwright.backends.torch.loss.counts import Counting, NotOfBatchError
 from shardwright.backends.torch.loss.ops import DifferentRunsError, Translation, require_alike_alone
 from shardwright.backends.torch.loss.trace import LossTrace
-from shardwright.backends.torch.program.refusals import require_room_for_values
 from shardwright.core.errors import CaptureError, ShardwrightError
 from shardwright.core.model.loss import Finding, Verdict, read_loss
 

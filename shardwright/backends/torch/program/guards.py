@@ -27,21 +27,6 @@ from shardwright.backends.torch.program.program import (
 )
 from shardwright.backends.torch.program.randomness import Moment, kept_generators
 
-READING = frozenset({
-    "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__", "__index__",
-    "__contains__", "equal", "allclose", "is_nonzero",
-})  # fmt: skip
-"""Functions of tensors whose result is the value of one, whether or not they run an op for it."""
-
-
-def masks_of(op: Any, args: Any) -> list[torch.Tensor] | None:
-    """The masks whose number of entries decides the shape of what an aten op gives; None: it is decided otherwise."""
-    if op is torch.ops.aten.masked_select.default:
-        return [args[1]]
-    if op in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default):
-        return [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
-    return None
-
 
 def what_was_read(result: Any) -> Any:
     """Of a function's result what the steps after it may have been chosen by: a value, or the shapes of tensors."""

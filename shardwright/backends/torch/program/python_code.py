@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import shardwright
+
 _GLOBAL_OPS = frozenset(
     opcode.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL") if name in opcode.opmap
 )
@@ -30,7 +32,7 @@ def _folder(path: str) -> str:
 
 
 _TORCH = f"{_folder(torch.__path__[0])}/"
-_LIBRARIES = (_TORCH, f"{_folder(np.__path__[0])}/", f"{_folder(__file__ + '/../../..')}/", "<frozen")
+_LIBRARIES = (_TORCH, f"{_folder(np.__path__[0])}/", f"{_folder(shardwright.__path__[0])}/", "<frozen")
 _STANDARD = tuple(f"{path}/" for path in {sysconfig.get_path("stdlib"), _folder(sysconfig.get_path("stdlib"))})
 _PACKAGES = ("site-packages", "dist-packages")
 _WITH_VALUES = (f"{_TORCH}nn/modules/", f"{_TORCH}optim/")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import shardwright
 from shardwright.backends.torch.program.python_clocks import CLOCKS
 from shardwright.core.errors import CaptureError, UnrecordableError
 
@@ -17,10 +18,8 @@ _FUNCTIONS = {
     "register_hook": "hooks on tensors inside a step cannot fire on replay; put them inside a module",
     "retain_grad": "gradients of tensors inside a step are not kept; read them inside a module",
 }
-REAL_LIMIT_BYTES = 4 << 30
-"""Up to this size a model whose ops depend on values is run for real while it is captured or recorded."""
 _TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parents[2])
+_HERE = str(Path(shardwright.__file__).parent)
 
 
 def refuse_function(function: Callable[..., Any], args: Any) -> None:
@@ -154,16 +153,6 @@ def wraps_units(model: nn.Module, path: str | None, function: Callable[..., Any]
         f"gives to stages inside the autograd function {name}, which defines their backward pass: let the model run "
         f"by message passing"
     )
-
-
-def require_room_for_values(model: nn.Module, needs: Exception) -> None:
-    """Raise UnrecordableError for a model that is too large to be recorded with values."""
-    size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
-    if size_bytes > REAL_LIMIT_BYTES:
-        raise UnrecordableError(
-            f"{needs}. To record it with values takes {size_bytes / 2**30:.1f} GiB on every rank, more than the "
-            f"{REAL_LIMIT_BYTES / 2**30:.0f} GiB that are taken for that"
-        ) from needs
 
 
 def said(item: Any) -> str:

@@ -27,8 +27,9 @@ from shardwright.backends.torch.capture.fake_state import (
 from shardwright.backends.torch.capture.host_draws import generator_state, host_state, patched_functions
 from shardwright.backends.torch.capture.loss_scaler import real_scales
 from shardwright.backends.torch.capture.stand_in import no_remembered_results
+from shardwright.backends.torch.capture.value_reads import READING, masks_of, require_room_for_values
 from shardwright.backends.torch.program.drafts import Draft, Frame
-from shardwright.backends.torch.program.guards import READING, masks_of, what_was_read
+from shardwright.backends.torch.program.guards import what_was_read
 from shardwright.backends.torch.program.hooks import Functions, Ops, patched_modules
 from shardwright.backends.torch.program.ledger import Ledger, memory_of
 from shardwright.backends.torch.program.program import (
@@ -64,7 +65,6 @@ from shardwright.backends.torch.program.refusals import (
     reads_a_value,
     reads_what_it_computed,
     refuse_function,
-    require_room_for_values,
     said,
     sets_an_attribute,
     shares_a_value,

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from shardwright.backends.torch.machine.shards import local_shape
+from shardwright.backends.torch.machine.tensor_axis import Axis
 from shardwright.backends.torch.program.program import Context
-from shardwright.backends.torch.tensor_parallel.collectives import Axis, convert
+from shardwright.backends.torch.tensor_parallel.collectives import convert
 from shardwright.backends.torch.tensor_parallel.layouts import Hop, OpLayout, UnitLayout
-from shardwright.backends.torch.tensor_parallel.pieces import local_shape
 from shardwright.backends.torch.tensor_parallel.source import Source, Var
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, Site, Slot, Traced
 from shardwright.core.layout.placements import Partial, Placement, Replicate, Split

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardwright.backends.torch.capture.sample import Sample
+from shardwright.backends.torch.machine.tensor_axis import Axis
 from shardwright.backends.torch.program.program import (
     ConstantRef,
     Context,
@@ -27,7 +28,6 @@ from shardwright.backends.torch.program.program import (
     Tree,
     ValueRef,
 )
-from shardwright.backends.torch.tensor_parallel.collectives import Axis
 from shardwright.backends.torch.tensor_parallel.hooks import require_no_hooks
 from shardwright.backends.torch.tensor_parallel.layouts import planned_part
 from shardwright.backends.torch.tensor_parallel.replay import Replay, lower_all

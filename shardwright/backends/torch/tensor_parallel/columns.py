@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from shardwright.backends.torch.machine.tensor_axis import Axis
 from shardwright.backends.torch.memory import weight_gradients
-from shardwright.backends.torch.tensor_parallel.collectives import Axis, convert
+from shardwright.backends.torch.tensor_parallel.collectives import convert
 from shardwright.core.layout.placements import Partial, Replicate
 
 R = Replicate()

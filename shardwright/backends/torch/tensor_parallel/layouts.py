@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardwright.backends.torch.tensor_parallel.collectives import Change
+from shardwright.backends.torch.machine.tensor_axis import Change
 from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Placement, Replicate
 from shardwright.core.layout.realised import Link, RealisedUnit

@@ -2,7 +2,7 @@
 
 import torch
 
-from shardwright.backends.torch.tensor_parallel.collectives import Axis
+from shardwright.backends.torch.machine.tensor_axis import Axis
 
 
 def _local_index(index: torch.Tensor, held: int, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from shardwright.backends.torch.machine.shards import local_shape
 from shardwright.backends.torch.program.program import (
     ConstantRef,
     Leaf,
@@ -18,7 +19,6 @@ from shardwright.backends.torch.program.program import (
     ValueRef,
 )
 from shardwright.backends.torch.tensor_parallel.lower import Lowered
-from shardwright.backends.torch.tensor_parallel.pieces import local_shape
 from shardwright.backends.torch.tensor_parallel.replay import Replay
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
 from shardwright.core.cost.work import WorkCounter

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shardwright.backends.torch.machine.tensor_axis import Axis
 from shardwright.backends.torch.program.program import Context
 from shardwright.backends.torch.tensor_parallel.call import Lowering
-from shardwright.backends.torch.tensor_parallel.collectives import Axis
 from shardwright.backends.torch.tensor_parallel.layouts import UnitLayout
 from shardwright.backends.torch.tensor_parallel.lower import Lowered, lower_unit, summed_parameters
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, Traced
