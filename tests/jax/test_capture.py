@@ -10,12 +10,14 @@ import pytest
 from flax import linen, nnx
 
 from examples import gpt2_flax, gpt2_linen
-from shardwright.backends.jax.capture.model import capture
+from shardwright.backends.jax import BACKEND
 from shardwright.core.errors import CaptureError
 from shardwright.core.model.graph import Graph
 
 CONFIG = gpt2_flax.Config(n_layer=3, n_head=4, n_embd=32, vocab_size=96, n_positions=24)
 LENGTH = 20
+
+capture = BACKEND.capture
 
 
 def tokens(batch: int = 4, length: int = LENGTH) -> dict[str, jax.ShapeDtypeStruct]:

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardwright.backends.jax.capture.model import capture
+from shardwright.backends.jax import BACKEND
 from shardwright.core.model.graph import Graph, Op
 from tests.comparison import Comparison
 
 BATCH = 4
+
+capture = BACKEND.capture
 
 
 def f(*shape: int) -> np.ndarray:

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardwright.backends.jax.capture.model import capture
+from shardwright.backends.jax import BACKEND
 from shardwright.core.model.graph import OpKind
 from tests.core import oracle
 
 Case = tuple[OpKind, Callable[..., Any] | list[Callable[..., Any]], tuple[np.ndarray, ...]]
 DRAWS = np.random.default_rng(6)
+
+capture = BACKEND.capture
 
 
 def f(*shape: int) -> np.ndarray:

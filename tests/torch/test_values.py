@@ -19,8 +19,8 @@ from shardwright.backends.torch.program.guards import holds
 from shardwright.backends.torch.program.identity import text_of, value_names
 from shardwright.backends.torch.program.randomness import Moment
 from shardwright.backends.torch.program.recording_check import Varying
-from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.program.unsplit import seeded_by_rule
+from shardwright.backends.torch.runtime import Runtime
 from shardwright.core.errors import CaptureError, UnrecordableError
 from tests.comparison import Comparison
 from tests.torch.test_dataflow import MICROBATCHES, WIDTH, Block, compare, gradients, make_runtime, mean_square, samples

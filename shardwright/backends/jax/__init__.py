@@ -11,6 +11,7 @@ from shardwright.backends.jax.capture.model import capture
 from shardwright.backends.jax.executable import JaxExecutable
 from shardwright.backends.jax.machine.mesh import bind
 from shardwright.backends.jax.machine.profile import profile
+from shardwright.backends.jax.memory.footprint import with_footprints
 from shardwright.backends.jax.state.shardings import lower_layout
 from shardwright.core.cluster.hardware.measurements import Measurements, MeasureProgress
 from shardwright.core.layout.mesh import Mesh
@@ -36,15 +37,16 @@ class JaxBackend:
         batch_dims: Any = None,
         require_loss: bool = True,
     ) -> Graph:
-        """See `backends.jax.capture.capture`."""
-        return capture(model, sample, loss, batch_dims=batch_dims, require_loss=require_loss)
+        """See `backends.jax.capture.model.capture`. A graph with a loss has what its units keep in this runtime too."""
+        captured = capture(model, sample, loss, batch_dims=batch_dims, require_loss=require_loss)
+        return with_footprints(captured) if require_loss else captured.graph
 
     def bind(self, mesh: Mesh) -> jax.sharding.Mesh:
-        """See `backends.jax.mesh.bind`."""
+        """See `backends.jax.machine.mesh.bind`."""
         return bind(mesh)
 
     def lower_layout(self, layout: Layout, bound_mesh: Any) -> NamedSharding:
-        """See `backends.jax.layout.lower_layout`."""
+        """See `backends.jax.state.shardings.lower_layout`."""
         return lower_layout(layout, bound_mesh)
 
     def compile(self, plan: Plan, model: Any, **options: Any) -> JaxExecutable:
@@ -58,7 +60,7 @@ class JaxBackend:
         return JaxExecutable(plan, model, **options)
 
     def profile(self, *, name: str, budget_s: float, progress: MeasureProgress | None = None) -> Measurements:
-        """See `backends.jax.profile.profile`."""
+        """See `backends.jax.machine.profile.profile`."""
         return profile(name=name, budget_s=budget_s, progress=progress)
 
     def longest_s(self, seconds: float) -> float:

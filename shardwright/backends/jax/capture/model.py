@@ -1,7 +1,7 @@
 """A JAX model → `core.graph.Graph`, by tracing it on shapes at two batch sizes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,7 +23,6 @@ from shardwright.backends.jax.capture.tree import (
     is_function,
     parameter_names,
 )
-from shardwright.backends.jax.memory.footprint import footprints
 from shardwright.core.errors import CaptureError, ShardwrightError
 from shardwright.core.model.graph import Call, Graph, Op, Parameter, Tensor, TensorRole
 
@@ -47,6 +46,15 @@ class Source:
     logical_axes: LogicalAxes = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The graph of a model, the traces that it was read from, and the names of the model's arrays."""
+
+    graph: Graph
+    traces: Traces
+    names: tuple[str, ...]
+
+
 def capture(
     model: Any,
     sample: Any,
@@ -54,7 +62,7 @@ def capture(
     *,
     batch_dims: Any = None,
     require_loss: bool = True,
-) -> Graph:
+) -> Captured:
     """Read a JAX model, without running it and without memory for its weights.
 
     model: an ``nnx.Module``; a pair ``(linen_module, variables)``; or a function of ``(params, batch)``. Weights may
@@ -76,10 +84,7 @@ def capture(
     dims = resolve_batch_dims(batch, batch_dims)
     pick = _loss_of if require_loss else _outputs_of
     graph, traces = _read(source, batch, dims, lambda output: pick(output, source.name))
-    if not require_loss:
-        return graph
-    each, twice = footprints(graph, traces, source.names)
-    return replace(graph, footprints=each, kept_twice=twice)
+    return Captured(graph, traces, source.names)
 
 
 def read(source: Source, batch: Any, dims: tuple[int | None, ...], pick: Callable[[Any], Any]) -> tuple[Graph, Program]:

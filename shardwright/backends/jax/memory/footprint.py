@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from shardwright.backends.jax.capture.model import Captured
 from shardwright.backends.jax.capture.steps import Program
 from shardwright.backends.jax.capture.trace import TracedCall
 from shardwright.backends.jax.pipeline.stage_functions import Operands, StageFunction, StageFunctions, stage_functions
@@ -36,6 +37,12 @@ FUSED = frozenset(
 REPEATED = frozenset({"broadcast_in_dim", "iota"})
 """Of these what is made again by every reader."""
 SAME_MEMORY = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "copy"})
+
+
+def with_footprints(captured: Captured) -> Graph:
+    """The graph of a model, with what its units keep and hold in this runtime."""
+    each, twice = footprints(captured.graph, captured.traces, captured.names)
+    return replace(captured.graph, footprints=each, kept_twice=twice)
 
 
 def footprints(
