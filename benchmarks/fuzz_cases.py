@@ -26,8 +26,9 @@ from fuzz_oracle import plan_fault, schedule_fault
 
 import shardwright as sw
 from shardwright.core.plan.breakdown import break_down
-from shardwright.core.plan.file import from_text, to_document, to_text
+from shardwright.core.plan.file import to_document, to_text
 from shardwright.core.plan.memory_over_time import memory_over_time
+from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import Action, Kind, Schedule, StageCosts, schedule_names
 from shardwright.core.schedule.files import from_csv, to_csv
 from shardwright.core.schedule.passes import insert_sharding, insert_transfers
@@ -177,7 +178,7 @@ def used(plan: Any) -> str:
     fault = plan_fault(to_document(plan), plan.build_schedule())
     if fault:
         return fault
-    if from_text(to_text(plan)) != plan:
+    if Plan.from_text(to_text(plan)) != plan:
         return "saved and read, it is another plan"
     sw.simulate(plan)
     sw.explain(plan)
@@ -196,11 +197,11 @@ def used(plan: Any) -> str:
 
 def plan_file(rng: random.Random) -> str:
     document = spoil_document(rng, json.loads(rng.choice(plans())))
-    return used(from_text(json.dumps(document), "plan.json"))
+    return used(Plan.from_text(json.dumps(document), "plan.json"))
 
 
 def plan_text(rng: random.Random) -> str:
-    return used(from_text(spoil_text(rng, rng.choice(plans())), "plan.json"))
+    return used(Plan.from_text(spoil_text(rng, rng.choice(plans())), "plan.json"))
 
 
 def toml_file(rng: random.Random) -> str:

@@ -33,7 +33,7 @@ import claims
 
 import shardwright as sw
 from shardwright.backends import protocol
-from shardwright.core.plan.plan import Predicted
+from shardwright.core.plan.record import Predicted
 
 HERE = Path(__file__).resolve()
 MODELS = ("gpt2", "bert", "t5", "resnet", "ncf")

@@ -13,7 +13,7 @@ import shardwright as sw
 from shardwright import measure
 from shardwright.core.cluster.hardware import Device, load_device
 from shardwright.core.plan import step_fit
-from shardwright.core.plan.plan import Predicted
+from shardwright.core.plan.record import Predicted
 from shardwright.core.schedule.simulate import simulate_schedule
 from shardwright.core.schedule.timeline import Timeline
 from tests.core.toy import decoder

@@ -2,7 +2,6 @@
 
 import json
 import math
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,35 +9,36 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shardwright.core.errors import PlanFileError, PlanWarning, ShardwrightError
+from shardwright.core.errors import PlanFileError, ShardwrightError
 from shardwright.core.layout.placements import Layout, Partial, Placement, Split
 from shardwright.core.model.fold import CallRef
 from shardwright.core.model.structure import Binding, Structure, UnitBinding
-from shardwright.core.plan import plan as p
+from shardwright.core.plan import record
 from shardwright.core.plan.decision import Decision
+from shardwright.core.plan.record import ClassCost, Costs, PlanRecord, Predicted, Provenance, RankCosts
 from shardwright.core.plan.schema import FORMAT, VERSION, BindingFile, DecisionFile, PlacementFile, PlanFile, Section
 from shardwright.core.solver import Alternative
 from shardwright.core.solver.tensor_layouts import Rates
 from shardwright.core.tables.memory import MemoryUse
-from shardwright.core.text_files import read_text, write_text
+from shardwright.core.text_files import write_text
 
 MOST_VALUES = 2_000_000
 """Of a plan file: those of models with tens of thousands of parameters, in both frameworks, have fewer."""
 
 
-def write(plan: p.Plan, path: Path) -> None:
+def write(plan: PlanRecord, path: Path) -> None:
     """Write a plan. Keys stand in a fixed order and every unit on lines of its own, so that two plans diff well.
 
     Raises PlanFileError when the file cannot be written; what stood there before is left as it was."""
     write_text(path, to_text(plan), PlanFileError)
 
 
-def to_text(plan: p.Plan) -> str:
+def to_text(plan: PlanRecord) -> str:
     """The text of a plan file."""
     return json.dumps(to_document(plan), indent=1, ensure_ascii=False) + "\n"
 
 
-def to_document(plan: p.Plan) -> dict[str, Any]:
+def to_document(plan: PlanRecord) -> dict[str, Any]:
     """The plan as plain JSON values."""
     d = plan.decision
     return {
@@ -154,13 +154,10 @@ def _placement_out(placement: Placement) -> dict[str, Any]:
     return {"partial": placement.op} if isinstance(placement, Partial) else {}
 
 
-def read(path: Path) -> p.Plan:
-    """Read a plan file. Raises PlanFileError with the path inside the file of the first thing that is wrong."""
-    return from_text(read_text(path, PlanFileError, "plan file"), str(path))
+def from_text(text: str, source: str) -> PlanRecord:
+    """The record in the text of a plan file; ``source`` names it in errors.
 
-
-def from_text(text: str, source: str = "plan") -> p.Plan:
-    """The plan in the text of a plan file; ``source`` names it in errors."""
+    Raises PlanFileError with the path inside the file of the first thing that is wrong."""
     document = _document(text, source)
     if not isinstance(document, Mapping) or document.get("format") != FORMAT:
         raise PlanFileError(f"{source}: not a plan file: expected format: {FORMAT!r} at the top")
@@ -179,12 +176,9 @@ def from_text(text: str, source: str = "plan") -> p.Plan:
     except ValidationError as error:
         raise PlanFileError(f"{source}: {_first_problem(error)}") from error
     try:
-        plan = _plan(parsed)
+        return _record(parsed)
     except ShardwrightError as error:
         raise PlanFileError(f"{source}: {error}") from error
-    if plan.is_stale:
-        warnings.warn(f"{source}: {p.STALE}", PlanWarning, stacklevel=4)
-    return plan
 
 
 def _document(text: str, source: str) -> Any:
@@ -221,7 +215,7 @@ def _first_problem(error: ValidationError) -> str:
     return f"{where}: {first['msg']}; given {shown}{more}"
 
 
-def _plan(file: PlanFile) -> p.Plan:
+def _record(file: PlanFile) -> PlanRecord:
     structure = Structure(
         tuple(file.model.unit_classes),
         tuple(tuple((role, tuple(shape)) for role, shape in slots.items()) for slots in file.model.classes),
@@ -229,24 +223,24 @@ def _plan(file: PlanFile) -> p.Plan:
     )
     decision = _decision_in(file.decision)
     _require_consistent(file, structure)
-    return p.Plan(
+    return PlanRecord(
         decision=decision,
         model_name=file.model.name,
         model=structure,
         bindings=tuple((name, _binding_in(binding)) for name, binding in file.bindings.items()),
-        costs=p.Costs(
+        costs=Costs(
             tuple(file.costs.unit_classes),
-            tuple(p.ClassCost(**_fields_of(c)) for c in file.costs.classes),
+            tuple(ClassCost(**_fields_of(c)) for c in file.costs.classes),
             tuple(file.costs.boundary_bytes),
             tuple(file.costs.boundary_s),
             Rates(**_fields_of(file.costs.rates)),
             tuple(
-                p.RankCosts(tuple(p.ClassCost(**_fields_of(c)) for c in own.classes), tuple(own.boundary_s))
+                RankCosts(tuple(ClassCost(**_fields_of(c)) for c in own.classes), tuple(own.boundary_s))
                 for own in file.costs.ranks
             ),
             file.costs.idle_lent,
         ),
-        predicted=p.Predicted(
+        predicted=Predicted(
             step_time_s=file.predicted.step_time_s,
             pipeline_s=file.predicted.pipeline_s,
             bubble_fraction=file.predicted.bubble_fraction,
@@ -256,13 +250,13 @@ def _plan(file: PlanFile) -> p.Plan:
             memory_by_stage_rank=tuple(MemoryUse(**_fields_of(m)) for m in file.predicted.memory_by_stage_rank),
             mesh=decision.mesh,
         ),
-        alternatives=tuple(p.Alternative(**_fields_of(a)) for a in file.alternatives.plans),
+        alternatives=tuple(record.Alternative(**_fields_of(a)) for a in file.alternatives.plans),
         unsplit=tuple(file.alternatives.unsplit.items()),
         layout_alternatives=tuple(
             (slot, tuple(Alternative(_layout_in(slot, a.layout), a.extra_s, a.extra_bytes) for a in others))
             for slot, others in file.alternatives.layouts.items()
         ),
-        provenance=p.Provenance(**(_fields_of(file.provenance) | {"pinned": tuple(file.provenance.pinned)})),
+        provenance=Provenance(**(_fields_of(file.provenance) | {"pinned": tuple(file.provenance.pinned)})),
         counted_for=file.predicted.counted_for,
     )
 

@@ -1,154 +1,36 @@
 """The plan: how a model is split over devices, what that will cost, and what the frameworks call its parts."""
 
 import hashlib
+import warnings
 from collections import Counter
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 
 from shardwright.core.amounts import bytes_text, seconds_text
-from shardwright.core.errors import PlanError, PlanFileError, nearest
+from shardwright.core.errors import PlanError, PlanFileError, PlanWarning, ShardwrightError, nearest
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.layout.placements import Layout, Split
 from shardwright.core.model.fold import CallRef, fold
 from shardwright.core.model.graph import Graph
 from shardwright.core.model.structure import (
     Binding,
-    Structure,
     in_own_dims,
     in_slot_dims,
     layout_of,
     require_names,
     structure_of,
 )
-from shardwright.core.plan.decision import Decision, summarize
+from shardwright.core.plan import file
+from shardwright.core.plan.decision import summarize
+from shardwright.core.plan.record import PlanRecord
 from shardwright.core.schedule import Schedule, StageCosts
-from shardwright.core.solver.tensor_layouts import Rates, SlotAlternatives
-from shardwright.core.tables.memory import MemoryUse, unit_recompute
-from shardwright.core.text_files import path_of
-
-
-@dataclass(frozen=True, slots=True)
-class ClassCost:
-    """One microbatch of one class of unit, recompute and tensor collectives included. Seconds and bytes per rank."""
-
-    forward_s: float
-    input_grad_s: float
-    weight_grad_s: float
-    activation_bytes: int
-    parameter_elements: int
-    trained_elements: int
-    """Of the parameters' entries, those that have gradients."""
-    swapped_s: float = 0.0
-    """That its activations take to the host, and back; beside the passes of the stage."""
-    collective_s: float = 0.0
-    """Of the passes, collectives over the tensor axis."""
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What units cost, folded."""
-
-    unit_classes: tuple[int, ...]
-    classes: tuple[ClassCost, ...]
-    boundary_bytes: tuple[int, ...]
-    """For every unit, the bytes of activations that enter it from before: what a cut there sends."""
-    boundary_s: tuple[float, ...]
-    """Seconds to send them to the next stage."""
-    rates: Rates
-    """What the tensor layouts were chosen by: `core.realise` completes them by the same."""
-    ranks: tuple["RankCosts", ...] = ()
-    """For every pipeline rank its own seconds, where devices or links differ; empty where all ranks cost the same."""
-    idle_lent: float = 0.0
-    """As of `StageCosts`."""
-
-    def on_rank(self, rank: int) -> "Costs":
-        """What units cost on one pipeline rank."""
-        own = self.ranks[rank]
-        return replace(self, classes=own.classes, boundary_s=own.boundary_s, ranks=())
-
-
-@dataclass(frozen=True, slots=True)
-class RankCosts:
-    """What units cost on one pipeline rank; the fields are those of `Costs`."""
-
-    classes: tuple[ClassCost, ...]
-    boundary_s: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """What one step will take."""
-
-    step_time_s: float
-    pipeline_s: float
-    """Of it, the pipeline's forward and backward passes, bubbles included."""
-    bubble_fraction: float
-    """Idle share of the pipeline time, averaged over ranks, without what those at work were lent of it."""
-    tensor_collective_s: float
-    """Of the pipeline time, communication on the tensor axis on the slowest stage."""
-    data_parallel_s: float
-    """Of the step, the gradient reduction that nothing hides."""
-    optimizer_s: float
-    memory_by_stage_rank: tuple[MemoryUse, ...]
-    """One per coordinate on pp: ranks that differ in dp or tp only hold the same amounts."""
-    mesh: Mesh
-
-    @property
-    def memory(self) -> tuple[MemoryUse, ...]:
-        """One per rank."""
-        near = self.mesh.stride("pp")
-        once = tuple(use for use in self.memory_by_stage_rank for _ in range(near))
-        return once * (self.mesh.size // len(once))
-
-    @property
-    def peak_memory_bytes(self) -> tuple[int, ...]:
-        """One per rank."""
-        return tuple(use.total_bytes for use in self.memory)
-
-
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """A plan that was scored and not chosen."""
-
-    summary: str
-    step_time_s: float
-    peak_memory_bytes: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Provenance:
-    """Where a plan comes from."""
-
-    shardwright: str
-    captured_from: str
-    cluster: str
-    world_size: int
-    device_memory_bytes: int
-    pinned: tuple[str, ...]
-    left_out: str = ""
-    """Devices that were given and are not worth using; ``cluster`` and ``world_size`` are of the rest."""
+from shardwright.core.tables.memory import unit_recompute
+from shardwright.core.text_files import path_of, read_text
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(PlanRecord):
     """A decision about one model on one cluster. Saved as JSON; `docs/plan-file.md` describes the file."""
-
-    decision: Decision
-    model_name: str
-    model: Structure
-    bindings: tuple[tuple[str, Binding], ...]
-    costs: Costs
-    predicted: Predicted
-    alternatives: tuple[Alternative, ...]
-    unsplit: tuple[tuple[str, str], ...]
-    """``class/role`` of the matrices that stay whole on the tensor axis, and why."""
-    layout_alternatives: SlotAlternatives
-    """For every slot the next best layouts, and what they would have cost."""
-    provenance: Provenance
-    counted_for: str = ""
-    """A digest of the decision, the model and the costs that ``predicted`` was counted for; by default, of this
-    plan's own. After an edit it is that of the plan before (`is_stale`)."""
 
     def __post_init__(self) -> None:
         if not self.counted_for:
@@ -328,16 +210,25 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan file (JSON), whole or not at all. Raises PlanFileError when it cannot be written."""
-        from shardwright.core.plan.file import write
-
-        write(self, path_of(path, PlanFileError))
+        file.write(self, path_of(path, PlanFileError))
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
         """Read a plan file. Raises PlanFileError with the path inside the file of what is wrong."""
-        from shardwright.core.plan.file import read
+        at = path_of(path, PlanFileError)
+        return cls.from_text(read_text(at, PlanFileError, "plan file"), str(at))
 
-        return read(path_of(path, PlanFileError))
+    @classmethod
+    def from_text(cls, text: str, source: str = "plan") -> "Plan":
+        """The plan in the text of a plan file; ``source`` names it in errors."""
+        record = file.from_text(text, source)
+        try:
+            plan = cls(**{field.name: getattr(record, field.name) for field in fields(record)})
+        except ShardwrightError as error:
+            raise PlanFileError(f"{source}: {error}") from error
+        if plan.is_stale:
+            warnings.warn(f"{source}: {STALE}", PlanWarning, stacklevel=3)
+        return plan
 
     def summary(self) -> str:
         """The degrees in one line."""

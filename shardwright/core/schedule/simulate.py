@@ -17,25 +17,25 @@ from typing import Literal
 import numpy as np
 
 from shardwright.core.errors import ScheduleError
+from shardwright.core.schedule.action_table import ActionTable
 from shardwright.core.schedule.actions import TRANSFER, Action, B, F, I, Kind, W
 from shardwright.core.schedule.complete import report
 from shardwright.core.schedule.costs import StageCosts
 from shardwright.core.schedule.idle_share import lent_clock
-from shardwright.core.schedule.schedule import Schedule
 from shardwright.core.schedule.timeline import Timeline, TransferLog, TransferRow
 
 Mode = Literal["asynchronous", "blocking"]
 
 
-def simulate(schedule: Schedule, costs: StageCosts | None = None) -> Timeline:
+def simulate(schedule: ActionTable, costs: StageCosts | None = None) -> Timeline:
     """When each action of a schedule runs; see `simulate_schedule`."""
-    if not isinstance(schedule, Schedule):
+    if not isinstance(schedule, ActionTable):
         raise ScheduleError(f"simulate takes a schedule, not a {type(schedule).__name__}")
     return simulate_schedule(schedule, costs)
 
 
 def simulate_schedule(
-    schedule: Schedule, costs: StageCosts | None = None, *, transfers: Mode = "asynchronous"
+    schedule: ActionTable, costs: StageCosts | None = None, *, transfers: Mode = "asynchronous"
 ) -> Timeline:
     """When each action of a schedule runs.
 
@@ -58,7 +58,7 @@ def simulate_schedule(
     return engine.timeline()
 
 
-def explain_stop(schedule: Schedule, stuck: Sequence[tuple[int, int]]) -> str:
+def explain_stop(schedule: ActionTable, stuck: Sequence[tuple[int, int]]) -> str:
     """Why a schedule did not run to its end, for each (rank, position) that it stopped at, and the grid."""
     lines = [f"rank {rank} waits at step {at} with {schedule.table[rank][at]}" for rank, at in stuck]
     what = "the schedule stops before its end (deadlock): " + "; ".join(lines)
@@ -80,7 +80,7 @@ class _Link:
 class Engine:
     """One run of one schedule. Times in seconds; nodes are numbered as `Timeline.cause` numbers them."""
 
-    def __init__(self, schedule: Schedule, costs: StageCosts, transfers: Mode) -> None:
+    def __init__(self, schedule: ActionTable, costs: StageCosts, transfers: Mode) -> None:
         self.schedule, self.costs = schedule, costs
         self.explicit = any(action.kind in TRANSFER for order in schedule.table for action in order)
         self.blocking = transfers == "blocking"

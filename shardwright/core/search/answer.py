@@ -7,7 +7,8 @@ from shardwright.core.capabilities import Capabilities
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cost.unit import UnitCost
 from shardwright.core.plan.decision import Decision, pinned_summary, summarize
-from shardwright.core.plan.plan import Alternative, ClassCost, Costs, Plan, Predicted, Provenance, RankCosts
+from shardwright.core.plan.plan import Plan
+from shardwright.core.plan.record import Alternative, ClassCost, Costs, Predicted, Provenance, RankCosts
 from shardwright.core.search.defaults import Default
 from shardwright.core.search.scoring import Scored, Scorer
 from shardwright.core.tables.cost_tables import HOST_LINK_EFFICIENCY, Place

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from shardwright.core.cost.work import PRECISION_BYTES
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.plan.decision import Decision
-from shardwright.core.plan.plan import Predicted
+from shardwright.core.plan.record import Predicted
 from shardwright.core.schedule import AUTO, StageCosts
 from shardwright.core.schedule.simulate import simulate_schedule
 from shardwright.core.tables.links import Links

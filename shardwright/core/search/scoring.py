@@ -7,7 +7,7 @@ from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import ScheduleError
 from shardwright.core.partition.partitioners import DEFAULT, cut_units
 from shardwright.core.plan.decision import Decision, placement_of
-from shardwright.core.plan.plan import Predicted
+from shardwright.core.plan.record import Predicted
 from shardwright.core.schedule import AUTO, Schedule
 from shardwright.core.schedule.live import peak_live
 from shardwright.core.search.bounds import SAFE, Bounds

@@ -9,7 +9,8 @@ import shardwright as sw
 from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.cost.unit import UnitCost
 from shardwright.core.errors import MissingCapabilityError, PlanError
-from shardwright.core.plan.file import from_text, to_text
+from shardwright.core.plan.file import to_text
+from shardwright.core.plan.plan import Plan
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.unit_table import UnitTable
 from tests.core.toy import decoder
@@ -81,7 +82,7 @@ def test_what_memory_has_no_room_for_is_offloaded_where_that_is_faster() -> None
     assert max(plan.predicted.peak_memory_bytes) <= 3 * 2**30
     assert max(use.host_bytes for use in plan.predicted.memory) > 0
     assert sw.simulate(plan).makespan_s == pytest.approx(plan.predicted.pipeline_s, rel=1e-9)
-    assert from_text(to_text(plan)) == plan
+    assert Plan.from_text(to_text(plan)) == plan
     assert f"{len(away)} units offloaded" in plan.summary()
     slow = sw.plan(GRAPH, cluster(3 * 2**30, host_bytes_per_s=1e8), offload=True, **PINS)
     assert slow.decision.offloaded_units == (), "a link so slow that nothing is worth sending"

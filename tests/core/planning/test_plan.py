@@ -9,7 +9,8 @@ import pytest
 import shardwright as sw
 from shardwright import Cluster
 from shardwright.core.errors import PlanError, PlanFileError
-from shardwright.core.plan.file import from_text, to_document, to_text
+from shardwright.core.plan.file import to_document, to_text
+from shardwright.core.plan.plan import Plan
 from shardwright.core.plan.schema import VERSION, schema
 from shardwright.core.schedule import schedule_names
 from tests.core.toy import decoder
@@ -225,7 +226,7 @@ def edited(plan: sw.Plan, path: str, value: object) -> str:
 )
 def test_a_bad_file_names_the_place(plan: sw.Plan, path: str, value: object, said: str) -> None:
     with pytest.raises(PlanFileError, match=said):
-        from_text(edited(plan, path, value), "plan.json")
+        Plan.from_text(edited(plan, path, value), "plan.json")
 
 
 def test_a_file_that_is_not_json_names_the_line(tmp_path: Path) -> None:
@@ -247,7 +248,7 @@ def test_rebind_takes_a_twin_with_other_names_and_orientation(plan: sw.Plan) -> 
     mine, theirs = both.parameter_layouts("toy"), both.parameter_layouts("other")
     assert mine["h.0.fc"].on("tp") == sw.Split(1)
     assert theirs["h.0.fc"].on("tp") == sw.Split(0)
-    assert from_text(to_text(both)) == both
+    assert Plan.from_text(to_text(both)) == both
 
 
 def test_rebind_names_the_first_difference(plan: sw.Plan) -> None:

@@ -16,7 +16,8 @@ import shardwright as sw
 from shardwright.core import text_files
 from shardwright.core.errors import ClusterError, PlanError, PlanFileError, PlanWarning, ShardwrightError
 from shardwright.core.plan import schema as plan_schema
-from shardwright.core.plan.file import from_text, to_text
+from shardwright.core.plan.file import to_text
+from shardwright.core.plan.plan import Plan
 from tests.core.toy import decoder
 
 GRAPH = decoder(layers=4, hidden=64, heads=4, vocabulary=256, sequence=16)
@@ -103,9 +104,9 @@ REFUSED: dict[str, tuple[Edit, str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_plan_that_contradicts_itself_is_refused(plan: sw.Plan, what: str) -> None:
     edit, said = REFUSED[what]
-    assert from_text(to_text(plan)) == plan
+    assert Plan.from_text(to_text(plan)) == plan
     with pytest.raises(PlanFileError, match=said):
-        from_text(edited(plan, edit), "plan.json")
+        Plan.from_text(edited(plan, edit), "plan.json")
 
 
 RAW = {
@@ -124,7 +125,7 @@ RAW = {
 def test_text_that_is_no_plan(what: str) -> None:
     text, said = RAW[what]
     with pytest.raises(PlanFileError, match=said):
-        from_text(text)
+        Plan.from_text(text)
 
 
 def test_a_file_beyond_all_sizes_is_not_read_whole(tmp_path: Path) -> None:
@@ -170,14 +171,14 @@ def test_paths_that_are_none(plan: sw.Plan, path: Any) -> None:
 def test_figures_that_were_counted_for_another_decision_are_said(plan: sw.Plan) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not from_text(to_text(plan)).is_stale
+        assert not Plan.from_text(to_text(plan)).is_stale
     for edit in (
         lambda d: d["decision"].update(microbatch=4),
         lambda d: d["decision"].update(optimizer="sgd"),
         lambda d: d["costs"]["classes"][0].update(forward_s=1.0),
     ):
         with pytest.warns(PlanWarning, match="counted for another decision"):
-            other = from_text(edited(plan, edit))
+            other = Plan.from_text(edited(plan, edit))
         assert other.is_stale
         assert "counted for another decision" in sw.explain(other)
     assert "counted for another decision" not in sw.explain(plan)

@@ -12,7 +12,8 @@ from shardwright.core.cluster.cluster import NodeGroup
 from shardwright.core.cluster.hardware import load_link, load_profile
 from shardwright.core.errors import ClusterError, PlanError
 from shardwright.core.model.graph import Graph
-from shardwright.core.plan.file import from_text, to_text
+from shardwright.core.plan.file import to_text
+from shardwright.core.plan.plan import Plan
 from shardwright.core.search.devices import parts
 from shardwright.core.search.request import Request
 from shardwright.core.search.space import ORDERS, RECOMPUTES
@@ -111,7 +112,7 @@ def test_as_few_blocks_are_recomputed_as_memory_asks_for() -> None:
         assert max(plan.predicted.peak_memory_bytes) <= memory_bytes
         assert before <= plan.predicted.step_time_s < full.predicted.step_time_s
         assert sw.simulate(plan).makespan_s == pytest.approx(plan.predicted.pipeline_s, rel=1e-9)
-        assert from_text(to_text(plan)) == plan
+        assert Plan.from_text(to_text(plan)) == plan
         for units in plan.stage_units:  # of a stage the last blocks are kept
             assert [unit in kept for unit in units if unit in kept | set(again)] == sorted(
                 unit in kept for unit in units if unit in kept | set(again)
@@ -201,7 +202,7 @@ def test_a_mixed_cluster_gives_the_faster_devices_more() -> None:
     naive = sw.plan(DEEP, cluster, batch=512, **pins, stage_starts=alike.decision.stage_starts)
     assert aware.predicted.step_time_s < 0.8 * naive.predicted.step_time_s
     assert sw.simulate(aware).makespan_s == pytest.approx(aware.predicted.pipeline_s, rel=1e-6)
-    assert from_text(to_text(aware)) == aware
+    assert Plan.from_text(to_text(aware)) == aware
 
 
 def test_memory_is_that_of_each_devices_own() -> None:
@@ -225,7 +226,7 @@ def test_a_mixed_cluster_is_never_slower_than_its_fast_nodes_alone(between: str)
     assert free.mesh.size == free.provenance.world_size
     said = next(a for a in free.alternatives if a.reason.startswith(f"on {cluster}: "))
     assert said.step_time_s == pytest.approx(whole.predicted.step_time_s)
-    assert from_text(to_text(free)) == free
+    assert Plan.from_text(to_text(free)) == free
 
 
 def test_a_precision_that_nobody_pins_is_one_that_all_devices_have() -> None:
@@ -301,7 +302,7 @@ def test_a_generated_schedule_is_in_the_plan_and_no_longer_than_a_named_one() ->
     auto = sw.plan(DEEP, cluster, batch=6, schedule="auto", **pins)
     assert auto.decision.schedule == "auto"
     assert sw.simulate(auto).makespan_s == pytest.approx(auto.predicted.pipeline_s, rel=1e-9)
-    again = from_text(to_text(auto))
+    again = Plan.from_text(to_text(auto))
     assert again == auto
     assert again.build_schedule().digest == auto.build_schedule().digest
     for name in ("1f1b", "gpipe", "zb-h1"):

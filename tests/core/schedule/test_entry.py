@@ -8,7 +8,8 @@ import pytest
 import shardwright as sw
 from shardwright.core.errors import PlanError, PlanFileError, ScheduleError
 from shardwright.core.plan.decision import Decision
-from shardwright.core.plan.file import from_text, to_text
+from shardwright.core.plan.file import to_text
+from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import Action, Kind, Schedule, StageCosts
 from shardwright.core.schedule.checks import require_runnable, require_trains
 from shardwright.core.schedule.files import from_csv, load_csv, save_csv, to_csv
@@ -111,7 +112,7 @@ def test_a_plan_file_without_backwards(generated: sw.Plan) -> None:
         assert row in text
         text = text.replace(row, other)
     with pytest.raises(PlanFileError, match="the generated schedule cannot be run: auto has no backward passes"):
-        from_text(text)
+        Plan.from_text(text)
 
 
 def test_a_plan_file_with_a_table_that_cannot_be_run(generated: sw.Plan) -> None:
@@ -125,7 +126,7 @@ def test_a_plan_file_with_a_table_that_cannot_be_run(generated: sw.Plan) -> None
         (first.replace("0F0", "0F7"), "cannot be run"),
     ):
         with pytest.raises(PlanFileError, match=said):
-            from_text(to_text(generated).replace(first, edited))
+            Plan.from_text(to_text(generated).replace(first, edited))
 
 
 def decision(**changes: object) -> Decision:

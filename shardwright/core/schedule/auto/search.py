@@ -6,6 +6,7 @@ How much is tried depends on the size alone, never on a clock: the same request 
 from dataclasses import replace
 
 from shardwright.core.errors import ScheduleError
+from shardwright.core.schedule.action_table import ActionTable
 from shardwright.core.schedule.auto.construct import construct, habits
 from shardwright.core.schedule.auto.evaluate import Evaluator
 from shardwright.core.schedule.auto.improve import improve
@@ -16,7 +17,6 @@ from shardwright.core.schedule.family import Sizes, Table
 from shardwright.core.schedule.live import peak_live
 from shardwright.core.schedule.passes.backward import merge_backward
 from shardwright.core.schedule.placement import looped, vee
-from shardwright.core.schedule.schedule import Schedule
 from shardwright.core.schedule.simulate import simulate_schedule
 
 Placed = tuple[tuple[int, ...], Table]
@@ -106,7 +106,7 @@ def _merged(problem: Problem, words: list[Word], costs: StageCosts, makespan_s: 
     A whole backward hands its input gradient on later, and does with one action what else takes two.
     """
     table, stages = problem.table(words), problem.stages
-    kept = Schedule("auto", (), problem.ranks, stages, problem.microbatches, problem.placement, table)
+    kept = ActionTable("auto", (), problem.ranks, stages, problem.microbatches, problem.placement, table)
     few = sum(len(order) for order in table) <= _MERGED_BY_STAGE
     for merging in (None, *(range(stages) if few else (0,))):
         tried = merge_backward(kept, None if merging is None else (merging,))
@@ -129,6 +129,6 @@ def _named(problem: Problem, sizes: Sizes, costs: StageCosts) -> list[tuple[floa
         held = (peak_live(order, problem.activation_bytes) for order in table)
         if all(peak <= limit for peak, limit in zip(held, problem.limit_bytes, strict=True)):
             stages = problem.stages
-            schedule = Schedule(family.name, (), sizes.ranks, stages, sizes.microbatches, problem.placement, table)
+            schedule = ActionTable(family.name, (), sizes.ranks, stages, sizes.microbatches, problem.placement, table)
             tables.append((simulate_schedule(schedule, costs).makespan_s, table))
     return tables

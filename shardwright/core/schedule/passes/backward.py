@@ -4,11 +4,11 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import replace
 
+from shardwright.core.schedule.action_table import TableT
 from shardwright.core.schedule.actions import Action, B, I, W
-from shardwright.core.schedule.schedule import Schedule
 
 
-def merge_backward(schedule: Schedule, stages: Collection[int] | None = None) -> Schedule:
+def merge_backward(schedule: TableT, stages: Collection[int] | None = None) -> TableT:
     """Make one B of an I and the W of the same stage and microbatch right behind it; of all stages, or of those given.
 
     Together they are cheaper than apart wherever the two share work, and take the same time at worst. What waits for
@@ -28,7 +28,7 @@ def merge_backward(schedule: Schedule, stages: Collection[int] | None = None) ->
     return replace(schedule, table=tuple(table))
 
 
-def split_backward(schedule: Schedule, microbatches: Collection[int] | None = None, *, delay: int = 0) -> Schedule:
+def split_backward(schedule: TableT, microbatches: Collection[int] | None = None, *, delay: int = 0) -> TableT:
     """Make an I and a W of every B that stands alone, or of those of some microbatches; those in overlapped pairs stay
     whole.
 

@@ -8,13 +8,13 @@ uses it has ended. With one credit the two ranks take turns; with two they overl
 from dataclasses import replace
 
 from shardwright.core.errors import ScheduleError
+from shardwright.core.schedule.action_table import ActionTable, TableT
 from shardwright.core.schedule.actions import TRANSFER
 from shardwright.core.schedule.costs import StageCosts
-from shardwright.core.schedule.schedule import Schedule
 from shardwright.core.schedule.simulate import Engine
 
 
-def bound_buffers(schedule: Schedule, credits: int) -> Schedule:
+def bound_buffers(schedule: TableT, credits: int) -> TableT:
     """The schedule with so many buffers on each boundary between ranks. Do this before `insert_transfers`, which then
     posts no receive for which there is no buffer.
 
@@ -39,5 +39,5 @@ def bound_buffers(schedule: Schedule, credits: int) -> Schedule:
     )
 
 
-def _ends(schedule: Schedule) -> bool:
+def _ends(schedule: ActionTable) -> bool:
     return not Engine(schedule, StageCosts.uniform(schedule.stages), "asynchronous").run()

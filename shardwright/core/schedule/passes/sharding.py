@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwright.core.errors import ScheduleError
+from shardwright.core.schedule.action_table import TableT
 from shardwright.core.schedule.actions import Action, B, Kind, W
 from shardwright.core.schedule.family import Order
-from shardwright.core.schedule.schedule import Schedule
 
 _SHARDING = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)
 
 
-def insert_sharding(schedule: Schedule, gathered_stages: int = 3) -> Schedule:
+def insert_sharding(schedule: TableT, gathered_stages: int = 3) -> TableT:
     """Gather a stage's parameters ahead of its use, free them when others need the room, and reduce its gradients after
     its last weight gradient.
 
@@ -30,7 +30,7 @@ def insert_sharding(schedule: Schedule, gathered_stages: int = 3) -> Schedule:
     return replace(schedule, table=tuple(_rank(order, gathered_stages) for order in schedule.table))
 
 
-def strip_sharding(schedule: Schedule) -> Schedule:
+def strip_sharding(schedule: TableT) -> TableT:
     """The schedule without gathering, freeing and gradient reduction."""
     table = tuple(tuple(action for action in order if action.kind not in _SHARDING) for order in schedule.table)
     return replace(schedule, table=table)

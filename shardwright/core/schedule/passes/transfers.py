@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 from shardwright.core.errors import ScheduleError
+from shardwright.core.schedule.action_table import ActionTable, TableT
 from shardwright.core.schedule.actions import TRANSFER, Action, F, Kind, W
 from shardwright.core.schedule.costs import StageCosts
-from shardwright.core.schedule.schedule import Schedule
 from shardwright.core.schedule.simulate import simulate_schedule
 
 
-def insert_transfers(schedule: Schedule, costs: StageCosts | None = None, *, blocking: bool = False) -> Schedule:
+def insert_transfers(schedule: TableT, costs: StageCosts | None = None, *, blocking: bool = False) -> TableT:
     """Insert a send behind each action whose result another rank needs, and the receive on that rank.
 
     Everything is put down in one global order, that of a simulated run, a send and its receive at the same moment. So
@@ -59,7 +59,7 @@ def _positive(costs: StageCosts) -> StageCosts:
     )
 
 
-def transfers_of(schedule: Schedule, action: Action) -> list[tuple[Action, Action]]:
+def transfers_of(schedule: ActionTable, action: Action) -> list[tuple[Action, Action]]:
     """The (send, receive) pairs that carry what an action makes to other ranks."""
     pairs = []
     for part in action.flat:
@@ -74,7 +74,7 @@ def transfers_of(schedule: Schedule, action: Action) -> list[tuple[Action, Actio
     return pairs
 
 
-def strip_transfers(schedule: Schedule) -> Schedule:
+def strip_transfers(schedule: TableT) -> TableT:
     """The schedule without its sends and receives."""
     table = tuple(tuple(action for action in order if action.kind not in TRANSFER) for order in schedule.table)
     return replace(schedule, table=table)

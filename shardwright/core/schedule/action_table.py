@@ -1,0 +1,110 @@
+"""The table of a schedule: for each rank of a pipeline, an ordered list of actions."""
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from shardwright.core.errors import ScheduleError
+from shardwright.core.schedule.actions import Action
+from shardwright.core.schedule.complete import require_complete
+from shardwright.core.schedule.family import Table, positive_integer
+
+Argument = int | float | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ActionTable:
+    """For each rank, what it does in which order; and which rank holds which stage.
+
+    Args:
+        name: the family that made it, or `custom`.
+        arguments: what the family was asked for, as pairs; enough to build it again, but for `auto`.
+        ranks, stages, microbatches: how many of each; every rank holds `virtual_stages` = stages / ranks of them.
+        placement: for each stage, the rank that holds it.
+        table: for each rank, its actions in order.
+        credits: how many tensors may be made and not yet used on each boundary between ranks; None is no bound.
+
+    A schedule is whole: every forward is in the table once, on the rank that holds its stage, and so is every backward,
+    behind it, unless there are none at all (`trains`). That it also ends, the ranks waiting for one another, is what
+    `checks.require_ends` and a simulation say.
+
+    Raises:
+        ScheduleError: the sizes and the placement do not fit together, or an action is missing, doubled, on the wrong
+            rank or too early; the grid marks it.
+    """
+
+    name: str
+    arguments: tuple[tuple[str, Argument], ...]
+    ranks: int
+    stages: int
+    microbatches: int
+    placement: tuple[int, ...]
+    table: Table = field(repr=False)
+    credits: int | None = None
+    trains: bool = field(init=False, repr=False, compare=False)
+    """Whether it has backwards: without them it is for evaluation alone."""
+
+    def __post_init__(self) -> None:
+        self._require_types()
+        if len(self.table) != self.ranks:
+            raise ScheduleError(f"the table has {len(self.table)} rows: expected one for each of {self.ranks} ranks")
+        if len(self.placement) != self.stages:
+            raise ScheduleError(f"the placement has {len(self.placement)} entries: expected {self.stages}")
+        on = Counter(self.placement)
+        held = [on[rank] for rank in range(self.ranks)]
+        if len(set(held)) != 1 or sum(held) != self.stages:
+            raise ScheduleError(f"the ranks hold {held} stages: expected as many on each, {self.stages} in all")
+        if self.credits is not None and self.credits < 1:
+            raise ScheduleError(f"credits={self.credits} would let nothing through: expected at least 1")
+        trains = require_complete(self.name, self.table, self.placement, self.microbatches)
+        object.__setattr__(self, "trains", trains)
+
+    def _require_types(self) -> None:
+        for name in ("ranks", "stages", "microbatches"):
+            positive_integer(name, getattr(self, name))
+        if self.credits is not None and type(self.credits) is not int:
+            raise ScheduleError(f"credits={self.credits!r}: expected a whole number, or None for no bound")
+        if not isinstance(self.name, str):
+            raise ScheduleError(f"the name of a schedule is text, not {self.name!r}")
+        if not isinstance(self.placement, tuple) or any(type(rank) is not int for rank in self.placement):
+            raise ScheduleError(f"placement={self.placement!r}: expected a tuple with the rank of each stage")
+        rows = isinstance(self.table, tuple) and all(isinstance(order, tuple) for order in self.table)
+        if not rows or any(type(action) is not Action for order in self.table for action in order):
+            raise ScheduleError("the table is a tuple with a tuple of Actions for each rank; Action.parse makes one")
+
+    @property
+    def virtual_stages(self) -> int:
+        """Stages on each rank."""
+        return self.stages // self.ranks
+
+    def stage_to_rank(self, stage: int) -> int:
+        """The rank that holds a stage.
+
+        Raises:
+            ScheduleError: there is no such stage.
+        """
+        if not 0 <= stage < self.stages:
+            raise ScheduleError(f"stage {stage} is not in this schedule: it has stages 0 to {self.stages - 1}")
+        return self.placement[stage]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank holds, in order."""
+        return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether any backward is split into input gradient and weight gradient."""
+        return any(part.kind in ("I", "W") for order in self.table for action in order for part in action.flat)
+
+    @property
+    def digest(self) -> str:
+        """A SHA-256 of placement, credits and table: two schedules with the same digest do the same."""
+        text = hashlib.sha256(f"{self.microbatches}/{self.placement}/{self.credits}\n".encode())
+        for order in self.table:
+            text.update((",".join(action.text for action in order) + "\n").encode())
+        return text.hexdigest()
+
+
+TableT = TypeVar("TableT", bound=ActionTable)
+"""What a pass is given and gives back: a schedule of a schedule."""
