@@ -1,5 +1,5 @@
 """Losses written in numpy that are traced into the core's loss programs as they are computed: an oracle for
-`core.loss` that knows no framework."""
+`core.model.loss` that knows no framework."""
 
 from __future__ import annotations
 

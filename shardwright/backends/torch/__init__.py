@@ -32,7 +32,7 @@ class TorchBackend:
         batch_dims: Any = None,
         require_loss: bool = True,
     ) -> Graph:
-        """The graph of an `nn.Module`: see `backends.torch.capture.capture`. Raises CaptureError."""
+        """The graph of an `nn.Module`: see `backends.torch.capture.model.capture`. Raises CaptureError."""
         from shardwright.backends.torch.capture.model import capture
 
         return capture(

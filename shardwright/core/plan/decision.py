@@ -33,8 +33,8 @@ class Decision:
     stage_starts: tuple[int, ...]
     """The first unit of every stage."""
     layouts: tuple[tuple[str, Layout], ...] = ()
-    """``class/role`` of every parameter slot that is not replicated, in slot dims (`core.structure`); ``@unit/role``
-    for a unit that differs from its class."""
+    """``class/role`` of every parameter slot that is not replicated, in slot dims (`core.model.structure`);
+    ``@unit/role`` for a unit that differs from its class."""
     virtual_stages: int = 1
     recompute: Recompute = "none"
     shard: int = 0

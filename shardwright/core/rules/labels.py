@@ -1,4 +1,4 @@
-"""Labels for the ops of both frameworks: which dims of the operands belong together (see `core.graph.Op`).
+"""Labels for the ops of both frameworks: which dims of the operands belong together (see `core.model.graph.Op`).
 
 Backends call these when they translate an op. Each function takes shapes and returns a `Labelled`: the labels of
 every input, then of every output, and what is special about some of them.
@@ -16,7 +16,7 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """What `core.graph.Op` needs beside kind, name and operands."""
+    """What `core.model.graph.Op` needs beside kind, name and operands."""
 
     labels: tuple[tuple[int, ...], ...]
     special: tuple[tuple[int, LabelRole], ...] = ()

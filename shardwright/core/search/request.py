@@ -43,7 +43,7 @@ class Request:
     sequence_parallel: bool | None = None
     gradient_precision: str | None = None
     layouts: tuple[Pin, ...] = ()
-    """Parameters whose layouts are pinned (`core.pins.pins_of`)."""
+    """Parameters whose layouts are pinned (`core.rules.pins.pins_of`)."""
     placement_order: str | None = None
     partitioner: str = DEFAULT
     offload: bool | None = None

@@ -1,4 +1,4 @@
-"""A JAX model → `core.graph.Graph`, by tracing it on shapes at two batch sizes."""
+"""A JAX model → `core.model.graph.Graph`, by tracing it on shapes at two batch sizes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

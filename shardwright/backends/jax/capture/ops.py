@@ -1,4 +1,4 @@
-"""JAX primitives → kinds of op and labels (see `core.graph.Op`)."""
+"""JAX primitives → kinds of op and labels (see `core.model.graph.Op`)."""
 
 from collections.abc import Callable, Sequence
 from itertools import count

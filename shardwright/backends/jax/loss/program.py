@@ -1,4 +1,4 @@
-"""A traced loss function in the words of `core.loss`: what each of its ops does to sums over samples."""
+"""A traced loss function in the words of `core.model.loss`: what each of its ops does to sums over samples."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

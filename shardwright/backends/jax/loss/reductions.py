@@ -1,6 +1,6 @@
 """How the losses and metrics of microbatches make those of the batch: read from the loss function's program.
 
-`core.loss` decides; this traces the function at two batch sizes, asks, and computes the counts of weighted means from
+`core.model.loss` decides; this traces the function at two batch sizes, asks, and computes the counts of weighted means from
 each microbatch, by the part of the function's own program that makes them.
 """
 

@@ -1,4 +1,4 @@
-"""`core.mesh.Mesh` over JAX devices."""
+"""`core.layout.mesh.Mesh` over JAX devices."""
 
 from collections.abc import Iterable, Sequence
 

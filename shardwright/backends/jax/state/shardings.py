@@ -1,4 +1,4 @@
-"""`core.layout.Layout` → NamedSharding, and the shardings of parameters, optimizer state and batches."""
+"""`core.layout.placements.Layout` → NamedSharding, and the shardings of parameters, optimizer state and batches."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ def lower_layout(layout: Layout, bound_mesh: jax.sharding.Mesh) -> NamedSharding
     """The sharding that splits the same dims over the same axes.
 
     A PartitionSpec splits a dim as one piece: of ``Split(dim, blocks=…)`` it is right for an array whose dim is held in
-    the order of `backends.jax.blocks`. Raises LayoutError for partial values, which no array can hold between two
+    the order of `backends.jax.tensor_parallel.blocks`. Raises LayoutError for partial values, which no array can hold between two
     programs.
     """
     dims: dict[int, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Two traces of a step body as one loss program: what each op does to sums over samples (`core.loss.program`)."""
+"""Two traces of a step body as one loss program: what each op does to sums over samples (`core.model.loss.program`)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

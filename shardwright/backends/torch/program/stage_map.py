@@ -23,7 +23,7 @@ class StageMap:
     recompute: frozenset[tuple[str, int]] = frozenset()
     """The calls whose forward runs again in the backward pass."""
     loss_scope: LossScope = "replica"
-    """Which samples batch norm sees together: `backends.torch.batch_norm`."""
+    """Which samples batch norm sees together: `backends.torch.data_parallel.batch_norm`."""
     plan: Plan | None = None
     """Where the tensor axis has its layouts from."""
 

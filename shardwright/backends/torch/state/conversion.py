@@ -1,4 +1,4 @@
-"""`core.conversions` over torch.distributed: every rank runs its part of a conversion's steps.
+"""`core.layout.conversions` over torch.distributed: every rank runs its part of a conversion's steps.
 
 Exchanges are pair by pair, so that any transport carries them; reductions of partial values add up what arrives. What a
 rank sends is counted, padding included, as the core predicts it.

@@ -50,7 +50,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class LossOp:
-    """One op. ``labels`` and ``special`` are those of `core.graph.Op`, at both batch sizes the same."""
+    """One op. ``labels`` and ``special`` are those of `core.model.graph.Op`, at both batch sizes the same."""
 
     how: How
     name: str
@@ -71,7 +71,7 @@ class LossOp:
     """Whether gradients flow from outputs to inputs."""
 
     def role(self, label: int) -> LabelRole:
-        """What splitting a label does; see `core.graph.LabelRole`."""
+        """What splitting a label does; see `core.model.graph.LabelRole`."""
         if label < 0:
             return "whole"
         for named, role in self.special:
