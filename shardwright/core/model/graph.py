@@ -226,8 +226,8 @@ class Graph:
     logical_axes: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
     """(parameter, a name for every dim) of the parameters that name their dims."""
     footprints: tuple[Footprint, ...] = ()
-    """For every class of units, in the order of `core.model.fold`; empty where the framework does not say: they are then
-    counted by kinds of op."""
+    """For every class of units, in the order of `core.model.fold`; empty where the framework does not say: they are
+    then counted by kinds of op."""
     kept_twice: tuple[KeptTwice, ...] = ()
     """For the neighbours among units that keep less together, where there are footprints."""
     producer: dict[int, int] = field(init=False, repr=False, compare=False, hash=False)
