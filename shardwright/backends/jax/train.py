@@ -86,14 +86,14 @@ def train_step(
     optimizer: an optax gradient transformation.
     plan: its dp × tp are laid over ``devices`` (default: all). Parameters lie as the plan says, the optimizer's state
         as its parameters, the batch along dp, and what the function computes is laid out as the plan says. Fused
-        matrices that are split block by block are held in another order (see `backends.jax.tensor_parallel.blocks`): `TrainStep.params`
-        and `TrainStep.original` give the model's own.
+        matrices that are split block by block are held in another order (see `backends.jax.tensor_parallel.blocks`):
+        `TrainStep.params` and `TrainStep.original` give the model's own.
     batch_dims: as in capture.
     one_program: run pipeline stages as one SPMD program, which stages that are alike can, instead of programs of their
         own for each stage, which any model and schedule can, but in one process. Default: only over several processes.
     has_aux: the function returns ``(loss, aux)``, or ``(loss, aux, state)``, and the step ``state, loss, aux``: a
-        pytree of metrics, each combined over microbatches and replicas by what it is (`backends.jax.loss.metrics`): joined
-        where it has a dim of samples, else the weighted mean, integers the sum.
+        pytree of metrics, each combined over microbatches and replicas by what it is (`backends.jax.loss.metrics`):
+        joined where it has a dim of samples, else the weighted mean, integers the sum.
     wrt: which parameters are trained (default: all): an NNX filter, a function of (path, value) that returns a bool,
         or a pytree of bools. The others get no gradient and no optimizer state.
     reduction: how the losses of microbatches and replicas make that of the batch, where the function returns no weight:

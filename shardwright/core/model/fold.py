@@ -1,9 +1,9 @@
 """Units and folding: the pieces that a pipeline cut keeps whole, and which of them are the same.
 
-A unit is a contiguous range of ops: one call of a block (`core.model.blocks`), or what lies between blocks (embeddings; final
-norm, head and loss). Where a framework records no module calls (a pure JAX function), ops belong to the block whose
-parameters they use. Ops that belong to nobody are divided where the fewest bytes cross. Identical units fold into one
-class, so that 96 layers cost what one does.
+A unit is a contiguous range of ops: one call of a block (`core.model.blocks`), or what lies between blocks
+(embeddings; final norm, head and loss). Where a framework records no module calls (a pure JAX function), ops belong to
+the block whose parameters they use. Ops that belong to nobody are divided where the fewest bytes cross. Identical
+units fold into one class, so that 96 layers cost what one does.
 """
 
 import itertools

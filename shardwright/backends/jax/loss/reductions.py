@@ -1,7 +1,7 @@
 """How the losses and metrics of microbatches make those of the batch: read from the loss function's program.
 
-`core.model.loss` decides; this traces the function at two batch sizes, asks, and computes the counts of weighted means from
-each microbatch, by the part of the function's own program that makes them.
+`core.model.loss` decides; this traces the function at two batch sizes, asks, and computes the counts of weighted means
+from each microbatch, by the part of the function's own program that makes them.
 """
 
 from collections.abc import Callable, Sequence

@@ -16,8 +16,8 @@ def lower_layout(layout: Layout, bound_mesh: jax.sharding.Mesh) -> NamedSharding
     """The sharding that splits the same dims over the same axes.
 
     A PartitionSpec splits a dim as one piece: of ``Split(dim, blocks=…)`` it is right for an array whose dim is held in
-    the order of `backends.jax.tensor_parallel.blocks`. Raises LayoutError for partial values, which no array can hold between two
-    programs.
+    the order of `backends.jax.tensor_parallel.blocks`. Raises LayoutError for partial values, which no array can hold
+    between two programs.
     """
     dims: dict[int, list[str]] = {}
     for axis, placement in layout.placements:

@@ -1,8 +1,8 @@
 """Run a traced program with the plan's layouts as sharding constraints, and dims of blocks in held order.
 
 Every equation runs as it was traced, on whole (logical) arrays: constraints tell the compiler where pieces lie, and the
-values are those of the program whatever it makes of them. Dims of blocks (`backends.jax.tensor_parallel.blocks`) are followed through
-the equations that need not know the order; anything else is given the original one.
+values are those of the program whatever it makes of them. Dims of blocks (`backends.jax.tensor_parallel.blocks`) are
+followed through the equations that need not know the order; anything else is given the original one.
 """
 
 from collections.abc import Callable, Sequence

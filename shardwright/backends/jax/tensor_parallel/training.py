@@ -38,7 +38,8 @@ def held_by_blocks(layouts: Mapping[str, Layout]) -> dict[str, Tags]:
 
 @dataclass(frozen=True, slots=True)
 class FusedParameters:
-    """Parameters whose dims of blocks are held in another order than the model's own (`backends.jax.tensor_parallel.blocks`)."""
+    """Parameters whose dims of blocks are held in another order than the model's own
+    (`backends.jax.tensor_parallel.blocks`)."""
 
     tags: tuple[Tags, ...]
     """One for each leaf of the parameters."""
