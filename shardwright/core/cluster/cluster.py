@@ -22,6 +22,7 @@ from shardwright.core.cluster.hardware import (
     load_profile,
     profile_names,
 )
+from shardwright.core.cluster.toml_file import write
 from shardwright.core.errors import ClusterError
 from shardwright.core.layout.mesh import MOST_RANKS
 from shardwright.core.text_files import path_of
@@ -184,7 +185,7 @@ class Cluster:
 
     def save(self, path: str | Path) -> None:
         """Write the TOML file that ``load`` reads. Raises ClusterError when it cannot be written."""
-        cluster_file.write(path_of(path, ClusterError), self.to_document())
+        write(path_of(path, ClusterError), self.to_document())
 
     @property
     def world_size(self) -> int:

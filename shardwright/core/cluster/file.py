@@ -1,6 +1,5 @@
 """The cluster file: TOML, one kind of node at the top level, or several as ``[[groups]]``."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any
 
 from shardwright.core.cluster.hardware import Device, Link, link_names, load_device, load_link, profile_names, schema
 from shardwright.core.errors import ClusterError
-from shardwright.core.text_files import write_text
 
 _GROUP_KEYS = tuple(schema.GroupTable.model_fields)
 
@@ -82,11 +80,6 @@ def document(groups: Sequence[Group], inter_node: Link | None, inter_region: Lin
     return {"format": schema.FORMAT} | inside | between
 
 
-def write(path: Path, contents: dict[str, Any]) -> None:
-    """Write ``contents`` as TOML, whole or not at all. Raises ClusterError when it cannot be written."""
-    write_text(path, "\n".join(_toml_lines(contents, ())).lstrip("\n") + "\n", ClusterError)
-
-
 def _link(given: "str | schema.UserLinkTable | None", source: str) -> str | Link | None:
     return schema.to_link(given.name, given, source) if isinstance(given, schema.UserLinkTable) else given
 
@@ -103,28 +96,3 @@ def _link_entry(link: str | Link | None) -> str | dict[str, Any]:
         raise ClusterError(f"a saved cluster holds links, given {link!r}")
     known = load_link(link.name) if link.name in link_names() else None
     return link.name if link == known else schema.link_document(link, known)
-
-
-def _toml_lines(table: dict[str, Any], path: tuple[str, ...]) -> list[str]:
-    """``table`` as lines of TOML: plain keys first, as they must come before the sub-tables."""
-    lines = [f"{key} = {_toml_value(value)}" for key, value in table.items() if not _is_section(value)]
-    for key, value in table.items():
-        if isinstance(value, list):
-            for entry in value:
-                lines += ["", f"[[{'.'.join((*path, key))}]]", *_toml_lines(entry, (*path, key))]
-        elif _is_section(value):
-            lines += ["", f"[{'.'.join((*path, key))}]", *_toml_lines(value, (*path, key))]
-    return lines
-
-
-def _is_section(value: Any) -> bool:
-    """Whether ``value`` needs a header of its own; a constant with its origin fits on its key's line."""
-    return isinstance(value, list) or (isinstance(value, dict) and set(value) != {"value", "origin"})
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml_value(entry)}" for key, entry in value.items()) + " }"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return json.dumps(value) if isinstance(value, bool) else repr(value)

@@ -10,6 +10,7 @@ import numpy as np
 from shardwright.core.cluster.hardware import check
 from shardwright.core.cluster.hardware.catalogue import profile_of
 from shardwright.core.cluster.hardware.device import Kind, MeasuredProduct, MeasuredUnit, Profile
+from shardwright.core.cluster.toml_file import write
 from shardwright.core.errors import ClusterError
 
 SHARED_MEMORY_LINK = "shared-memory"
@@ -122,8 +123,6 @@ class Measurements:
 
     def save(self, path: Path) -> None:
         """Write the profile file, which ``Cluster`` and ``load_profile`` accept by its path."""
-        from shardwright.core.cluster.file import write
-
         write(path, self.document())
 
 
