@@ -21,14 +21,14 @@ from predict import graph_of
 from published import DATA, Run, held_out, selective, single_node
 from scipy.optimize import minimize
 
-import shardwright.core.cost.unit as unit_module
+import shardwright.core.cost.unit_seconds as unit_module
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cluster.hardware import load_profile
-from shardwright.core.cost.unit import UnitCost, seconds_of, unit_cost
-from shardwright.core.cost.work import UnitWork, WorkCounter
+from shardwright.core.cost.unit_seconds import UnitCost, seconds_of, unit_cost
+from shardwright.core.cost.unit_work import UnitWork, WorkCounter
 from shardwright.core.model.fold import fold
 from shardwright.core.solver import Frame
-from shardwright.core.solver.tensor_layouts import Rates, Terms, choose
+from shardwright.core.solver.op_layouts import Rates, Terms, choose
 
 PRIORS: dict[str, tuple[float, float]] = {
     "matmul_efficiency": (0.85, 0.15),

@@ -52,7 +52,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardwright.jax as sw
-from shardwright.core.schedule.measured import measured_costs
+from shardwright.core.schedule.measured_costs import measured_costs
 from tests.comparison import Comparison
 
 # Freed memory stays with the process, as with the allocators of GPUs: else every way spends a fifth of its time on page

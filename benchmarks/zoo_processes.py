@@ -21,9 +21,9 @@ from transformers.utils import logging
 
 import shardwright
 from shardwright.backends.torch import TorchBackend
-from shardwright.backends.torch.messages.planning import count_flops, divide_modules
+from shardwright.backends.torch.messages.owner_search import count_flops, divide_modules
 from shardwright.core.cluster.hardware import load_profile
-from shardwright.core.cost.work import WorkCounter
+from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.model.fold import fold
 from shardwright.core.plan.plan import Plan
 from tests.comparison import Comparison

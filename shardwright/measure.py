@@ -24,8 +24,8 @@ from shardwright.core.model.graph import Graph
 from shardwright.core.model.structure import measured_name
 from shardwright.core.plan.plan import Plan
 from shardwright.core.plan.step_fit import StepFit, fit_steps
-from shardwright.core.schedule.measured import measured_costs
-from shardwright.core.solver.tensor_layouts import digest
+from shardwright.core.schedule.measured_costs import measured_costs
+from shardwright.core.solver.op_layouts import digest
 
 MICROBATCHES = (2, 6)
 """Run in one step of the whole model: the difference is what one takes. Each unit a stage runs the smaller number."""

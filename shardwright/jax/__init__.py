@@ -30,7 +30,7 @@ from shardwright import (  # noqa: E402
     plan,
     simulate,
 )
-from shardwright.backends.jax.capture.returned import Weighted, weighted  # noqa: E402
+from shardwright.backends.jax.capture.loss_results import Weighted, weighted  # noqa: E402
 from shardwright.backends.jax.machine.rendezvous import init, shutdown  # noqa: E402
 from shardwright.backends.jax.state.train_state import TrainState  # noqa: E402
 from shardwright.backends.jax.train import TrainStep, train_step  # noqa: E402

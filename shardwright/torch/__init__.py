@@ -29,7 +29,7 @@ from shardwright import (  # noqa: E402
 )
 from shardwright.backends.torch.capture.marks import set_tensor_parallelism, tensor_parallelism  # noqa: E402
 from shardwright.backends.torch.tensor_parallel.registry import tp_register, tp_register_with_module  # noqa: E402
-from shardwright.core.schedule.measured import measured_costs  # noqa: E402
+from shardwright.core.schedule.measured_costs import measured_costs  # noqa: E402
 from shardwright.core.schedule.passes import split_backward  # noqa: E402
 from shardwright.torch.data import DistributedSampler, sampler  # noqa: E402
 from shardwright.torch.model import DistributedModel, delay_param_initialization  # noqa: E402

@@ -9,11 +9,11 @@ import pytest
 import shardwright as sw
 from shardwright.core.cluster.hardware import load_device
 from shardwright.core.cluster.hardware.device import MeasuredUnit
-from shardwright.core.cost.unit import UnitCost
+from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.errors import ClusterError
 from shardwright.core.model.structure import measured_name
 from shardwright.core.plan.breakdown import break_down
-from shardwright.core.solver.tensor_layouts import digest
+from shardwright.core.solver.op_layouts import digest
 from shardwright.core.tables.calibrated import calibrated
 from tests.core.toy import decoder
 

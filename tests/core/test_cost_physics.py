@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from shardwright import Cluster
 from shardwright.core.cluster.groups import Group
 from shardwright.core.cluster.hardware import Link, load_device, preset_names
-from shardwright.core.cost.products import product_s
-from shardwright.core.cost.unit import unit_cost
-from shardwright.core.cost.work import WorkCounter
+from shardwright.core.cost.matrix_products import product_s
+from shardwright.core.cost.unit_seconds import unit_cost
+from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.model.fold import fold
 from tests.core.toy import decoder
 

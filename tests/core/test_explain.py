@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 import shardwright as sw
-from shardwright.core.cost.work import WorkCounter
+from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.model.fold import fold
 from shardwright.core.model.structure import in_own_dims
 from shardwright.core.plan.realise import terms_of
 from shardwright.core.solver import Frame, solve_at
-from shardwright.core.solver.tensor_layouts import choose, pins_of
+from shardwright.core.solver.op_layouts import choose, pins_of
 from tests.core.toy import decoder
 
 GRAPH = decoder(layers=2, hidden=1024, heads=16, vocabulary=32000, sequence=512)

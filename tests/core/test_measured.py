@@ -7,7 +7,7 @@ import pytest
 
 from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule import Action, Kind, Schedule, StageCosts
-from shardwright.core.schedule.measured import measured_costs
+from shardwright.core.schedule.measured_costs import measured_costs
 from shardwright.core.schedule.passes import split_backward
 from shardwright.core.schedule.simulate import simulate
 

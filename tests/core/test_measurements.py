@@ -8,7 +8,7 @@ from shardwright import Cluster
 from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.cluster.hardware.device import MeasuredProduct, MeasuredUnit
 from shardwright.core.cluster.hardware.measurements import LinkSample, Measurements, rate_of, ring_constants
-from shardwright.core.cost.products import product_s
+from shardwright.core.cost.matrix_products import product_s
 from shardwright.core.errors import ClusterError
 
 PRODUCTS = (MeasuredProduct("fp32", 64, 64, 64, 10e9), MeasuredProduct("fp32", 512, 512, 512, 50e9))

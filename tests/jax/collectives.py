@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from shardwright.core.layout.realised import RealisedUnit
+from shardwright.core.layout.unit_layouts import RealisedUnit
 from shardwright.core.model.graph import Graph
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")

@@ -13,9 +13,9 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import SingleDeviceSharding
 
-from shardwright.backends.jax.pipeline import compiled
-from shardwright.backends.jax.pipeline.compiled import Compiler, lower, uncollected
-from shardwright.backends.jax.pipeline.moved import load_on
+from shardwright.backends.jax.pipeline import compilation as compiled
+from shardwright.backends.jax.pipeline.compilation import Compiler, lower, uncollected
+from shardwright.backends.jax.pipeline.relocation import load_on
 from tests.comparison import Comparison
 
 

@@ -14,9 +14,10 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import shardwright.jax as sw
-from shardwright.backends.jax.pipeline import compiled, placed
+from shardwright.backends.jax.pipeline import compilation as compiled
+from shardwright.backends.jax.pipeline import multi_mesh as placed
 from shardwright.backends.jax.pipeline.actions import Pipeline
-from shardwright.backends.jax.pipeline.compiled import Compiler, lower
+from shardwright.backends.jax.pipeline.compilation import Compiler, lower
 from shardwright.core.model.graph import Graph
 from tests.jax.chains import batches, graph_of, loss_fn, maker, module_reference, plan_of
 

@@ -12,8 +12,8 @@ from flax import nnx
 
 import shardwright.jax as sw
 from shardwright.backends.jax.pipeline import actions as pipeline
-from shardwright.backends.jax.pipeline import likeness
-from shardwright.backends.jax.pipeline.likeness import signature
+from shardwright.backends.jax.pipeline import deduplication as likeness
+from shardwright.backends.jax.pipeline.deduplication import signature
 from shardwright.backends.jax.pipeline.stage_functions import stage_functions
 from shardwright.backends.jax.program.equations import flatten
 from tests.jax.chains import (

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import io_callback
 
 import shardwright.jax as sw
-from shardwright.backends.jax.pipeline.residuals import residuals
+from shardwright.backends.jax.pipeline.saved_activations import residuals
 from shardwright.backends.jax.program.equations import evaluate, flatten
 from tests.comparison import Comparison
 from tests.jax.chains import plan_of, reference

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardwright.backends.jax.program.terms import can_look_up, look_up
+from shardwright.backends.jax.program.split_lookups import can_look_up, look_up
 from tests.comparison import Comparison
 
 TABLE = jnp.arange(24.0).reshape(8, 3) + 1

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from transformers import T5Config, T5ForConditionalGeneration
 
 import shardwright as sw
-from shardwright.core.cost.work import WorkCounter
+from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.model.fold import fold
 from shardwright.core.plan.realise import realise
 

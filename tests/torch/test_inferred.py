@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.backends.torch.capture.inferred import _PLAIN, Inferred, unwatched
+from shardwright.backends.torch.capture.remembered_results import _PLAIN, Inferred, unwatched
 
 aten = torch.ops.aten
 X, TURNED, PART = (4, 6), "turned", "part"

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import shardwright as sw
-from shardwright.core.cost.work import WorkCounter
+from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.model.fold import fold
 
 BATCH, SEQUENCE, VOCABULARY, MICROBATCHES = 2, 64, 1024, 2

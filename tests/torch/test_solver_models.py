@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.core.cost.work import WorkCounter
+from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.layout.placements import Placement, Split
 from shardwright.core.model.fold import fold
 from shardwright.core.solver import AxisCost, Setting, Solution, lightest_bytes, solve

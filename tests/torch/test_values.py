@@ -16,10 +16,10 @@ from shardwright.backends.torch.capture.model import capture
 from shardwright.backends.torch.machine.process import Launch, start
 from shardwright.backends.torch.program import recordings
 from shardwright.backends.torch.program.guards import holds
-from shardwright.backends.torch.program.identity import text_of, value_names
 from shardwright.backends.torch.program.randomness import Moment
 from shardwright.backends.torch.program.recording_check import Varying
 from shardwright.backends.torch.program.unsplit import seeded_by_rule
+from shardwright.backends.torch.program.value_names import text_of, value_names
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.core.errors import CaptureError, UnrecordableError
 from tests.comparison import Comparison

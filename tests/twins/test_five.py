@@ -54,7 +54,7 @@ def test_pipelines_and_tensor_layouts_are_the_same(twins: tuple[str, Graphs]) ->
 
 
 def test_their_sizes_and_their_products_agree(twins: tuple[str, Graphs]) -> None:
-    from shardwright.core.cost.work import forward_flops
+    from shardwright.core.cost.unit_work import forward_flops
 
     _, (ours, twin) = twins
     assert ours.parameter_count() == twin.parameter_count()

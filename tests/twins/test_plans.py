@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import shardwright as sw
 import shardwright.jax
 from shardwright.backends.torch.program.stage_map import StageMap
-from shardwright.core.cost.work import WorkCounter, forward_flops
+from shardwright.core.cost.unit_work import WorkCounter, forward_flops
 from shardwright.core.model.fold import fold
 from tests.twins.capabilities import common
 

@@ -26,7 +26,7 @@ from shardwright.backends.jax.machine.rendezvous import current
 from shardwright.backends.jax.memory.peak import pipeline_bytes, program_bytes
 from shardwright.backends.jax.pipeline.action_times import Watch
 from shardwright.backends.jax.pipeline.actions import Pipeline, StepCounts
-from shardwright.backends.jax.pipeline.compiled import Compilation
+from shardwright.backends.jax.pipeline.compilation import Compilation
 from shardwright.backends.jax.pipeline.numerics import OpChecks
 from shardwright.backends.jax.pipeline.sentinels import (
     Answer,
@@ -53,7 +53,7 @@ from shardwright.backends.jax.state.train_state import (
     require_places,
     take_apart,
 )
-from shardwright.backends.jax.state.trained import Trained
+from shardwright.backends.jax.state.trainable import Trained
 from shardwright.backends.jax.tensor_parallel.training import FusedParameters, TensorParallel
 from shardwright.core.errors import MissingCapabilityError, PlanError, PlanWarning, ShardwrightError
 from shardwright.core.plan.plan import Plan

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwright.backends.torch.capture.batch_dims import Sample
 from shardwright.backends.torch.capture.model_call import growth_of, sample_of
-from shardwright.backends.torch.capture.sample import Sample
 from shardwright.backends.torch.data_parallel.batch_norm import RunningStatistics, norm_over_replicas
 from shardwright.backends.torch.data_parallel.gradients import Gradients
 from shardwright.backends.torch.loss.read import Batching, Losses, LossReading, read_losses
@@ -36,7 +36,6 @@ from shardwright.backends.torch.program.checks import (
     require_results,
     require_whole_gradients,
 )
-from shardwright.backends.torch.program.identity import text_of
 from shardwright.backends.torch.program.program import Literal, Loss, NumberRef, Program, Tree, name_of
 from shardwright.backends.torch.program.python_places import Holder
 from shardwright.backends.torch.program.python_reads import left_as_it_is
@@ -47,6 +46,7 @@ from shardwright.backends.torch.program.refusals import computes_with_a_clock
 from shardwright.backends.torch.program.stage_map import StageMap, keep_microbatches
 from shardwright.backends.torch.program.stages import Division, divide
 from shardwright.backends.torch.program.step_recorder import StepRecorder, record
+from shardwright.backends.torch.program.value_names import text_of
 from shardwright.backends.torch.state.model_claims import LiveFlags, module_claim, parameters_claim
 from shardwright.backends.torch.state.ownership import Holding, Placement, place
 from shardwright.backends.torch.state.parameter_shards import Shards

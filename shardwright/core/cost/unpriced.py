@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 
-from shardwright.core.cost.work import contraction_flops
+from shardwright.core.cost.unit_work import contraction_flops
 from shardwright.core.model.graph import Graph
 
 WORTH_SAYING = 0.001

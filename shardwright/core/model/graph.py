@@ -1,7 +1,8 @@
 """The captured model: tensors, ops, module calls and parameters, as both frameworks hand them to the core.
 
 The graph is the forward pass with its loss; what the backward pass costs and keeps follows from the kinds of op
-(`core.cost.work`). Every dim of every tensor is linear in the batch, because models are captured at two batch sizes.
+(`core.cost.unit_work`). Every dim of every tensor is linear in the batch, because models are captured at two batch
+sizes.
 """
 
 import math
@@ -11,7 +12,7 @@ from typing import Literal, get_args
 from shardwright.core.amounts import count_text
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.errors import CaptureError
-from shardwright.core.layout.pin import Pin
+from shardwright.core.layout.pinned_layout import Pin
 
 OpKind = Literal[
     "contraction",  # matrix products, einsums, convolutions: 2 · (product of all label sizes) FLOPs

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.core.cluster.hardware import Device
-from shardwright.core.cost.unit import unit_cost
-from shardwright.core.cost.work import WorkCounter
+from shardwright.core.cost.unit_seconds import unit_cost
+from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.model.fold import Folded, Unit
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, get_args
 
-from shardwright.core.cost.work import PRECISION_BYTES
+from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError, ScheduleError, nearest
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.layout.placements import Layout

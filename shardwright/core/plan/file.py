@@ -18,7 +18,7 @@ from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.record import ClassCost, Costs, PlanRecord, Predicted, Provenance, RankCosts
 from shardwright.core.plan.schema import FORMAT, VERSION, BindingFile, DecisionFile, PlacementFile, PlanFile, Section
 from shardwright.core.solver import Alternative
-from shardwright.core.solver.tensor_layouts import Rates
+from shardwright.core.solver.op_layouts import Rates
 from shardwright.core.tables.memory import MemoryUse
 from shardwright.core.text_files import write_text
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule.actions import Action, B, F, W
-from shardwright.core.schedule.live import peak_live
+from shardwright.core.schedule.peak_activations import peak_live
 from shardwright.core.schedule.simulate import simulate_schedule
 from shardwright.core.tables.memory import MemoryUse
 

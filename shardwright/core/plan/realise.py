@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 from shardwright.core.errors import PlanError
-from shardwright.core.layout.realised import RealisedUnit
+from shardwright.core.layout.unit_layouts import RealisedUnit
 from shardwright.core.model.fold import Folded, fold
 from shardwright.core.model.graph import Graph
 from shardwright.core.model.structure import structure_of
 from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.plan import Plan
 from shardwright.core.solver import Frame
-from shardwright.core.solver.tensor_layouts import Rates, Terms, choose, pins_of
+from shardwright.core.solver.op_layouts import Rates, Terms, choose, pins_of
 from shardwright.core.tables.memory import state_bytes_per_element
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.model.structure import Binding, Structure
 from shardwright.core.plan.decision import Decision
-from shardwright.core.solver.tensor_layouts import Rates, SlotAlternatives
+from shardwright.core.solver.op_layouts import Rates, SlotAlternatives
 from shardwright.core.tables.memory import MemoryUse
 
 

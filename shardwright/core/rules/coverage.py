@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardwright.core.cost.work import contraction_flops
+from shardwright.core.cost.unit_work import contraction_flops
 from shardwright.core.model.graph import Graph, OpKind
 from shardwright.core.rules.legal import is_fallback, signatures
 

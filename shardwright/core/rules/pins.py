@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwright.core.errors import LayoutError, nearest
-from shardwright.core.layout.pin import Pin
+from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.layout.placements import Layout, Placement, Split
 from shardwright.core.model.graph import Graph
 from shardwright.core.rules.legal import divides

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule.actions import Action
-from shardwright.core.schedule.complete import require_complete
 from shardwright.core.schedule.family import Table, positive_integer
+from shardwright.core.schedule.legality import require_complete
 
 Argument = int | float | str | None
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule.actions import TRANSFER, Action, B, F, Kind, W
-from shardwright.core.schedule.complete import report
 from shardwright.core.schedule.costs import StageCosts, per_rank_limit
+from shardwright.core.schedule.legality import report
 from shardwright.core.schedule.passes.transfers import insert_transfers
 from shardwright.core.schedule.schedule import Schedule
 from shardwright.core.schedule.simulate import Engine, explain_stop, simulate_schedule

@@ -19,9 +19,9 @@ import numpy as np
 from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule.action_table import ActionTable
 from shardwright.core.schedule.actions import TRANSFER, Action, B, F, I, Kind, W
-from shardwright.core.schedule.complete import report
 from shardwright.core.schedule.costs import StageCosts
 from shardwright.core.schedule.idle_share import lent_clock
+from shardwright.core.schedule.legality import report
 from shardwright.core.schedule.timeline import Timeline, TransferLog, TransferRow
 
 Mode = Literal["asynchronous", "blocking"]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule.actions import Action, B, F, Kind, W
-from shardwright.core.schedule.live import peak_live
+from shardwright.core.schedule.peak_activations import peak_live
 
 Seconds = NDArray[np.float64]
 Bytes = NDArray[np.int64]

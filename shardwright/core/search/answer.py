@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.cluster.cluster import Cluster
-from shardwright.core.cost.unit import UnitCost
+from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.plan.decision import Decision, pinned_summary, summarize
 from shardwright.core.plan.plan import Plan
 from shardwright.core.plan.record import Alternative, ClassCost, Costs, Predicted, Provenance, RankCosts

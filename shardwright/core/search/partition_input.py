@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import cache
 
 from shardwright.core.cluster.hardware import Device
-from shardwright.core.cost.work import WorkCounter
+from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.model.fold import Folded
 from shardwright.core.partition.partitioners import Units, paths_of
 from shardwright.core.partition.tasks import Tasks, op_tasks

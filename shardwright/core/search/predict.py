@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardwright.core.cost.work import PRECISION_BYTES
+from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.record import Predicted

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from shardwright.core.capabilities import Capabilities
-from shardwright.core.cost.work import PRECISION_BYTES
+from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError, nearest
-from shardwright.core.layout.pin import Pin
+from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.partition.partitioners import DEFAULT, require_partitioner
 from shardwright.core.plan.decision import LossScope, require_schedule
 from shardwright.core.schedule import AUTO

@@ -9,11 +9,11 @@ from shardwright.core.partition.partitioners import DEFAULT, cut_units
 from shardwright.core.plan.decision import Decision, placement_of
 from shardwright.core.plan.record import Predicted
 from shardwright.core.schedule import AUTO, Schedule
-from shardwright.core.schedule.live import peak_live
+from shardwright.core.schedule.peak_activations import peak_live
 from shardwright.core.search.bounds import SAFE, Bounds
 from shardwright.core.search.partition_input import partition_input
-from shardwright.core.search.peaks import by_stage, is_long, less_apart, with_activations
 from shardwright.core.search.predict import least_makespan_s, simulated_makespan_s
+from shardwright.core.search.rank_peaks import by_stage, is_long, less_apart, with_activations
 from shardwright.core.search.request import Request
 from shardwright.core.search.space import Pipelining, Policy, Shape, require_starts, splits_backward
 from shardwright.core.tables.cost_tables import CostTables

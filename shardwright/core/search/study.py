@@ -12,10 +12,10 @@ from shardwright.core.model.graph import Graph
 from shardwright.core.plan.decision import summarize
 from shardwright.core.plan.plan import Plan
 from shardwright.core.search.answer import terms_s
-from shardwright.core.search.devices import parts
-from shardwright.core.search.find import find_plan, search_parts
+from shardwright.core.search.devices_in_use import parts
 from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scored
+from shardwright.core.search.search import find_plan, search_parts
 from shardwright.core.tables.memory import STAYING
 
 FASTER = 2

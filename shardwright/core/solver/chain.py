@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.core.cost.work import WorkCounter
+from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Layout, Placement, Split
-from shardwright.core.layout.realised import RealisedUnit
+from shardwright.core.layout.unit_layouts import RealisedUnit
 from shardwright.core.model.fold import Folded
 from shardwright.core.rules.axes import Dim, DimGroup
 from shardwright.core.solver.frame import Frame
-from shardwright.core.solver.limited import Part, Row
+from shardwright.core.solver.memory_limited import Part, Row
 from shardwright.core.solver.network import Choices
-from shardwright.core.solver.prices import Setting
+from shardwright.core.solver.op_prices import Setting
 from shardwright.core.solver.problem import Move, R, UnitProblem
 
 Pins = Mapping[int, tuple[Placement | None, ...]]

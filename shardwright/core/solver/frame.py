@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from functools import cached_property
 
-from shardwright.core.cost.kept import Kept, aliases
-from shardwright.core.cost.work import WorkCounter
+from shardwright.core.cost.saved_activations import Kept, aliases
+from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.layout.signature import Signature
 from shardwright.core.model.fold import Folded
 from shardwright.core.model.graph import Graph, Op

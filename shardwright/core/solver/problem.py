@@ -14,14 +14,14 @@ import numpy as np
 
 from shardwright.core.layout.conversions.table import table_bytes
 from shardwright.core.layout.placements import Layout, Partial, Placement, Replicate, Split
-from shardwright.core.layout.realised import Link, Places
 from shardwright.core.layout.signature import Signature
+from shardwright.core.layout.unit_layouts import Link, Places
 from shardwright.core.model.graph import Op
 from shardwright.core.rules.axes import Dim
 from shardwright.core.rules.legal import divides
 from shardwright.core.solver.frame import Frame
 from shardwright.core.solver.network import Network
-from shardwright.core.solver.prices import AxisCost, Prices, Setting, State
+from shardwright.core.solver.op_prices import AxisCost, Prices, Setting, State
 
 R, P = Replicate(), Partial("sum")
 

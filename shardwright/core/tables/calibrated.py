@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardwright.core.cluster.hardware.device import MeasuredUnit
-from shardwright.core.cost.unit import UnitCost
+from shardwright.core.cost.unit_seconds import UnitCost
 
 
 def calibrated(

@@ -11,17 +11,17 @@ from shardwright.core.cluster.collectives import send_s
 from shardwright.core.cluster.groups import Group
 from shardwright.core.cluster.hardware import Device, Link
 from shardwright.core.cluster.hardware.device import MeasuredUnit
-from shardwright.core.cost.lying import as_they_lie
-from shardwright.core.cost.unit import UnitCost, seconds_of, unit_cost
+from shardwright.core.cost.shared_values import as_they_lie
+from shardwright.core.cost.unit_seconds import UnitCost, seconds_of, unit_cost
+from shardwright.core.cost.unit_work import PRECISION_BYTES, SharedValue
 from shardwright.core.cost.unpriced import unpriced_text
-from shardwright.core.cost.work import PRECISION_BYTES, SharedValue
-from shardwright.core.layout.pin import Pin
+from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.layout.placements import Layout
 from shardwright.core.model.fold import Folded, Unit, crossing_bytes
 from shardwright.core.model.graph import Graph
 from shardwright.core.model.structure import Binding, Structure, measured_name
 from shardwright.core.rules.pins import resolve
-from shardwright.core.solver.tensor_layouts import (
+from shardwright.core.solver.op_layouts import (
     AXIS,
     Rates,
     SlotAlternatives,

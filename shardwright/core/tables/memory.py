@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from shardwright.core.cost.unit import UnitCost
-from shardwright.core.cost.work import PRECISION_BYTES
+from shardwright.core.cost.unit_seconds import UnitCost
+from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError, nearest
 from shardwright.core.schedule import Schedule
-from shardwright.core.schedule.live import peak_live
+from shardwright.core.schedule.peak_activations import peak_live
 
 Recompute = Literal["none", "selective", "full"]
 Mode = Literal["none", "selective", "full", "offload"]

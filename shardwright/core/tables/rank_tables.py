@@ -10,7 +10,7 @@ from itertools import zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.core.cost.unit import UnitCost
+from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.errors import PlanError
 from shardwright.core.partition.exact import Matrix, min_max_cut, spread_cut
 from shardwright.core.schedule import StageCosts

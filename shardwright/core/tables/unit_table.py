@@ -9,8 +9,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.core.cost.unit import UnitCost
-from shardwright.core.cost.work import PRECISION_BYTES, SharedValue
+from shardwright.core.cost.unit_seconds import UnitCost
+from shardwright.core.cost.unit_work import PRECISION_BYTES, SharedValue
 from shardwright.core.partition.exact import Matrix, range_sums
 from shardwright.core.tables.memory import (
     Mode,

@@ -3,7 +3,7 @@
 import pytest
 
 from shardwright.core.cluster.hardware import load_device
-from shardwright.core.cost.work import WorkCounter
+from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.model.fold import fold
 from shardwright.core.partition.tasks import op_tasks
 from tests.core.toy import Builder

@@ -14,9 +14,9 @@ from shardwright.core.model.structure import measured_name
 from shardwright.core.plan.decision import Decision, placement_of
 from shardwright.core.schedule import Schedule, schedule_names
 from shardwright.core.search.best_first import Search
-from shardwright.core.search.find import tables_of
 from shardwright.core.search.predict import StepModel
 from shardwright.core.search.request import VIRTUAL_STAGES, Request
+from shardwright.core.search.search import tables_of
 from shardwright.core.search.space import Policy, splits_backward
 from shardwright.core.tables.links import Links
 from shardwright.core.tables.peak import StageBytes, apart_bytes

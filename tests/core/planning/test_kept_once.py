@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardwright.core.cost.unit import UnitCost
-from shardwright.core.cost.work import SharedValue
+from shardwright.core.cost.unit_seconds import UnitCost
+from shardwright.core.cost.unit_work import SharedValue
 from shardwright.core.tables.memory import Recompute
 from shardwright.core.tables.unit_table import UnitTable
 

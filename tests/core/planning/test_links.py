@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from shardwright import Cluster, Mesh
-from shardwright.core.search.devices import _counts, _fewer
+from shardwright.core.search.devices_in_use import _counts, _fewer
 from shardwright.core.tables.links import Links
 
 

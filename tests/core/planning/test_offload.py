@@ -7,7 +7,7 @@ import pytest
 
 import shardwright as sw
 from shardwright.core.cluster.hardware import load_profile
-from shardwright.core.cost.unit import UnitCost
+from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.errors import MissingCapabilityError, PlanError
 from shardwright.core.plan.file import to_text
 from shardwright.core.plan.plan import Plan

@@ -11,7 +11,7 @@ from shardwright import Cluster
 from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.errors import PlanError
 from shardwright.core.schedule import Action
-from shardwright.core.schedule.live import peak_live
+from shardwright.core.schedule.peak_activations import peak_live
 from shardwright.core.tables.cost_tables import CostTables, Place
 from shardwright.core.tables.memory import MemoryUse
 from shardwright.core.tables.peak import StageBytes, apart_bytes

@@ -7,13 +7,13 @@ import pytest
 
 import shardwright as sw
 from shardwright.core.cluster.hardware import Device, load_profile
-from shardwright.core.cost.work import WorkCounter
+from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.errors import PlanError
 from shardwright.core.model.fold import fold
 from shardwright.core.model.graph import Graph, Tensor
 from shardwright.core.search.best_first import Search
-from shardwright.core.search.find import tables_of
 from shardwright.core.search.request import Request
+from shardwright.core.search.search import tables_of
 from shardwright.core.search.space import Pipelining, Policy
 from shardwright.core.search.study import what_binds
 from tests.core.toy import decoder

@@ -14,7 +14,7 @@ from shardwright.core.errors import ClusterError, PlanError
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.file import to_text
 from shardwright.core.plan.plan import Plan
-from shardwright.core.search.devices import parts
+from shardwright.core.search.devices_in_use import parts
 from shardwright.core.search.request import Request
 from shardwright.core.search.space import ORDERS, RECOMPUTES
 from shardwright.core.search.study import study

@@ -8,13 +8,13 @@ import pytest
 import shardwright as sw
 from shardwright import Cluster, Split
 from shardwright.core.cluster.hardware import Link
-from shardwright.core.cost.work import Collective, WorkCounter
+from shardwright.core.cost.unit_work import Collective, WorkCounter
 from shardwright.core.errors import PlanError, PlanWarning
 from shardwright.core.layout.placements import Partial, Replicate
 from shardwright.core.model.fold import fold
 from shardwright.core.plan.realise import realise
-from shardwright.core.search.find import make_plan
 from shardwright.core.search.request import Request
+from shardwright.core.search.search import make_plan
 from tests.core.toy import decoder
 
 BIG = {"layers": 2, "hidden": 1024, "heads": 16, "vocabulary": 32000, "sequence": 512}

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 import shardwright as sw
+from shardwright.core.cost.unit_work import WorkCounter, forward_flops
 from shardwright.core.cost.unpriced import unpriced_text
-from shardwright.core.cost.work import WorkCounter, forward_flops
 from shardwright.core.model.fold import fold
 from shardwright.core.rules import labels as L
 from tests.core.toy import BATCH, Builder, decoder

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwright.core.cost.work import WorkCounter, forward_flops
+from shardwright.core.cost.unit_work import WorkCounter, forward_flops
 from shardwright.core.model.fold import fold
 from shardwright.core.rules import labels as L
 from tests.core.toy import Builder, decoder

@@ -18,7 +18,7 @@ from shardwright.backends.torch.machine.tensor_axis import Axis
 from shardwright.backends.torch.tensor_parallel.layouts import UnitLayout, of_realised
 from shardwright.backends.torch.tensor_parallel.replay import Replay, lower_all
 from shardwright.backends.torch.tensor_parallel.trace import Traced, trace
-from shardwright.core.cost.work import WorkCounter
+from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.layout.conversions import table_bytes
 from shardwright.core.layout.placements import Placement, Split
 from shardwright.core.model.fold import fold

@@ -8,9 +8,9 @@ import jax
 from flax import linen, nnx
 
 from shardwright.backends.capabilities import JAX as CAPABILITIES
+from shardwright.backends.jax.capture.loss_results import Weighted
 from shardwright.backends.jax.capture.ops import translate
 from shardwright.backends.jax.capture.partitioning import LogicalAxes, linen_axes, nnx_axes
-from shardwright.backends.jax.capture.returned import Weighted
 from shardwright.backends.jax.capture.samples import at_batch, batch_size, positional, resolve_batch_dims
 from shardwright.backends.jax.capture.steps import Program, flatten, same_structure
 from shardwright.backends.jax.capture.trace import Recorder, boxed_functions, linen_calls, nnx_calls

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from shardwright.backends.jax.capture.returned import Weighted
+from shardwright.backends.jax.capture.loss_results import Weighted
 from shardwright.backends.jax.loss.reductions import SUM, Reader, Reduction
 from shardwright.core.errors import PlanError
 from shardwright.core.model.loss import Verdict

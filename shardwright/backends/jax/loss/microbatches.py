@@ -13,7 +13,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.capture.checkpoint_policies import computed_again
-from shardwright.backends.jax.capture.returned import Returned, read_returned
+from shardwright.backends.jax.capture.loss_results import Returned, read_returned
 from shardwright.backends.jax.capture.trace import Recorder, boxed_functions, linen_calls, nnx_calls, recomputed
 from shardwright.backends.jax.capture.tree import abstract
 from shardwright.backends.jax.loss.metrics import Metrics, arrays_of, is_weighted, metrics_of
@@ -31,7 +31,7 @@ from shardwright.backends.jax.program.convolutions import for_cpu_loops
 from shardwright.backends.jax.program.python_values import PythonValues, WithValues
 from shardwright.backends.jax.state.shardings import axes_of
 from shardwright.backends.jax.state.train_state import Parts, TrainState, fold_random, put_together, take_apart
-from shardwright.backends.jax.state.trained import ALL, Trained
+from shardwright.backends.jax.state.trainable import ALL, Trained
 from shardwright.core.errors import PlanError
 from shardwright.core.plan.plan import Plan
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwright.backends.jax.capture.ops import RANDOM, translate
 from shardwright.backends.jax.capture.steps import Program, Step
-from shardwright.backends.jax.loss.unlike import same_array, same_params
+from shardwright.backends.jax.loss.differences import same_array, same_params
 from shardwright.core.errors import CaptureError
 from shardwright.core.model.loss import LossOp, LossProgram, Source, follows
 from shardwright.core.model.loss.program import How

@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardwright.backends.jax.pipeline.compiled import Compiler, lower, uncollected
-from shardwright.backends.jax.pipeline.likeness import TracedStages
+from shardwright.backends.jax.pipeline.compilation import Compiler, lower, uncollected
+from shardwright.backends.jax.pipeline.deduplication import TracedStages
 from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch
+from shardwright.backends.jax.pipeline.multi_mesh import PlacedProgram
 from shardwright.backends.jax.pipeline.optimizer_cut import OptimizerCut
-from shardwright.backends.jax.pipeline.placed import PlacedProgram
 from shardwright.backends.jax.pipeline.stage_functions import (
     MARKER,
     TOTAL,

@@ -12,9 +12,9 @@ from shardwright.backends.jax.capture.checkpoint_policies import computed_again
 from shardwright.backends.jax.capture.trace import Recorder, TracedCall
 from shardwright.backends.jax.loss.microbatches import Microbatches
 from shardwright.backends.jax.pipeline.stage_functions import Operands
-from shardwright.backends.jax.program.carried import Carried
 from shardwright.backends.jax.program.cut import Cut, cut
 from shardwright.backends.jax.program.equations import FlatProgram, Home, flatten
+from shardwright.backends.jax.program.state_places import Carried
 from shardwright.backends.jax.program.units import name_units
 from shardwright.backends.jax.state.ownership import Holding
 from shardwright.backends.jax.state.train_state import Parts

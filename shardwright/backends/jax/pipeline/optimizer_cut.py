@@ -13,14 +13,14 @@ import optax
 from jax.sharding import NamedSharding
 
 from shardwright.backends.jax.loss.microbatches import squared, updated
-from shardwright.backends.jax.pipeline.compiled import Compiler
-from shardwright.backends.jax.pipeline.placed import PlacedProgram
+from shardwright.backends.jax.pipeline.compilation import Compiler
+from shardwright.backends.jax.pipeline.multi_mesh import PlacedProgram
 from shardwright.backends.jax.pipeline.sentinels import chosen, is_sound
 from shardwright.backends.jax.program.equations import FlatProgram, flatten
 from shardwright.backends.jax.program.unstack import Unstacked, unstack
 from shardwright.backends.jax.state.ownership import Holding, Stack, StageMeshes
 from shardwright.backends.jax.state.shardings import spread_over
-from shardwright.backends.jax.state.trained import Trained
+from shardwright.backends.jax.state.trainable import Trained
 from shardwright.core.errors import PlanError
 
 Path = tuple[Any, ...]

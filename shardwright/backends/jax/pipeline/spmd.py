@@ -16,8 +16,8 @@ from jax.sharding import Mesh, PartitionSpec
 from shardwright.backends.jax.capture.checkpoint_policies import POLICIES
 from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch
 from shardwright.backends.jax.pipeline.stage_functions import TOTAL, WEIGHT
-from shardwright.backends.jax.program.alike import Alike, alike
 from shardwright.backends.jax.program.equations import aval_of, evaluate
+from shardwright.backends.jax.program.like_stages import Alike, alike
 from shardwright.core.errors import MissingCapabilityError, PlanError
 from shardwright.core.plan.plan import Plan
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from shardwright.backends.jax.pipeline.residuals import Residuals, residuals
+from shardwright.backends.jax.pipeline.saved_activations import Residuals, residuals
 from shardwright.backends.jax.program.cut import Cut, StagePart
 from shardwright.backends.jax.program.equations import Atom, Equation, FlatProgram, aval_of, evaluate, flatten, needed
 

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardwright.backends.jax.loss.metrics import Metrics
 from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatches
 from shardwright.backends.jax.pipeline.actions import Observer, Pipeline, PipelineResult, dispatch_order
-from shardwright.backends.jax.pipeline.compiled import uncollected
+from shardwright.backends.jax.pipeline.compilation import uncollected
 from shardwright.backends.jax.pipeline.microbatch import cut_microbatch
 from shardwright.backends.jax.pipeline.optimizer_cut import OptimizerCut, Places, cut_up, from_pieces, is_stack, pieces
 from shardwright.backends.jax.pipeline.sentinels import Answer, Evidence, Staged, chosen, is_sound

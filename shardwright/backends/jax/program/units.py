@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from shardwright.backends.jax.capture.checkpoint_policies import computed_again
-from shardwright.backends.jax.program.carried import Carried
 from shardwright.backends.jax.program.cut import Placer
 from shardwright.backends.jax.program.equations import Equation, FlatProgram
+from shardwright.backends.jax.program.state_places import Carried
 from shardwright.core.plan.plan import Plan
 
 

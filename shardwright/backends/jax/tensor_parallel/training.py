@@ -8,16 +8,16 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardwright.backends.jax.capture.loss_results import Returned
 from shardwright.backends.jax.capture.model import Source, read, trace
-from shardwright.backends.jax.capture.returned import Returned
 from shardwright.backends.jax.capture.trace import Recorder, TracedCall
 from shardwright.backends.jax.capture.tree import abstract, flat_names
 from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatches
 from shardwright.backends.jax.state.shardings import follow_parameters
 from shardwright.backends.jax.state.train_state import TrainState
 from shardwright.backends.jax.tensor_parallel.blocks import Tags, hold, restore
-from shardwright.backends.jax.tensor_parallel.guided import Setting, Value, run_guided
-from shardwright.backends.jax.tensor_parallel.guides import Guides, guides
+from shardwright.backends.jax.tensor_parallel.constrained_run import Setting, Value, run_guided
+from shardwright.backends.jax.tensor_parallel.constraints import Guides, guides
 from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Layout, Split
 from shardwright.core.plan.plan import Plan

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from shardwright.core.errors import ShardwrightError
-from shardwright.core.layout.pin import Pin
+from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.model.graph import Parameter
 from shardwright.core.rules.pins import TensorParallelism
 

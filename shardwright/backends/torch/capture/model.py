@@ -24,10 +24,9 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from shardwright.backends.torch.capture import marks
-from shardwright.backends.torch.capture.align import Alignment
 from shardwright.backends.torch.capture.autograd_questions import AutogradQuestions
+from shardwright.backends.torch.capture.batch_dims import Leaf, Sample
 from shardwright.backends.torch.capture.recorder import Recorder, dtype_name
-from shardwright.backends.torch.capture.sample import Leaf, Sample
 from shardwright.backends.torch.capture.stand_in import (
     fake_like,
     no_remembered_results,
@@ -35,6 +34,7 @@ from shardwright.backends.torch.capture.stand_in import (
     swapped_in,
     tensors_of,
 )
+from shardwright.backends.torch.capture.two_batch_sizes import Alignment
 from shardwright.backends.torch.capture.unflatten import unflatten_products, without_unused
 from shardwright.backends.torch.capture.value_reads import READING, REAL_LIMIT_BYTES
 from shardwright.core.capabilities import Capabilities

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.backends.torch.capture.batch_dims import Growth, Sample
 from shardwright.backends.torch.capture.fake_state import find_model_call
-from shardwright.backends.torch.capture.sample import Growth, Sample
 from shardwright.core.errors import CaptureError
 
 SIZES = (2, 3)

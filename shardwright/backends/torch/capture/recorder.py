@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.backends.torch.capture.inferred import Inferred
 from shardwright.backends.torch.capture.ops import RULES, OpCall, Ref, Template
 from shardwright.backends.torch.capture.ops.products import WITHOUT_KERNEL, is_plain_einsum
 from shardwright.backends.torch.capture.ops.template import Rule
+from shardwright.backends.torch.capture.remembered_results import Inferred
 from shardwright.backends.torch.capture.value_reads import masks_of
 from shardwright.core.model.graph import Call, OpKind, TensorRole
 from shardwright.core.rules import labels

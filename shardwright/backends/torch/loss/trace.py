@@ -11,9 +11,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.backends.torch.capture.host_draws import host_state
-from shardwright.backends.torch.capture.inferred import unwatched
 from shardwright.backends.torch.capture.ops import Ref, Template
 from shardwright.backends.torch.capture.recorder import Func, Recorded, Recorder, bind, dtype_name
+from shardwright.backends.torch.capture.remembered_results import unwatched
 from shardwright.core.rules import labels
 
 SMALL = 4096

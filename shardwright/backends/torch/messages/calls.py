@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.backends.torch.messages.crossing import Gradients, as_inputs, as_outputs
+from shardwright.backends.torch.messages.autograd_across_ranks import Gradients, as_inputs, as_outputs
 from shardwright.backends.torch.messages.draws import Draws
 from shardwright.backends.torch.messages.failure import Failure, again, describe, note_place
-from shardwright.backends.torch.messages.ghosts import GhostBuffer
-from shardwright.backends.torch.messages.modes import Modes
+from shardwright.backends.torch.messages.fibers import Strand, Turns
 from shardwright.backends.torch.messages.owners import Owners
-from shardwright.backends.torch.messages.packing import (
+from shardwright.backends.torch.messages.proxies import GhostBuffer
+from shardwright.backends.torch.messages.serialization import (
     Reference,
     State,
     mutable_objects,
@@ -24,8 +24,8 @@ from shardwright.backends.torch.messages.packing import (
     state_of,
     unpack,
 )
-from shardwright.backends.torch.messages.strands import Strand, Turns
-from shardwright.backends.torch.messages.wire import Envelope, Kind, Wire
+from shardwright.backends.torch.messages.thread_modes import Modes
+from shardwright.backends.torch.messages.transport import Envelope, Kind, Wire
 from shardwright.backends.torch.state.ownership import Holding
 from shardwright.core.errors import ShardwrightError
 

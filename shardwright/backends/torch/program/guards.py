@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwright.backends.torch.program.drafts import Draft
+from shardwright.backends.torch.program.draft_steps import Draft
 from shardwright.backends.torch.program.program import (
     ConstantRef,
     Guard,

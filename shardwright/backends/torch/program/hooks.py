@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.backends.torch.capture.fake_state import GROUPED_PRODUCT, grouped_product
-from shardwright.backends.torch.capture.inferred import ASKS_DEVICE, Inferred, unwatched
-from shardwright.backends.torch.program.ledger import Ledger, memory_of
+from shardwright.backends.torch.capture.remembered_results import ASKS_DEVICE, Inferred, unwatched
+from shardwright.backends.torch.program.value_ledger import Ledger, memory_of
 
 
 class Watching(Protocol):

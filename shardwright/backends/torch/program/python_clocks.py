@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from shardwright.backends.torch.program.python_code import is_library
+from shardwright.backends.torch.program.names_in_code import is_library
 from shardwright.backends.torch.program.python_numbers import Expression, Place, Tape
 from shardwright.backends.torch.program.python_places import Clock
 

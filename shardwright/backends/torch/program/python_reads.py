@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.capture.host_draws import GENERATORS, generator_state
+from shardwright.backends.torch.program.names_in_code import is_library, is_library_module, names_in
 from shardwright.backends.torch.program.python_clocks import Clocks
-from shardwright.backends.torch.program.python_code import is_library, is_library_module, names_in
 from shardwright.backends.torch.program.python_numbers import Number
 from shardwright.backends.torch.program.python_places import (
     MISSING,

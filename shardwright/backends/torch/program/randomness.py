@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardwright.backends.torch.program.drafts import Draft
+from shardwright.backends.torch.program.draft_steps import Draft
 from shardwright.backends.torch.program.program import (
     ConstantRef,
     Context,

@@ -7,8 +7,8 @@ depends on the batch and on constants alone runs again on every stage that needs
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwright.backends.torch.program.identity import value_names
 from shardwright.backends.torch.program.program import BufferRef, ParameterRef, Program, Step, ValueRef
+from shardwright.backends.torch.program.value_names import value_names
 from shardwright.core.errors import CaptureError, PlanError
 
 

@@ -28,10 +28,9 @@ from shardwright.backends.torch.capture.host_draws import generator_state, host_
 from shardwright.backends.torch.capture.loss_scaler import real_scales
 from shardwright.backends.torch.capture.stand_in import no_remembered_results
 from shardwright.backends.torch.capture.value_reads import READING, masks_of, require_room_for_values
-from shardwright.backends.torch.program.drafts import Draft, Frame
+from shardwright.backends.torch.program.draft_steps import Draft, Frame
 from shardwright.backends.torch.program.guards import what_was_read
 from shardwright.backends.torch.program.hooks import Functions, Ops, patched_modules
-from shardwright.backends.torch.program.ledger import Ledger, memory_of
 from shardwright.backends.torch.program.program import (
     BufferRef,
     ConstantRef,
@@ -72,6 +71,7 @@ from shardwright.backends.torch.program.refusals import (
     where,
     wraps_units,
 )
+from shardwright.backends.torch.program.value_ledger import Ledger, memory_of
 from shardwright.core.errors import CaptureError, UnrecordableError
 
 

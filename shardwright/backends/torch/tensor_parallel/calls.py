@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shardwright.backends.torch.capture.sample import Sample
+from shardwright.backends.torch.capture.batch_dims import Sample
 from shardwright.backends.torch.machine.tensor_axis import Axis
 from shardwright.backends.torch.program.program import (
     ConstantRef,
@@ -36,7 +36,7 @@ from shardwright.core.errors import CaptureError, PlanError
 from shardwright.core.layout.placements import Placement, Replicate
 from shardwright.core.model.structure import in_own_dims, layout_of
 from shardwright.core.plan.plan import Plan
-from shardwright.core.solver.tensor_layouts import AXIS
+from shardwright.core.solver.op_layouts import AXIS
 
 R = Replicate()
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.backends.torch.capture.batch_dims import Growth, Sample
 from shardwright.backends.torch.capture.model_call import arguments_of
-from shardwright.backends.torch.capture.sample import Growth, Sample
 from shardwright.backends.torch.program.program import Context, Leaf, Program
 from shardwright.backends.torch.program.randomness import Streams
 from shardwright.backends.torch.program.stage_map import recomputed_calls

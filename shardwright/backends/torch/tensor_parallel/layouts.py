@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 from shardwright.backends.torch.machine.tensor_axis import Change
 from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Placement, Replicate
-from shardwright.core.layout.realised import Link, RealisedUnit
 from shardwright.core.layout.signature import Signature
+from shardwright.core.layout.unit_layouts import Link, RealisedUnit
 from shardwright.core.model.fold import Folded, Unit, fold
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.plan import Plan
 from shardwright.core.plan.realise import realise, terms_of
 from shardwright.core.solver import Frame
+from shardwright.core.solver.op_layouts import choose
 from shardwright.core.solver.problem import dual
-from shardwright.core.solver.tensor_layouts import choose
 
 R = Replicate()
 

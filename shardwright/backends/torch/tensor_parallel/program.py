@@ -21,7 +21,7 @@ from shardwright.backends.torch.program.program import (
 from shardwright.backends.torch.tensor_parallel.lower import Lowered
 from shardwright.backends.torch.tensor_parallel.replay import Replay
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
-from shardwright.core.cost.work import WorkCounter
+from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.layout.placements import Placement
 
 MODEL_CALL = ("", 0)

@@ -14,11 +14,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.backends.torch import CAPABILITIES
+from shardwright.backends.torch.capture.batch_dims import Leaf, Sample
 from shardwright.backends.torch.capture.host_draws import host_state
 from shardwright.backends.torch.capture.model import _NeedsValuesError, _Run, _Session, own_loss
 from shardwright.backends.torch.capture.ops import Ref, Template
 from shardwright.backends.torch.capture.recorder import Func, Recorder, View
-from shardwright.backends.torch.capture.sample import Leaf, Sample
 from shardwright.backends.torch.capture.unflatten import unflatten_products, without_unused
 from shardwright.backends.torch.program.program import Context, tensors_in
 from shardwright.backends.torch.program.randomness import draws

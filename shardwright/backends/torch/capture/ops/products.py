@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.backends.torch.capture.ops.template import OpCall, Ref, rule, shapes
-from shardwright.core.cost.kept import WITH_DROPOUT
+from shardwright.core.cost.saved_activations import WITH_DROPOUT
 from shardwright.core.rules import labels
 from shardwright.core.rules.labels import Labelled
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwright.backends.jax.capture.steps import Path, Program, Step
-from shardwright.backends.jax.program.terms import terms_of
+from shardwright.backends.jax.program.split_lookups import terms_of
 from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Partial, Placement, Split
-from shardwright.core.layout.realised import Link, Places, RealisedUnit
+from shardwright.core.layout.unit_layouts import Link, Places, RealisedUnit
 from shardwright.core.model.graph import Graph
 
 Place = tuple[Path, int]

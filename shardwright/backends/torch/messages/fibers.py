@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardwright.backends.torch.messages.wire import Envelope, Kind
+from shardwright.backends.torch.messages.transport import Envelope, Kind
 
 JOIN_S = 5.0
 """How long `Threads.close` waits for a thread that does not end."""

@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
-from shardwright.core.cost.work import SharedValue, WorkCounter
+from shardwright.core.cost.unit_work import SharedValue, WorkCounter
 from shardwright.core.layout.placements import Split
-from shardwright.core.layout.realised import Link, RealisedUnit
+from shardwright.core.layout.unit_layouts import Link, RealisedUnit
 from shardwright.core.model.fold import Unit
 
 

@@ -12,8 +12,8 @@ from functools import reduce
 from itertools import groupby
 from typing import Any
 
+from shardwright.backends.jax.program.cross_mesh_sums import ASSOCIATIVE
 from shardwright.backends.jax.program.equations import Equation, FlatProgram, aval_of, needed
-from shardwright.backends.jax.program.regroup import ASSOCIATIVE
 
 
 @dataclass(slots=True, eq=False)

@@ -10,10 +10,10 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from shardwright.core.cost.work import PRODUCT_KINDS, forward_flops
+from shardwright.core.cost.unit_work import PRODUCT_KINDS, forward_flops
 from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Layout, Placement, Split
-from shardwright.core.layout.realised import RealisedUnit
+from shardwright.core.layout.unit_layouts import RealisedUnit
 from shardwright.core.model.fold import Folded
 from shardwright.core.model.structure import Structure, in_own_dims, in_slot_dims, layout_of
 from shardwright.core.rules.axes import DimGroup

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from shardwright.backends.jax.capture.checkpoint_policies import keeping_barriers
-from shardwright.backends.jax.pipeline.moved import Devices, can_move, load_on
+from shardwright.backends.jax.pipeline.relocation import Devices, can_move, load_on
 
 CALLBACK = re.compile(r"custom_call @xla_\w*python\w*callback")
 

@@ -12,7 +12,7 @@ from shardwright.core.schedule import AUTO
 from shardwright.core.search.answer import as_plan, not_carried_out
 from shardwright.core.search.best_first import REPORTED, Found, Progress, Search, preference
 from shardwright.core.search.defaults import defaults
-from shardwright.core.search.devices import Part, parts
+from shardwright.core.search.devices_in_use import Part, parts
 from shardwright.core.search.refusal import refusal
 from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scored, Scorer

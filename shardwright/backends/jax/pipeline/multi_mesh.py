@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from shardwright.backends.jax.pipeline.compiled import Compiler, lower
-from shardwright.backends.jax.pipeline.likeness import signature
+from shardwright.backends.jax.pipeline.compilation import Compiler, lower
+from shardwright.backends.jax.pipeline.deduplication import signature
 from shardwright.backends.jax.pipeline.transfers import Route
+from shardwright.backends.jax.program.cross_mesh_sums import regrouped
 from shardwright.backends.jax.program.equations import Equation, FlatProgram, aval_of, evaluate
-from shardwright.backends.jax.program.pieces import Piece, divided, prepared, summed_later
-from shardwright.backends.jax.program.regroup import regrouped
+from shardwright.backends.jax.program.mesh_shards import Piece, divided, prepared, summed_later
 from shardwright.core.errors import PlanError
 
 SCALAR_BYTES = 16

@@ -8,11 +8,11 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwright.core.cost.kept import Kept, aliases
-from shardwright.core.cost.live import LiveBytes
-from shardwright.core.cost.opaque import most_flops, result_of
-from shardwright.core.cost.pieces import Pieces
-from shardwright.core.layout.realised import Link, RealisedUnit, Step
+from shardwright.core.cost.op_shards import Pieces
+from shardwright.core.cost.opaque_flops import most_flops, result_of
+from shardwright.core.cost.saved_activations import Kept, aliases
+from shardwright.core.cost.working_memory import LiveBytes
+from shardwright.core.layout.unit_layouts import Link, RealisedUnit, Step
 from shardwright.core.model.fold import Unit
 from shardwright.core.model.graph import ITEM_BYTES, Graph, Op
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from shardwright.core.cluster.groups import Group
 from shardwright.core.cluster.hardware.device import Device
-from shardwright.core.cost.products import product_s
-from shardwright.core.cost.work import Collective, Product, UnitWork
+from shardwright.core.cost.matrix_products import product_s
+from shardwright.core.cost.unit_work import Collective, Product, UnitWork
 from shardwright.core.errors import ClusterError, nearest
 
 FUSED_ATTENTION_EFFICIENCY = 0.75

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.capture.ops import ELEMENTWISE
 from shardwright.backends.jax.capture.steps import Path
-from shardwright.backends.jax.program.terms import can_look_up, look_up
+from shardwright.backends.jax.program.split_lookups import can_look_up, look_up
 from shardwright.backends.jax.tensor_parallel.blocks import (
     Blocks,
     blocks_between,
@@ -27,7 +27,7 @@ from shardwright.backends.jax.tensor_parallel.blocks import (
     restore,
     slice_held,
 )
-from shardwright.backends.jax.tensor_parallel.guides import Guide, Guides
+from shardwright.backends.jax.tensor_parallel.constraints import Guide, Guides
 from shardwright.core.layout.placements import Placement, Split
 
 INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})

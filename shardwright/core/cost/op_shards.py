@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from shardwright.core.layout.placements import Split
-from shardwright.core.layout.realised import RealisedUnit
+from shardwright.core.layout.unit_layouts import RealisedUnit
 from shardwright.core.model.fold import Unit
 from shardwright.core.model.graph import Op
 

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardwright.backends.torch.program.drafts import Draft
+from shardwright.backends.torch.program.draft_steps import Draft
 from shardwright.backends.torch.program.program import ConstantRef, Leaf, ObjectRef, ParameterRef, Value, ValueRef
 from shardwright.backends.torch.program.refusals import said, where
 from shardwright.core.errors import CaptureError

@@ -14,7 +14,7 @@ from jax.extend import core as jex_core
 
 from shardwright.backends.jax.capture.steps import Path, Step
 from shardwright.core.layout.placements import Partial, Split
-from shardwright.core.layout.realised import RealisedUnit
+from shardwright.core.layout.unit_layouts import RealisedUnit
 from shardwright.core.model.graph import Graph
 
 LOOK_UP = "_take"
