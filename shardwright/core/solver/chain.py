@@ -76,8 +76,9 @@ def solve(
     """Layouts of least time, and ``price_s_per_byte`` for every byte of weight, whose weight stays within the limit.
 
     Exact without a binding limit. With one, a price on bytes is bisected (Everett 1963); where that leaves a `gap`
-    above `GAP`, HiGHS is asked, if the model is small enough for it (`limited`). The gap is true of either answer.
-    Parameters that units share are placed alike. Raises PlanError when nothing fits or pins contradict each other.
+    above `GAP`, HiGHS is asked, if the model is small enough for it (`memory_limited`). The gap is true of either
+    answer. Parameters that units share are placed alike. Raises PlanError when nothing fits or pins contradict each
+    other.
     """
     chain, own, limit = _Chain(Frame(folded, counter), setting), price_s_per_byte, memory_limit_bytes
     pinned, most = dict(pins or {}), limit * (1 + ROUNDING)

@@ -1,8 +1,9 @@
 """What every unit of a model keeps and holds in this runtime: counted from the program of its derivative.
 
-Each unit is cut out as a stage of its own, as `pipeline` would run it. What its forward hands to its backward is then
-known to the byte (`residuals`), also for two neighbours as one stage, which keep less than each for itself. What the
-backward holds beside that follows from its equations, with chains of elementwise arithmetic fused as XLA fuses them.
+Each unit is cut out as a stage of its own, as `pipeline.actions` would run it. What its forward hands to its backward
+is then known to the byte (`pipeline.saved_activations`), also for two neighbours as one stage, which keep less than
+each for itself. What the backward holds beside that follows from its equations, with chains of elementwise arithmetic
+fused as XLA fuses them.
 """
 
 from collections.abc import Collection, Sequence

@@ -1,9 +1,9 @@
 """The functions of one stage: forward, backward, and the backward in two halves (input gradient, weight gradient).
 
 The forward's program is differentiated once. What its backward reads is an argument of the stage, which is at hand
-anyway unless it is state that later microbatches change, or made again by cheap arithmetic (`residuals`), or *kept*
-from forward to backward. The halves divide the backward's equations: those that the gradients of arrivals need, and the
-rest, with what passes between them kept once more (zero bubble, arXiv 2401.10241, section 2).
+anyway unless it is state that later microbatches change, or made again by cheap arithmetic (`saved_activations`), or
+*kept* from forward to backward. The halves divide the backward's equations: those that the gradients of arrivals need,
+and the rest, with what passes between them kept once more (zero bubble, arXiv 2401.10241, section 2).
 """
 
 from collections.abc import Callable, Mapping, Sequence

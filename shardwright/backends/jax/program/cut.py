@@ -2,9 +2,9 @@
 
 Equations inside a unit's module calls belong to its stage. Of the others, those that depend on no activation and cost
 little (masks, positions, random keys, casts of weights) are made again on every stage that needs them; those that
-depend on the state or cost more go to the first stage that needs them, or where the state is (`carried`); the rest goes
-where the fewest bytes cross, never before what it reads. Values go straight from the stage that makes them to each that
-uses them, however far.
+depend on the state or cost more go to the first stage that needs them, or where the state is (`state_places`); the
+rest goes where the fewest bytes cross, never before what it reads. Values go straight from the stage that makes them
+to each that uses them, however far.
 """
 
 import math

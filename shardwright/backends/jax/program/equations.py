@@ -1,8 +1,8 @@
 """A traced program as one flat list of equations, which can be cut into parts that run by themselves.
 
-Unlike `program`, which reads a model for planning, this keeps everything that running needs: inner programs are opened
-only where they must be (a jit, or a loop or a `jax.checkpoint` that holds more than one stage), derivatives rules stay
-whole, and every equation can be bound again.
+Unlike `capture.steps`, which reads a model for planning, this keeps everything that running needs: inner programs are
+opened only where they must be (a jit, or a loop or a `jax.checkpoint` that holds more than one stage), derivatives
+rules stay whole, and every equation can be bound again.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

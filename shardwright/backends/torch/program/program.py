@@ -1,7 +1,7 @@
 """The body of a training step as a program: unit calls, the operations between them, and the values that flow.
 
 A program is recorded once for each signature (`step_recorder`), divided into stages (`stages`) and then run for every
-microbatch (`pipeline`). It holds shapes and names, no data.
+microbatch (`pipeline.actions`). It holds shapes and names, no data.
 """
 
 import copy

@@ -43,7 +43,7 @@ class MeasuredUnit:
     model: the framework and the digest of the model's structure.
     unit_class: as a plan at that tensor degree tells units apart (`Costs.unit_classes`).
     tensor_degree: the ranks that shared the unit, collectives among them included; 1: it ran whole.
-    layouts: how they shared it (`tensor_layouts.digest`); "" where it ran whole.
+    layouts: how they shared it (`op_layouts.digest`); "" where it ran whole.
     step_s: its part, by entries of the parameters of the fullest stage, of what a step took beside its microbatches and
         above what is counted for gradients and optimizer: handing out the batch, starting and ending.
     update_share: what the optimizer's step takes of what is counted for it: below 1 where a step took less than is
