@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.model.graph import Call, Graph, Op, OpKind, Parameter, Tensor, TensorRole
-from shardwright.core.rules import labels as L
+from shardwright.core.rules import op_rules as L
 
 CAPABILITIES = Capabilities(
     framework="published",

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.core.search.contest import contest
+from shardwright.core.search.partitioner_comparison import contest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "networks"))
 import own_models as own

@@ -34,12 +34,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 import shardwright as sw
-from shardwright.backends.torch.machine.shards import piece_of
 from shardwright.backends.torch.machine.tensor_axis import Axis
-from shardwright.backends.torch.tensor_parallel import compute
-from shardwright.backends.torch.tensor_parallel.layouts import planned
-from shardwright.backends.torch.tensor_parallel.replay import lower_all
+from shardwright.backends.torch.machine.tensor_shards import piece_of
+from shardwright.backends.torch.tensor_parallel import split_compute as compute
+from shardwright.backends.torch.tensor_parallel.lowered_model import lower_all
 from shardwright.backends.torch.tensor_parallel.trace import trace
+from shardwright.backends.torch.tensor_parallel.unit_layouts import planned
 from shardwright.core.layout.placements import Split
 from tests.comparison import Comparison
 

@@ -23,7 +23,7 @@ def partition_command(
     json: JsonOption = False,
 ) -> None:
     """Cut a model by every partitioner: exact, with Pareto states, SageMaker's tree, RaNNC's blocks."""
-    from shardwright.core.search.contest import contest
+    from shardwright.core.search.partitioner_comparison import contest
 
     given = load_model(model)
     graph = capture(given.model, given.sample, given.loss)

@@ -27,7 +27,7 @@ from shardwright import (  # noqa: E402
     plan,
     simulate,
 )
-from shardwright.backends.torch.capture.marks import set_tensor_parallelism, tensor_parallelism  # noqa: E402
+from shardwright.backends.torch.capture.tensor_parallel_marks import set_tensor_parallelism, tensor_parallelism  # noqa: E402
 from shardwright.backends.torch.tensor_parallel.registry import tp_register, tp_register_with_module  # noqa: E402
 from shardwright.core.schedule.measured_costs import measured_costs  # noqa: E402
 from shardwright.core.schedule.passes import split_backward  # noqa: E402
@@ -35,7 +35,6 @@ from shardwright.torch.data import DistributedSampler, sampler  # noqa: E402
 from shardwright.torch.model import DistributedModel, delay_param_initialization  # noqa: E402
 from shardwright.torch.optimizer import DistributedOptimizer  # noqa: E402
 from shardwright.torch.output import StepOutput  # noqa: E402
-from shardwright.torch.recording import record_timeline  # noqa: E402
 from shardwright.torch.session import (  # noqa: E402
     barrier,
     dp_rank,
@@ -60,6 +59,7 @@ from shardwright.torch.session import (  # noqa: E402
     tp_size,
 )
 from shardwright.torch.step import step  # noqa: E402
+from shardwright.torch.timelines import record_timeline  # noqa: E402
 
 __all__ = [
     "Cluster",

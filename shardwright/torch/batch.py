@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwright.backends.torch.pipeline.results import even_split
+from shardwright.backends.torch.pipeline.step_results import even_split
 from shardwright.core.errors import ShardwrightError
 
 

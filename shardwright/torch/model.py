@@ -15,14 +15,14 @@ from shardwright.backends.torch.pipeline.sentinels import Sentinel
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.state import checkpoint
-from shardwright.backends.torch.state.model_claims import digest_of_state, model_claims, source_claim, values_digest
+from shardwright.backends.torch.state.model_agreement import digest_of_state, model_claims, source_claim, values_digest
 from shardwright.backends.torch.state.weight_transfer import take_values
 from shardwright.backends.torch.state.weights import Weights
 from shardwright.backends.torch.tensor_parallel.registry import replace_registered
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.torch import session as sessions
-from shardwright.torch.claims import optimizers_claim
+from shardwright.torch.run_agreement import optimizers_claim
 
 
 class DistributedModel(nn.Module):

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from shardwright.backends.torch.state.model_claims import plain_text
+from shardwright.backends.torch.state.model_agreement import plain_text
 from shardwright.backends.torch.state.optimizer_states import gather_states, load_states, local_states, put_together
 from shardwright.backends.torch.state.parameter_shards import Shards
 from shardwright.core.errors import ShardwrightError
 from shardwright.torch import session as sessions
-from shardwright.torch.claims import optimizers_claim
+from shardwright.torch.run_agreement import optimizers_claim
 from shardwright.torch.scaler import share_overflows
 
 

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from shardwright.backends.torch import CAPABILITIES
 from shardwright.backends.torch.machine.agreement import Agreement
-from shardwright.backends.torch.machine.fingerprint import digest_of
+from shardwright.backends.torch.machine.digests import digest_of
 from shardwright.backends.torch.machine.handshake import shake_hands
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.process import choose_device, start, this_launch, watch_over
@@ -28,9 +28,9 @@ from shardwright.core.layout.mesh import Mesh
 from shardwright.core.plan.decision import LossScope
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import AUTO
-from shardwright.torch.claims import said_at_start
 from shardwright.torch.config import Config, read_config
 from shardwright.torch.message_options import require_carried_out
+from shardwright.torch.run_agreement import said_at_start
 
 
 class OptimizerSettings(Protocol):

@@ -13,18 +13,18 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardwright.backends.torch.machine.agreement import Claim
-from shardwright.backends.torch.machine.fingerprint import code_of, digest_of
-from shardwright.backends.torch.pipeline.results import Shares
+from shardwright.backends.torch.machine.digests import code_of, digest_of
+from shardwright.backends.torch.pipeline.step_results import Shares
 from shardwright.backends.torch.program.program import tensors_in
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.core.errors import ShardwrightError
 from shardwright.torch import session as sessions
 from shardwright.torch.batch import Batch
-from shardwright.torch.claims import batch_claims, mode_claim, session_claims
-from shardwright.torch.mode import run_step
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.output import StepOutput
 from shardwright.torch.peers import of_all_peers, of_this_rank
+from shardwright.torch.run_agreement import batch_claims, mode_claim, session_claims
+from shardwright.torch.step_mode import run_step
 
 StepFunction = Callable[..., Any]
 

@@ -14,7 +14,7 @@ import numpy as np
 from shardwright.core.layout.placements import Partial, Placement, Replicate, Split
 from shardwright.core.layout.signature import Signature, commute, implied_outputs, joint, matching
 from shardwright.core.model.graph import Graph, Op
-from shardwright.core.rules.legal import divides, signatures
+from shardwright.core.rules.legal_signatures import divides, signatures
 from tests.comparison import Comparison
 
 Array = np.ndarray

@@ -14,7 +14,7 @@ from shardwright.core.errors import ClusterError
 from shardwright.core.model.structure import measured_name
 from shardwright.core.plan.breakdown import break_down
 from shardwright.core.solver.op_layouts import digest
-from shardwright.core.tables.calibrated import calibrated
+from shardwright.core.tables.measured_units import calibrated
 from tests.core.toy import decoder
 
 

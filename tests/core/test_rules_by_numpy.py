@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from shardwright.core.model.graph import Op, OpKind
-from shardwright.core.rules import labels as L
-from shardwright.core.rules.labels import Labelled
+from shardwright.core.rules import op_rules as L
+from shardwright.core.rules.op_rules import Labelled
 from tests.core import oracle
 from tests.core.toy import Builder
 

@@ -11,10 +11,10 @@ from shardwright.core.layout.conversions import table_bytes
 from shardwright.core.layout.placements import Partial, Replicate, Split
 from shardwright.core.model.fold import fold
 from shardwright.core.model.graph import Graph
-from shardwright.core.rules import labels as L
+from shardwright.core.rules import op_rules as L
 from shardwright.core.solver import AxisCost, Frame, Setting, Solution, lightest_bytes, solve
 from shardwright.core.solver.network import Network
-from shardwright.core.solver.problem import Move, UnitProblem
+from shardwright.core.solver.unit_problem import Move, UnitProblem
 from tests.core.toy import Builder, decoder
 
 BIG = {"layers": 2, "hidden": 1024, "heads": 16, "vocabulary": 32000, "sequence": 512}

@@ -12,7 +12,7 @@ from shardwright.core.cost.unit_work import Collective, Product, UnitWork, WorkC
 from shardwright.core.cost.working_memory import LiveBytes
 from shardwright.core.errors import ClusterError
 from shardwright.core.model.fold import fold
-from shardwright.core.rules import labels as L
+from shardwright.core.rules import op_rules as L
 from shardwright.core.tables.memory import collectives_s, kept_bytes, recomputed_s
 from tests.core.toy import Builder
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardwright.core.model.loss import LossOp, LossProgram, Source, Verdict, read_loss, shares_of_microbatches
-from shardwright.core.rules import labels
-from shardwright.core.rules.labels import Labelled
+from shardwright.core.rules import op_rules as labels
+from shardwright.core.rules.op_rules import Labelled
 
 Arrays = dict[str, np.ndarray]
 SIZES = (2, 3)

@@ -144,7 +144,7 @@ def hubs(place: str) -> int:
             text = path.read_text(errors="replace")
         except OSError:
             continue
-        found += "shardwright.backends.hub" in text and f'"{place}"' in text
+        found += "shardwright.backends.rendezvous_store" in text and f'"{place}"' in text
     return found
 
 

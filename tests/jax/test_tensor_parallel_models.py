@@ -11,7 +11,7 @@ from flax import nnx
 
 import shardwright.jax as sw
 from shardwright.backends.jax.state.train_state import Parts
-from shardwright.backends.jax.tensor_parallel.training import FusedParameters
+from shardwright.backends.jax.tensor_parallel.constrained_loss import FusedParameters
 from tests.comparison import Comparison
 from tests.jax import chains, zoo_dropout, zoo_linen
 from tests.jax.chains import Run, named, recording, require_same_gradients, require_same_run

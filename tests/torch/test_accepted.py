@@ -4,7 +4,7 @@
 import pytest
 from torch import nn
 
-from shardwright.backends.torch.program.checks import require_whole_gradients
+from shardwright.backends.torch.program.early_checks import require_whole_gradients
 from shardwright.core.errors import CaptureError
 from tests.torch.launch import on_ranks
 from tests.torch.workers.accepted_models import CASES

@@ -13,9 +13,9 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from shardwright.backends.torch.machine.agreement import values_text
-from shardwright.backends.torch.machine.fingerprint import SMALL_BYTES, code_of, digest_of_file, fingerprint
+from shardwright.backends.torch.machine.digests import SMALL_BYTES, code_of, digest_of_file, fingerprint
 from shardwright.backends.torch.machine.handshake import shake_hands
-from shardwright.backends.torch.state.model_claims import LiveFlags, model_claims
+from shardwright.backends.torch.state.model_agreement import LiveFlags, model_claims
 from shardwright.core.errors import ClusterError, DisagreementError
 from tests.torch.launch import ROOT, run
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.backends.torch.tensor_parallel.random import piece_of_whole
+from shardwright.backends.torch.tensor_parallel.random_ops import piece_of_whole
 from shardwright.backends.torch.tensor_parallel.statistics import normalize, softmax
 from shardwright.core.errors import MissingCapabilityError
 from shardwright.core.layout.placements import Split

@@ -14,11 +14,11 @@ from torch import nn
 from shardwright.backends.torch import CAPABILITIES
 from shardwright.backends.torch.capture.model import capture
 from shardwright.backends.torch.machine.process import Launch, start
-from shardwright.backends.torch.program import recordings
-from shardwright.backends.torch.program.guards import holds
+from shardwright.backends.torch.program import recording_cache as recordings
 from shardwright.backends.torch.program.randomness import Moment
 from shardwright.backends.torch.program.recording_check import Varying
 from shardwright.backends.torch.program.unsplit import seeded_by_rule
+from shardwright.backends.torch.program.value_guards import holds
 from shardwright.backends.torch.program.value_names import text_of, value_names
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.core.errors import CaptureError, UnrecordableError

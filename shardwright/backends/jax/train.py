@@ -23,11 +23,12 @@ from shardwright.backends.jax.loss.reductions import REDUCTIONS
 from shardwright.backends.jax.machine.agreement import Agreement, array_sum, text_sum, versions
 from shardwright.backends.jax.machine.mesh import bind, require_devices
 from shardwright.backends.jax.machine.rendezvous import current
-from shardwright.backends.jax.memory.peak import pipeline_bytes, program_bytes
+from shardwright.backends.jax.memory.compiled_peak import pipeline_bytes, program_bytes
 from shardwright.backends.jax.pipeline.action_times import Watch
 from shardwright.backends.jax.pipeline.actions import Pipeline, StepCounts
 from shardwright.backends.jax.pipeline.compilation import Compilation
-from shardwright.backends.jax.pipeline.numerics import OpChecks
+from shardwright.backends.jax.pipeline.first_bad_op import OpChecks
+from shardwright.backends.jax.pipeline.pipeline_training import PipelinedStep, PipelinedTraining
 from shardwright.backends.jax.pipeline.sentinels import (
     Answer,
     Evidence,
@@ -38,7 +39,6 @@ from shardwright.backends.jax.pipeline.sentinels import (
     require_settings,
 )
 from shardwright.backends.jax.pipeline.spmd_training import SpmdStep, SpmdTraining
-from shardwright.backends.jax.pipeline.training import PipelinedStep, PipelinedTraining
 from shardwright.backends.jax.program.python_values import PythonValues, Slot, WithValues
 from shardwright.backends.jax.state.shardings import optimizer_shardings, parameter_shardings, replicated, spread_over
 from shardwright.backends.jax.state.train_state import (
@@ -54,7 +54,7 @@ from shardwright.backends.jax.state.train_state import (
     take_apart,
 )
 from shardwright.backends.jax.state.trainable import Trained
-from shardwright.backends.jax.tensor_parallel.training import FusedParameters, TensorParallel
+from shardwright.backends.jax.tensor_parallel.constrained_loss import FusedParameters, TensorParallel
 from shardwright.core.errors import MissingCapabilityError, PlanError, PlanWarning, ShardwrightError
 from shardwright.core.plan.plan import Plan
 

@@ -18,18 +18,18 @@ from shardwright.backends.torch.data_parallel.gradients import Gradients
 from shardwright.backends.torch.loss.read import Batching, Losses, LossReading, read_losses
 from shardwright.backends.torch.loss.shares import LossSemantics, LossShares, Microbatch, of_own
 from shardwright.backends.torch.machine.agreement import Agreement, Claim
-from shardwright.backends.torch.machine.fingerprint import digest_of
+from shardwright.backends.torch.machine.digests import digest_of
 from shardwright.backends.torch.machine.mesh import BoundMesh
-from shardwright.backends.torch.machine.transfer import Mailroom
+from shardwright.backends.torch.machine.pipeline_messages import Mailroom
 from shardwright.backends.torch.machine.watchdog import Watch
 from shardwright.backends.torch.messages.engine import Messages
 from shardwright.backends.torch.messages.owners import Owners
 from shardwright.backends.torch.pipeline.action_times import Recorder
 from shardwright.backends.torch.pipeline.actions import Pipeline, closing_order
 from shardwright.backends.torch.pipeline.compiling import Compiler
-from shardwright.backends.torch.pipeline.results import Returned, Shares, even_split, homes_of, share, total_weight
 from shardwright.backends.torch.pipeline.sentinels import Sentinel
-from shardwright.backends.torch.program.checks import (
+from shardwright.backends.torch.pipeline.step_results import Returned, Shares, even_split, homes_of, share, total_weight
+from shardwright.backends.torch.program.early_checks import (
     ModuleTree,
     require_alike,
     require_hooks_fire,
@@ -40,20 +40,20 @@ from shardwright.backends.torch.program.program import Literal, Loss, NumberRef,
 from shardwright.backends.torch.program.python_places import Holder
 from shardwright.backends.torch.program.python_reads import left_as_it_is
 from shardwright.backends.torch.program.randomness import Moment, Streams
+from shardwright.backends.torch.program.recording_cache import Recordings
 from shardwright.backends.torch.program.recording_check import Varying, record_varying
-from shardwright.backends.torch.program.recordings import Recordings
 from shardwright.backends.torch.program.refusals import computes_with_a_clock
 from shardwright.backends.torch.program.stage_map import StageMap, keep_microbatches
 from shardwright.backends.torch.program.stages import Division, divide
 from shardwright.backends.torch.program.step_recorder import StepRecorder, record
 from shardwright.backends.torch.program.value_names import text_of
-from shardwright.backends.torch.state.model_claims import LiveFlags, module_claim, parameters_claim
+from shardwright.backends.torch.state.model_agreement import LiveFlags, module_claim, parameters_claim
 from shardwright.backends.torch.state.ownership import Holding, Placement, place
 from shardwright.backends.torch.state.parameter_shards import Shards
 from shardwright.backends.torch.state.weight_transfer import add_holders, synchronize
 from shardwright.backends.torch.state.weights import Weights, materialize
 from shardwright.backends.torch.tensor_parallel.engine import TensorParallel
-from shardwright.backends.torch.tensor_parallel.program import MODEL_CALL
+from shardwright.backends.torch.tensor_parallel.expanded_step import MODEL_CALL
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
 from shardwright.core.errors import CaptureError, LossError, PlanError, ShardwrightError, UnrecordableError
 from shardwright.core.schedule import Schedule

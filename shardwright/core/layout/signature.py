@@ -65,7 +65,7 @@ def joint(per_axis: Sequence[Sequence[Signature]]) -> tuple[tuple[Signature, ...
     """One signature for every axis of a mesh: all choices whose operands hold no mixed partial values.
 
     Axes are independent otherwise: what one axis's pieces compute is again the op, on smaller operands. Whether dims
-    that several axes split divide is for the caller to check (`core.rules.legal.divides`).
+    that several axes split divide is for the caller to check (`core.rules.legal_signatures.divides`).
     """
     found = []
     for chosen in product(*per_axis):

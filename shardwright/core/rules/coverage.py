@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from shardwright.core.cost.unit_work import contraction_flops
 from shardwright.core.model.graph import Graph, OpKind
-from shardwright.core.rules.legal import is_fallback, signatures
+from shardwright.core.rules.legal_signatures import is_fallback, signatures
 
 
 @dataclass(frozen=True, slots=True)

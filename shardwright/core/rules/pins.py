@@ -15,7 +15,7 @@ from shardwright.core.errors import LayoutError, nearest
 from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.layout.placements import Layout, Placement, Split
 from shardwright.core.model.graph import Graph
-from shardwright.core.rules.legal import divides
+from shardwright.core.rules.legal_signatures import divides
 
 
 class PinWarning(UserWarning):

@@ -10,8 +10,8 @@ from shardwright.core.search.predict import StepModel
 from shardwright.core.search.request import VIRTUAL_STAGES, Request
 from shardwright.core.search.space import RECOMPUTES, Pipelining, Policy, Shape
 from shardwright.core.tables.cost_tables import CostTables, Place
-from shardwright.core.tables.links import Links
 from shardwright.core.tables.memory import Recompute
+from shardwright.core.tables.mesh_links import Links
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.unit_table import MemoryRequest, UnitTable
 

@@ -9,8 +9,8 @@ from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.record import Predicted
 from shardwright.core.schedule import AUTO, StageCosts
 from shardwright.core.schedule.simulate import simulate_schedule
-from shardwright.core.tables.links import Links
 from shardwright.core.tables.memory import OPTIMIZER_STATES, MemoryUse
+from shardwright.core.tables.mesh_links import Links
 from shardwright.core.tables.rank_tables import RankTables, RankWork
 
 HIDDEN_SHARE = 0.9

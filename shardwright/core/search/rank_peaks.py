@@ -6,7 +6,7 @@ from dataclasses import replace
 from shardwright.core.plan.decision import Decision
 from shardwright.core.schedule.actions import Action, B, W
 from shardwright.core.tables.memory import MemoryUse, live_bytes, named_schedule
-from shardwright.core.tables.peak import apart_bytes, stages_bytes
+from shardwright.core.tables.peak_memory import apart_bytes, stages_bytes
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.unit_table import MemoryRequest
 

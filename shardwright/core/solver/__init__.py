@@ -8,6 +8,6 @@ from shardwright.core.solver.chain import alternatives as alternatives
 from shardwright.core.solver.chain import lightest_bytes as lightest_bytes
 from shardwright.core.solver.chain import solve as solve
 from shardwright.core.solver.chain import solve_at as solve_at
-from shardwright.core.solver.frame import Frame as Frame
 from shardwright.core.solver.op_prices import AxisCost as AxisCost
 from shardwright.core.solver.op_prices import Setting as Setting
+from shardwright.core.solver.shared_problem import Frame as Frame

@@ -12,12 +12,12 @@ from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Layout, Placement, Split
 from shardwright.core.layout.unit_layouts import RealisedUnit
 from shardwright.core.model.fold import Folded
-from shardwright.core.rules.axes import Dim, DimGroup
-from shardwright.core.solver.frame import Frame
+from shardwright.core.rules.dim_groups import Dim, DimGroup
 from shardwright.core.solver.memory_limited import Part, Row
 from shardwright.core.solver.network import Choices
 from shardwright.core.solver.op_prices import Setting
-from shardwright.core.solver.problem import Move, R, UnitProblem
+from shardwright.core.solver.shared_problem import Frame
+from shardwright.core.solver.unit_problem import Move, R, UnitProblem
 
 Pins = Mapping[int, tuple[Placement | None, ...]]
 """Tensor of a parameter → its placement on every axis, None where it is free."""

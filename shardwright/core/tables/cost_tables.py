@@ -35,8 +35,8 @@ from shardwright.core.solver.op_layouts import (
     slot_layouts,
     unsplit,
 )
-from shardwright.core.tables.calibrated import calibrated
 from shardwright.core.tables.graph_reading import read
+from shardwright.core.tables.measured_units import calibrated
 from shardwright.core.tables.memory import Recompute, state_bytes_per_element
 from shardwright.core.tables.unit_table import Tie, UnitTable
 

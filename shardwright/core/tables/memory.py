@@ -32,7 +32,7 @@ class MemoryUse:
     """What a pass holds for a while: values and gradients under way, what is computed again, tensors sent."""
     apart_bytes: int = 0
     """How much less the peak is than all of the above, which are not there at once: gradients that the first backward
-    makes as it gives activations up (`core.tables.peak`)."""
+    makes as it gives activations up (`core.tables.peak_memory`)."""
     host_bytes: int = 0
     """Activations that are offloaded to the host's memory: no part of the total."""
     batch_bytes: int = 0

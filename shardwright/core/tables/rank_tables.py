@@ -15,7 +15,7 @@ from shardwright.core.errors import PlanError
 from shardwright.core.partition.exact import Matrix, min_max_cut, spread_cut
 from shardwright.core.schedule import StageCosts
 from shardwright.core.tables.memory import MemoryUse, collectives_s, state_bytes
-from shardwright.core.tables.peak import stages_bytes
+from shardwright.core.tables.peak_memory import stages_bytes
 from shardwright.core.tables.unit_table import MemoryRequest, UnitTable
 
 EVEN_SHARE = 1.15

@@ -198,7 +198,7 @@ class UnitTable:
 
     @cached_property
     def stages_bytes(self) -> dict[object, StageBytes]:
-        """What stages hold, as far as it was counted (`core.tables.peak`): many cuts have the same."""
+        """What stages hold, as far as it was counted (`core.tables.peak_memory`): many cuts have the same."""
         return {}
 
     @cached_property

@@ -18,8 +18,8 @@ from shardwright.core.search.predict import StepModel
 from shardwright.core.search.request import VIRTUAL_STAGES, Request
 from shardwright.core.search.search import tables_of
 from shardwright.core.search.space import Policy, splits_backward
-from shardwright.core.tables.links import Links
-from shardwright.core.tables.peak import StageBytes, apart_bytes
+from shardwright.core.tables.mesh_links import Links
+from shardwright.core.tables.peak_memory import StageBytes, apart_bytes
 from shardwright.core.tables.rank_tables import RankWork
 from tests.core.toy import decoder
 

@@ -6,7 +6,7 @@ import pytest
 
 from shardwright import Cluster, Mesh
 from shardwright.core.search.devices_in_use import _counts, _fewer
-from shardwright.core.tables.links import Links
+from shardwright.core.tables.mesh_links import Links
 
 
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 4), (4, 2), (1, 8), (8, 1)])

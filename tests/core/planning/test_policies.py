@@ -14,7 +14,7 @@ from shardwright.core.schedule import Action
 from shardwright.core.schedule.peak_activations import peak_live
 from shardwright.core.tables.cost_tables import CostTables, Place
 from shardwright.core.tables.memory import MemoryUse
-from shardwright.core.tables.peak import StageBytes, apart_bytes
+from shardwright.core.tables.peak_memory import StageBytes, apart_bytes
 from tests.core.toy import decoder
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))

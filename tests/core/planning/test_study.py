@@ -10,7 +10,7 @@ from shardwright.core.cluster.cluster import NodeGroup
 from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.errors import PlanError
 from shardwright.core.partition.partitioners import PARTITIONERS
-from shardwright.core.search.contest import contest
+from shardwright.core.search.partitioner_comparison import contest
 from shardwright.core.search.request import Request
 from shardwright.core.search.study import Study, study, tokens_per_sample, what_binds
 from tests.core.toy import Builder, decoder

@@ -8,7 +8,7 @@ import shardwright as sw
 from shardwright.core.cost.unit_work import WorkCounter, forward_flops
 from shardwright.core.cost.unpriced import unpriced_text
 from shardwright.core.model.fold import fold
-from shardwright.core.rules import labels as L
+from shardwright.core.rules import op_rules as L
 from tests.core.toy import BATCH, Builder, decoder
 
 SEQUENCE, WIDTH = 8, 64

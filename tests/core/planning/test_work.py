@@ -4,7 +4,7 @@ import pytest
 
 from shardwright.core.cost.unit_work import WorkCounter, forward_flops
 from shardwright.core.model.fold import fold
-from shardwright.core.rules import labels as L
+from shardwright.core.rules import op_rules as L
 from tests.core.toy import Builder, decoder
 
 LAYERS, HIDDEN, HEADS, VOCABULARY, SEQUENCE = 3, 32, 4, 64, 16

@@ -62,7 +62,7 @@ def sizes(name: str, ranks: int) -> int | None:
 PLANS: dict[int, Plan] = {}
 """By virtual stages: the model is captured and cut once for each."""
 GRAPHS: list[Graph] = []
-mode = import_module("shardwright.torch.mode")
+mode = import_module("shardwright.torch.step_mode")
 plan_anew, capture_anew = mode.plan_at_first_step, mode.capture_at_first_step
 
 

@@ -13,11 +13,11 @@ from launched import leave
 from torch import nn
 from tp_models import batch, build
 
-from shardwright.backends.torch.machine.shards import piece_of, whole_of
 from shardwright.backends.torch.machine.tensor_axis import Axis
-from shardwright.backends.torch.tensor_parallel.layouts import UnitLayout, of_realised
-from shardwright.backends.torch.tensor_parallel.replay import Replay, lower_all
+from shardwright.backends.torch.machine.tensor_shards import piece_of, whole_of
+from shardwright.backends.torch.tensor_parallel.lowered_model import Replay, lower_all
 from shardwright.backends.torch.tensor_parallel.trace import Traced, trace
+from shardwright.backends.torch.tensor_parallel.unit_layouts import UnitLayout, of_realised
 from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.layout.conversions import table_bytes
 from shardwright.core.layout.placements import Placement, Split

@@ -6,8 +6,8 @@ from typing import Any
 
 from shardwright.backends.jax.capture.steps import Program, Step
 from shardwright.core.model.graph import LabelRole, OpKind
-from shardwright.core.rules import labels
-from shardwright.core.rules.labels import Labelled
+from shardwright.core.rules import op_rules as labels
+from shardwright.core.rules.op_rules import Labelled
 
 Shape = tuple[int, ...]
 Translation = tuple[OpKind, Labelled]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-from shardwright.backends.hub import BEAT_S
+from shardwright.backends.rendezvous_store import BEAT_S
 from shardwright.core.errors import PeerError, ShardwrightError
 
 LEAST_S = 0.05

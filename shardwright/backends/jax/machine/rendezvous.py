@@ -30,7 +30,7 @@ PATIENCE = 10
 _HUB = """
 import json, os, sys
 from jaxlib import _jax
-from shardwright.backends.hub import serve
+from shardwright.backends.rendezvous_store import serve
 given = json.loads(sys.argv[1])
 service = _jax.get_distributed_runtime_service(
     given["bind"], given["processes"], heartbeat_timeout=given["patience_s"], shutdown_timeout=given["shutdown_s"]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardwright.backends.jax.program.equations import Equation, FlatProgram, needed
-from shardwright.backends.jax.program.stacks import take_rows
+from shardwright.backends.jax.program.stacked_layers import take_rows
 from shardwright.backends.jax.program.state_places import Carried, follow
 from shardwright.backends.jax.state.ownership import Holding
 from shardwright.core.errors import PlanError

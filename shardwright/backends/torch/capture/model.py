@@ -23,8 +23,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from shardwright.backends.torch.capture import marks
-from shardwright.backends.torch.capture.autograd_questions import AutogradQuestions
+from shardwright.backends.torch.capture import tensor_parallel_marks as marks
+from shardwright.backends.torch.capture.autograd_calls import AutogradQuestions
 from shardwright.backends.torch.capture.batch_dims import Leaf, Sample
 from shardwright.backends.torch.capture.recorder import Recorder, dtype_name
 from shardwright.backends.torch.capture.stand_in import (

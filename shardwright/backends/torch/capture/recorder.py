@@ -18,8 +18,8 @@ from shardwright.backends.torch.capture.ops.template import Rule
 from shardwright.backends.torch.capture.remembered_results import Inferred
 from shardwright.backends.torch.capture.value_reads import masks_of
 from shardwright.core.model.graph import Call, OpKind, TensorRole
-from shardwright.core.rules import labels
-from shardwright.core.rules.labels import Labelled
+from shardwright.core.rules import op_rules as labels
+from shardwright.core.rules.op_rules import Labelled
 
 PASSING = frozenset({"detach", "alias", "lift", "lift_fresh", "lift_fresh_copy", "view_of", "set_data"})
 """Ops that hand their input on: same memory, same values."""

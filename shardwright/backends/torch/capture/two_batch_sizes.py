@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from shardwright.backends.torch.capture.recorder import Recorded, Recorder
 from shardwright.core.errors import CaptureError, UnrecordableError
 from shardwright.core.model.graph import Op, Tensor
-from shardwright.core.rules.labels import meet
+from shardwright.core.rules.op_rules import meet
 
 
 @dataclass(slots=True)

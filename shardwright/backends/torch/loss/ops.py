@@ -13,7 +13,7 @@ from shardwright.backends.torch.loss.trace import LossTrace, Made
 from shardwright.core.model.graph import FLOATING
 from shardwright.core.model.loss import LossOp, LossProgram, Source, follows
 from shardwright.core.model.loss.program import How, Shape
-from shardwright.core.rules.labels import meet
+from shardwright.core.rules.op_rules import meet
 
 RESHAPES = frozenset({
     "view", "reshape", "_unsafe_view", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "_reshape_alias",

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from shardwright.backends.torch.loss.read import LossReading
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.watchdog import Watch
-from shardwright.backends.torch.pipeline.results import Shares
+from shardwright.backends.torch.pipeline.step_results import Shares
 from shardwright.backends.torch.program.program import Literal, Loss
 from shardwright.core.errors import LossError
 from shardwright.core.model.loss import Finding, shares_of_microbatches

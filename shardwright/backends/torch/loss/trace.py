@@ -14,7 +14,7 @@ from shardwright.backends.torch.capture.host_draws import host_state
 from shardwright.backends.torch.capture.ops import Ref, Template
 from shardwright.backends.torch.capture.recorder import Func, Recorded, Recorder, bind, dtype_name
 from shardwright.backends.torch.capture.remembered_results import unwatched
-from shardwright.core.rules import labels
+from shardwright.core.rules import op_rules as labels
 
 SMALL = 4096
 """Entries up to which the values of a constant are looked at."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
-from shardwright.backends.torch.machine.exchange import ControlChannel, different_calls, ranks_text
-from shardwright.backends.torch.machine.fingerprint import digest_of
+from shardwright.backends.torch.machine.control_channel import ControlChannel, different_calls, ranks_text
+from shardwright.backends.torch.machine.digests import digest_of
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.watchdog import Watch
 from shardwright.core.errors import DisagreementError, UnrecordableError

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as functional
 
-from shardwright.backends.torch.machine.shards import piece_of, whole_of
-from shardwright.backends.torch.machine.transfer import as_carried
+from shardwright.backends.torch.machine.pipeline_messages import as_carried
+from shardwright.backends.torch.machine.tensor_shards import piece_of, whole_of
 from shardwright.backends.torch.machine.watchdog import LONGEST_WAIT_S, Watch
 from shardwright.core.errors import LayoutError
 from shardwright.core.layout.conversions import table_bytes

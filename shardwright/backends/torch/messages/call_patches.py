@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.messages.calls import Calls
-from shardwright.backends.torch.messages.fibers import current_strand
+from shardwright.backends.torch.messages.microbatch_threads import current_strand
 
 
 @contextmanager

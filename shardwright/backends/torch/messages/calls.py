@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.messages.autograd_across_ranks import Gradients, as_inputs, as_outputs
-from shardwright.backends.torch.messages.draws import Draws
-from shardwright.backends.torch.messages.failure import Failure, again, describe, note_place
-from shardwright.backends.torch.messages.fibers import Strand, Turns
+from shardwright.backends.torch.messages.microbatch_threads import Strand, Turns
 from shardwright.backends.torch.messages.owners import Owners
-from shardwright.backends.torch.messages.proxies import GhostBuffer
+from shardwright.backends.torch.messages.random_by_call import Draws
+from shardwright.backends.torch.messages.remote_errors import Failure, again, describe, note_place
+from shardwright.backends.torch.messages.remote_parameters import GhostBuffer
 from shardwright.backends.torch.messages.serialization import (
     Reference,
     State,

@@ -12,7 +12,7 @@ from shardwright.backends.torch.loss.shares import LossShares
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.watchdog import Watch
 from shardwright.backends.torch.messages.serialization import pack, unpack
-from shardwright.backends.torch.pipeline.results import Returned, Shares
+from shardwright.backends.torch.pipeline.step_results import Returned, Shares
 from shardwright.backends.torch.program.program import Literal, Tree, tensors_in
 from shardwright.core.errors import ShardwrightError
 

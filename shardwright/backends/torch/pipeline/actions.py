@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.data_parallel.overlap import Exchange
-from shardwright.backends.torch.machine.transfer import Key, Mailroom, Message
+from shardwright.backends.torch.machine.pipeline_messages import Key, Mailroom, Message
 from shardwright.backends.torch.machine.watchdog import Watch
 from shardwright.backends.torch.memory.recompute import Call, Recompute
 from shardwright.backends.torch.memory.weight_gradients import collecting, deferrable
 from shardwright.backends.torch.pipeline.action_times import Recorder
-from shardwright.backends.torch.pipeline.replay import Depart, Kept, Means, Replay, StepValues
 from shardwright.backends.torch.pipeline.sentinels import Sentinel
-from shardwright.backends.torch.pipeline.traffic import Traffic, microbatch_of
+from shardwright.backends.torch.pipeline.stage_replay import Depart, Kept, Means, Replay, StepValues
+from shardwright.backends.torch.pipeline.step_messages import Traffic, microbatch_of
 from shardwright.backends.torch.program.randomness import Streams, kept_generators
 from shardwright.backends.torch.program.stages import Division, Edge
 from shardwright.core.schedule import Schedule

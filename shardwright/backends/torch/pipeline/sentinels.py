@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.machine.watchdog import Watch
-from shardwright.backends.torch.pipeline.numerics import OpChecks
+from shardwright.backends.torch.pipeline.first_bad_op import OpChecks
 from shardwright.core.errors import NonFiniteError
 
 Answer = Literal["warn", "error", "ignore"]

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwright.backends.torch.capture.host_draws import CONSTRUCTORS, FROM_NUMPY, DrawnArray, HostFunction, of_array
 from shardwright.backends.torch.program.draft_steps import Draft, Frame
-from shardwright.backends.torch.program.guards import decide, what_was_read
 from shardwright.backends.torch.program.program import Context, Guard, tensors_in
 from shardwright.backends.torch.program.python_numbers import Tape
 from shardwright.backends.torch.program.randomness import Moment, kept_generators
 from shardwright.backends.torch.program.refusals import draws_on_the_host, reads_what_it_computed
+from shardwright.backends.torch.program.value_guards import decide, what_was_read
 from shardwright.backends.torch.program.value_ledger import Ledger
 
 

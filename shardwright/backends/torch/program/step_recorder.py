@@ -6,7 +6,7 @@ happens inside them: which parameters are used, where random numbers are drawn.
 
 The stand-ins are fake tensors. A model that needs values runs on real ones: the batch as it is, parameters at random.
 Inside a unit it may do what it likes with them, since units are replayed whole; between units it may read what follows
-from the batch alone, which becomes a guard of the program (`guards`).
+from the batch alone, which becomes a guard of the program (`value_guards`).
 """
 
 from collections import defaultdict
@@ -29,7 +29,6 @@ from shardwright.backends.torch.capture.loss_scaler import real_scales
 from shardwright.backends.torch.capture.stand_in import no_remembered_results
 from shardwright.backends.torch.capture.value_reads import READING, masks_of, require_room_for_values
 from shardwright.backends.torch.program.draft_steps import Draft, Frame
-from shardwright.backends.torch.program.guards import what_was_read
 from shardwright.backends.torch.program.hooks import Functions, Ops, patched_modules
 from shardwright.backends.torch.program.program import (
     BufferRef,
@@ -71,6 +70,7 @@ from shardwright.backends.torch.program.refusals import (
     where,
     wraps_units,
 )
+from shardwright.backends.torch.program.value_guards import what_was_read
 from shardwright.backends.torch.program.value_ledger import Ledger, memory_of
 from shardwright.core.errors import CaptureError, UnrecordableError
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.backends.torch.machine.mesh import BoundMesh
-from shardwright.backends.torch.machine.transfer import as_carried
+from shardwright.backends.torch.machine.pipeline_messages import as_carried
 from shardwright.backends.torch.machine.watchdog import Watch
 from shardwright.backends.torch.state.ownership import Holding
 from shardwright.backends.torch.state.parameter_shards import Shards

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright.backends.torch.machine.mesh import BoundMesh
-from shardwright.backends.torch.machine.transfer import as_carried
+from shardwright.backends.torch.machine.pipeline_messages import as_carried
 from shardwright.backends.torch.machine.watchdog import Watch
 from shardwright.backends.torch.state.ownership import Holding
 

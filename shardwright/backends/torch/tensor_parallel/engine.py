@@ -13,12 +13,12 @@ from shardwright.backends.torch.program.program import Context, Leaf, Program
 from shardwright.backends.torch.program.randomness import Streams
 from shardwright.backends.torch.program.stage_map import recomputed_calls
 from shardwright.backends.torch.state.parameter_shards import Shards
-from shardwright.backends.torch.tensor_parallel.calls import Lowerer, PartCall
+from shardwright.backends.torch.tensor_parallel.by_module_calls import Lowerer, PartCall
+from shardwright.backends.torch.tensor_parallel.expanded_step import ModelCall, expand, find_call
 from shardwright.backends.torch.tensor_parallel.hooks import refuse_hooks
-from shardwright.backends.torch.tensor_parallel.layouts import planned
-from shardwright.backends.torch.tensor_parallel.program import ModelCall, expand, find_call
-from shardwright.backends.torch.tensor_parallel.replay import Held, Replay, lower_all
+from shardwright.backends.torch.tensor_parallel.lowered_model import Held, Replay, lower_all
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, trace
+from shardwright.backends.torch.tensor_parallel.unit_layouts import planned
 from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Placement
 from shardwright.core.plan.plan import Plan

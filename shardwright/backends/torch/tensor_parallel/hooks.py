@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from shardwright.backends.torch.program.checks import COMPUTING_LIBRARIES
+from shardwright.backends.torch.program.early_checks import COMPUTING_LIBRARIES
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
 from shardwright.core.errors import ShardwrightError
 

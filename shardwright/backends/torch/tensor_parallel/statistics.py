@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from shardwright.backends.torch.machine.shards import piece_of, whole_of
 from shardwright.backends.torch.machine.tensor_axis import Axis
+from shardwright.backends.torch.machine.tensor_shards import piece_of, whole_of
 from shardwright.core.errors import MissingCapabilityError
 from shardwright.core.layout.placements import Split
 

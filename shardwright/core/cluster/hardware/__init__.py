@@ -10,8 +10,8 @@ from shardwright.core.cluster.hardware.catalogue import (
     profile_names,
 )
 from shardwright.core.cluster.hardware.device import PRECISIONS, Device, Profile
+from shardwright.core.cluster.hardware.frozen_mapping import Table
 from shardwright.core.cluster.hardware.link import Link
-from shardwright.core.cluster.hardware.table import Table
 
 __all__ = [
     "PRECISIONS",

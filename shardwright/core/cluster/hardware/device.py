@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from shardwright.core.cluster.hardware import check
+from shardwright.core.cluster.hardware.frozen_mapping import Table
 from shardwright.core.cluster.hardware.link import Link
-from shardwright.core.cluster.hardware.table import Table
 from shardwright.core.errors import ClusterError, nearest
 
 Kind = Literal["gpu", "tpu", "trainium", "cpu"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from shardwright.core.cluster.hardware import check
-from shardwright.core.cluster.hardware.table import Table
+from shardwright.core.cluster.hardware.frozen_mapping import Table
 from shardwright.core.errors import ClusterError, nearest
 
 Sharing = Literal["device", "node"]

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 
 from shardwright.core.cluster.hardware.device import Device, Kind, MeasuredProduct, MeasuredUnit
 from shardwright.core.cluster.hardware.link import Link, Sharing
-from shardwright.core.cluster.hardware.plausible import check_plausible
+from shardwright.core.cluster.hardware.plausible_units import check_plausible
 from shardwright.core.errors import ClusterError, nearest
 from shardwright.core.text_files import printable, read_text, require_short_keys
 

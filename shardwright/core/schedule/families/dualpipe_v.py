@@ -4,7 +4,7 @@ DeepSeek-AI, arXiv 2412.19437, section 3.2.1 (DualPipe), and its cut in half, of
 stages. Overlapped pairs let one microbatch compute while the other exchanges.
 """
 
-from shardwright.core.schedule.families.tape import Tape
+from shardwright.core.schedule.families.two_stage_phases import Tape
 from shardwright.core.schedule.family import Family, Order, Sizes, Table, two_stages_per_rank
 from shardwright.core.schedule.placement import vee
 

@@ -4,7 +4,7 @@ Qi et al., arXiv 2401.10241, section 6. Each rank falls into the cycle F0 I0 W0 
 way down and 1 the one on the way up. With fewer than 2p - 1 microbatches the phases are those of 2p - 1, shortened.
 """
 
-from shardwright.core.schedule.families.tape import Tape
+from shardwright.core.schedule.families.two_stage_phases import Tape
 from shardwright.core.schedule.family import Family, Order, Sizes, Table, two_stages_per_rank
 from shardwright.core.schedule.placement import vee
 

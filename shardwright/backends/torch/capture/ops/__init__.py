@@ -1,7 +1,7 @@
 """The table from aten ops to the core's kinds of op and labels.
 
 Most of the table says what an op *is*; which of its dims belong together follows from shapes, by the helpers of
-`core.rules.labels`, which the JAX side uses too.
+`core.rules.op_rules`, which the JAX side uses too.
 """
 
 from shardwright.backends.torch.capture.ops import indexing as indexing

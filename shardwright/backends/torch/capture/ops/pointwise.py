@@ -2,8 +2,8 @@
 
 from shardwright.backends.torch.capture.ops.template import OpCall, rule, shapes
 from shardwright.core.model.graph import OpKind
-from shardwright.core.rules import labels
-from shardwright.core.rules.labels import Labelled
+from shardwright.core.rules import op_rules as labels
+from shardwright.core.rules.op_rules import Labelled
 
 
 @rule(

@@ -8,8 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.backends.torch.capture.ops.template import OpCall, Ref, rule, shapes
 from shardwright.core.cost.saved_activations import WITH_DROPOUT
-from shardwright.core.rules import labels
-from shardwright.core.rules.labels import Labelled
+from shardwright.core.rules import op_rules as labels
+from shardwright.core.rules.op_rules import Labelled
 
 
 def _add_bias(call: OpCall, product: Ref, bias: Ref, labelled: Labelled | None = None, suffix: str = "/bias") -> None:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from shardwright.backends.torch.capture.ops.template import OpCall, Ref, dims_of, rule, shapes
 from shardwright.core.model.graph import LabelRole
-from shardwright.core.rules import labels
-from shardwright.core.rules.labels import Labelled
+from shardwright.core.rules import op_rules as labels
+from shardwright.core.rules.op_rules import Labelled
 
 
 def _reduce(call: OpCall, source: Ref, dims: Sequence[int], *, linear: bool, suffix: str = "") -> None:

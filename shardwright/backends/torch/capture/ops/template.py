@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwright.core.model.graph import OpKind
-from shardwright.core.rules.labels import Labelled
+from shardwright.core.rules.op_rules import Labelled
 
 Shape = tuple[int, ...]
 

@@ -4,8 +4,8 @@ from itertools import accumulate
 
 from shardwright.backends.torch.capture.ops.template import OpCall, Ref, rule, shapes
 from shardwright.core.model.graph import OpKind
-from shardwright.core.rules import labels
-from shardwright.core.rules.labels import Labelled
+from shardwright.core.rules import op_rules as labels
+from shardwright.core.rules.op_rules import Labelled
 
 
 def _view(call: OpCall, labelled: Labelled) -> None:

@@ -22,7 +22,7 @@ from shardwright.backends.jax.program.equations import evaluate, flatten, needed
 from shardwright.backends.jax.state.ownership import Holding, StageMeshes, holdings_of
 from shardwright.backends.jax.state.shardings import parameter_shardings
 from shardwright.backends.jax.state.train_state import Parts, StepResult, TrainState, own_copy, require_like
-from shardwright.backends.jax.tensor_parallel.training import FusedParameters, TensorParallel
+from shardwright.backends.jax.tensor_parallel.constrained_loss import FusedParameters, TensorParallel
 from shardwright.core.errors import PlanError
 from shardwright.core.plan.plan import Plan
 

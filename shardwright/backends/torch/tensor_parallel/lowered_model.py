@@ -8,10 +8,10 @@ from torch import nn
 
 from shardwright.backends.torch.machine.tensor_axis import Axis
 from shardwright.backends.torch.program.program import Context
-from shardwright.backends.torch.tensor_parallel.call import Lowering
-from shardwright.backends.torch.tensor_parallel.layouts import UnitLayout
-from shardwright.backends.torch.tensor_parallel.lower import Lowered, lower_unit, summed_parameters
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, Traced
+from shardwright.backends.torch.tensor_parallel.unit_call import Lowering
+from shardwright.backends.torch.tensor_parallel.unit_layouts import UnitLayout
+from shardwright.backends.torch.tensor_parallel.unit_lowering import Lowered, lower_unit, summed_parameters
 from shardwright.core.layout.placements import Placement, Replicate
 
 Held = Callable[[int], torch.Tensor]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.machine.agreement import Claim
-from shardwright.backends.torch.machine.fingerprint import code_of, digest_of, digest_of_file, fingerprint
+from shardwright.backends.torch.machine.digests import code_of, digest_of, digest_of_file, fingerprint
 from shardwright.backends.torch.state.ownership import buffer_names, parameter_names
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)

@@ -1,7 +1,7 @@
 """How partial values pass through an op: which operands may be partial along an axis, and what the outputs then are.
 
 Nothing is split here: every operand is replicated or partial. Contractions are linear in each operand, moves pass any
-reduction on, entrywise ops follow `core.rules.families`; statistics, sorting and lookup positions pass nothing.
+reduction on, entrywise ops follow `core.rules.linearity`; statistics, sorting and lookup positions pass nothing.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from shardwright.core.layout.placements import Partial, Placement, Reduction, Replicate, Split
 from shardwright.core.layout.signature import IDEMPOTENT, LINEAR, REDUCTIONS, Signature
 from shardwright.core.model.graph import FLOATING, Graph, Op
-from shardwright.core.rules import families as F
+from shardwright.core.rules import linearity as F
 
 
 def partial_signatures(graph: Graph, op: Op) -> tuple[Signature, ...]:

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from shardwright.core.layout.placements import Partial, Placement, Reduction, Replicate, Split
 from shardwright.core.layout.signature import Need, Signature
 from shardwright.core.model.graph import Graph, Op
-from shardwright.core.rules import families as F
+from shardwright.core.rules import linearity as F
 
 Blocks = tuple[int, ...]
 

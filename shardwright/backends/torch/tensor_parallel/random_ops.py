@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from shardwright.backends.torch.machine.shards import piece_of
 from shardwright.backends.torch.machine.tensor_axis import Axis
+from shardwright.backends.torch.machine.tensor_shards import piece_of
 from shardwright.core.layout.placements import Split
 
 

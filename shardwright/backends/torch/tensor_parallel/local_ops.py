@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from shardwright.backends.torch.tensor_parallel.call import Call
-from shardwright.backends.torch.tensor_parallel.layouts import Hop
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
+from shardwright.backends.torch.tensor_parallel.unit_call import Call
+from shardwright.backends.torch.tensor_parallel.unit_layouts import Hop
 from shardwright.core.layout.placements import Replicate
 
 Rule = Callable[[Call], bool]

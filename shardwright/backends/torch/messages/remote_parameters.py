@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shardwright.backends.torch.messages.fibers import current_strand
+from shardwright.backends.torch.messages.microbatch_threads import current_strand
 
 _ABOUT = {
     getattr(torch.Tensor, name).__get__

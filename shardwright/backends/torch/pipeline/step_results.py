@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from shardwright.backends.torch.machine.mesh import BoundMesh
-from shardwright.backends.torch.machine.transfer import Mailroom
+from shardwright.backends.torch.machine.pipeline_messages import Mailroom
 from shardwright.backends.torch.machine.watchdog import Watch
-from shardwright.backends.torch.pipeline.replay import StepValues
+from shardwright.backends.torch.pipeline.stage_replay import StepValues
 from shardwright.backends.torch.program.program import ValueRef
 from shardwright.backends.torch.program.stages import Division
 from shardwright.core.errors import ShardwrightError

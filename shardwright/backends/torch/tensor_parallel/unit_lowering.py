@@ -7,13 +7,11 @@ from typing import Any
 import torch
 
 from shardwright.backends.torch.program.program import Context
-from shardwright.backends.torch.tensor_parallel import compute as compute
-from shardwright.backends.torch.tensor_parallel import local
-from shardwright.backends.torch.tensor_parallel import views as views
-from shardwright.backends.torch.tensor_parallel.call import Call, Lowering
-from shardwright.backends.torch.tensor_parallel.layouts import Hop, UnitLayout
-from shardwright.backends.torch.tensor_parallel.source import Var
+from shardwright.backends.torch.tensor_parallel import local_ops as local
+from shardwright.backends.torch.tensor_parallel.generated_source import Var
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, Traced
+from shardwright.backends.torch.tensor_parallel.unit_call import Call, Lowering
+from shardwright.backends.torch.tensor_parallel.unit_layouts import Hop, UnitLayout
 from shardwright.core.layout.placements import Replicate
 
 R = Replicate()

@@ -17,11 +17,11 @@ from shardwright.core.layout.placements import Layout, Partial, Placement, Repli
 from shardwright.core.layout.signature import Signature
 from shardwright.core.layout.unit_layouts import Link, Places
 from shardwright.core.model.graph import Op
-from shardwright.core.rules.axes import Dim
-from shardwright.core.rules.legal import divides
-from shardwright.core.solver.frame import Frame
+from shardwright.core.rules.dim_groups import Dim
+from shardwright.core.rules.legal_signatures import divides
 from shardwright.core.solver.network import Network
 from shardwright.core.solver.op_prices import AxisCost, Prices, Setting, State
+from shardwright.core.solver.shared_problem import Frame
 
 R, P = Replicate(), Partial("sum")
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from shardwright.backends.torch.machine.agreement import Claim
-from shardwright.backends.torch.machine.fingerprint import digest_of
+from shardwright.backends.torch.machine.digests import digest_of
 from shardwright.backends.torch.messages.owner_search import count_flops, divide_modules, with_containers
 from shardwright.backends.torch.messages.owners import Owners
-from shardwright.backends.torch.pipeline.results import Returned, Shares
+from shardwright.backends.torch.pipeline.step_results import Returned, Shares
 from shardwright.backends.torch.program.program import Tree
 from shardwright.backends.torch.program.python_reads import left_as_it_is
 from shardwright.backends.torch.program.stage_map import StageMap

@@ -5,10 +5,10 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from shardwright.backends.torch.program.guards import holds
 from shardwright.backends.torch.program.randomness import Moment, kept_generators
 from shardwright.backends.torch.program.recording_check import Varying
 from shardwright.backends.torch.program.stages import Division
+from shardwright.backends.torch.program.value_guards import holds
 from shardwright.core.errors import UnrecordableError
 
 VARIANTS = 16

@@ -14,7 +14,7 @@ from shardwright.core.plan.plan import Plan
 from shardwright.core.plan.realise import realise, terms_of
 from shardwright.core.solver import Frame
 from shardwright.core.solver.op_layouts import choose
-from shardwright.core.solver.problem import dual
+from shardwright.core.solver.unit_problem import dual
 
 R = Replicate()
 

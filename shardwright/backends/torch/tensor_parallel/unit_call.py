@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from shardwright.backends.torch.machine.shards import local_shape
 from shardwright.backends.torch.machine.tensor_axis import Axis
+from shardwright.backends.torch.machine.tensor_shards import local_shape
 from shardwright.backends.torch.program.program import Context
 from shardwright.backends.torch.tensor_parallel.collectives import convert
-from shardwright.backends.torch.tensor_parallel.layouts import Hop, OpLayout, UnitLayout
-from shardwright.backends.torch.tensor_parallel.source import Source, Var
+from shardwright.backends.torch.tensor_parallel.generated_source import Source, Var
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, Site, Slot, Traced
+from shardwright.backends.torch.tensor_parallel.unit_layouts import Hop, OpLayout, UnitLayout
 from shardwright.core.layout.placements import Partial, Placement, Replicate, Split
 from shardwright.core.model.graph import Op
-from shardwright.core.solver.problem import dual
+from shardwright.core.solver.unit_problem import dual
 
 R, P = Replicate(), Partial("sum")
 

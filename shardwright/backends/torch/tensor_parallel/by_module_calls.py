@@ -29,9 +29,9 @@ from shardwright.backends.torch.program.program import (
     ValueRef,
 )
 from shardwright.backends.torch.tensor_parallel.hooks import require_no_hooks
-from shardwright.backends.torch.tensor_parallel.layouts import planned_part
-from shardwright.backends.torch.tensor_parallel.replay import Replay, lower_all
+from shardwright.backends.torch.tensor_parallel.lowered_model import Replay, lower_all
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, Traced, trace_part
+from shardwright.backends.torch.tensor_parallel.unit_layouts import planned_part
 from shardwright.core.errors import CaptureError, PlanError
 from shardwright.core.layout.placements import Placement, Replicate
 from shardwright.core.model.structure import in_own_dims, layout_of

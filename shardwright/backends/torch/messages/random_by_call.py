@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwright.backends.torch.messages.fibers import Strand
+from shardwright.backends.torch.messages.microbatch_threads import Strand
 from shardwright.backends.torch.program.randomness import seed_host, stream_seed
 from shardwright.core.errors import ShardwrightError
 

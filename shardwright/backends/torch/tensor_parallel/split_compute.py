@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from shardwright.backends.torch.tensor_parallel import columns, lookups, random, statistics
-from shardwright.backends.torch.tensor_parallel.call import Call
-from shardwright.backends.torch.tensor_parallel.local import as_recorded, rule
-from shardwright.backends.torch.tensor_parallel.source import Var
+from shardwright.backends.torch.tensor_parallel import columns, lookups, statistics
+from shardwright.backends.torch.tensor_parallel import random_ops as random
+from shardwright.backends.torch.tensor_parallel.generated_source import Var
+from shardwright.backends.torch.tensor_parallel.local_ops import as_recorded, rule
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
+from shardwright.backends.torch.tensor_parallel.unit_call import Call
 from shardwright.core.layout.placements import Partial, Replicate
 
 R = Replicate()

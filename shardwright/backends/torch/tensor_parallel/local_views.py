@@ -2,9 +2,9 @@
 
 import torch
 
-from shardwright.backends.torch.tensor_parallel import random
-from shardwright.backends.torch.tensor_parallel.call import Call
-from shardwright.backends.torch.tensor_parallel.local import as_recorded, rule
+from shardwright.backends.torch.tensor_parallel import random_ops as random
+from shardwright.backends.torch.tensor_parallel.local_ops import as_recorded, rule
+from shardwright.backends.torch.tensor_parallel.unit_call import Call
 
 
 @rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "_reshape_alias")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from shardwright.backends.torch.machine.shards import local_shape
+from shardwright.backends.torch.machine.tensor_shards import local_shape
 from shardwright.backends.torch.program.program import (
     ConstantRef,
     Leaf,
@@ -18,9 +18,9 @@ from shardwright.backends.torch.program.program import (
     Value,
     ValueRef,
 )
-from shardwright.backends.torch.tensor_parallel.lower import Lowered
-from shardwright.backends.torch.tensor_parallel.replay import Replay
+from shardwright.backends.torch.tensor_parallel.lowered_model import Replay
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
+from shardwright.backends.torch.tensor_parallel.unit_lowering import Lowered
 from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.layout.placements import Placement
 

@@ -9,8 +9,8 @@ from shardwright.core.layout.signature import Signature
 from shardwright.core.model.fold import Folded
 from shardwright.core.model.graph import Graph, Op
 from shardwright.core.model.structure import Slot, unit_slots
-from shardwright.core.rules.axes import Dim, DimGroup, dim_groups
-from shardwright.core.rules.legal import signatures
+from shardwright.core.rules.dim_groups import Dim, DimGroup, dim_groups
+from shardwright.core.rules.legal_signatures import signatures
 
 
 class Frame:

@@ -13,8 +13,8 @@ import torch
 
 import shardwright
 from shardwright.backends.torch.machine.agreement import Among, Claim
-from shardwright.backends.torch.machine.fingerprint import digest_of, fingerprint
-from shardwright.backends.torch.state.model_claims import plain_text
+from shardwright.backends.torch.machine.digests import digest_of, fingerprint
+from shardwright.backends.torch.state.model_agreement import plain_text
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.plan.file import to_document
 from shardwright.core.plan.plan import Plan
@@ -114,7 +114,7 @@ def batch_claims(names: Sequence[str], leaves: Sequence[Any], session: "Session"
 
     Args:
         names: of each leaf, the place in the arguments.
-        in_full: see `fingerprint`.
+        in_full: see `digests`.
     """
     bound, config = session.bound, session.config
     tensors = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]

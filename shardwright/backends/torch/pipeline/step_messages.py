@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shardwright.backends.torch.machine.transfer import Key, Message, Shape
+from shardwright.backends.torch.machine.pipeline_messages import Key, Message, Shape
 from shardwright.backends.torch.program.stages import Division, Edge
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Action, Kind

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from shardwright.core.layout.placements import Layout, Replicate, Split
 from shardwright.core.layout.signature import Signature
 from shardwright.core.model.graph import Graph, Op
-from shardwright.core.rules.partials import partial_signatures
-from shardwright.core.rules.splits import Blocks, split_signatures
+from shardwright.core.rules.partial_signatures import partial_signatures
+from shardwright.core.rules.split_signatures import Blocks, split_signatures
 
 
 def replicated(op: Op) -> Signature:
