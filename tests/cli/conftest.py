@@ -71,6 +71,13 @@ def with_loss():
     print("made by with_loss")
     return Net(), torch.zeros(2, 16), lambda output: output.square().mean()
 
+def marked():
+    from shardwright.torch import set_tensor_parallelism
+
+    net = Net()
+    set_tensor_parallelism(net.layers[1], False)
+    return net, torch.zeros(2, 16), lambda output: output.square().mean()
+
 def with_scalar_output():
     class Scalar(Net):
         def forward(self, x):
@@ -108,6 +115,22 @@ def with_loss():
         return jnp.square(x).mean()
     weight = jax.ShapeDtypeStruct((16, 16), jnp.float32)
     return apply, ({"layers": [{"weight": weight}] * 4}, jax.ShapeDtypeStruct((2, 16), jnp.float32))
+
+def partitioned():
+    from flax import nnx
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "tp"))
+            self.up = nnx.Linear(16, 32, kernel_init=init, rngs=rngs)
+            self.down = nnx.Linear(32, 16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(jax.nn.relu(self.up(x)))
+
+    with nnx.use_eager_sharding(False):
+        net = Net(nnx.Rngs(0))
+    return net, jnp.zeros((2, 16)), lambda output: jnp.square(output).mean()
 """
 
 

@@ -137,9 +137,9 @@ BAD_FILES = {
     "cut short": (lambda text: text[: len(text) // 2], "not JSON at line"),
     "another JSON file": (lambda text: "[1, 2]", "not a plan file"),
     "newer": (edited(lambda d: d.update(version=99)), "version 99 is newer than this Shardwright reads"),
-    "of before idle time was lent": (
+    "older": (
         edited(lambda d: d.update(version=6)),
-        "version 6 is older than this Shardwright reads (8): plan again",
+        "version 6 is older than this Shardwright reads (9): plan again",
     ),
     "a class of memory taken out": (
         edited(lambda d: d["predicted"]["memory_by_stage_rank"][0].pop("batch_bytes")),

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.errors import CaptureError
+from shardwright.core.fields import Amount
 from shardwright.core.model.blocks import call_tree, find_blocks, parameter_tree
 from shardwright.core.model.graph import Graph
 
@@ -25,7 +26,7 @@ class CallRef:
     """One call of one module: its path and how many times it was called before."""
 
     path: str
-    occurrence: int = 0
+    occurrence: Amount = 0
 
 
 @dataclass(frozen=True, slots=True)

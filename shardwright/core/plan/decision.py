@@ -1,12 +1,12 @@
 """What a plan decides: degrees, microbatches, stages, layouts, schedule and memory policy."""
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from shardwright.core.cost.unit_work import PRECISION_BYTES
-from shardwright.core.errors import PlanError, ScheduleError, nearest
+from shardwright.core.cost.unit_work import Precision
+from shardwright.core.errors import PlanError, ScheduleError
+from shardwright.core.fields import Amount, Choices, Count, Words, require_fields
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.layout.placements import Layout
 from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
@@ -18,51 +18,52 @@ from shardwright.core.schedule.schedule import require_buildable
 from shardwright.core.tables.memory import OPTIMIZER_STATES, Recompute
 
 LossScope = Literal["replica", "global"]
+ShardLevel = Annotated[int, Choices((0, 1, 2, 3))]
+"""Over the data axis (ZeRO): 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
+ScheduleName = Annotated[str, Words(lambda: (*schedule_names(), AUTO))]
+OptimizerName = Annotated[str, Words(lambda: OPTIMIZER_STATES)]
+"""Whose states are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Everything that was decided. ``batch`` is global, ``microbatch`` is samples per replica."""
 
-    pp: int
-    dp: int
-    tp: int
-    batch: int
-    microbatch: int
-    schedule: str
-    stage_starts: tuple[int, ...]
+    pp: Count
+    dp: Count
+    tp: Count
+    batch: Count
+    microbatch: Count
+    schedule: ScheduleName
+    stage_starts: tuple[Amount, ...]
     """The first unit of every stage."""
     layouts: tuple[tuple[str, Layout], ...] = ()
     """``class/role`` of every parameter slot that is not replicated, in slot dims (`core.model.structure`);
     ``@unit/role`` for a unit that differs from its class."""
-    virtual_stages: int = 1
+    virtual_stages: Count = 1
     recompute: Recompute = "none"
-    shard: int = 0
-    shard_group: int | None = None
-    precision: str = "fp32"
-    optimizer: str = "adamw"
+    shard: ShardLevel = 0
+    shard_group: Count | None = None
+    precision: Precision = "fp32"
+    optimizer: OptimizerName = "adamw"
     loss_scope: LossScope | None = None
     """Which samples batch norm and other losses that couple samples see together; None: nobody has said so, and each
     replica's own are."""
     sequence_parallel: bool = False
     """Whether what the tensor axis leaves whole is divided along the sequence (arXiv 2205.05198, section 4.2.2)."""
-    gradient_precision: str | None = None
+    gradient_precision: Precision | None = None
     """Of the sums of gradients over microbatches; None: as the parameters."""
     placement_order: str = "PDT"
     """The order of the axes over the ranks: the last letter's neighbours are neighbouring ranks."""
-    kept_units: tuple[int, ...] = ()
+    kept_units: tuple[Amount, ...] = ()
     """Units that keep their activations although recompute is "full": those that memory leaves room for."""
-    offloaded_units: tuple[int, ...] = ()
+    offloaded_units: tuple[Amount, ...] = ()
     """Units whose activations go to the host's memory and come back, instead of being computed again."""
     generated: tuple[str, ...] = ()
     """The actions of every pipeline rank, comma-separated, of a schedule that follows no pattern ("auto")."""
 
     def __post_init__(self) -> None:
-        for name in ("pp", "dp", "tp", "batch", "microbatch", "virtual_stages"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise PlanError(f"{name}={value!r}: expected a whole number of at least 1")
-        self._require_words()
+        require_fields(self, PlanError)
         if self.batch % (self.dp * self.microbatch):
             raise PlanError(
                 f"batch={self.batch} is not a multiple of dp · microbatch = {self.dp} · {self.microbatch}: "
@@ -74,8 +75,6 @@ class Decision:
             b <= a for a, b in zip(self.stage_starts[:-1], self.stage_starts[1:], strict=True)
         ):
             raise PlanError(f"stage_starts rise from 0: given {self.stage_starts}")
-        if self.shard not in (0, 1, 2, 3):
-            raise PlanError(f"shard={self.shard!r}: expected 0 (nothing), 1 (optimizer), 2 (gradients), 3 (parameters)")
         if not isinstance(self.placement_order, str) or sorted(self.placement_order) != ["D", "P", "T"]:
             raise PlanError(f"placement_order={self.placement_order!r}: expected an order of the letters D, P and T")
         for name in ("kept_units", "offloaded_units"):
@@ -95,30 +94,12 @@ class Decision:
         self._require_sharding()
         self._require_runnable_schedule()
 
-    def _require_words(self) -> None:
-        """Raise PlanError for a field whose value is none of those that it may have."""
-        options: dict[str, tuple[Collection[object], str]] = {
-            "recompute": (get_args(Recompute), ""),
-            "precision": (PRECISION_BYTES, ""),
-            "gradient_precision": ((None, *PRECISION_BYTES), ", or None for that of the parameters"),
-            "optimizer": (OPTIMIZER_STATES, ""),
-            "loss_scope": ((None, *get_args(LossScope)), ", or None"),
-        }
-        require_schedule(self.schedule)
-        for name, (known, beside) in options.items():
-            value = getattr(self, name)
-            if not isinstance(value, str | None) or value not in known:
-                words = [word for word in known if isinstance(word, str)]
-                raise PlanError(f"{name}={value!r}: {nearest(str(value), words)}{beside}")
-        if not isinstance(self.sequence_parallel, bool):
-            raise PlanError(f"sequence_parallel={self.sequence_parallel!r}: expected True or False")
-
     def _require_sharding(self) -> None:
         """Raise PlanError for a shard group that the data axis does not have, or that shares nothing."""
         group = self.shard_group
         if group is None:
             return
-        if type(group) is not int or group < 1 or self.dp % group:
+        if self.dp % group:
             raise PlanError(f"shard_group={group!r} does not divide dp={self.dp}: use a divisor of {self.dp}")
         if group > 1 and self.shard == 0:
             raise PlanError(
@@ -193,13 +174,6 @@ class Decision:
         return self.batch // (self.dp * self.microbatch)
 
 
-def require_schedule(name: str) -> None:
-    """Raise PlanError, with the nearest name, unless there is such a schedule."""
-    names = (*schedule_names(), AUTO)
-    if name not in names:
-        raise PlanError(f"schedule={name!r}: {nearest(str(name), names)}")
-
-
 @lru_cache(maxsize=256)
 def placement_of(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
     """For every stage the pipeline rank that holds it, however many microbatches there are; two rounds of the pipeline
@@ -245,8 +219,3 @@ def summarize(decision: Decision) -> str:
 def _near_multiple(value: int, of: int) -> int:
     """The multiple of ``of`` nearest to ``value``, at least one."""
     return max(1, round(value / of)) * of
-
-
-def pinned_summary(pins: Mapping[str, object]) -> tuple[str, ...]:
-    """``("pp=2", …)`` of those that were given."""
-    return tuple(f"{name}={value}" for name, value in pins.items() if value is not None)

@@ -36,6 +36,8 @@ def _plan_text(plan: Plan) -> str:
         sizes = ", ".join(f"{name} {bytes_text(size)}" for name, size in use.classes.items())
         apart = f", never there at once {bytes_text(use.apart_bytes)}" if use.apart_bytes else ""
         lines.append(f"pipeline rank {rank}: {bytes_text(use.total_bytes)} ({sizes}{apart})")
+    if plan.provenance.pinned:
+        lines.append(f"pinned: {', '.join(plan.provenance.pinned)}")
     lines += [f"not chosen: {a.summary}: {a.reason}" for a in plan.alternatives]
     lines += [f"whole on the tensor axis: {slot}: {reason}" for slot, reason in plan.unsplit]
     return "\n".join(lines)
@@ -70,6 +72,8 @@ def _parameter_text(plan: Plan, parameter: str) -> str:
                 "tp is 1" if plan.decision.tp == 1 else "no axis that it could be split on pays"
             )
             lines.append(f"  replicated: {why}")
+        if (source := dict(plan.provenance.pinned_layouts).get(slot)) is not None:
+            lines.append(f"  pinned by {source}")
         slots = plan.binding(framework).units[unit].parameters
         name, dims = next((name, dims) for held, name, dims in slots if held == role)
         others = [a for a in dict(plan.layout_alternatives).get(slot, ()) if a.layout != layout]

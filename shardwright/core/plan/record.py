@@ -1,7 +1,11 @@
 """The record of a plan, as its file holds it: decision, model, names, costs, predictions, alternatives, provenance."""
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
+from annotated_types import Ge, Le
+
+from shardwright.core.fields import Amount, Count, Seconds, Share
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.model.structure import Binding, Structure
 from shardwright.core.plan.decision import Decision
@@ -13,16 +17,16 @@ from shardwright.core.tables.memory import MemoryUse
 class ClassCost:
     """One microbatch of one class of unit, recompute and tensor collectives included. Seconds and bytes per rank."""
 
-    forward_s: float
-    input_grad_s: float
-    weight_grad_s: float
-    activation_bytes: int
-    parameter_elements: int
-    trained_elements: int
+    forward_s: Seconds
+    input_grad_s: Seconds
+    weight_grad_s: Seconds
+    activation_bytes: Amount
+    parameter_elements: Amount
+    trained_elements: Amount
     """Of the parameters' entries, those that have gradients."""
-    swapped_s: float = 0.0
+    swapped_s: Seconds = 0.0
     """That its activations take to the host, and back; beside the passes of the stage."""
-    collective_s: float = 0.0
+    collective_s: Seconds = 0.0
     """Of the passes, collectives over the tensor axis."""
 
 
@@ -30,17 +34,17 @@ class ClassCost:
 class Costs:
     """What units cost, folded."""
 
-    unit_classes: tuple[int, ...]
+    unit_classes: tuple[Amount, ...]
     classes: tuple[ClassCost, ...]
-    boundary_bytes: tuple[int, ...]
+    boundary_bytes: tuple[Amount, ...]
     """For every unit, the bytes of activations that enter it from before: what a cut there sends."""
-    boundary_s: tuple[float, ...]
+    boundary_s: tuple[Seconds, ...]
     """Seconds to send them to the next stage."""
     rates: Rates
     """What the tensor layouts were chosen by: `core.plan.realise` completes them by the same."""
     ranks: tuple["RankCosts", ...] = ()
     """For every pipeline rank its own seconds, where devices or links differ; empty where all ranks cost the same."""
-    idle_lent: float = 0.0
+    idle_lent: Share = 0.0
     """As of `StageCosts`."""
 
     def on_rank(self, rank: int) -> "Costs":
@@ -54,25 +58,31 @@ class RankCosts:
     """What units cost on one pipeline rank; the fields are those of `Costs`."""
 
     classes: tuple[ClassCost, ...]
-    boundary_s: tuple[float, ...]
+    boundary_s: tuple[Seconds, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Predicted:
+class StepFigures:
     """What one step will take."""
 
-    step_time_s: float
-    pipeline_s: float
+    step_time_s: Seconds
+    pipeline_s: Seconds
     """Of it, the pipeline's forward and backward passes, bubbles included."""
-    bubble_fraction: float
+    bubble_fraction: Seconds
     """Idle share of the pipeline time, averaged over ranks, without what those at work were lent of it."""
-    tensor_collective_s: float
+    tensor_collective_s: Seconds
     """Of the pipeline time, communication on the tensor axis on the slowest stage."""
-    data_parallel_s: float
+    data_parallel_s: Seconds
     """Of the step, the gradient reduction that nothing hides."""
-    optimizer_s: float
+    optimizer_s: Seconds
     memory_by_stage_rank: tuple[MemoryUse, ...]
     """One per coordinate on pp: ranks that differ in dp or tp only hold the same amounts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted(StepFigures):
+    """What one step will take, on the ranks of a mesh."""
+
     mesh: Mesh
 
     @property
@@ -93,8 +103,8 @@ class Alternative:
     """A plan that was scored and not chosen."""
 
     summary: str
-    step_time_s: float
-    peak_memory_bytes: int
+    step_time_s: Seconds
+    peak_memory_bytes: Amount
     reason: str
 
 
@@ -105,9 +115,11 @@ class Provenance:
     shardwright: str
     captured_from: str
     cluster: str
-    world_size: int
-    device_memory_bytes: int
+    world_size: Count
+    device_memory_bytes: Annotated[int, Ge(1), Le(1 << 62)]
     pinned: tuple[str, ...]
+    pinned_layouts: tuple[tuple[str, str], ...] = ()
+    """``class/role`` of every slot with a pinned layout, and what pinned it."""
     left_out: str = ""
     """Devices that were given and are not worth using; ``cluster`` and ``world_size`` are of the rest."""
 

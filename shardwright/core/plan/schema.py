@@ -1,178 +1,106 @@
-"""The schema of the plan file: what each section holds."""
+"""The plan as its file has it: the sections, whose schema follows from the classes whose values they hold."""
 
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
+from annotated_types import MinLen
 
-from shardwright.core.text_files import printable
+from shardwright.core.fields import Amount, Count
+from shardwright.core.model.structure import Binding, Structure
+from shardwright.core.plan.decision import Decision
+from shardwright.core.plan.record import Alternative, Costs, PlanRecord, Predicted, Provenance, StepFigures
+from shardwright.core.plan.sections import section_of
+from shardwright.core.solver.op_layouts import SlotAlternatives
 
-FORMAT = "shardwright-plan"
-VERSION = 8
-
-Count = Annotated[int, Field(ge=1, le=1 << 40)]
-Amount = Annotated[int, Field(ge=0, le=1 << 62)]
-Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
-Rate = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
-Text = Annotated[str, AfterValidator(printable)]
-"""Names and sentences: what they hold reaches terminals."""
-Entry = TypeVar("Entry")
-List = Annotated[list[Entry], FailFast()]
-"""Of which the first wrong entry is named: a file may have millions."""
+VERSION = 9
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+@dataclass(frozen=True, slots=True)
+class ModelSection:
+    """The model's structure, with a digest that shows whether it was edited."""
 
-
-class PlacementFile(Section):
-    split: Amount | None = None
-    blocks: list[Count] | None = None
-    partial: Literal["sum", "max", "min", "mean"] | None = None
-
-
-class DecisionFile(Section):
-    pp: Count
-    dp: Count
-    tp: Count
-    batch: Count
-    microbatch: Count
-    schedule: Text
-    virtual_stages: Count
-    recompute: Literal["none", "selective", "full"]
-    kept_units: List[Amount]
-    offloaded_units: List[Amount]
-    shard: Annotated[int, Field(ge=0, le=3)]
-    shard_group: Count | None
-    precision: Literal["fp32", "bf16", "fp16"]
-    optimizer: Text
-    loss_scope: Literal["replica", "global"] | None
-    sequence_parallel: bool
-    gradient_precision: Literal["fp32", "bf16", "fp16"] | None
-    placement_order: Text
-    generated: List[Text]
-    stage_starts: List[Amount]
-    layouts: dict[Text, dict[Text, PlacementFile]]
-
-
-class ModelFile(Section):
-    name: Text
-    digest: Text
+    name: str
+    digest: str
     parameter_count: Amount
-    unit_classes: List[Amount]
-    classes: List[dict[Text, List[Count]]]
-    ties: List[List[Text]]
+    unit_classes: tuple[Amount, ...]
+    classes: tuple[tuple[tuple[str, tuple[Count, ...]], ...], ...]
+    ties: tuple[tuple[str, ...], ...]
 
 
-class UnitFile(Section):
-    calls: List[tuple[Text, Amount]]
-    parameters: dict[Text, tuple[Text, List[List[tuple[Amount, Count]]]]]
+@dataclass(frozen=True, slots=True)
+class PredictedSection(StepFigures):
+    """What one step will take, and the digest of what it was counted for."""
+
+    counted_for: str
 
 
-class BindingFile(Section):
-    units: List[UnitFile]
-    aliases: List[List[Text]]
-    unused: List[Text]
+@dataclass(frozen=True, slots=True)
+class AlternativesSection:
+    """What was not chosen: whole plans, matrices that stay whole, other layouts of parameters."""
+
+    plans: tuple[Alternative, ...]
+    unsplit: tuple[tuple[str, str], ...]
+    layouts: SlotAlternatives
 
 
-class ClassCostFile(Section):
-    forward_s: Seconds
-    input_grad_s: Seconds
-    weight_grad_s: Seconds
-    activation_bytes: Amount
-    parameter_elements: Amount
-    trained_elements: Amount
-    swapped_s: Seconds
-    collective_s: Seconds
-
-
-class RatesFile(Section):
-    flops_per_s: Rate
-    memory_bytes_per_s: Rate
-    link_bytes_per_s: Rate
-
-
-class RankCostsFile(Section):
-    classes: List[ClassCostFile]
-    boundary_s: List[Seconds]
-
-
-class CostsFile(Section):
-    unit_classes: List[Amount]
-    classes: List[ClassCostFile]
-    boundary_bytes: List[Amount]
-    boundary_s: List[Seconds]
-    rates: RatesFile
-    ranks: List[RankCostsFile]
-    idle_lent: Annotated[float, Field(ge=0, le=1)]
-
-
-class MemoryFile(Section):
-    parameters_bytes: Amount
-    gradients_bytes: Amount
-    optimizer_bytes: Amount
-    activations_bytes: Amount
-    buffers_bytes: Amount
-    apart_bytes: Amount
-    host_bytes: Amount
-    batch_bytes: Amount
-    copies_bytes: Amount
-    model_buffers_bytes: Amount
-
-
-class PredictedFile(Section):
-    step_time_s: Seconds
-    pipeline_s: Seconds
-    bubble_fraction: Seconds
-    tensor_collective_s: Seconds
-    data_parallel_s: Seconds
-    optimizer_s: Seconds
-    counted_for: Text
-    memory_by_stage_rank: List[MemoryFile]
-
-
-class AlternativeFile(Section):
-    summary: Text
-    step_time_s: Seconds
-    peak_memory_bytes: Amount
-    reason: Text
-
-
-class LayoutAlternativeFile(Section):
-    layout: dict[Text, PlacementFile]
-    extra_s: Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]
-    extra_bytes: Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
-
-
-class AlternativesFile(Section):
-    plans: List[AlternativeFile]
-    unsplit: dict[Text, Text]
-    layouts: dict[Text, List[LayoutAlternativeFile]]
-
-
-class ProvenanceFile(Section):
-    shardwright: Text
-    captured_from: Text
-    cluster: Text
-    world_size: Count
-    device_memory_bytes: Annotated[int, Field(ge=1, le=1 << 62)]
-    pinned: List[Text]
-    left_out: Text
-
-
-class PlanFile(Section):
+@dataclass(frozen=True, slots=True)
+class PlanDocument:
     """One plan file."""
 
     format: Literal["shardwright-plan"]
     version: int
-    decision: DecisionFile
-    model: ModelFile
-    bindings: Annotated[dict[Text, BindingFile], Field(min_length=1)]
-    costs: CostsFile
-    predicted: PredictedFile
-    alternatives: AlternativesFile
-    provenance: ProvenanceFile
+    decision: Decision
+    model: ModelSection
+    bindings: Annotated[tuple[tuple[str, Binding], ...], MinLen(1)]
+    costs: Costs
+    predicted: PredictedSection
+    alternatives: AlternativesSection
+    provenance: Provenance
+
+    @classmethod
+    def of(cls, plan: PlanRecord) -> "PlanDocument":
+        """The file of a plan."""
+        model = plan.model
+        return cls(
+            "shardwright-plan",
+            VERSION,
+            plan.decision,
+            ModelSection(
+                plan.model_name, model.digest, model.parameter_count, model.unit_classes, model.class_slots, model.ties
+            ),
+            plan.bindings,
+            plan.costs,
+            PredictedSection(**_figures(plan.predicted), counted_for=plan.counted_for),
+            AlternativesSection(plan.alternatives, plan.unsplit, plan.layout_alternatives),
+            plan.provenance,
+        )
+
+    @property
+    def structure(self) -> Structure:
+        """The model's structure."""
+        return Structure(self.model.unit_classes, self.model.classes, self.model.ties)
+
+    def record(self) -> PlanRecord:
+        """The plan of the file."""
+        return PlanRecord(
+            decision=self.decision,
+            model_name=self.model.name,
+            model=self.structure,
+            bindings=self.bindings,
+            costs=self.costs,
+            predicted=Predicted(**_figures(self.predicted), mesh=self.decision.mesh),
+            alternatives=self.alternatives.plans,
+            unsplit=self.alternatives.unsplit,
+            layout_alternatives=self.alternatives.layouts,
+            provenance=self.provenance,
+            counted_for=self.predicted.counted_for,
+        )
 
 
-def schema() -> dict[Text, Any]:
+def _figures(held: StepFigures) -> dict[str, Any]:
+    return {field.name: getattr(held, field.name) for field in fields(StepFigures)}
+
+
+def schema() -> dict[str, Any]:
     """The JSON schema of the plan file."""
-    return PlanFile.model_json_schema()
+    return section_of(PlanDocument).model_json_schema()

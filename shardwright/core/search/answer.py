@@ -1,15 +1,17 @@
 """From scored choices to a plan: what was chosen, what came next and which term it lost by."""
 
+from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cost.unit_seconds import UnitCost
-from shardwright.core.plan.decision import Decision, pinned_summary, summarize
+from shardwright.core.plan.decision import Decision, summarize
 from shardwright.core.plan.plan import Plan
 from shardwright.core.plan.record import Alternative, ClassCost, Costs, Predicted, Provenance, RankCosts
 from shardwright.core.search.defaults import Default
+from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scored, Scorer
 from shardwright.core.tables.cost_tables import HOST_LINK_EFFICIENCY, Place
 from shardwright.core.tables.memory import collectives_s, kept_bytes, recomputed_s, unit_recompute
@@ -87,24 +89,34 @@ def as_plan(
             cluster=str(scorer.cluster),
             world_size=scorer.cluster.world_size,
             device_memory_bytes=min(best.tables.limits_bytes),
-            pinned=_pins(scorer),
+            pinned=_pinned(scorer.request),
+            pinned_layouts=_pinned_layouts(scorer) if decision.tp > 1 else (),
             left_out=left_out,
         ),
     )
 
 
-def _pins(scorer: Scorer) -> tuple[str, ...]:
-    request = scorer.request
-    names = (
-        "pp", "tp", "dp", "microbatch", "virtual_stages", "schedule", "shard", "shard_group", "precision",
-        "placement_order", "devices", "offload", "stage_starts", "sequence_parallel", "gradient_precision",
-    )  # fmt: skip
-    pins: dict[str, object] = {name: getattr(request, name) for name in names}
-    if request.recompute != "auto":
-        pins["recompute"] = request.recompute
-    if request.partitioner != "exact":
-        pins["partitioner"] = request.partitioner
-    return pinned_summary(pins)
+def _pinned(request: Request) -> tuple[str, ...]:
+    """``("pp=2", …)`` of what was given beside the batch; of layouts how many parameters they pin, and who asked."""
+    sources = Counter(pin.source for pin in request.pins)
+    layouts = [f"layouts of {count} parameters by {source}" for source, count in sources.items()]
+    given = (
+        f"{name}={value}" for name, value in request.given.items() if name not in ("batch", "layouts", "frameworks")
+    )
+    return (*given, *layouts)
+
+
+def _pinned_layouts(scorer: Scorer) -> tuple[tuple[str, str], ...]:
+    """The slots of the parameters whose layouts are pinned, and what pinned them."""
+    sources = {pin.name: pin.source for pin in scorer.request.pins}
+    classes = scorer.tables.structure.unit_classes
+    slots = {
+        f"{classes[unit]}/{role}": sources[name]
+        for unit, bound in enumerate(scorer.tables.binding.units)
+        for role, name, _ in bound.parameters
+        if name in sources
+    }
+    return tuple(slots.items())
 
 
 def _place_of(scorer: Scorer, best: Scored, pp: int) -> Place:

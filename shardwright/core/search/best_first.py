@@ -8,12 +8,12 @@ Nothing is cut off by a guess, so the answer is that of an exhaustive enumeratio
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardwright.core.cluster.cluster import Cluster
-from shardwright.core.search.request import Request
+from shardwright.core.search.request import Progress, Request
 from shardwright.core.search.scoring import Cut, Draft, Scored, Scorer
 from shardwright.core.search.space import Pipelining, Policy, Shape, Space, splits_backward
 from shardwright.core.tables.cost_tables import CostTables
@@ -28,8 +28,6 @@ FURTHER: dict[type, int] = {Cut: 4, Draft: 5, Scored: 6}
 """How far a choice is settled that has stages; before it is as far as it has parts."""
 SAME = 1e-6
 """Times that differ by less are equal: the simpler plan is taken."""
-Progress = Callable[[int, int], None]
-"""Called with (candidates settled, candidates in all)."""
 
 
 @dataclass(slots=True)

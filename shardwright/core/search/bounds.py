@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from shardwright.core.cluster.cluster import Cluster
+from shardwright.core.errors import PlanError
 from shardwright.core.plan.decision import Decision
 from shardwright.core.search.predict import StepModel
 from shardwright.core.search.request import VIRTUAL_STAGES, Request
@@ -45,9 +46,16 @@ class Bounds:
             limits = tuple(self.links.memory_bytes(shape.mesh, pp) for pp in range(len(found)))
             # Meshes whose ranks cost the same have the same cuts.
             lent = self._idle_lent(shape, found)
-            self._ranked[key] = self._alike.setdefault(
-                (tuple(map(id, found)), limits, lent), RankTables(tuple(found), limits, lent)
-            )
+            ranked = RankTables(tuple(found), limits, lent)
+            if recompute == "full" and self.request.names_units:
+                kept, away = self.request.kept_units or (), self.request.offloaded_units or ()
+                if max((*kept, *away)) >= ranked.units:
+                    raise PlanError(
+                        f"kept_units={list(kept)} and offloaded_units={list(away)} name units that the model's "
+                        f"{ranked.units} lack"
+                    )
+                ranked = ranked.keeping(kept, away)
+            self._ranked[key] = self._alike.setdefault((tuple(map(id, found)), limits, lent), ranked)
         return self._ranked[key]
 
     def _idle_lent(self, shape: Shape, tables: Sequence[UnitTable]) -> float:
@@ -116,6 +124,8 @@ class Bounds:
     def shape_bound_s(self, shape: Shape) -> float:
         """Seconds below which no step gets with these degrees and this microbatch, whatever is kept in memory."""
         recompute = next(mode for mode in RECOMPUTES if self.request.recompute in ("auto", mode))
+        if self.request.names_units:
+            recompute = "none"
         return self._lending_s(shape, recompute, self._fluid_s(shape, recompute) * shape.microbatches) * SAFE
 
     def bound_s(
@@ -127,7 +137,7 @@ class Bounds:
         back: over all cuts the least of the slowest rank has a closed form. 0: any number of stages.
         """
         recompute = policies[0].recompute
-        if recompute == "full" and self.request.recompute == "auto":
+        if recompute == "full" and (self.request.recompute == "auto" or self.request.names_units):
             recompute = "none"  # any number of units may be kept
         pipeline = self._fluid_s(shape, recompute) * shape.microbatches
         if virtual_stages == 1:

@@ -1,122 +1,196 @@
 """What a user asks of the search."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, get_args
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal, Self
+
+from annotated_types import Ge
 
 from shardwright.core.capabilities import Capabilities
-from shardwright.core.cost.unit_work import PRECISION_BYTES
-from shardwright.core.errors import PlanError, nearest
+from shardwright.core.cost.unit_work import Precision
+from shardwright.core.errors import PlanError
+from shardwright.core.fields import Count, Option, Words, fields_of, require_fields
 from shardwright.core.layout.pinned_layout import Pin
-from shardwright.core.partition.partitioners import DEFAULT, require_partitioner
-from shardwright.core.plan.decision import LossScope, require_schedule
+from shardwright.core.partition.partitioners import DEFAULT, PARTITIONERS
+from shardwright.core.plan.decision import LossScope, OptimizerName, ScheduleName, ShardLevel
+from shardwright.core.rules.pins import Asked
 from shardwright.core.schedule import AUTO
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.family import Family, Sizes
-from shardwright.core.tables.memory import OPTIMIZER_STATES, Recompute
+from shardwright.core.tables.memory import Recompute
 
-MOST = 1 << 40
-"""Of any size that is asked for: more samples or ranks than there are, and small enough for sums of 64 bits."""
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
 """Stages per pipeline rank that a search tries."""
+SEARCHED = "searched"
+
+Progress = Callable[[int, int], None]
+"""Called with (candidates scored, candidates in all)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What the user asked for: None is searched."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What can be asked of a plan. What is given is pinned, the rest is searched.
 
-    batch: int
-    pp: int | None = None
-    tp: int | None = None
-    dp: int | None = None
-    microbatch: int | None = None
-    virtual_stages: int | None = None
-    schedule: str | None = None
-    recompute: str = "auto"
-    shard: int | None = None
-    shard_group: int | None = None
-    precision: str | None = None
-    optimizer: str = "adamw"
-    loss_scope: LossScope | None = None
-    stage_starts: tuple[int, ...] | None = None
-    sequence_parallel: bool | None = None
-    gradient_precision: str | None = None
-    layouts: tuple[Pin, ...] = ()
-    """Parameters whose layouts are pinned (`core.rules.pins.pins_of`)."""
-    placement_order: str | None = None
-    partitioner: str = DEFAULT
-    offload: bool | None = None
-    """Whether units may be offloaded: None, where all runtimes carry it out."""
-    devices: int | str | None = None
-    """How many to use, "all", or "auto" to search; None: all where nodes are alike, searched where they are not."""
-    runtimes: tuple[Capabilities, ...] = ()
-    """All of them must be able to carry the plan out; empty: that of the captured graph. What is pinned is planned all
-    the same."""
+    This is the one list of them: the arguments of `plan()`, the options of ``shardwright plan``, what a plan says was
+    pinned and the documentation of all three follow from it.
+    """
 
-    def unpinned(self, **pins: Any) -> "Request":
-        """The same batch, optimizer, layouts and kinds of numbers, for the same runtimes, and nothing pinned beside
-        them but ``pins``."""
-        return Request(
-            batch=self.batch,
-            precision=self.precision,
-            optimizer=self.optimizer,
-            loss_scope=self.loss_scope,
-            gradient_precision=self.gradient_precision,
-            layouts=self.layouts,
-            runtimes=self.runtimes,
-            **pins,
-        )
+    batch: Annotated[Count, Option("samples per step, over all replicas")]
+    pp: Annotated[Count | None, Option("pipeline degree", SEARCHED)] = None
+    tp: Annotated[Count | None, Option("tensor degree", SEARCHED)] = None
+    dp: Annotated[Count | None, Option("data degree", SEARCHED)] = None
+    microbatch: Annotated[Count | None, Option("samples that one replica runs at a time", SEARCHED)] = None
+    virtual_stages: Annotated[Count | None, Option("stages per pipeline rank", SEARCHED)] = None
+    schedule: Annotated[
+        ScheduleName | None,
+        Option(
+            'the name of a schedule (`Schedule.build`), or "auto" for one that is generated for the stages\' costs and '
+            "the memory left",
+            "searched among those that the frameworks' runtimes can run",
+        ),
+    ] = None
+    recompute: Annotated[
+        Recompute | Literal["auto"],
+        Option('which activations are computed again in the backward pass; "auto" searches'),
+    ] = "auto"
+    kept_units: Annotated[
+        Sequence[Annotated[int, Ge(0)]] | None,
+        Option('units that keep their activations under recompute="full"', 'under "auto" searched, under "full" none'),
+    ] = None
+    offloaded_units: Annotated[
+        Sequence[Annotated[int, Ge(0)]] | None,
+        Option(
+            'units whose activations go to the host\'s memory and come back under recompute="full"',
+            'under "auto" searched where ``offload`` says so, under "full" none',
+        ),
+    ] = None
+    shard: Annotated[
+        ShardLevel | None,
+        Option(
+            "what is divided over the data axis (ZeRO): 1 optimizer states, 2 gradients too, 3 parameters too", SEARCHED
+        ),
+    ] = None
+    shard_group: Annotated[
+        Count | None,
+        Option("ranks that share a shard", "the whole data axis where shard is given, else searched"),
+    ] = None
+    precision: Annotated[
+        Precision | None,
+        Option(
+            "that of parameters and activations",
+            "a 16-bit one in which the device is faster than in fp32, else fp32",
+        ),
+    ] = None
+    optimizer: Annotated[OptimizerName, Option("the optimizer whose states are counted")] = "adamw"
+    loss_scope: Annotated[
+        LossScope | None,
+        Option(
+            "whether what depends on the batch as a whole is taken over the replica's batch or the global one",
+            "the replica's, and a runtime may ask where the loss couples samples",
+        ),
+    ] = None
+    stage_starts: Annotated[
+        Sequence[Annotated[int, Ge(0)]] | None, Option("the first unit of every stage, beside pp", SEARCHED)
+    ] = None
+    sequence_parallel: Annotated[
+        bool | None,
+        Option(
+            "whether what the tensor axis leaves whole is divided along the sequence",
+            "searched, within what the frameworks' runtimes can do",
+        ),
+    ] = None
+    gradient_precision: Annotated[
+        Precision | None,
+        Option("the one in which gradients add up over microbatches", "that of the parameters"),
+    ] = None
+    layouts: Annotated[
+        Asked | None,
+        Option(
+            "parameters whose layouts on the tensor axis are pinned: a Hugging Face plan (module pattern → style), or "
+            "a list of (regular expression, Layout), of which the first that matches counts, and of rules (logical "
+            "axis, mesh axis or None) for the axes that Flax parameters name. What the model itself says (marks of "
+            "``set_tensor_parallelism``, parameters partitioned by name) is pinned too"
+        ),
+    ] = None
+    placement_order: Annotated[
+        str | None,
+        Option(
+            "how the axes lie on the ranks, an order of D, P and T; the last one's neighbours are neighbouring ranks",
+            SEARCHED,
+        ),
+    ] = None
+    partitioner: Annotated[
+        Annotated[str, Words(lambda: PARTITIONERS)],
+        Option('what cuts the model into stages: "exact", "pareto", "tree" (SageMaker\'s) or "blocks" (RaNNC\'s)'),
+    ] = DEFAULT
+    frameworks: Annotated[
+        Sequence[str] | None,
+        Option(
+            'whose runtimes must be able to carry the plan out, "torch", "jax" or both. What is pinned is planned all '
+            "the same; where nothing that they carry out fits, the best of all is taken, with a warning",
+            "both, so that a model and its twin get one plan",
+        ),
+    ] = None
+    devices: Annotated[
+        Count | Literal["all", "auto"] | None,
+        Option(
+            'how many of the cluster\'s to use, "all", or "auto" for as many as make the fastest plan (whole nodes, in '
+            "powers of two, of every kind that there is; parts of the last node). The plan's provenance says which are "
+            "left out",
+            'all, but of a mixed cluster "auto", as slow nodes may hold up the fast ones',
+        ),
+    ] = None
+    offload: Annotated[
+        bool | None,
+        Option(
+            "whether activations of units that memory has no room for may go to the host's memory and come back, where "
+            "that is faster than computing them again",
+            "where the runtimes carry it out",
+        ),
+    ] = None
+    progress: Progress | None = field(default=None, compare=False, repr=False)
+    """Called with (candidates scored, candidates in all)."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "pp", "tp", "dp", "microbatch", "virtual_stages", "shard_group"):
-            value = getattr(self, name)
-            if value is None and name != "batch":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise PlanError(f"{name}={value!r}: expected a whole number of at least 1")
-            if value > MOST:
-                raise PlanError(f"{name}={value}: expected at most {MOST}")
+        require_fields(self, PlanError)
+        for name in ("stage_starts", "kept_units", "offloaded_units"):
+            if (units := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(units))
+        if self.stage_starts == ():
+            raise PlanError("stage_starts=[]: expected the first unit of every stage, as [0, 5, 9]")
+        if self.names_units and self.recompute != "full":
+            name = "kept_units" if self.kept_units else "offloaded_units"
+            raise PlanError(
+                f"{name}={list(getattr(self, name))} with recompute={self.recompute!r}: they are named among those "
+                f"that are recomputed; pin recompute='full' as well"
+            )
         self._require_devices()
-        self._require_words()
-        if not isinstance(self.offload, bool | None):
-            raise PlanError(f"offload={self.offload!r}: expected True or False, or None for what the runtimes can do")
         if self.offload and self.recompute != "auto":
             raise PlanError(
                 f"offload=True and recompute={self.recompute!r}: which units are kept, recomputed or offloaded is "
                 f"searched together; leave out one of them"
             )
-        if self.shard is not None and (type(self.shard) is not int or self.shard not in (0, 1, 2, 3)):
-            raise PlanError(f"shard={self.shard!r}: expected 0, 1, 2 or 3, or None to search")
-        if not isinstance(self.sequence_parallel, bool | None):
-            raise PlanError(f"sequence_parallel={self.sequence_parallel!r}: expected True or False, or None to search")
         if self.stage_starts is not None and self.pp is None:
             raise PlanError("stage_starts are given without pp: pin pp as well, there is one entry for each stage")
-        if self.schedule is not None:
-            require_schedule(self.schedule)
         if self.placement_order is not None and sorted(str(self.placement_order)) != ["D", "P", "T"]:
             raise PlanError(
                 f"placement_order={self.placement_order!r}: expected an order of the letters D, P and T, such as PDT; "
                 f"the last one's neighbours are neighbouring ranks"
             )
-        require_partitioner(self.partitioner)
         self._require_pins_that_go_together()
 
-    def _require_words(self) -> None:
-        """Raise PlanError for a word that is none of those that its field may have."""
-        options: dict[str, Iterable[str]] = {
-            "recompute": ("auto", *get_args(Recompute)),
-            "precision": PRECISION_BYTES,
-            "gradient_precision": PRECISION_BYTES,
-            "optimizer": OPTIMIZER_STATES,
-            "loss_scope": get_args(LossScope),
-        }
-        for name, known in options.items():
-            value = getattr(self, name)
-            if value is None and (name.endswith("precision") or name == "loss_scope"):
-                continue
-            if not isinstance(value, str) or value not in known:
-                raise PlanError(f"{name}={value!r}: {nearest(str(value), known)}")
+    @property
+    def names_units(self) -> bool:
+        """Whether some units are kept or offloaded by number."""
+        return bool(self.kept_units or self.offloaded_units)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What was asked for, by name: every option that is not as it is where nobody says anything."""
+        defaults = {each.name: each.default for each in fields(Options)}
+        asked = [each.name for each in fields_of(Options) if each.option is not None]
+        return {name: value for name in asked if (value := getattr(self, name)) != defaults[name]}
 
     @property
     def stages_per_rank(self) -> int | None:
@@ -127,10 +201,6 @@ class Request:
 
     def _require_devices(self) -> None:
         given = self.devices
-        if isinstance(given, str) and given not in ("all", "auto"):
-            raise PlanError(f"devices={given!r}: {nearest(given, ('all', 'auto'))}, or a number")
-        if given is not None and not isinstance(given, str) and (type(given) is not int or given < 1):
-            raise PlanError(f"devices={given!r}: expected a whole number of at least 1, 'all' or 'auto'")
         degrees = [degree for degree in (self.pp, self.tp, self.dp) if degree is not None]
         made = math.prod(degrees)
         if isinstance(given, int) and (given != made if len(degrees) == 3 else given % made):
@@ -203,14 +273,32 @@ class Request:
             raise PlanError(f"schedule {self.schedule!r} at pp={pp}: {(said or reasons)[0]}")
 
 
-def stage_starts_of(given: object) -> tuple[int, ...]:
-    """The first unit of every stage, as a tuple. Raises PlanError for what is no list of whole numbers."""
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise PlanError(f"stage_starts={given!r}: expected a list with the first unit of every stage, as [0, 5, 9]")
-    starts = tuple(given)
-    for start in starts:
-        if type(start) is not int or not 0 <= start <= MOST:
-            raise PlanError(f"stage_starts={list(starts)}: expected whole numbers of at least 0; given {start!r}")
-    if not starts:
-        raise PlanError("stage_starts=[]: expected the first unit of every stage, as [0, 5, 9]")
-    return starts
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request(Options):
+    """What is asked of a plan for one captured model."""
+
+    pins: tuple[Pin, ...] = ()
+    """Parameters whose layouts are pinned, by ``layouts`` and by the model itself (`core.rules.pins.pins_of`)."""
+    runtimes: tuple[Capabilities, ...] = ()
+    """All of them must be able to carry the plan out; empty: that of the captured graph. What is pinned is planned all
+    the same."""
+
+    def unpinned(self, **pins: Any) -> Self:
+        """The same batch, optimizer, layouts and kinds of numbers, for the same runtimes, and nothing pinned beside
+        them but ``pins``."""
+        return type(self)(
+            batch=self.batch,
+            precision=self.precision,
+            optimizer=self.optimizer,
+            loss_scope=self.loss_scope,
+            gradient_precision=self.gradient_precision,
+            pins=self.pins,
+            runtimes=self.runtimes,
+            **pins,
+        )
+
+
+def request_for(options: Options, pins: tuple[Pin, ...], runtimes: tuple[Capabilities, ...]) -> Request:
+    """What is asked, for one model: with the layouts that are pinned and the runtimes that must carry the plan out."""
+    asked = {each.name: getattr(options, each.name) for each in fields(Options)}
+    return Request(**asked, pins=pins, runtimes=runtimes)

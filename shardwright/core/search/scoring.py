@@ -154,7 +154,7 @@ class Scorer:
                 fitting.append((policy, memory))
         if not fitting:
             return None
-        kept: tuple[int, ...] = ()
+        kept = tuple(sorted(self.request.kept_units or ()))
         if some_are_kept:
             policy = fitting[0][0]
             decision = self.bounds.decision(shape, policy, pipelining, starts)
@@ -278,7 +278,7 @@ class Scorer:
         given = self.request.stage_starts
         if given is not None:
             require_starts(given, len(placement), ranked.units)
-            return given
+            return tuple(given)
         tables = ranked if fit else ranked.with_limit(1 << 62)
         request = self.bounds.memory_request(policy, shape.mesh.axis_size("dp"), shape.microbatches)
         if self.request.partitioner == DEFAULT:

@@ -10,11 +10,11 @@ from shardwright.core.model.graph import Graph
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import AUTO
 from shardwright.core.search.answer import as_plan, not_carried_out
-from shardwright.core.search.best_first import REPORTED, Found, Progress, Search, preference
+from shardwright.core.search.best_first import REPORTED, Found, Search, preference
 from shardwright.core.search.defaults import defaults
 from shardwright.core.search.devices_in_use import Part, parts
 from shardwright.core.search.refusal import refusal
-from shardwright.core.search.request import Request
+from shardwright.core.search.request import Progress, Request
 from shardwright.core.search.scoring import Scored, Scorer
 from shardwright.core.search.space import GENERATED_ACTIONS
 from shardwright.core.tables.cost_tables import CostTables
@@ -41,13 +41,6 @@ def make_plan(graph: Graph, cluster: Cluster, request: Request, progress: Progre
     Raises PlanError when degrees do not divide, when the batch does not divide, or when no plan fits: then by how much,
     and the nearest plan that does.
     """
-    return find_plan(graph, cluster, request, progress)[0]
-
-
-def find_plan(
-    graph: Graph, cluster: Cluster, request: Request, progress: Progress | None = None
-) -> tuple[Plan, Cluster]:
-    """As `make_plan`, with the devices that the plan uses."""
     chosen, *left = search_parts(graph, cluster, request, progress=progress)
     if chosen.found.best is None:
         chosen, *left = search_parts(graph, cluster, request, limited=False, progress=progress)
@@ -56,7 +49,7 @@ def find_plan(
             search = chosen.search
             raise PlanError(refusal(tables, chosen.part.cluster, request, search.scorer, search.space))
         lacking = not_carried_out(chosen.found.best.decision, request.runtimes)
-        warnings.warn(f"nothing that every runtime carries out fits: {lacking}", PlanWarning, stacklevel=4)
+        warnings.warn(f"nothing that every runtime carries out fits: {lacking}", PlanWarning, stacklevel=3)
     scorer, used = chosen.search.scorer, chosen.part.cluster
     best, others = chosen.found.best, chosen.found.others
     if request.schedule == AUTO:
@@ -64,10 +57,10 @@ def find_plan(
     if request.tp is not None:  # what was asked for is done, and said where it does not pay
         slow = scorer.tables.slow_tensor_axis(best.decision.tp, best.decision.microbatch)
         if slow is not None:
-            warnings.warn(slow, PlanWarning, stacklevel=4)
+            warnings.warn(slow, PlanWarning, stacklevel=3)
     elsewhere = [(tried.part.cluster, tried.found.best) for tried in left if tried.found.best is not None]
     beside = [] if _pins_degrees(request) else defaults(scorer.tables, used, request)
-    return as_plan(scorer, best, others, beside, chosen.part.left_out, elsewhere), used
+    return as_plan(scorer, best, others, beside, chosen.part.left_out, elsewhere)
 
 
 def search_parts(
@@ -143,7 +136,7 @@ def tables_of(graph: Graph, cluster: Cluster, request: Request) -> CostTables:
         request.optimizer,
         request.gradient_precision,
         _sequence_form(request),
-        request.layouts,
+        request.pins,
     )
     key = (id(graph), cluster, options)
     found = _REMEMBERED.pop(key, None) or CostTables(graph, cluster, *options)

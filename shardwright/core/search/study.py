@@ -15,7 +15,7 @@ from shardwright.core.search.answer import terms_s
 from shardwright.core.search.devices_in_use import parts
 from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scored
-from shardwright.core.search.search import find_plan, search_parts
+from shardwright.core.search.search import search_parts
 from shardwright.core.tables.memory import STAYING
 
 FASTER = 2
@@ -93,13 +93,16 @@ class Study:
     training: Training | None
 
 
-def study(graph: Graph, cluster: Cluster, request: Request, tokens: float | None = None) -> Study:
-    """The best plan with what binds it, what changes would bring, the front of time, memory and price, and, for
-    ``tokens``, how long training takes and what it costs.
+def study(plan: Plan, graph: Graph, cluster: Cluster, request: Request, tokens: float | None = None) -> Study:
+    """The best plan of a request with what binds it, what changes would bring, the front of time, memory and price,
+    and, for ``tokens``, how long training takes and what it costs.
 
-    Raises PlanError as `make_plan` does, and for tokens of a model whose inputs are none.
+    Raises PlanError for tokens of a model whose inputs are none, and for a plan of another request.
     """
-    plan, used = find_plan(graph, cluster, request)
+    used = next((p.cluster for p in parts(cluster, request) if str(p.cluster) == plan.provenance.cluster), None)
+    if used is None or plan.decision.batch != request.batch:
+        raise PlanError(f"the plan on {plan.provenance.cluster} is not one of this request on {cluster}: plan first")
+    training = None if tokens is None else _training(graph, used, plan, tokens)
     points = _points(graph, cluster, request)
     return Study(
         plan,
@@ -107,7 +110,7 @@ def study(graph: Graph, cluster: Cluster, request: Request, tokens: float | None
         tuple(_changes(graph, cluster, request, plan)),
         tuple(_front(points)),
         tuple(_fastest_of_each_size(points)),
-        None if tokens is None else _training(graph, used, plan, tokens),
+        training,
     )
 
 

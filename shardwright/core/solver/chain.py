@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge, Le
 from numpy.typing import NDArray
 
 from shardwright.core.cost.unit_work import WorkCounter
@@ -134,9 +136,9 @@ class Alternative:
     """Another layout of one parameter, with the best that its unit can do then."""
 
     layout: Layout
-    extra_s: float
+    extra_s: Annotated[float, Ge(-1e12), Le(1e12)]
     """Against what was chosen: compute and conversions of one microbatch of one unit, forward and backward."""
-    extra_bytes: float
+    extra_bytes: Annotated[float, Ge(-1e30), Le(1e30)]
     """Parameters' state and kept activations of one rank."""
 
 

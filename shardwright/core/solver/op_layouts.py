@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from shardwright.core.cost.unit_work import PRODUCT_KINDS, forward_flops
 from shardwright.core.errors import PlanError
+from shardwright.core.fields import Rate
 from shardwright.core.layout.placements import Layout, Placement, Split
 from shardwright.core.layout.unit_layouts import RealisedUnit
 from shardwright.core.model.fold import Folded
@@ -27,9 +28,9 @@ class Rates:
     """What layouts are chosen by, kept in the plan: rates of large work, so that a small model is laid out as its large
     sibling is."""
 
-    flops_per_s: float
-    memory_bytes_per_s: float
-    link_bytes_per_s: float
+    flops_per_s: Rate
+    memory_bytes_per_s: Rate
+    link_bytes_per_s: Rate
     """What each rank of a ring over the tensor axis sends."""
 
 

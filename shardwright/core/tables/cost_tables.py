@@ -13,7 +13,7 @@ from shardwright.core.cluster.hardware import Device, Link
 from shardwright.core.cluster.hardware.device import MeasuredUnit
 from shardwright.core.cost.shared_values import as_they_lie
 from shardwright.core.cost.unit_seconds import UnitCost, seconds_of, unit_cost
-from shardwright.core.cost.unit_work import PRECISION_BYTES, SharedValue
+from shardwright.core.cost.unit_work import PRECISION_BYTES, Precision, SharedValue
 from shardwright.core.cost.unpriced import unpriced_text
 from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.layout.placements import Layout
@@ -66,14 +66,15 @@ class Place:
     """Whether its mesh has several pipeline ranks."""
 
 
-def _best_precision(cluster: Cluster) -> str:
+def _best_precision(cluster: Cluster) -> Precision:
     """The 16-bit one in which all devices compute faster than in fp32, or fp32."""
     peaks = [group.device.peak_flops_per_s for group in cluster.groups]
 
     def is_faster(name: str) -> bool:
         return all(each.get(name, 0.0) > each.get("fp32", 0.0) for each in peaks)
 
-    return next((name for name in ("bf16", "fp16") if is_faster(name)), "fp32")
+    halves: tuple[Precision, ...] = ("bf16", "fp16")
+    return next((name for name in halves if is_faster(name)), "fp32")
 
 
 class CostTables:
@@ -83,9 +84,9 @@ class CostTables:
         self,
         graph: Graph,
         cluster: Cluster,
-        precision: str | None,
+        precision: Precision | None,
         optimizer: str,
-        gradient_precision: str | None = None,
+        gradient_precision: Precision | None = None,
         sequence_parallel: bool | None = None,
         pins: tuple[Pin, ...] = (),
     ) -> None:

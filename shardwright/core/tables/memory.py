@@ -8,6 +8,7 @@ from typing import Literal
 from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError, nearest
+from shardwright.core.fields import Amount
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.peak_activations import peak_live
 
@@ -23,23 +24,23 @@ OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
 class MemoryUse:
     """What one rank holds at its peak."""
 
-    parameters_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    activations_bytes: int
+    parameters_bytes: Amount
+    gradients_bytes: Amount
+    optimizer_bytes: Amount
+    activations_bytes: Amount
     """Kept for backward passes, of all microbatches under way."""
-    buffers_bytes: int
+    buffers_bytes: Amount
     """What a pass holds for a while: values and gradients under way, what is computed again, tensors sent."""
-    apart_bytes: int = 0
+    apart_bytes: Amount = 0
     """How much less the peak is than all of the above, which are not there at once: gradients that the first backward
     makes as it gives activations up (`core.tables.peak_memory`)."""
-    host_bytes: int = 0
+    host_bytes: Amount = 0
     """Activations that are offloaded to the host's memory: no part of the total."""
-    batch_bytes: int = 0
+    batch_bytes: Amount = 0
     """The rank's part of the batch, of all microbatches: it is there all through the step."""
-    copies_bytes: int = 0
+    copies_bytes: Amount = 0
     """What copies of gradients on their way to other replicas add to the peak: they come when activations go."""
-    model_buffers_bytes: int = 0
+    model_buffers_bytes: Amount = 0
     """What the model holds beside its parameters, such as running statistics, and what a replica remembers of these."""
 
     @property

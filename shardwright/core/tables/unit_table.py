@@ -158,7 +158,9 @@ class UnitTable:
             return sums
         swapped = range_sums(self.swapped_s)
         ahead = range_sums([u.forward_s for u in self.units])
-        back = range_sums(self.seconds) - ahead
+        back = range_sums(self.seconds)
+        possible = np.isfinite(ahead)
+        back[possible] -= ahead[possible]
         longer: Matrix = np.maximum(ahead, swapped) + np.maximum(back, swapped) + 2 * entering[:, None]
         return longer
 

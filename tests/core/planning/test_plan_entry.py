@@ -13,9 +13,8 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 import shardwright as sw
-from shardwright.core import text_files
+from shardwright.core import fields, text_files
 from shardwright.core.errors import ClusterError, PlanError, PlanFileError, PlanWarning, ShardwrightError
-from shardwright.core.plan import schema as plan_schema
 from shardwright.core.plan.file import to_text
 from shardwright.core.plan.plan import Plan
 from tests.core.toy import decoder
@@ -32,10 +31,10 @@ def plan() -> sw.Plan:
 @pytest.mark.parametrize(
     ("kind", "taken", "refused"),
     [
-        (plan_schema.Count, (1, 1 << 40), (0, -1, (1 << 40) + 1)),
-        (plan_schema.Amount, (0, 1 << 62), (-1, (1 << 62) + 1)),
-        (plan_schema.Seconds, (0.0, 1e12), (-1e-9, 1.1e12, float("nan"), float("inf"))),
-        (plan_schema.Rate, (1e-9, 0.5, 1e30), (0.0, -1.0, 1.1e30, float("nan"), float("inf"))),
+        (fields.Count, (1, 1 << 40), (0, -1, (1 << 40) + 1)),
+        (fields.Amount, (0, 1 << 62), (-1, (1 << 62) + 1)),
+        (fields.Seconds, (0.0, 1e12), (-1e-9, 1.1e12, float("nan"), float("inf"))),
+        (fields.Rate, (1e-9, 0.5, 1e30), (0.0, -1.0, 1.1e30, float("nan"), float("inf"))),
     ],
 )
 def test_numbers_have_bounds(kind: Any, taken: tuple[float, ...], refused: tuple[float, ...]) -> None:
@@ -111,10 +110,10 @@ def test_a_plan_that_contradicts_itself_is_refused(plan: sw.Plan, what: str) -> 
 
 RAW = {
     "deep": ("[" * 200_000, "nested too deeply"),
-    "deep inside": ('{"format": "shardwright-plan", "version": 8, "decision": ' + "[" * 100_000, "not|nested"),
+    "deep inside": ('{"format": "shardwright-plan", "version": 9, "decision": ' + "[" * 100_000, "not|nested"),
     "digits": ('{"version": ' + "9" * 5000 + "}", "not a plan file"),
     "values": ("[" + "0," * 2_000_001 + "0]", "more than 2000000 values"),
-    "twice": ('{"format": "shardwright-plan", "version": 8, "version": 8}', "the key 'version' stands twice"),
+    "twice": ('{"format": "shardwright-plan", "version": 9, "version": 9}', "the key 'version' stands twice"),
     "nothing": ("", "not JSON at line 1"),
     "a list": ("[]", "not a plan file"),
     "NaN": ('{"format": "shardwright-plan", "version": NaN}', "version is nan"),
@@ -265,8 +264,8 @@ def test_what_is_shown_of_text() -> None:
         ({"batch": 1 << 50}, "expected at most"),
         ({"batch": 10**9, "microbatch": 1}, "makes 125000000 microbatches of 1"),
         ({"schedule": ["1f1b"]}, "schedule="),
-        ({"partitioner": 7}, "no partitioner is named 7"),
-        ({"partitioner": ["exact"]}, "no partitioner is named"),
+        ({"partitioner": 7}, "partitioner=7: known: blocks, exact"),
+        ({"partitioner": ["exact"]}, r"partitioner=\['exact'\]: did you mean"),
     ],
 )
 def test_a_request_of_other_kinds_is_named(pins: dict[str, Any], said: str) -> None:

@@ -14,6 +14,7 @@ from shardwright.core.errors import ClusterError, PlanError
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.file import to_text
 from shardwright.core.plan.plan import Plan
+from shardwright.core.search import make_plan
 from shardwright.core.search.devices_in_use import parts
 from shardwright.core.search.request import Request
 from shardwright.core.search.space import ORDERS, RECOMPUTES
@@ -283,7 +284,8 @@ def test_nodes_that_differ_in_their_region_alone_are_all_used() -> None:
     here, there = (replace(mixed().groups[0], region=name) for name in ("east", "west"))
     cluster = Cluster.of_groups([here, there], "ib-hdr200", "ethernet-10g")
     assert [part.left_out for part in parts(cluster, Request(batch=8))] == [""]
-    answers = study(SMALL, cluster, Request(batch=8, schedule="1f1b", virtual_stages=1))
+    request = Request(batch=8, schedule="1f1b", virtual_stages=1)
+    answers = study(make_plan(SMALL, cluster, request), SMALL, cluster, request)
     assert any("memory" in change.name for change in answers.changes)
 
 

@@ -9,7 +9,9 @@ from shardwright import Cluster
 from shardwright.core.cluster.cluster import NodeGroup
 from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.errors import PlanError
+from shardwright.core.model.graph import Graph
 from shardwright.core.partition.partitioners import PARTITIONERS
+from shardwright.core.search import make_plan
 from shardwright.core.search.partitioner_comparison import contest
 from shardwright.core.search.request import Request
 from shardwright.core.search.study import Study, study, tokens_per_sample, what_binds
@@ -19,9 +21,13 @@ GRAPH = decoder(layers=4, hidden=512, heads=8, vocabulary=8192, sequence=128)
 PINS = {"schedule": "1f1b", "virtual_stages": 1, "placement_order": "PDT"}
 
 
+def studied(graph: Graph, cluster: Cluster, request: Request, tokens: float | None = None) -> Study:
+    return study(make_plan(graph, cluster, request), graph, cluster, request, tokens)
+
+
 @pytest.fixture(scope="module")
 def found() -> Study:
-    return study(GRAPH, Cluster("v100", nodes=2, devices_per_node=2), Request(batch=32, **PINS), tokens=1e9)
+    return studied(GRAPH, Cluster("v100", nodes=2, devices_per_node=2), Request(batch=32, **PINS), tokens=1e9)
 
 
 def test_changes_bring_what_a_plan_of_the_changed_cluster_says(found: Study) -> None:
@@ -89,7 +95,7 @@ def test_tokens_of_a_model_without_any_are_refused() -> None:
     with pytest.raises(PlanError, match="takes no tokens"):
         tokens_per_sample(b.build(b.linear(x, b.parameter("w", 8, 8), None, 8)))
     with pytest.raises(PlanError, match="above 0"):
-        study(GRAPH, Cluster("v100"), Request(batch=2, **PINS), tokens=-1)
+        studied(GRAPH, Cluster("v100"), Request(batch=2, **PINS), tokens=-1)
 
 
 def test_partitioners_side_by_side() -> None:
@@ -107,7 +113,7 @@ def test_partitioners_side_by_side() -> None:
 def test_what_contradicts_the_pins_is_said_beside_the_plan() -> None:
     """A schedule that admits the plan's microbatches, and neither half nor twice as many samples in each."""
     pins = {"pp": 2, "dp": 1, "tp": 1, "schedule": "dualpipev", "virtual_stages": None}
-    answers = study(GRAPH, Cluster("v100", devices_per_node=2), Request(batch=4, **pins))
+    answers = studied(GRAPH, Cluster("v100", devices_per_node=2), Request(batch=4, **pins))
     refused = [change for change in answers.changes if change.step_time_s is None]
     assert refused
     assert all("at least 2 * ranks = 4 would do" in change.note for change in refused)

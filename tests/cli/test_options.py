@@ -1,0 +1,95 @@
+"""Every option of `plan()` on the command line gives the file that Python gives, which says what was pinned."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardwright as sw
+from shardwright.commands.model_file import load_model
+from shardwright.core.fields import fields_of
+from shardwright.core.layout.placements import Layout, Split
+from shardwright.core.search.request import Options
+from tests.cli.conftest import run
+
+OPTIONS: dict[str, tuple[tuple[object, ...], dict[str, Any]]] = {
+    "batch": (("--batch", 32), {"batch": 32}),
+    "pp": (("--pp", 2), {"pp": 2}),
+    "tp": (("--tp", 2), {"tp": 2}),
+    "dp": (("--dp", 2), {"dp": 2}),
+    "microbatch": (("--microbatch", 2), {"microbatch": 2}),
+    "virtual_stages": (("--virtual-stages", 2, "--pp", 2), {"virtual_stages": 2, "pp": 2}),
+    "schedule": (("--schedule", "gpipe", "--pp", 2), {"schedule": "gpipe", "pp": 2}),
+    "recompute": (("--recompute", "full"), {"recompute": "full"}),
+    "kept_units": (("--recompute", "full", "--kept-units", "0, 2"), {"recompute": "full", "kept_units": [0, 2]}),
+    "offloaded_units": (
+        ("--recompute", "full", "--offloaded-units", "1"),
+        {"recompute": "full", "offloaded_units": [1]},
+    ),
+    "shard": (("--shard", 2, "--dp", 4), {"shard": 2, "dp": 4}),
+    "shard_group": (("--shard-group", 2, "--shard", 1, "--dp", 4), {"shard_group": 2, "shard": 1, "dp": 4}),
+    "precision": (("--precision", "fp32"), {"precision": "fp32"}),
+    "optimizer": (("--optimizer", "sgd"), {"optimizer": "sgd"}),
+    "loss_scope": (("--loss-scope", "global"), {"loss_scope": "global"}),
+    "stage_starts": (("--pp", 2, "--stage-starts", "0,3"), {"pp": 2, "stage_starts": (0, 3)}),
+    "sequence_parallel": (("--no-sequence-parallel", "--tp", 4), {"sequence_parallel": False, "tp": 4}),
+    "gradient_precision": (("--gradient-precision", "fp32"), {"gradient_precision": "fp32"}),
+    "layouts": (
+        ("--tp", 4, "--layout", "layers.0.weight=whole", "--layout", ".*weight=1"),
+        {"tp": 4, "layouts": [("layers.0.weight", Layout()), (".*weight", Layout.of(tp=Split(1)))]},
+    ),
+    "placement_order": (("--placement-order", "DPT"), {"placement_order": "DPT"}),
+    "partitioner": (("--partitioner", "tree", "--pp", 2), {"partitioner": "tree", "pp": 2}),
+    "frameworks": (("--framework", "torch"), {"frameworks": ["torch"]}),
+    "devices": (("--devices", 2), {"devices": 2}),
+    "offload": (("--offload",), {"offload": True}),
+}  # fmt: skip
+"""For every option of `plan()`: how it stands on the command line, and in Python."""
+
+
+def test_the_table_has_every_option() -> None:
+    assert list(OPTIONS) == [field.name for field in fields_of(Options) if field.option is not None]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_command_line_gives_the_file_that_python_gives(models: Path, tmp_path: Path, option: str) -> None:
+    arguments, asked = OPTIONS[option]
+    batch = () if option == "batch" else ("--batch", 16)
+    plan = same(f"{models}/torch_models.py:with_loss", tmp_path, (*batch, *arguments), {"batch": 16} | asked)
+    for name, value in asked.items():
+        wanted = tuple(value) if isinstance(value, list) else value
+        if hasattr(plan.decision, name) and name != "layouts":
+            assert getattr(plan.decision, name) == wanted
+        if name not in ("batch", "layouts", "frameworks"):
+            assert f"{name}={wanted}" in plan.provenance.pinned
+
+
+@pytest.mark.parametrize(
+    ("model", "source"),
+    [("torch_models.py:marked", "set_tensor_parallelism"), ("jax_models.py:partitioned", "logical axes")],
+)
+def test_what_the_model_itself_says_is_pinned_by_both(models: Path, tmp_path: Path, model: str, source: str) -> None:
+    plan = same(f"{models}/{model}", tmp_path, ("--batch", 16, "--tp", 2), {"batch": 16, "tp": 2})
+    assert any(source in pin for pin in plan.provenance.pinned), plan.provenance.pinned
+    ((slot, by),) = {each for each in plan.provenance.pinned_layouts if "w" in each[0]}
+    assert source in by
+    names = {
+        name
+        for unit, bound in enumerate(plan.bindings[0][1].units)
+        for role, name, _ in bound.parameters
+        if f"{plan.model.unit_classes[unit]}/{role}" == slot
+    }
+    assert any(f"pinned by {by}" in sw.explain(plan, name) for name in names)
+
+
+def same(target: str, folder: Path, arguments: tuple[object, ...], asked: dict[str, Any]) -> sw.Plan:
+    """The plan that both ways give."""
+    shell, python = folder / "shell.json", folder / "python.json"
+    ran = run("plan", target, "--cluster", "a100-80gb", "--devices-per-node", 4, *arguments, "-o", shell)
+    assert ran.code == 0, ran.err
+    given = load_model(target)
+    graph = sw.capture(given.model, given.sample, given.loss)
+    plan = sw.plan(graph, sw.Cluster("a100-80gb", devices_per_node=4), **asked)
+    plan.save(python)
+    assert shell.read_text() == python.read_text()
+    return plan
