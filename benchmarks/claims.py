@@ -1,8 +1,8 @@
-"""Figures that are claimed in the README, and whether what a benchmark measured reaches them: its exit code.
+"""Figures that are claimed in `docs/claims.md`, and whether what a benchmark measured reaches them: its exit code.
 
 A benchmark hands what it measured to its function below, prints `verdict()` and ends with `exit_code`, which is 0 only
 where every figure holds. What is not a number holds nowhere, and a benchmark that judged nothing has failed. The limits
-are those of the README's table; where they leave room for noise, the line says how much.
+are those of its table; where they leave room for noise, the line says how much.
 """
 
 from collections.abc import Mapping, Sequence

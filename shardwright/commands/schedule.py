@@ -1,20 +1,17 @@
 """`shardwright schedule`: one pipeline schedule, or all of them side by side."""
 
-import json as json_format
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from shardwright.commands.output import JsonOption, print_json, print_view, require_folder
-from shardwright.core.errors import ScheduleError, ShardwrightError
+from shardwright.commands.saved import CsvOption, SvgOption, TraceOption, save_schedule
+from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
-from shardwright.core.schedule.files import to_csv
 from shardwright.core.schedule.schedule import require_buildable
 from shardwright.core.schedule.simulate import simulate_schedule
 from shardwright.core.schedule.timeline import Timeline
-from shardwright.core.text_files import write_text
 
 _LEAST_WIDTH = 40
 
@@ -43,13 +40,9 @@ def schedule_command(
         int | None, typer.Option(help="How many may be under way (simple, interleaved).", show_default=False)
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Compare every schedule that admits the sizes.")] = False,
-    csv: Annotated[
-        Path | None, typer.Option(help="Save the table there, as torch's runtime reads it.", show_default=False)
-    ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Save a picture of the timeline there.", show_default=False)] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Save a trace there that ui.perfetto.dev opens.", show_default=False)
-    ] = None,
+    csv: CsvOption = None,
+    svg: SvgOption = None,
+    trace: TraceOption = None,
     json: JsonOption = False,
 ) -> None:
     """Build a pipeline schedule and simulate it; or, with --all, compare all of them on the same costs."""
@@ -78,7 +71,7 @@ def schedule_command(
         return
     schedule = Schedule.build(name or "", active_microbatches=active_microbatches, **request)
     timeline = simulate_schedule(schedule, costs)
-    saved = _save(schedule, timeline, csv, svg, trace)
+    saved = save_schedule(schedule, timeline, schedule.name, csv=csv, svg=svg, trace=trace)
     if json:
         document = _figures(schedule.name, timeline)
         document |= {"placement": schedule.placement, "digest": schedule.digest}
@@ -124,27 +117,6 @@ def _figures(name: str, timeline: Timeline) -> dict[str, Any]:
         "peak_live_activations": list(timeline.peak_live_activations),
         "peak_activation_bytes": list(timeline.peak_activation_bytes),
     }
-
-
-def _save(
-    schedule: Schedule, timeline: Timeline, csv: Path | None, svg: Path | None, trace: Path | None
-) -> dict[str, str]:
-    """Write the files that were asked for; their kinds and paths."""
-    saved: dict[str, str] = {}
-    if csv is not None:
-        write_text(csv, to_csv(schedule), ShardwrightError)
-        saved["csv"] = str(csv)
-    if svg is not None:
-        from shardwright.report.svg import timeline_svg
-
-        write_text(svg, timeline_svg(timeline, title=schedule.name), ShardwrightError)
-        saved["svg"] = str(svg)
-    if trace is not None:
-        from shardwright.report.perfetto import perfetto_trace
-
-        write_text(trace, json_format.dumps(perfetto_trace(timeline)), ShardwrightError)
-        saved["trace"] = str(trace)
-    return saved
 
 
 def _positive(option: str, value: int) -> int:

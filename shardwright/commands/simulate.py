@@ -1,7 +1,6 @@
 """`shardwright simulate`: when every action of a plan's pipeline would run."""
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,42 +15,29 @@ from shardwright.commands.output import (
     require_folder,
     view_width,
 )
-from shardwright.core.errors import ShardwrightError
+from shardwright.commands.saved import CsvOption, SvgOption, TraceOption, save_schedule
 from shardwright.core.plan.breakdown import break_down
 from shardwright.core.plan.memory_over_time import Moment, memory_over_time
 from shardwright.core.plan.plan import Plan
-from shardwright.core.text_files import write_text
 
 
 def simulate_command(
     plan: PlanArgument,
-    svg: Annotated[Path | None, typer.Option(help="Save a picture of the timeline there.", show_default=False)] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Save a trace there that ui.perfetto.dev opens.", show_default=False)
-    ] = None,
+    csv: CsvOption = None,
+    svg: SvgOption = None,
+    trace: TraceOption = None,
     memory: Annotated[bool, typer.Option("--memory", help="Also what every rank holds over time, by class.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Simulate a plan's step with its own costs: where the time of every rank goes, and its live activations."""
-    for path in (svg, trace):
+    for path in (csv, svg, trace):
         require_folder(path)
     loaded = Plan.load(plan)
     timeline = simulate(loaded)
     parts = break_down(loaded)
     held = memory_over_time(loaded, RUNTIMES.get(loaded.provenance.captured_from)) if memory else ()
-    saved: dict[str, str] = {}
-    if svg is not None:
-        from shardwright.report.svg import timeline_svg
-
-        write_text(svg, timeline_svg(timeline, title=f"{loaded.model_name}: {loaded.summary()}"), ShardwrightError)
-        saved["svg"] = str(svg)
-    if trace is not None:
-        import json as json_format
-
-        from shardwright.report.perfetto import perfetto_trace
-
-        write_text(trace, json_format.dumps(perfetto_trace(timeline)), ShardwrightError)
-        saved["trace"] = str(trace)
+    title = f"{loaded.model_name}: {loaded.summary()}"
+    saved = save_schedule(loaded.build_schedule(), timeline, title, csv=csv, svg=svg, trace=trace)
     if json:
         print_json(
             {

@@ -15,6 +15,7 @@ import shardwright as sw
 from shardwright.backends.capabilities import JAX, TORCH
 from shardwright.core.amounts import bytes_text, count_text, seconds_text
 from shardwright.core.layout.placements import Layout, Replicate
+from shardwright.core.schedule.files import from_csv
 from tests.cli.conftest import run
 from tests.core.toy import decoder
 
@@ -226,3 +227,11 @@ def test_amounts_are_readable() -> None:
     assert [bytes_text(n) for n in (0, 1023, 1536, 5 * 2**30)] == ["0 B", "1023 B", "1.5 KiB", "5 GiB"]
     assert [seconds_text(s) for s in (0.0, 3e-9, 0.0123, 2.5, 3661.0)] == ["0", "3 ns", "12.3 ms", "2.5 s", "3661 s"]
     assert [count_text(n) for n in (999, 124_439_808, 1_560_000_000)] == ["999", "124 M", "1.56 B"]
+
+
+def test_a_plans_own_schedule_is_written_as_torchs_runtime_reads_it(plans: dict[str, Path], tmp_path: Path) -> None:
+    csv = tmp_path / "schedule.csv"
+    ran = run("simulate", plans["pipeline"], "--csv", csv)
+    assert ran.code == 0, ran.err
+    wanted = sw.Plan.load(plans["pipeline"]).build_schedule()
+    assert from_csv(csv.read_text(), "1f1b").table == wanted.table

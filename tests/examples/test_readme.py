@@ -40,6 +40,8 @@ def test_the_shown_examples_run_and_learn(path: str) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_files_that_the_readme_links_to_exist() -> None:
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))])
+def test_files_that_a_page_links_to_exist(page: str) -> None:
+    at = ROOT / page
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", at.read_text(encoding="utf-8")):
+        assert (at.parent / target).exists(), target
