@@ -32,7 +32,7 @@ from typing import Any
 import claims
 
 import shardwright as sw
-from shardwright.backends import protocol
+from shardwright.backends import registry
 from shardwright.core.plan.record import Predicted
 
 HERE = Path(__file__).resolve()
@@ -114,7 +114,7 @@ def worker(framework: str, name: str, file: str, steps: int) -> None:
     plan = sw.Plan.load(file)
     own, first, settle = (torch_parts if framework == "torch" else jax_parts)(model, plan)
     batch = {key: own(value) for key, value in sample.items()}
-    running = protocol.load(framework).compile(plan, model, loss=loss)
+    running = registry.load(framework).compile(plan, model, loss=loss)
     seconds = []
     for step in range(WARM + steps):
         began = time.perf_counter()

@@ -1,6 +1,5 @@
 """The entry points that are the same for both frameworks."""
 
-import sys
 import textwrap
 import warnings
 from collections.abc import Callable
@@ -8,10 +7,9 @@ from dataclasses import fields
 from inspect import signature
 from typing import Any, ParamSpec, Protocol, get_type_hints
 
-from shardwright.backends import protocol
-from shardwright.backends.capabilities import runtimes_of
+from shardwright.backends.registry import framework_of, load, runtimes_of
 from shardwright.core.cluster.cluster import Cluster
-from shardwright.core.errors import CaptureError, PlanError, nearest
+from shardwright.core.errors import PlanError, nearest
 from shardwright.core.fields import Field, fields_of
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.plan import Plan
@@ -35,25 +33,10 @@ def capture(model: Any, sample: Any, loss: Callable[..., Any] | None = None, *, 
         batch_dims: for inputs whose dim 0 is not the batch: the same structure as ``sample``, with a dim or None.
 
     Raises:
-        CaptureError: the model is of neither framework, or it cannot be read; names the op and the module.
+        CaptureError: the model is of no framework with a backend, or it cannot be read; names the op and the module.
         MissingFrameworkError: the model's framework is there, but not all that its backend needs.
     """
-    return protocol.load(framework_of(model)).capture(model, sample, loss, batch_dims=batch_dims)
-
-
-def framework_of(model: Any) -> str:
-    """``torch`` or ``jax``. Looks only at modules that are loaded already: a model's framework is."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(model, torch.nn.Module):
-        return "torch"
-    parts = model if isinstance(model, tuple) else (model,)
-    modules = {cls.__module__.split(".")[0] for part in parts for cls in type(part).__mro__}
-    if "flax" in modules or (callable(model) and not isinstance(model, type)):
-        return "jax"
-    raise CaptureError(
-        f"a {type(model).__name__} is not a model: expected a torch.nn.Module, a flax.nnx.Module, a pair (flax.linen "
-        f"module, variables), or a JAX function of (params, batch)"
-    )
+    return load(framework_of(model)).capture(model, sample, loss, batch_dims=batch_dims)
 
 
 Asked = ParamSpec("Asked")

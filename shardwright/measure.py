@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.api import capture, plan
-from shardwright.backends import protocol
+from shardwright.backends import protocol, registry
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cluster.hardware.device import MeasuredUnit
 from shardwright.core.model.fold import fold
@@ -176,7 +176,7 @@ class _Setup:
         """
         compiled = [self._compiled(plans[0]), many]
         groups = list(zip(*([(one, batch) for one in running] for running, batch in compiled), strict=True))
-        backend = protocol.load(self.graph.framework)
+        backend = registry.load(self.graph.framework)
         # All processes and groups run as many as the slowest of them has the time for.
         first = _at_once(groups, partial(_rounds_s, 1))
         slowest_s = backend.longest_s(max(float(times.sum()) for times in first))
@@ -199,7 +199,7 @@ class _Setup:
         for first in range(0, self.cluster.world_size, used):
             if drives_all:
                 options["devices"] = range(first, first + used)
-            backend = protocol.load(self.graph.framework)
+            backend = registry.load(self.graph.framework)
             running.append(backend.compile(planned, copy.deepcopy(self.model), loss=self.loss, **options))
         for one in running:
             one.step(batch)

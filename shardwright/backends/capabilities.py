@@ -3,10 +3,7 @@
 Plans are made for twins: unless a request names frameworks, the search chooses nothing that one of these lacks.
 """
 
-from collections.abc import Sequence
-
 from shardwright.core.capabilities import Capabilities
-from shardwright.core.errors import PlanError, nearest
 
 TORCH = Capabilities(
     framework="torch",
@@ -40,19 +37,3 @@ JAX = Capabilities(
     ties_have_one_home=True,
     stages_are_programs=True,
 )
-RUNTIMES = {runtime.framework: runtime for runtime in (TORCH, JAX)}
-
-
-def runtimes_of(captured: Capabilities, frameworks: Sequence[str] | None = None) -> tuple[Capabilities, ...]:
-    """The runtimes that must be able to carry a plan out: those named, else that of the captured model and its twin's.
-
-    Raises PlanError for a framework that there is no runtime for.
-    """
-    if frameworks is None:
-        return tuple(RUNTIMES.values()) if captured.framework in RUNTIMES else (captured,)
-    if not isinstance(frameworks, Sequence) or isinstance(frameworks, str) or not frameworks:
-        raise PlanError(f"frameworks={frameworks!r}: expected names, such as ['torch'] or ['torch', 'jax']")
-    for name in frameworks:
-        if not isinstance(name, str) or name not in RUNTIMES:
-            raise PlanError(f"frameworks: there is no runtime for {name!r}: {nearest(str(name), RUNTIMES)}")
-    return tuple(RUNTIMES[name] for name in dict.fromkeys(frameworks))

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from shardwright.backends.registry import registered
 from shardwright.core.errors import CaptureError, nearest
 
-_EXTRAS = {"torch": "torch", "jax": "jax", "flax": "jax", "optax": "jax"}
 _EXPECTED = "expected (model, sample) or (model, sample, loss)"
 
 
@@ -120,6 +120,7 @@ def _said(error: BaseException, path: Path) -> str:
     lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
     if lines:
         said = f"{said} ({path}, line {lines[-1]})"
-    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
-        said = f"{said}; to get it: pip install 'shardwright[{_EXTRAS[error.name]}]'"
+    if isinstance(error, ModuleNotFoundError):
+        installs = [found.install for found in registered().values() if error.name in found.needs and found.install]
+        said = f"{said}; to get it: pip install {installs[0]!r}" if installs else said
     return said

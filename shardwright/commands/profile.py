@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from shardwright.backends.protocol import load
+from shardwright.backends.registry import load
 from shardwright.commands.model_file import load_model
 from shardwright.commands.output import JsonOption, print_json, print_view, require_folder
 from shardwright.commands.progress import DelayedProgress
@@ -17,7 +17,7 @@ from shardwright.measure import measure_units
 
 def profile_command(
     output: Annotated[Path, typer.Argument(metavar="PROFILE.toml", help="Where to write it.", show_default=False)],
-    framework: Annotated[Literal["torch", "jax"], typer.Option(help="Measure as this framework runs.")] = "torch",
+    framework: Annotated[str, typer.Option(help="Measure as this framework runs.")] = "torch",
     name: Annotated[str, typer.Option(help="What the profile is called.")] = "measured",
     budget: Annotated[float, typer.Option(help="About how many seconds to measure.", min=1.0)] = 20.0,
     model: Annotated[

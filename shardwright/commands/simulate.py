@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from shardwright.api import simulate
-from shardwright.backends.capabilities import RUNTIMES
+from shardwright.backends.registry import registered
 from shardwright.commands.output import (
     JsonOption,
     PlanArgument,
@@ -35,7 +35,8 @@ def simulate_command(
     loaded = Plan.load(plan)
     timeline = simulate(loaded)
     parts = break_down(loaded)
-    held = memory_over_time(loaded, RUNTIMES.get(loaded.provenance.captured_from)) if memory else ()
+    own = registered().get(loaded.provenance.captured_from)
+    held = memory_over_time(loaded, None if own is None else own.capabilities) if memory else ()
     title = f"{loaded.model_name}: {loaded.summary()}"
     saved = save_schedule(loaded.build_schedule(), timeline, title, csv=csv, svg=svg, trace=trace)
     if json:

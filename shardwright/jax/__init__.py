@@ -6,7 +6,7 @@ from step to step; `init` and `shutdown`, for runs of several processes. Raises 
 where JAX cannot be imported.
 """
 
-from shardwright.backends.protocol import require_framework
+from shardwright.backends.registry import require_framework
 
 require_framework("jax")
 

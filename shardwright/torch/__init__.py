@@ -3,7 +3,7 @@
 The names are those of SageMaker's model-parallel library, so that its scripts run by changing the import.
 """
 
-from shardwright.backends.protocol import require_framework
+from shardwright.backends.registry import require_framework
 
 require_framework("torch")
 

@@ -1,8 +1,12 @@
-"""One suite over every backend: what the boundary promises holds in each framework."""
+"""One suite over every backend: what the boundary promises holds in each framework, level by level.
+
+Each test is of a level (`registry.LEVELS`), and runs for the backends that claim it.
+"""
 
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +14,36 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from shardwright.backends import protocol
+from shardwright.backends import protocol, registry
+from shardwright.backends.registry import registered
 from shardwright.core.capabilities import Capabilities
-from shardwright.core.errors import CaptureError, ClusterError, LossError, MissingCapabilityError, PlanError
+from shardwright.core.errors import CaptureError, LossError, MissingCapabilityError, PlanError
 from shardwright.core.model.fold import fold
 from shardwright.core.model.structure import structure_of
+from shardwright.report.support import support_table
+from tests.numpy_backend import REGISTRATION
 
 WIDTH, SAMPLES = 16, 8
 
 
 @dataclass
 class Case:
-    """A two-block residual network with a scalar loss, in one framework."""
+    """A two-block residual network with a scalar loss, in one framework.
+
+    ``given`` is the sample as steps take it; ``unsplit`` the plain model's output on it; ``loss_of`` makes the loss
+    argument from a function of the output, None where the framework's models have losses of their own.
+    """
 
     backend: protocol.Backend
     model: Any
     sample: Any
+    given: Any
     loss: Any
     options: dict[str, Any]
     other_model: Any
+    other_sample: Any
+    unsplit: Callable[[], Any]
+    loss_of: Callable[[Any], Any] | None
 
     def plan(self, **pins: Any) -> sw.Plan:
         pins = {"pp": 1, "dp": 1, "tp": 1, "batch": SAMPLES, "microbatch": 2} | pins
@@ -62,7 +77,11 @@ def torch_case() -> Case:
     torch.manual_seed(0)
     sample = torch.from_numpy(inputs())
     options = {"loss": lambda out: (out**2).mean(), "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
-    return Case(protocol.load("torch"), Net(), (sample,), options["loss"], options, Net(3))
+    model = Net()
+    return Case(
+        registry.load("torch"), model, (sample,), sample, options["loss"], options, Net(3), (sample,),
+        lambda: model(sample).detach(), lambda of: of,
+    )  # fmt: skip
 
 
 def jax_case() -> Case:
@@ -92,17 +111,41 @@ def jax_case() -> Case:
         return jnp.mean(model(batch) ** 2)
 
     options = {"loss": loss, "optimizer": optax.sgd(0.1), "devices": jax.devices()[:1]}
-    return Case(protocol.load("jax"), Net(), jnp.asarray(inputs()), loss, options, Net(3))
+    model, sample = Net(), jnp.asarray(inputs())
+    return Case(
+        registry.load("jax"), model, sample, sample, loss, options, Net(3), ({"w": inputs()}, inputs()),
+        lambda: model(sample), lambda of: lambda model, batch: of(model(batch)),
+    )  # fmt: skip
+
+
+def numpy_case() -> Case:
+    from tests.numpy_backend.backend import Network
+
+    model = Network(2, WIDTH)
+    return Case(
+        registry.load("numpy"), model, inputs(), inputs(), None, {}, Network(3, WIDTH), inputs(),
+        lambda: model.output(inputs()), None,
+    )  # fmt: skip
+
+
+MAKE = {"torch": torch_case, "jax": jax_case, "numpy": numpy_case}
+if "numpy" not in registry.registered():
+    registry.register(REGISTRATION)
 
 
 def inputs() -> np.ndarray:
     return np.random.default_rng(0).normal(size=(SAMPLES, WIDTH)).astype(np.float32)
 
 
-@pytest.fixture(params=["torch", "jax"])
+def of_level(level: str) -> pytest.MarkDecorator:
+    """The backends that claim a level, each of which the test runs for."""
+    return pytest.mark.parametrize("case", [n for n in MAKE if level in registered()[n].levels], indirect=True)
+
+
+@pytest.fixture
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
-    if request.param == "jax":
-        yield jax_case()
+    if request.param != "torch":
+        yield MAKE[request.param]()
         return
     import torch.distributed as dist
 
@@ -111,12 +154,18 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     dist.destroy_process_group()
 
 
+def test_every_backend_has_a_case() -> None:
+    assert set(MAKE) == set(registered())
+
+
+@of_level("capture")
 def test_it_names_itself_and_its_capabilities(case: Case) -> None:
     assert case.backend.name == case.backend.capabilities.framework
     assert isinstance(case.backend.capabilities, Capabilities)
-    assert case.backend.capabilities.axes
+    assert case.backend.capabilities == registered()[case.backend.name].capabilities
 
 
+@of_level("capture")
 def test_capture_gives_a_graph_with_the_whole_model(case: Case) -> None:
     graph = case.backend.capture(case.model, case.sample, case.loss)
     assert graph.framework == case.backend.name
@@ -131,23 +180,22 @@ def test_both_captures_have_one_structure() -> None:
     assert one.difference(two) is None
 
 
-def test_capture_refuses_what_has_no_loss(case: Case) -> None:
+@of_level("capture")
+def test_a_loss_is_the_models_own_or_asked_for(case: Case) -> None:
+    if case.loss_of is None:
+        with pytest.raises(CaptureError, match="loss"):
+            case.backend.capture(case.model, case.sample, lambda output: output)
+        return
     model = case.model if case.backend.name == "torch" else (lambda params, batch: batch)
-    sample = case.sample if case.backend.name == "torch" else ({"w": inputs()}, inputs())
     with pytest.raises(CaptureError, match="loss"):
-        case.backend.capture(model, sample)
+        case.backend.capture(model, case.other_sample)
 
 
-def test_bind_refuses_another_number_of_devices(case: Case) -> None:
-    with pytest.raises(ClusterError, match="1000"):
-        case.backend.bind(sw.Mesh.of(pp=1, dp=1000, tp=1))
-
-
+@of_level("one rank")
 def test_training_follows_the_plan_and_gives_parameters_back_by_name(case: Case) -> None:
     plan = case.plan()
     run = case.backend.compile(plan, case.model, **case.options)
-    batch = case.sample if case.backend.name == "jax" else case.sample[0]
-    losses = [run.step(batch) for _ in range(4)]
+    losses = [run.step(case.given) for _ in range(4)]
     assert all(np.isfinite(losses))
     assert losses == sorted(losses, reverse=True)
     names = set(plan.parameter_stages(case.backend.name))
@@ -156,37 +204,45 @@ def test_training_follows_the_plan_and_gives_parameters_back_by_name(case: Case)
 
 def with_loss(case: Case, of: Any) -> Case:
     """The same with the loss that ``of`` makes of the model's output."""
-    case.loss = of if case.backend.name == "torch" else lambda model, batch: of(model(batch))
+    if case.loss_of is None:
+        pytest.skip("its models have losses of their own")
+    case.loss = case.loss_of(of)
     case.options = case.options | {"loss": case.loss}
     return case
 
 
+@of_level("one rank")
 def test_the_loss_of_a_batch_is_that_of_the_unsplit_model(case: Case) -> None:
-    given = case.sample if case.backend.name == "jax" else case.sample[0]
-    output = case.model(given) if case.backend.name == "jax" else case.model(given).detach()
-    squares = float((np.asarray(output) ** 2).sum())
+    output = np.asarray(case.unsplit())
+    run = case.backend.compile(case.plan(), copy.deepcopy(case.model), **case.options)
+    assert run.step(case.given) == pytest.approx(float((output**2).mean()), rel=1e-5)
+
+
+@of_level("one rank")
+def test_a_sum_over_a_batch_is_that_of_the_unsplit_model(case: Case) -> None:
+    squares = float((np.asarray(case.unsplit()) ** 2).sum())
     summed = with_loss(case, lambda out: (out**2).sum())
     run = summed.backend.compile(summed.plan(), copy.deepcopy(case.model), **summed.options)
-    assert run.step(given) == pytest.approx(squares, rel=1e-5)
+    assert run.step(case.given) == pytest.approx(squares, rel=1e-5)
 
 
+@of_level("one rank")
 def test_a_loss_that_couples_samples_is_asked_for(case: Case) -> None:
-    given = case.sample if case.backend.name == "jax" else case.sample[0]
     coupled = with_loss(case, lambda out: (out**2).mean() ** 0.5)
     plan = coupled.plan()
     with pytest.raises((LossError, PlanError), match="reduction='mean'"):
-        coupled.backend.compile(plan, copy.deepcopy(case.model), **coupled.options).step(given)
+        coupled.backend.compile(plan, copy.deepcopy(case.model), **coupled.options).step(case.given)
     run = coupled.backend.compile(plan, copy.deepcopy(case.model), reduction="mean", **coupled.options)
-    assert np.isfinite(run.step(given))
+    assert np.isfinite(run.step(case.given))
 
 
+@of_level("one rank")
 def test_a_loss_scope_of_the_plan_answers(case: Case, tmp_path: Path) -> None:
-    given = case.sample if case.backend.name == "jax" else case.sample[0]
     coupled = with_loss(case, lambda out: (out**2).mean() ** 0.5)
     assert coupled.plan().decision.loss_scope is None
     coupled.plan(loss_scope="replica").save(tmp_path / "plan.json")
     run = coupled.backend.compile(sw.Plan.load(tmp_path / "plan.json"), coupled.model, **coupled.options)
-    assert np.isfinite(run.step(given))
+    assert np.isfinite(run.step(case.given))
 
 
 def test_both_frameworks_learn_the_same_from_the_same_weights() -> None:
@@ -209,20 +265,71 @@ def test_both_frameworks_learn_the_same_from_the_same_weights() -> None:
     dist.destroy_process_group()
 
 
+@of_level("one rank")
 def test_a_plan_for_another_model_is_refused(case: Case) -> None:
     with pytest.raises(PlanError, match=r"another model|lacks"):
         case.backend.compile(case.plan(), case.other_model, **case.options)
 
 
-def test_an_axis_that_the_runtime_lacks_is_named(case: Case) -> None:
-    lacking = next((a for a in ("pp", "tp") if a not in case.backend.capabilities.axes), None)
-    if lacking is None:
-        pytest.skip("this runtime has every axis")
-    plan = case.plan(**{lacking: 2})
-    with pytest.raises(MissingCapabilityError, match=f"{lacking}=2"):
-        case.backend.compile(plan, case.model, **case.options)
+@pytest.mark.parametrize("axis", ["pp", "dp", "tp"])
+def test_an_axis_that_no_level_claims_is_refused_by_name(axis: str) -> None:
+    lacking = [name for name in MAKE if axis not in registered()[name].levels and registered()[name].trains]
+    assert lacking, "every backend has it: the check is of none"
+    for name in lacking:
+        case = MAKE[name]()
+        plan = case.plan(**{axis: 2})
+        with pytest.raises(MissingCapabilityError, match=f"{axis}=2"):
+            case.backend.compile(plan, case.model, **case.options)
+        with pytest.raises(PlanError, match=f"the {name} runtime carries out no"):
+            sw.plan(case.backend.capture(case.model, case.sample), sw.Cluster("cpu", devices_per_node=2), batch=8)
 
 
-def test_an_unknown_backend_names_the_known() -> None:
+def test_the_documentation_has_the_table_of_what_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_others", {})
+    page = Path(__file__).parents[2] / "docs" / "backends.md"
+    assert support_table() in page.read_text(encoding="utf-8")
+
+
+def test_models_of_a_registered_backend_are_captured_and_planned_by_the_public_names() -> None:
+    case = numpy_case()
+    plan = sw.plan(sw.capture(case.model, case.sample), sw.Cluster("cpu"), batch=SAMPLES, precision="fp32")
+    assert plan.provenance.captured_from == "numpy"
+    torch_plan = torch_case().plan()  # another framework's twins are what they were
+    assert torch_plan.decision.pp == 1
+
+
+def test_backends_that_cannot_be_are_refused() -> None:
+    with pytest.raises(sw.ShardwrightError, match=r"'numpy' is registered already \(tests\.numpy_backend\.backend\)"):
+        registry.register(REGISTRATION)
+    with pytest.raises(sw.ShardwrightError, match=r"'torch' is registered already"):
+        registry.register(replace(REGISTRATION, capabilities=replace(REGISTRATION.capabilities, framework="torch")))
+    with pytest.raises(sw.ShardwrightError, match=r"expected a .*Registration"):
+        registry.register("numpy")  # type: ignore[arg-type]
+    with pytest.raises(sw.ShardwrightError, match=r"claims level 'one rnak': did you mean 'one rank'"):
+        replace(REGISTRATION, levels=("one rnak",))
+    with pytest.raises(sw.ShardwrightError, match="has axis 'pp' and does not claim that level"):
+        replace(REGISTRATION, capabilities=replace(REGISTRATION.capabilities, axes=("pp",)))
     with pytest.raises(sw.ShardwrightError, match="did you mean 'torch'"):
-        protocol.load("troch")
+        registry.load("troch")
+
+
+def test_a_backend_whose_module_does_not_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = replace(REGISTRATION.capabilities, framework="broken")
+    gone = replace(REGISTRATION, capabilities=named, module="tests.no_such_backend", owns=lambda model: False)
+    monkeypatch.setitem(registry._others, "broken", gone)
+    with pytest.raises(sw.ShardwrightError, match=r"'broken' has no BACKEND .* tests\.no_such_backend: ModuleNotFound"):
+        registry.load("broken")
+    monkeypatch.setitem(registry._others, "broken", replace(gone, needs=("no_such_framework",)))
+    with pytest.raises(sw.ShardwrightError, match="needs no_such_framework, which cannot be imported"):
+        registry.load("broken")
+
+
+def test_an_entry_point_that_does_not_load_takes_no_other_backend_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = EntryPoint("broken", "tests.no_such_backend:REGISTRATION", registry.GROUP)
+    here = EntryPoint("here", "tests.numpy_backend:REGISTRATION", registry.GROUP)
+    monkeypatch.setattr(registry, "_others", {})
+    monkeypatch.setattr(registry, "_looked_for", [])
+    monkeypatch.setattr(registry, "entry_points", lambda group: [broken, here])
+    with pytest.warns(UserWarning, match="the backend 'broken' .* cannot be used: ModuleNotFoundError"):
+        found = list(registered())
+    assert found == ["numpy", "torch", "jax"]

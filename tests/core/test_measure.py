@@ -83,7 +83,7 @@ def measured(
     graph = decoder(2, 32, 4, 64, 16)
     graph = replace(graph, capabilities=replace(graph.capabilities, single_controller=single))
     monkeypatch.setattr(measure, "capture", lambda *_: graph)
-    monkeypatch.setattr(measure.protocol, "load", lambda _: machine)
+    monkeypatch.setattr(measure.registry, "load", lambda _: machine)
     monkeypatch.setattr(measure.time, "perf_counter", machine.perf_counter)
     cluster = sw.Cluster("cpu", devices_per_node=world)
     sample = np.zeros((graph.sample_batch, 1))

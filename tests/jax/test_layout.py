@@ -6,7 +6,6 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardwright.backends import protocol
 from shardwright.backends.jax.loss.microbatches import split_squares
 from shardwright.backends.jax.machine.mesh import bind
 from shardwright.backends.jax.state.shardings import also_over, lower_layout, optimizer_shardings, parameter_shardings
@@ -101,13 +100,6 @@ def test_optimizer_state_follows_its_parameter(
 def test_the_number_of_devices_must_be_the_meshs() -> None:
     with pytest.raises(ClusterError, match=r"for 4 devices \(dp 2 × tp 2\), and there are 8: give 4 of them"):
         bind(Mesh.of(dp=2, tp=2))
-
-
-def test_the_backend_offers_the_protocol(bound: jax.sharding.Mesh) -> None:
-    backend = protocol.load("jax")
-    assert backend.name == backend.capabilities.framework == "jax"
-    assert backend.bind(MESH) == bound
-    assert backend.lower_layout(Layout.of(tp=Split(0)), bound).spec == PartitionSpec("tp")
 
 
 def test_norms_of_split_gradients_cross_together_where_they_are_split_alike(bound: jax.sharding.Mesh) -> None:

@@ -251,9 +251,9 @@ def test_batch_dims_other_than_the_first(mlp_graph: Graph) -> None:
 
 
 def test_the_executable_of_the_backend(mlp_graph: Graph) -> None:
-    from shardwright.backends import protocol
+    from shardwright.backends import registry
 
-    backend = protocol.load("jax")
+    backend = registry.load("jax")
     run = backend.compile(plan_of(mlp_graph, 4, 2), mlp_params, loss=mlp, optimizer=optax.sgd(0.1))
     first = run.step(mlp_batch())
     assert first == pytest.approx(float(mlp(mlp_params(), mlp_batch())), rel=1e-5)

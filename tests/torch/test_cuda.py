@@ -8,7 +8,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import shardwright as sw
-from shardwright.backends.protocol import load
+from shardwright.backends.registry import load
 from shardwright.backends.torch.machine.profile import profile
 from shardwright.measure import measure_units
 

@@ -4,18 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from shardwright.backends.capabilities import JAX as CAPABILITIES
 from shardwright.backends.jax.capture.model import capture
 from shardwright.backends.jax.executable import JaxExecutable
-from shardwright.backends.jax.machine.mesh import bind
 from shardwright.backends.jax.machine.profile import profile
 from shardwright.backends.jax.memory.footprint import with_footprints
-from shardwright.backends.jax.state.shardings import lower_layout
 from shardwright.core.cluster.hardware.measurements import Measurements, MeasureProgress
-from shardwright.core.layout.mesh import Mesh
-from shardwright.core.layout.placements import Layout
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.plan import Plan
 
@@ -40,14 +35,6 @@ class JaxBackend:
         """See `backends.jax.capture.model.capture`. A graph with a loss has what its units keep in this runtime too."""
         captured = capture(model, sample, loss, batch_dims=batch_dims, require_loss=require_loss)
         return with_footprints(captured) if require_loss else captured.graph
-
-    def bind(self, mesh: Mesh) -> jax.sharding.Mesh:
-        """See `backends.jax.machine.mesh.bind`."""
-        return bind(mesh)
-
-    def lower_layout(self, layout: Layout, bound_mesh: Any) -> NamedSharding:
-        """See `backends.jax.state.shardings.lower_layout`."""
-        return lower_layout(layout, bound_mesh)
 
     def compile(self, plan: Plan, model: Any, **options: Any) -> JaxExecutable:
         """Bind a plan to a model: parameters, an NNX module or an init function, as `TrainStep.init` takes them.

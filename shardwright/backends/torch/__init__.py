@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright.backends.capabilities import TORCH
 from shardwright.core.cluster.hardware.measurements import Measurements, MeasureProgress
-from shardwright.core.layout.mesh import Mesh
-from shardwright.core.layout.placements import Layout
 from shardwright.core.model.graph import Graph
 
 if TYPE_CHECKING:
@@ -38,14 +36,6 @@ class TorchBackend:
         return capture(
             model, sample, loss, batch_dims=batch_dims, require_loss=require_loss, capabilities=self.capabilities
         )
-
-    def bind(self, mesh: Mesh) -> Any:
-        """Process groups over this run's ranks. Raises ClusterError when their number differs."""
-        return import_module("shardwright.backends.torch.machine.mesh").bind(mesh)
-
-    def lower_layout(self, layout: Layout, bound_mesh: Any) -> Any:
-        """A layout in torch's own terms."""
-        return import_module("shardwright.backends.torch.machine.mesh").lower_layout(layout, bound_mesh)
 
     def compile(self, plan: "Plan", model: Any, **options: Any) -> "Executable":
         """The plan bound to the model, ready to train."""

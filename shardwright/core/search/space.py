@@ -152,6 +152,10 @@ class Space:
         """Why degrees leave a pin without anything to be about, or None."""
         request, world = self.request, self.cluster.world_size
         degrees = f"pp={pp}, dp={dp} and tp={tp} on {world} devices"
+        for axis, degree in (("pp", pp), ("dp", dp), ("tp", tp)):
+            lacking = [runtime.framework for runtime in self.runtimes if axis not in runtime.axes]
+            if degree > 1 and lacking and getattr(request, axis) is None:
+                return f"the {lacking[0]} runtime carries out no {axis}={degree}: use fewer devices (devices=1 …)"
         if request.sequence_parallel and tp == 1:
             return f"sequence_parallel=True has no tensor axis to divide over at {degrees}: take tp above 1"
         if request.shard_group is not None and dp % request.shard_group:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright.torch as sw
-from shardwright.backends.protocol import load
+from shardwright.backends.registry import load
 from shardwright.core.errors import PlanError, ShardwrightError
 from shardwright.core.plan.plan import Plan
 from tests.comparison import Comparison

@@ -1,4 +1,4 @@
-"""A core mesh laid over the ranks of this run: coordinates, process groups, and layouts in torch's own terms."""
+"""A core mesh laid over the ranks of this run: coordinates and process groups."""
 
 from dataclasses import dataclass, field
 from weakref import ReferenceType, WeakValueDictionary, ref
@@ -6,16 +6,9 @@ from weakref import ReferenceType, WeakValueDictionary, ref
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import Partial as TorchPartial
-from torch.distributed.tensor import Placement as TorchPlacement
-from torch.distributed.tensor import Replicate as TorchReplicate
-from torch.distributed.tensor import Shard
 
-from shardwright.core.errors import ClusterError, LayoutError
+from shardwright.core.errors import ClusterError
 from shardwright.core.layout.mesh import Mesh
-from shardwright.core.layout.placements import Layout, Partial, Split
-
-_REDUCTIONS = {"sum": "sum", "max": "max", "min": "min", "mean": "avg"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,22 +92,3 @@ def _group(ranks: tuple[int, ...]) -> ProcessGroup | None:
         else:
             _of_others.add(ranks)
     return found
-
-
-def lower_layout(layout: Layout, bound: BoundMesh) -> tuple[TorchPlacement, ...]:
-    """DTensor placements, one for each axis of the mesh in order.
-
-    Raises LayoutError for a split by blocks, which DTensor's Shard does not express.
-    """
-    found: list[TorchPlacement] = []
-    for axis in bound.mesh.names:
-        placement = layout.on(axis)
-        if isinstance(placement, Split):
-            if placement.blocks:
-                raise LayoutError(f"{placement} on axis {axis!r} splits inside blocks, which DTensor does not express")
-            found.append(Shard(placement.dim))
-        elif isinstance(placement, Partial):
-            found.append(TorchPartial(_REDUCTIONS[placement.op]))
-        else:
-            found.append(TorchReplicate())
-    return tuple(found)

@@ -1,0 +1,34 @@
+"""What each registered backend supports, as a table for the documentation (`docs/backends.md`).
+
+python -c "from shardwright.report.support import support_table; print(support_table())"
+"""
+
+from collections.abc import Callable
+
+from shardwright.backends.registry import LEVELS, registered
+from shardwright.core.capabilities import Capabilities
+
+_ABILITIES: dict[str, Callable[[Capabilities], object]] = {
+    "split backward passes": lambda has: has.split_backward,
+    "recompute": lambda has: ", ".join(has.recomputes),
+    "`shard`": lambda has: ", ".join(map(str, has.shard_levels)),
+    "shard groups": lambda has: has.shard_groups,
+    "divided sequences": lambda has: has.sequence_parallel,
+    "offload": lambda has: has.offload,
+    "one process drives all devices": lambda has: has.single_controller,
+}
+"""Rows beside the levels, of what a plan may ask."""
+
+
+def support_table() -> str:
+    """A row for each level that a backend can claim and for what a plan may ask, a column for each backend."""
+    found = list(registered().values())
+    rows = [["", *(each.name for each in found)], ["---"] * (len(found) + 1)]
+    rows += [[level, *("yes" if level in each.levels else "–" for each in found)] for level in LEVELS]
+    for name, ability in _ABILITIES.items():
+        rows.append([name, *(_said(ability(each.capabilities)) for each in found)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _said(value: object) -> str:
+    return {True: "yes", False: "–"}.get(value, str(value)) if isinstance(value, bool) else str(value)
