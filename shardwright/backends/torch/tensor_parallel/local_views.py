@@ -2,7 +2,7 @@
 
 import torch
 
-from shardwright.backends.torch.tensor_parallel import random_ops as random
+from shardwright.backends.torch.tensor_parallel import random_ops
 from shardwright.backends.torch.tensor_parallel.local_ops import as_recorded, rule
 from shardwright.backends.torch.tensor_parallel.unit_call import Call
 
@@ -131,7 +131,7 @@ def drawn(call: Call) -> bool:
     call.lowering.seeded(call.site)
     args, kwargs = call.arguments({})
     made = call.lowering.source.call(
-        random.piece_of_whole, call.site.function, place, call.lowering.axis, *args, is_kept=True, **kwargs
+        random_ops.piece_of_whole, call.site.function, place, call.lowering.axis, *args, is_kept=True, **kwargs
     )
     call.give(0, 0, made)
     return True

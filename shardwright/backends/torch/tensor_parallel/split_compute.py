@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from shardwright.backends.torch.tensor_parallel import columns, lookups, statistics
-from shardwright.backends.torch.tensor_parallel import random_ops as random
+from shardwright.backends.torch.tensor_parallel import columns, lookups, random_ops, statistics
 from shardwright.backends.torch.tensor_parallel.generated_source import Var
 from shardwright.backends.torch.tensor_parallel.local_ops import as_recorded, rule
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
@@ -27,7 +26,7 @@ def dropout(call: Call) -> bool:
     call.lowering.seeded(call.site)
     shape = list(call.lowering.shape(op.inputs[0]))
     made = call.lowering.source.call(
-        random.dropout, call.inputs(0)[0], call.argument("p"), place, shape, call.site.order, call.lowering.axis,
+        random_ops.dropout, call.inputs(0)[0], call.argument("p"), place, shape, call.site.order, call.lowering.axis,
         is_kept=True,
     )  # fmt: skip
     call.give(0, 0, made)
@@ -157,7 +156,7 @@ def attention(call: Call) -> bool:
     query, key = call.lowering.shape(op.inputs[0]), call.lowering.shape(op.inputs[1])
     call.lowering.seeded(call.site)
     made = call.lowering.source.call(
-        random.attention, slots[0], slots[1], slots[2], mask, probability, call.argument("is_causal", False),
+        random_ops.attention, slots[0], slots[1], slots[2], mask, probability, call.argument("is_causal", False),
         call.argument("scale"), call.argument("enable_gqa", False), split, [*query[:-1], key[-2]],
         call.lowering.axis, is_kept=True,
     )  # fmt: skip

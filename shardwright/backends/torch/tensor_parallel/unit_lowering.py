@@ -7,7 +7,11 @@ from typing import Any
 import torch
 
 from shardwright.backends.torch.program.program import Context
-from shardwright.backends.torch.tensor_parallel import local_ops as local
+from shardwright.backends.torch.tensor_parallel import (
+    local_ops,
+    local_views,  # noqa: F401  # they add their rules to those of `local_ops`
+    split_compute,  # noqa: F401
+)
 from shardwright.backends.torch.tensor_parallel.generated_source import Var
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, Traced
 from shardwright.backends.torch.tensor_parallel.unit_call import Call, Lowering
@@ -86,9 +90,9 @@ def _lower_site(lowering: Lowering, first: int) -> int:
     if not is_whole:
         raise NotReplayableError(f"the ops of {site.name} lie in two units")
     call = Call(lowering, site, [(graph.ops[op], lowering.layout.ops[op - unit.first_op]) for op in present])
-    if not local.lower(call):
+    if not local_ops.lower(call):
         lowering.whole_ops.append(site.name)
-        local.run_whole(call)
+        local_ops.run_whole(call)
     return max(present) + 1
 
 
