@@ -18,7 +18,7 @@ from claims import Claims
 
 import shardwright as sw
 from shardwright.core.cost.unit_work import WorkCounter
-from shardwright.core.layout.conversions import table_bytes
+from shardwright.core.layout.conversion_bytes import table_bytes
 from shardwright.core.model.fold import fold
 from shardwright.core.solver import AxisCost, Setting, Solution, lightest_bytes, solve
 

@@ -2,7 +2,7 @@
 
     python benchmarks/schedules.py gain --memory 1f1b --seeds 200     # auto against the best named schedule
     python benchmarks/schedules.py gain --memory equal --seeds 200
-    python benchmarks/schedules.py optimum                            # auto against CP-SAT (extra: solver)
+    python benchmarks/schedules.py optimum                            # auto against CP-SAT (extra: dev)
     python benchmarks/schedules.py speed                              # building and simulating
 
 `gain` takes stage times from a lognormal of sigma 0.25, each of f, b and w on its own, and transfers uniform between 0
@@ -15,6 +15,7 @@ import argparse
 import json
 import resource
 import statistics
+import sys
 import time
 from itertools import product
 from pathlib import Path
@@ -109,7 +110,8 @@ def gain_line(rows: list[dict[str, float]], label: str) -> str:
 
 
 def optimum(seeds: int) -> None:
-    from shardwright.core.schedule.auto.exact import solve
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.core.schedule.exact import solve
 
     print("| memory | p | m | cases | proven | auto / optimum: mean | most | over 1% |")
     print("|---|---|---|---|---|---|---|---|")

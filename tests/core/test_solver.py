@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shardwright.core.errors import PlanError
-from shardwright.core.layout.conversions import table_bytes
+from shardwright.core.layout.conversion_bytes import table_bytes
 from shardwright.core.layout.placements import Partial, Replicate, Split
 from shardwright.core.model.fold import fold
 from shardwright.core.model.graph import Graph

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardwright.core.layout.conversions import table_bytes
+from shardwright.core.layout.conversion_bytes import table_bytes
 from shardwright.core.layout.placements import Partial, Placement, Replicate, Split
 from tests.comparison import Comparison
 

@@ -99,7 +99,7 @@ def test_the_metadata_offers_the_extras_and_keeps_the_base_small(installed: Path
     base = {line.split(">")[0].strip() for line in requirements if "extra ==" not in line}
     assert base == {"annotated-types", "numpy", "scipy", "networkx", "pydantic", "typer", "rich"}
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(extras) == {"torch", "jax", "solver", "all", "dev"}
+    assert set(extras) == {"torch", "jax", "all", "dev"}
 
 
 def test_the_command_is_installed(installed: Path) -> None:

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from shardwright.core.cost.saved_activations import Kept
 from shardwright.core.cost.unit_work import PRODUCT_KINDS, WorkCounter, contraction_flops
-from shardwright.core.layout.conversions.table import table_bytes
+from shardwright.core.layout.conversion_bytes import table_bytes
 from shardwright.core.layout.placements import Partial, Replicate, Split
 from shardwright.core.layout.signature import Signature
 from shardwright.core.layout.unit_layouts import Places, steps

@@ -12,7 +12,7 @@ from itertools import product
 
 import numpy as np
 
-from shardwright.core.layout.conversions.table import table_bytes
+from shardwright.core.layout.conversion_bytes import table_bytes
 from shardwright.core.layout.placements import Layout, Partial, Placement, Replicate, Split
 from shardwright.core.layout.signature import Signature
 from shardwright.core.layout.unit_layouts import Link, Places

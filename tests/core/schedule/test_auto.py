@@ -16,6 +16,7 @@ from shardwright.core.schedule.checks import check
 from shardwright.core.schedule.passes import split_backward
 from shardwright.core.schedule.placement import looped, vee
 from shardwright.core.schedule.simulate import simulate
+from tests.core.schedule.exact import solve
 
 SIGMA = 0.25
 
@@ -90,9 +91,6 @@ def test_at_least_five_percent_shorter_than_the_best_named_schedule_in_1f1bs_mem
 @pytest.mark.parametrize("kind", ["1f1b", "equal", "tight"])
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (2, 6), (3, 4), (3, 6), (4, 4), (4, 6)])
 def test_within_one_percent_of_the_proven_optimum(p: int, m: int, kind: str) -> None:
-    pytest.importorskip("ortools")
-    from shardwright.core.schedule.auto.exact import solve
-
     for seed in range(2):
         costs, limits = costs_of(p, seed), limits_of(kind, p, m)
         auto = Schedule.build("auto", ranks=p, microbatches=m, costs=costs, memory_limit_bytes=limits)
@@ -104,9 +102,6 @@ def test_within_one_percent_of_the_proven_optimum(p: int, m: int, kind: str) -> 
 
 
 def test_the_solvers_words_are_what_it_says() -> None:
-    pytest.importorskip("ortools")
-    from shardwright.core.schedule.auto.exact import solve
-
     costs, limits = costs_of(3, 1), [3, 3, 3]
     problem = Problem.of(looped(3, 1), 4, costs, limits)
     start = construct(problem, *habits(problem, 1)[0])

@@ -19,7 +19,7 @@ from shardwright.backends.torch.tensor_parallel.lowered_model import Replay, low
 from shardwright.backends.torch.tensor_parallel.trace import Traced, trace
 from shardwright.backends.torch.tensor_parallel.unit_layouts import UnitLayout, of_realised
 from shardwright.core.cost.unit_work import WorkCounter
-from shardwright.core.layout.conversions import table_bytes
+from shardwright.core.layout.conversion_bytes import table_bytes
 from shardwright.core.layout.placements import Placement, Split
 from shardwright.core.model.fold import fold
 from shardwright.core.plan.realise import of_unit

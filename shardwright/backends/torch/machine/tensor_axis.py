@@ -1,6 +1,6 @@
 """This rank's place on the tensor axis, and the collectives along it.
 
-A change of placement is what `core.layout.conversions` says, carried out over torch.distributed.
+A change of placement is what `core.layout.conversion_bytes` says, carried out over torch.distributed.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from shardwright.backends.torch.machine.pipeline_messages import as_carried
 from shardwright.backends.torch.machine.tensor_shards import piece_of, whole_of
 from shardwright.backends.torch.machine.watchdog import LONGEST_WAIT_S, Watch
 from shardwright.core.errors import LayoutError
-from shardwright.core.layout.conversions import table_bytes
+from shardwright.core.layout.conversion_bytes import table_bytes
 from shardwright.core.layout.placements import Partial, Placement, Replicate, Split
 
 Change = tuple[Placement, Placement]

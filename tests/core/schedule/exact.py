@@ -1,13 +1,15 @@
 """The proven optimum of small problems, by OR-tools' CP-SAT: the oracle that `auto` is measured against.
 
 Times are scaled to whole numbers, so that the optimum is exact up to one part in the resolution for each action on the
-longest chain. Needs the extra `solver`.
+longest chain.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.core.errors import MissingFrameworkError, ScheduleError
+from ortools.sat.python import cp_model
+
+from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule.auto.evaluate import Evaluator
 from shardwright.core.schedule.auto.problem import Problem, Word
 
@@ -28,13 +30,8 @@ def solve(problem: Problem, start: list[Word], time_limit_s: float = 60.0, worke
     """The optimum, from a start that keeps the memory and gives the horizon.
 
     Raises:
-        MissingFrameworkError: OR-tools is not installed.
         ScheduleError: the start deadlocks or goes over its memory.
     """
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError as error:
-        raise MissingFrameworkError("the exact solver needs OR-tools: install shardwright[solver]") from error
     engine = Evaluator(problem)
     trace = engine.run(start)
     if trace is None or not all(engine.legal(rank, word) for rank, word in enumerate(start)):
