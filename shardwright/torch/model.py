@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad
 
+from shardwright.backends.torch.compat import IncompatibleKeys
 from shardwright.backends.torch.machine.agreement import Claim
 from shardwright.backends.torch.pipeline.compiling import Compiler
 from shardwright.backends.torch.pipeline.sentinels import Sentinel
@@ -261,7 +262,7 @@ class DistributedModel(nn.Module):
             self.runtime.holding, state_dict, strict=strict, shards=self.runtime.gradients.shards
         )
         self.session.note_loaded(f"weights {digest_of_state(state_dict)}")
-        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+        return IncompatibleKeys(missing, unexpected)
 
     def __getattr__(self, name: str) -> Any:
         try:

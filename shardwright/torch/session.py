@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
 from shardwright.backends.torch import CAPABILITIES
+from shardwright.backends.torch.compat import Store
 from shardwright.backends.torch.machine.agreement import Agreement
 from shardwright.backends.torch.machine.digests import digest_of
 from shardwright.backends.torch.machine.handshake import shake_hands

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
-from torch.utils import _pytree as pytree
 
+from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.machine.agreement import Claim
 from shardwright.backends.torch.machine.digests import code_of, digest_of
 from shardwright.backends.torch.pipeline.step_results import Shares

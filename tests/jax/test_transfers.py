@@ -9,8 +9,9 @@ import pytest
 from jax._src.lib import xla_client
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardwright.backends.jax.compat import direct_copy
 from shardwright.backends.jax.pipeline import transfers
-from shardwright.backends.jax.pipeline.transfers import Route, direct_copy
+from shardwright.backends.jax.pipeline.transfers import Route
 from tests.comparison import Comparison
 
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.machine.process import choose_device, start, this_launch, watch_over
 from shardwright.backends.torch.machine.watchdog import Fault
 from shardwright.backends.torch.pipeline.action_times import gather

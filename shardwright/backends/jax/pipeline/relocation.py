@@ -1,9 +1,8 @@
 """A compiled program on other devices of the same kind, without compiling again.
 
 JAX's public interface serialises an executable and loads it on the devices that it was compiled for. To load it on
-others, this file alone reaches behind it: it reads JAX's own serialised form with other devices in place of the first.
-What it needs is looked up when it is needed; a JAX release in which that has changed compiles every program instead,
-with a warning that says so.
+others, JAX's own serialised form is read with other devices in place of the first (`compat.reader_on`); a JAX release
+in which that has changed compiles every program instead, with a warning that says so.
 """
 
 import io
@@ -12,8 +11,9 @@ import warnings
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import serialize_executable
+
+from shardwright.backends.jax.compat import reader_on
 
 Devices = tuple[jax.Device, ...]
 
@@ -36,7 +36,7 @@ def load_on(compiled: Any, devices: Devices, others: Devices) -> Any | None:
     except (ValueError, NotImplementedError, AttributeError, TypeError, pickle.PicklingError):
         return None  # with callbacks or constants of its own: not serialisable
     try:
-        unloaded, arguments, no_kwargs = _reader(io.BytesIO(data), devices, others).load()
+        unloaded, arguments, no_kwargs = reader_on(io.BytesIO(data), others).load()
         return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(arguments), out_tree, no_kwargs=no_kwargs)
     except (AttributeError, ImportError, TypeError) as error:
         warnings.warn(
@@ -46,27 +46,3 @@ def load_on(compiled: Any, devices: Devices, others: Devices) -> Any | None:
             stacklevel=2,
         )
         return None
-
-
-def _reader(file: io.BytesIO, devices: Devices, others: Devices) -> Any:
-    """A reader of what this process has just serialised, replacing its devices."""
-    from jax._src import compiler
-
-    options = compiler.get_compile_options(
-        num_replicas=1,
-        num_partitions=len(others),
-        device_assignment=np.array([[device.id for device in others]]),
-        backend=others[0].client,
-    )
-
-    class Moving(serialize_executable._JaxPjrtUnpickler):
-        def persistent_load(self, pid: tuple[Any, ...]) -> Any:
-            if pid[0] == "exec":
-                return self.backend.deserialize_executable(
-                    pid[1], executable_devices=self.execution_devices, compile_options=options
-                )
-            return super().persistent_load(pid)  # type: ignore[no-untyped-call]
-
-    reader: Any = Moving(file, others[0].client, others)  # type: ignore[no-untyped-call]
-    reader.devices_by_id = {old.id: new for old, new in zip(devices, others, strict=True)}
-    return reader

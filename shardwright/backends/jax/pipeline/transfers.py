@@ -1,43 +1,17 @@
 """Arrays from stage to stage, along ways that are known before they are gone.
 
 `jax.device_put` looks up anew for every array where it lies, where it goes and how it is split: 70 µs of Python, as
-much as two dispatches. What it ends in takes a fifth of that, but is not part of JAX's public interface, so this file
-alone asks for it: it is looked up and tried once, and under a JAX that keeps it differently everything goes by
-`jax.device_put`, with the same results.
+much as two dispatches. What it ends in (`compat.direct_copy`) takes a fifth of that; where it is gone, everything goes
+by `jax.device_put`, with the same results.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache
-from importlib import import_module
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
-Copy = Callable[[Sequence[Any], Sequence[NamedSharding]], list[Any]]
-
-
-@cache
-def direct_copy() -> Copy | None:
-    """Arrays to shardings that split them as their own do, on other devices; not for deleted ones. None where JAX does
-    not have it."""
-    try:
-        client = import_module("jax._src.lib").xla_client
-        copy, reuse = client.batched_copy_array_to_devices_with_sharding, client.ArrayCopySemantics.REUSE_INPUT
-
-        def run(arrays: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
-            made: list[Any] = copy(arrays, [at._internal_device_list for at in targets], targets, [reuse] * len(arrays))
-            return made
-
-        devices = jax.local_devices()
-        here, there = (
-            NamedSharding(jax.sharding.Mesh([device], "all"), jax.sharding.PartitionSpec())
-            for device in (devices[0], devices[-1])
-        )
-        (found,) = run([jax.device_put(7, here)], [there])
-        return run if int(found) == 7 and found.sharding == there else None
-    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):  # JAX's own errors are the last
-        return None
+from shardwright.backends.jax.compat import direct_copy
 
 
 class Route:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from importlib import import_module
 from operator import is_
 from typing import Any
 
@@ -24,6 +23,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from shardwright.backends.jax.compat import weak_type
 from shardwright.core.errors import PlanError
 
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), Enum)
@@ -472,17 +472,3 @@ def _is_number(value: Any) -> bool:
 def _as_array(value: Any) -> np.ndarray:
     kind = np.float32 if isinstance(value, float | np.floating) else np.int32
     return np.asarray(value, kind)
-
-
-@functools.cache
-def weak_type() -> Callable[[Any], Any] | None:
-    """What makes a number give way to the dtypes it meets, as Python's own do. JAX has it in no public place: this file
-    alone asks for it, and where it is gone, numbers that change are compiled in."""
-    try:
-        convert = import_module("jax._src.lax.lax")._convert_element_type
-        made = jax.eval_shape(
-            lambda x: convert(x, weak_type=True) * jax.numpy.ones((), jax.numpy.bfloat16), np.float32(1)
-        )
-        return functools.partial(convert, weak_type=True) if made.dtype == jax.numpy.bfloat16 else None
-    except (ImportError, AttributeError, TypeError, ValueError):
-        return None

@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
+
+from shardwright.backends.torch.capture.loss_scaler import real_scales
+from shardwright.backends.torch.capture.stand_in import swapped_in
+from shardwright.backends.torch.compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    current_fake_mode,
     in_kernel_invocation_manager,
+    pytree,
 )
-from torch.utils import _pytree as pytree
-
-from shardwright.backends.torch.capture.loss_scaler import real_scales
-from shardwright.backends.torch.capture.stand_in import swapped_in
 from shardwright.core.errors import CaptureError
 
 VALUE_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
@@ -31,7 +32,7 @@ def fake_state(model: nn.Module, device: torch.device) -> State:
     """The model with fake parameters and buffers, under a fake tensor mode; see `_swapped`."""
 
     def fake_of(tensor: torch.Tensor) -> torch.Tensor:
-        mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        mode = current_fake_mode()
         form = tensor.shape, tensor.stride()
         if not isinstance(mode, FakeTensorMode):
             return torch.empty_strided(*form, dtype=tensor.dtype, device=device)

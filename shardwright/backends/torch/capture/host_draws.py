@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from shardwright.backends.torch.compat import DisableTorchFunction, pytree
 from shardwright.core.errors import UnrecordableError
 
 FROM_NUMPY = torch.from_numpy
@@ -124,7 +124,7 @@ def _through(call: Call, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _above_torch(call: Call) -> Call:
     def called(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return call(function, args, kwargs)
 
     return called

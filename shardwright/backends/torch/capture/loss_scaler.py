@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from shardwright.backends.torch.compat import DisableTorchFunction, without_dispatch_modes
 
 _BEGIN = "_lazy_init_scale_growth_tracker"
 """By which a scaler makes its scale, when the first loss is scaled."""
@@ -21,7 +22,7 @@ def real_scales() -> Iterator[None]:
         return
 
     def begin(scaler: Any, device: torch.device) -> None:
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with without_dispatch_modes(), DisableTorchFunction():
             original(scaler, device)
 
     setattr(torch.amp.GradScaler, _BEGIN, begin)

@@ -13,12 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
@@ -37,6 +31,18 @@ from shardwright.backends.torch.capture.stand_in import (
 from shardwright.backends.torch.capture.two_batch_sizes import Alignment
 from shardwright.backends.torch.capture.unflatten import unflatten_products, without_unused
 from shardwright.backends.torch.capture.value_reads import READING, REAL_LIMIT_BYTES
+from shardwright.backends.torch.compat import (
+    COMPILER,
+    FAKE_TENSOR_LOGGER,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    below_autograd,
+    mkldnn_enabled,
+    pytree,
+    set_mkldnn_enabled,
+)
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.errors import CaptureError
 from shardwright.core.model.graph import Graph, Parameter, TensorRole
@@ -213,7 +219,7 @@ class _Session:
                     recorder,
                     _Readings(recorder) if self.with_values else nullcontext(),
                     AutogradQuestions(recorder),
-                    torch._C._AutoDispatchBelowAutograd(),
+                    below_autograd(),
                 ):
                     output = self.model(*args, **kwargs)
                     result = self._result(output)
@@ -266,7 +272,7 @@ class _Session:
                 f"{type(self.model).__name__} returned {_described(output)}, and no loss: pass labels in the sample "
                 "(Hugging Face models then return one), or loss=, a function from the model's output to a scalar"
             )
-        return [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+        return [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
 
     # -- the graph -----------------------------------------------------------------------------------------------
 
@@ -328,19 +334,19 @@ def noted_calls(recorder: Recorder, paths: Mapping[int, str]) -> Iterator[None]:
 @contextmanager
 def plain_torch() -> Iterator[None]:
     """Torch's process-wide settings as the record needs them, put back afterwards."""
-    mkldnn = torch._C._get_mkldnn_enabled()
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    mkldnn = mkldnn_enabled()
+    logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     level = logger.level
     device = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    torch._C._set_mkldnn_enabled(False)  # oneDNN hides recurrent layers in one op, and is not what a GPU runs
+    eager = torch.compiler.set_stance("force_eager") if COMPILER in sys.modules else nullcontext()
+    set_mkldnn_enabled(False)  # oneDNN hides recurrent layers in one op, and is not what a GPU runs
     torch.clear_autocast_cache()  # casts of the run before would be missing from this one
     logger.setLevel(logging.CRITICAL)  # what it logs is raised too
     try:
         with device, torch.enable_grad(), eager:
             yield
     finally:
-        torch._C._set_mkldnn_enabled(mkldnn)
+        set_mkldnn_enabled(mkldnn)
         torch.clear_autocast_cache()
         logger.setLevel(level)
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.backends.torch.capture.ops import RULES, OpCall, Ref, Template
 from shardwright.backends.torch.capture.ops.products import WITHOUT_KERNEL, is_plain_einsum
 from shardwright.backends.torch.capture.ops.template import Rule
 from shardwright.backends.torch.capture.remembered_results import Inferred
 from shardwright.backends.torch.capture.value_reads import masks_of
+from shardwright.backends.torch.compat import TorchDispatchMode
 from shardwright.core.model.graph import Call, OpKind, TensorRole
 from shardwright.core.rules import op_rules as labels
 from shardwright.core.rules.op_rules import Labelled

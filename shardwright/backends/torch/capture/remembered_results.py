@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+from shardwright.backends.torch.compat import FakeTensor, dispatch_depth, in_kernel_invocation_manager
 
 _TAGS = (
     torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view,
@@ -85,7 +86,7 @@ class Inferred:
             )  # fmt: skip
         except _NotRememberedError:
             return func(*args, **kwargs)
-        if not operands or torch._C._len_torch_dispatch_stack() != (type(operands[0]) is FakeTensor):
+        if not operands or dispatch_depth() != (type(operands[0]) is FakeTensor):
             return func(*args, **kwargs)
         if key in self._known:
             known = self._known[key]
@@ -231,7 +232,7 @@ def unwatched(call: Callable[..., Any], func: Any, args: Any, kwargs: Any, modes
     """``call(func, args, kwargs)`` without tracing of Python calls, where nothing of the user's runs for the op: where
     it is torch's own, and no more than so many dispatch modes are entered."""
     outer = sys.gettrace()
-    if outer is None or torch._C._len_torch_dispatch_stack() > modes or not func._schema.name.startswith(_BUILT_IN):
+    if outer is None or dispatch_depth() > modes or not func._schema.name.startswith(_BUILT_IN):
         return call(func, args, kwargs)
     sys.settrace(None)
     try:

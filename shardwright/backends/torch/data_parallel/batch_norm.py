@@ -12,18 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from shardwright.backends.torch.compat import BatchNorm
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.watchdog import Watch
 
 
-def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
+def batch_norms(model: nn.Module) -> dict[str, BatchNorm]:
     """Those of this rank that norm by the batch, by path."""
     return {
         path: module
         for path, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and not any(t.is_meta for t in (*module.parameters(), *module.buffers()))
+        if isinstance(module, BatchNorm) and not any(t.is_meta for t in (*module.parameters(), *module.buffers()))
     }
 
 
@@ -82,17 +82,17 @@ class RunningStatistics:
         self._before = {}
 
 
-def _count(module: _BatchNorm) -> int:
+def _count(module: BatchNorm) -> int:
     return 0 if module.num_batches_tracked is None else int(module.num_batches_tracked)
 
 
-def _packed(module: _BatchNorm) -> torch.Tensor:
+def _packed(module: BatchNorm) -> torch.Tensor:
     assert module.running_mean is not None
     assert module.running_var is not None
     return torch.cat([module.running_mean, module.running_var]).double()
 
 
-def _unpack(module: _BatchNorm, packed: torch.Tensor) -> None:
+def _unpack(module: BatchNorm, packed: torch.Tensor) -> None:
     assert module.running_mean is not None
     assert module.running_var is not None
     mean, variance = packed.chunk(2)
@@ -117,7 +117,7 @@ def norm_over_replicas(
 
 
 class _Synchronized:
-    def __init__(self, module: _BatchNorm, bound: BoundMesh, watch: Watch, recording: Callable[[], bool]) -> None:
+    def __init__(self, module: BatchNorm, bound: BoundMesh, watch: Watch, recording: Callable[[], bool]) -> None:
         self.module, self.group, self.watch, self.recording = module, bound.handles["dp"], watch, recording
         self.peers = f"dp peers, ranks {list(bound.groups['dp'])}, to norm by the batch of all"
         self.plain = module.forward

@@ -5,9 +5,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardwright.backends.torch.capture.ops import Ref
+from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.loss.ops import Counted
 from shardwright.backends.torch.loss.trace import LossTrace, Made
 

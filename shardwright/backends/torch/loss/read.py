@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.backends.torch.capture.fake_state import fake_state, real_state
 from shardwright.backends.torch.capture.model import noted_calls, plain_torch
 from shardwright.backends.torch.capture.stand_in import no_remembered_results
 from shardwright.backends.torch.capture.value_reads import require_room_for_values
+from shardwright.backends.torch.compat import FakeTensorMode, below_autograd
 from shardwright.backends.torch.loss.counts import Counting, NotOfBatchError
 from shardwright.backends.torch.loss.ops import DifferentRunsError, Translation, require_alike_alone
 from shardwright.backends.torch.loss.trace import LossTrace
@@ -230,7 +230,7 @@ class _Reading:
                 self.listening(losses),
                 noted_calls(trace, self.paths),
                 trace,
-                torch._C._AutoDispatchBelowAutograd(),
+                below_autograd(),
             ):
                 self.body(given)
         return trace, losses.given

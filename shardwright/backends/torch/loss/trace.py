@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.backends.torch.capture.host_draws import host_state
 from shardwright.backends.torch.capture.ops import Ref, Template
 from shardwright.backends.torch.capture.recorder import Func, Recorded, Recorder, bind, dtype_name
 from shardwright.backends.torch.capture.remembered_results import unwatched
+from shardwright.backends.torch.compat import FakeTensor
 from shardwright.core.rules import op_rules as labels
 
 SMALL = 4096

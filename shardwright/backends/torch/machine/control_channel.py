@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
+from shardwright.backends.torch.compat import Store, default_store
 from shardwright.backends.torch.machine.local_links import LocalLink, LocalLinks
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.watchdog import PeerError, Watch
@@ -310,9 +310,3 @@ def ranks_text(ranks: Sequence[int]) -> str:
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]} to {ranks[-1]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
-def default_store() -> Store:
-    """The store of the process group of all ranks."""
-    store: Store = dist.distributed_c10d._get_default_store()
-    return store

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import Store
-
+from shardwright.backends.torch.compat import Store
 from shardwright.backends.torch.machine.agreement import by_value, values_text
 from shardwright.backends.torch.machine.control_channel import ranks_text
 from shardwright.core.errors import ClusterError, DisagreementError

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
+from shardwright.backends.torch.compat import Store
 from shardwright.backends.torch.machine.watchdog import Fault, Watch, report
 
 BEAT_S = 1.0

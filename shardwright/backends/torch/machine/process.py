@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 
+from shardwright.backends.torch.compat import HashStore, PrefixStore, Store, default_store, set_timeout
 from shardwright.backends.torch.machine.heartbeat import Pulse
 from shardwright.backends.torch.machine.mesh import BoundMesh, bind
 from shardwright.backends.torch.machine.rendezvous import LOOPBACK, Meeting, meet
@@ -151,14 +151,14 @@ def start(
             )
         if dist.get_world_size() == 1:
             return None
-        handshake(distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+        handshake(default_store(), dist.get_rank(), dist.get_world_size())
         return _joined_before()
     timeout = timedelta(seconds=timeout_s)
     name = backend or ("nccl" if device.type == "cuda" else "gloo")
     if launch.world_size == 1:
         if name == "gloo":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = torch._C._distributed_c10d.HashStore()
+        store = HashStore()
         dist.init_process_group(name, store=store, rank=0, world_size=1, timeout=timeout)
         return None
     if launch.master_address is None:
@@ -198,7 +198,7 @@ def _meeting(launch: Launch, address: str, timeout_s: float) -> Meeting:
 def wait_longer(group: ProcessGroup | None) -> None:
     """Let the collectives of a group take as long as peers may take that live: they were made within less."""
     if group is not None and dist.get_backend(group) in ("gloo", "nccl"):
-        distributed_c10d._set_pg_timeout(timedelta(seconds=LONGEST_WAIT_S), group)
+        set_timeout(group, timedelta(seconds=LONGEST_WAIT_S))
 
 
 _runs = 0
@@ -209,7 +209,7 @@ def _joined_before() -> Joined | None:
     """Of a process group that somebody else made."""
     global _runs
     _runs += 1
-    store: Any = distributed_c10d._get_default_store()
+    store: Any = default_store()
     try:
         store.clone()
     except (AttributeError, RuntimeError):  # of a kind that has one user

@@ -17,8 +17,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-
+from shardwright.backends.torch.compat import PrefixStore, Store, TCPStore
 from shardwright.core.errors import ClusterError
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})

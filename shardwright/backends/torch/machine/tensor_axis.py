@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed import _functional_collectives as functional
 
+from shardwright.backends.torch.compat import functional_collectives as functional
 from shardwright.backends.torch.machine.pipeline_messages import as_carried
 from shardwright.backends.torch.machine.tensor_shards import piece_of, whole_of
 from shardwright.backends.torch.machine.watchdog import LONGEST_WAIT_S, Watch

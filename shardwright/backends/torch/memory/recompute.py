@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.program.program import ObjectRef, Step, keep_modules, tensors_in
 from shardwright.backends.torch.program.randomness import Streams
 

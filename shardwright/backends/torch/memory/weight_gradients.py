@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from shardwright.backends.torch.compat import collects_all_gradients, transforms_are_active
 from shardwright.core.errors import CaptureError
 
 _linear, _addmm, _embedding = functional.linear, torch.addmm, functional.embedding
@@ -111,7 +112,7 @@ def collecting() -> Iterator[Deferred]:
 def _put_off() -> Deferred | None:
     """Where to put a weight gradient now. A gradient that code of the model's own asks for, by ``autograd.grad`` in the
     middle of its forward or backward, is no part of the step's backward."""
-    return _collecting if _collecting is not None and torch.autograd._is_checkpoint_valid() else None
+    return _collecting if _collecting is not None and collects_all_gradients() else None
 
 
 def _can_defer(given: Any, weight: Any) -> bool:
@@ -122,7 +123,7 @@ def _can_defer(given: Any, weight: Any) -> bool:
         and torch.is_grad_enabled()
         and type(given) in (torch.Tensor, nn.Parameter)
         and not (given.is_complex() or weight.is_complex())  # whose gradients are products with conjugates
-        and not torch._C._are_functorch_transforms_active()
+        and not transforms_are_active()
     )
 
 

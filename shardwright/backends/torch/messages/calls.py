@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.backends.torch.compat import keeps_current_graph
 from shardwright.backends.torch.messages.autograd_across_ranks import Gradients, as_inputs, as_outputs
 from shardwright.backends.torch.messages.microbatch_threads import Strand, Turns
 from shardwright.backends.torch.messages.owners import Owners
@@ -196,7 +197,7 @@ class Calls:
             )
         present = tuple(gradient is not None for gradient in gradients)
         tensors = [gradient for gradient in gradients if gradient is not None]
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep = keeps_current_graph()
         self.wire.send(owner, Kind.GRADIENT, strand.microbatch, call, (present, keep), tensors)
         answer = self._await(strand, owner, call, f"the gradients of {path!r}")
         return _spread(answer.body, [tensor.to(self.device) for tensor in answer.tensors])

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from shardwright.backends.torch.compat import DisableTorchFunctionSubclass, pytree
 from shardwright.backends.torch.messages.microbatch_threads import current_strand
 
 _ABOUT = {
@@ -29,7 +29,7 @@ _DEVICE = torch.Tensor.device.__get__
 
 def _use(function: Any, args: Any, kwargs: Any) -> Any:
     strand = current_strand()
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         if strand is None or function in _ABOUT:
             return function(*args, **kwargs)
         if function is _DEVICE:

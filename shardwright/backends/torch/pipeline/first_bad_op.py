@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as modules
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwright.backends.torch.compat import TorchDispatchMode, current_node, pytree, sequence_number
 from shardwright.backends.torch.machine.watchdog import Watch
 
 _WITHOUT_VALUES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_")
@@ -71,7 +70,7 @@ class OpChecks(TorchDispatchMode):
 
     def _at(self, stack: list[str]) -> None:
         self._stack = stack
-        self._numbers.append(torch._C._autograd._get_sequence_nr())
+        self._numbers.append(sequence_number())
         self._paths.append(stack[-1] if stack else "")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,7 +88,7 @@ class OpChecks(TorchDispatchMode):
         return made
 
     def _said(self, name: str) -> str:
-        node: Any = torch._C._current_autograd_node()
+        node: Any = current_node()
         if node is None:
             path, way = (self._stack[-1] if self._stack else ""), "forward"
         else:

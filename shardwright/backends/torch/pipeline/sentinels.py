@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from shardwright.backends.torch.compat import norms_of
 from shardwright.backends.torch.machine.watchdog import Watch
 from shardwright.backends.torch.pipeline.first_bad_op import OpChecks
 from shardwright.core.errors import NonFiniteError
@@ -85,7 +86,7 @@ class Sentinel:
             noted.losses.clear()
         elif held:
             gradients = [torch.view_as_real(g.detach()) if g.is_complex() else g.detach() for _, g in held]
-            norms = torch._foreach_norm(gradients)
+            norms = norms_of(gradients)
             noted.gradients = [(name, norm) for (name, _), norm in zip(held, norms, strict=True)]
         if not noted.losses and not noted.gradients:
             return

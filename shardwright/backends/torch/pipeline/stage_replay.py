@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils import _pytree as pytree
 
+from shardwright.backends.torch.compat import CustomFunctionNode, pytree
 from shardwright.backends.torch.machine.watchdog import Watch
 from shardwright.backends.torch.memory.recompute import Recompute
 from shardwright.backends.torch.memory.weight_gradients import Deferred
@@ -352,6 +352,6 @@ def _are_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 def _gradient_edge(tensor: torch.Tensor) -> GradientEdge:
     """Where a tensor's gradient goes in, which keeps the graph and not the tensor. An edge to a function written in
     Python does not keep what lies behind it in every version of torch; one to a view of what that made does."""
-    if isinstance(tensor.grad_fn, torch._C._FunctionBase):
+    if isinstance(tensor.grad_fn, CustomFunctionNode):
         tensor = tensor.view_as(tensor)
     return get_gradient_edge(tensor)

@@ -7,13 +7,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.backends.torch.capture.fake_state import GROUPED_PRODUCT, grouped_product
 from shardwright.backends.torch.capture.remembered_results import ASKS_DEVICE, Inferred, unwatched
+from shardwright.backends.torch.compat import FakeTensor, TorchDispatchMode, pytree
 from shardwright.backends.torch.program.value_ledger import Ledger, memory_of
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from shardwright.backends.torch.compat import OpOverload, pytree
 from shardwright.backends.torch.program.python_numbers import Expression
 from shardwright.backends.torch.program.python_values import PythonValues
 
@@ -267,7 +267,7 @@ def is_plain(item: Any) -> bool:
     """Whether an argument can be kept by reference: it holds no tensor of the step and nobody writes to it."""
     if isinstance(item, slice):
         return not tensors_in(item)
-    return isinstance(item, (*_PLAIN, torch._ops.OpOverload))
+    return isinstance(item, (*_PLAIN, OpOverload))
 
 
 def tensors_in(root: Any) -> list[torch.Tensor]:

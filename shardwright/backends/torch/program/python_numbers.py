@@ -18,8 +18,8 @@ from typing import Any, NoReturn, SupportsIndex
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
+from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.program.python_places import Clock, Holder
 
 Place = tuple[int, Any]

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardwright.backends.torch.compat import OpOverload
 from shardwright.backends.torch.program.draft_steps import Draft
 from shardwright.backends.torch.program.program import (
     ConstantRef,
@@ -57,7 +58,7 @@ def stream_seed(seed: int, step: int, microbatch: int, context: Context) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-def draws(function: torch._ops.OpOverload, args: Any, kwargs: Any) -> bool:
+def draws(function: OpOverload, args: Any, kwargs: Any) -> bool:
     """Whether a call of an op draws random numbers: attention without dropout does not, though its op may."""
     if torch.Tag.nondeterministic_seeded not in function.tags:
         return False

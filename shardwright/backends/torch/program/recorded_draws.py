@@ -12,10 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwright.backends.torch.capture.host_draws import CONSTRUCTORS, FROM_NUMPY, DrawnArray, HostFunction, of_array
+from shardwright.backends.torch.compat import DisableTorchFunction, pytree, without_dispatch_modes
 from shardwright.backends.torch.program.draft_steps import Draft, Frame
 from shardwright.backends.torch.program.program import Context, Guard, tensors_in
 from shardwright.backends.torch.program.python_numbers import Tape
@@ -80,7 +79,7 @@ class RecordedDraws:
         recording = self.recording
         if not recording.frames:
             raise reads_what_it_computed(recording.model, None, read.function)
-        with _disable_current_modes():
+        with without_dispatch_modes():
             result = decide(recording.ledger.values, recording.ledger.drafts, self.inputs, self.moment, read)
         self._guard(read, result)
         return result
@@ -100,7 +99,7 @@ class RecordedDraws:
         if recording.unit_depth or not recording.frames:
             return function(*args, **kwargs)
         args, kwargs = recording.tape.plain((args, kwargs), fix=True)
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
+        with DisableTorchFunction(), without_dispatch_modes():
             draft = recording.make_draft(None, 0, HostFunction(function), (args, kwargs), None, kept=False)
             recording.note_draw(draft)
             draft.draws_on_host = True

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from shardwright.backends.torch.capture.fake_state import (
     VALUE_DEPENDENT,
@@ -28,6 +26,7 @@ from shardwright.backends.torch.capture.host_draws import generator_state, host_
 from shardwright.backends.torch.capture.loss_scaler import real_scales
 from shardwright.backends.torch.capture.stand_in import no_remembered_results
 from shardwright.backends.torch.capture.value_reads import READING, masks_of, require_room_for_values
+from shardwright.backends.torch.compat import FakeTensorMode, pytree
 from shardwright.backends.torch.program.draft_steps import Draft, Frame
 from shardwright.backends.torch.program.hooks import Functions, Ops, patched_modules
 from shardwright.backends.torch.program.program import (

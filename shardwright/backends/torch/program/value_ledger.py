@@ -4,9 +4,9 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardwright.backends.torch.compat import FakeTensor
 from shardwright.backends.torch.program.draft_steps import Draft
 from shardwright.backends.torch.program.program import ConstantRef, Leaf, ObjectRef, ParameterRef, Value, ValueRef
 from shardwright.backends.torch.program.refusals import said, where

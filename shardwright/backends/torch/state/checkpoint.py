@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwright.backends.torch.compat import EXTRA_STATE_KEY
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.pipeline_messages import as_carried
 from shardwright.backends.torch.machine.watchdog import Watch
@@ -114,7 +115,7 @@ def load(
     return missing, unexpected
 
 
-_EXTRA = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+_EXTRA = EXTRA_STATE_KEY
 
 
 def _listed(names: list[str]) -> str:

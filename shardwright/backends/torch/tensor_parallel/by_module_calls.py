@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from shardwright.backends.torch.capture.batch_dims import Sample
+from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.machine.tensor_axis import Axis
 from shardwright.backends.torch.program.program import (
     ConstantRef,

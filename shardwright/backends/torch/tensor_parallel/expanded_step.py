@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.machine.tensor_shards import local_shape
 from shardwright.backends.torch.program.program import (
     ConstantRef,

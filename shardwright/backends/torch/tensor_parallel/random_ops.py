@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shardwright.backends.torch.compat import safe_softmax
 from shardwright.backends.torch.machine.tensor_axis import Axis
 from shardwright.backends.torch.machine.tensor_shards import piece_of
 from shardwright.core.layout.placements import Split
@@ -54,7 +55,7 @@ def attention(
         mask = torch.zeros(mask.shape, dtype=scores.dtype, device=mask.device).masked_fill_(~mask, -math.inf)
     if mask is not None:
         scores = scores + mask
-    return (torch._safe_softmax(scores, -1) * kept) @ value
+    return (safe_softmax(scores, -1) * kept) @ value
 
 
 def _own_piece(whole: torch.Tensor, place: Split, axis: Axis) -> torch.Tensor:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.backends.torch import CAPABILITIES
 from shardwright.backends.torch.capture.batch_dims import Leaf, Sample
@@ -20,6 +19,7 @@ from shardwright.backends.torch.capture.model import _NeedsValuesError, _Run, _S
 from shardwright.backends.torch.capture.ops import Ref, Template
 from shardwright.backends.torch.capture.recorder import Func, Recorder, View
 from shardwright.backends.torch.capture.unflatten import unflatten_products, without_unused
+from shardwright.backends.torch.compat import FakeTensor
 from shardwright.backends.torch.program.program import Context, tensors_in
 from shardwright.backends.torch.program.randomness import draws
 from shardwright.core.errors import CaptureError

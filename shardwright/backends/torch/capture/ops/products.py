@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.backends.torch.capture.ops.template import OpCall, Ref, rule, shapes
+from shardwright.backends.torch.compat import FakeTensor
 from shardwright.core.cost.saved_activations import WITH_DROPOUT
 from shardwright.core.rules import op_rules as labels
 from shardwright.core.rules.op_rules import Labelled

@@ -1,0 +1,76 @@
+"""The private names of JAX that this backend leans on, all of them here, and what is done where one is gone.
+
+Each is looked up when it is first asked for, and tried; a JAX that keeps it differently (0.10 is known) does without
+it, slower, with the same results.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from importlib import import_module
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import serialize_executable
+from jax.sharding import NamedSharding
+
+Copy = Callable[[Sequence[Any], Sequence[NamedSharding]], list[Any]]
+
+
+@cache
+def direct_copy() -> Copy | None:
+    """Arrays to shardings that split them as their own do, on other devices; not for deleted ones. It is what
+    `jax.device_put` ends in. None where JAX does not have it."""
+    try:
+        client = import_module("jax._src.lib").xla_client
+        copy, reuse = client.batched_copy_array_to_devices_with_sharding, client.ArrayCopySemantics.REUSE_INPUT
+
+        def run(arrays: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
+            made: list[Any] = copy(arrays, [at._internal_device_list for at in targets], targets, [reuse] * len(arrays))
+            return made
+
+        devices = jax.local_devices()
+        here, there = (
+            NamedSharding(jax.sharding.Mesh([device], "all"), jax.sharding.PartitionSpec())
+            for device in (devices[0], devices[-1])
+        )
+        (found,) = run([jax.device_put(7, here)], [there])
+        return run if int(found) == 7 and found.sharding == there else None
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):  # JAX's own errors are the last
+        return None
+
+
+@cache
+def weak_type() -> Callable[[Any], Any] | None:
+    """What makes a number give way to the dtypes it meets, as Python's own do. None where JAX does not have it: then
+    numbers that change are compiled in."""
+    try:
+        convert = import_module("jax._src.lax.lax")._convert_element_type
+        made = jax.eval_shape(
+            lambda x: convert(x, weak_type=True) * jax.numpy.ones((), jax.numpy.bfloat16), np.float32(1)
+        )
+        return partial(convert, weak_type=True) if made.dtype == jax.numpy.bfloat16 else None
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return None
+
+
+def reader_on(file: Any, devices: tuple[jax.Device, ...]) -> Any:
+    """A reader of a compiled program that this process has just serialised, which loads it on other devices. Raises
+    AttributeError, ImportError or TypeError under a JAX that keeps compiled programs in another form."""
+    options = import_module("jax._src.compiler").get_compile_options(
+        num_replicas=1,
+        num_partitions=len(devices),
+        device_assignment=np.array([[device.id for device in devices]]),
+        backend=devices[0].client,
+    )
+
+    class Moving(serialize_executable._JaxPjrtUnpickler):
+        def persistent_load(self, pid: tuple[Any, ...]) -> Any:
+            if pid[0] == "exec":
+                return self.backend.deserialize_executable(
+                    pid[1], executable_devices=self.execution_devices, compile_options=options
+                )
+            return super().persistent_load(pid)  # type: ignore[no-untyped-call]
+
+    reader: Any = Moving(file, devices[0].client, devices)  # type: ignore[no-untyped-call]
+    return reader

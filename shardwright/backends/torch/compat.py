@@ -1,0 +1,157 @@
+"""The private names of PyTorch that this backend leans on, all of them here, and what is done where one is gone.
+
+Known in torch 2.6 to 2.13. Without those that are imported there is no capture and no recording, so that a torch that
+lacks one is refused by name; what a function here asks of torch falls back on something slower where it can.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.core.errors import MissingFrameworkError
+
+try:
+    from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+    from torch._C import _AutoDispatchBelowAutograd as below_autograd  # a context manager
+    from torch._C import _FunctionBase as CustomFunctionNode
+    from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+    from torch._ops import OpOverload
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+        in_kernel_invocation_manager,
+    )
+    from torch.distributed import _functional_collectives as functional_collectives
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+    from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_KEY
+    from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+    from torch.utils import _pytree as pytree
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
+except ImportError as error:
+    raise MissingFrameworkError(
+        f"torch {torch.__version__} lacks what Shardwright records steps with ({error}): install torch 2.6 to 2.13"
+    ) from error
+
+FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
+COMPILER = "torch._dynamo"
+"""The module of torch.compile: it is loaded when it is first used."""
+
+__all__ = [
+    "COMPILER",
+    "EXTRA_STATE_KEY",
+    "FAKE_TENSOR_LOGGER",
+    "BatchNorm",
+    "CustomFunctionNode",
+    "DataDependentOutputException",
+    "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "HashStore",
+    "IncompatibleKeys",
+    "OpOverload",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "TorchDispatchMode",
+    "below_autograd",
+    "collects_all_gradients",
+    "current_fake_mode",
+    "current_node",
+    "default_store",
+    "dispatch_depth",
+    "functional_collectives",
+    "in_kernel_invocation_manager",
+    "keeps_current_graph",
+    "mkldnn_enabled",
+    "norms_of",
+    "pytree",
+    "safe_softmax",
+    "sequence_number",
+    "set_mkldnn_enabled",
+    "set_timeout",
+    "transforms_are_active",
+    "without_dispatch_modes",
+]
+
+
+def current_fake_mode() -> Any:
+    """The fake tensor mode that is entered, or None."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
+def dispatch_depth() -> int:
+    """How many dispatch modes are entered."""
+    return torch._C._len_torch_dispatch_stack()
+
+
+def current_node() -> Any:
+    """The autograd node whose backward runs now, or None."""
+    return torch._C._current_autograd_node()
+
+
+def sequence_number() -> int:
+    """The number that the next autograd node of this thread gets."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def keeps_current_graph() -> bool:
+    """Whether the backward pass that runs now keeps its graph (``retain_graph``)."""
+    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return keeps
+
+
+def collects_all_gradients() -> bool:
+    """Whether the backward pass that runs now is of all leaves, and not of some, as in `torch.autograd.grad`."""
+    collects: bool = torch.autograd._is_checkpoint_valid()
+    return collects
+
+
+def transforms_are_active() -> bool:
+    """Whether a transform of `torch.func` is at work."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def mkldnn_enabled() -> bool:
+    """Whether oneDNN computes."""
+    enabled: bool = torch._C._get_mkldnn_enabled()
+    return enabled
+
+
+def set_mkldnn_enabled(enabled: bool) -> None:
+    """Let oneDNN compute, or not."""
+    torch._C._set_mkldnn_enabled(enabled)
+
+
+def default_store() -> Store:
+    """The store of the default process group."""
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def set_timeout(group: dist.ProcessGroup, longest: timedelta) -> None:
+    """Let the collectives of a group take so long."""
+    dist.distributed_c10d._set_pg_timeout(longest, group)
+
+
+def norms_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The norm of each tensor, in one call where torch has it."""
+    together = getattr(torch, "_foreach_norm", None)
+    return [torch.linalg.vector_norm(each) for each in tensors] if together is None else together(list(tensors))
+
+
+def safe_softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:
+    """Softmax that is 0 where a row is masked whole, and not NaN."""
+    own = getattr(torch, "_safe_softmax", None)
+    if own is not None:
+        made: torch.Tensor = own(scores, dim)
+        return made
+    return torch.softmax(scores, dim).masked_fill((scores == -torch.inf).all(dim, keepdim=True), 0.0)
