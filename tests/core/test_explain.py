@@ -8,7 +8,7 @@ import shardwright as sw
 from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.model.fold import fold
 from shardwright.core.model.structure import in_own_dims
-from shardwright.core.plan.realise import terms_of
+from shardwright.core.plan.realised_layouts import terms_of
 from shardwright.core.solver import Frame, solve_at
 from shardwright.core.solver.op_layouts import choose, pins_of
 from tests.core.toy import decoder

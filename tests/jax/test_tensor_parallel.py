@@ -17,7 +17,7 @@ import shardwright.jax as sw
 from examples import gpt2_flax
 from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Layout, Split
-from shardwright.core.plan.realise import realise
+from shardwright.core.plan.realised_layouts import realise
 from tests.comparison import Comparison
 from tests.jax import collectives, zoo_dropout
 from tests.jax.chains import named

@@ -9,7 +9,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 import shardwright as sw
 from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.model.fold import fold
-from shardwright.core.plan.realise import realise
+from shardwright.core.plan.realised_layouts import realise
 
 WIDTH, HEADS, LENGTH, VOCABULARY, RANKS = 512, 8, 128, 8192, 4
 

@@ -12,7 +12,7 @@ from transformers import ResNetConfig, ResNetForImageClassification
 import shardwright as sw
 from shardwright.backends.torch.state.ownership import place
 from shardwright.core.layout.placements import Replicate
-from shardwright.core.plan.realise import realise
+from shardwright.core.plan.realised_layouts import realise
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,10 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwright.core.cluster.hardware import Device, Link, link_names, load_device, load_link, profile_names, schema
+from shardwright.core.cluster.hardware import (
+    Device,
+    Link,
+    link_names,
+    load_device,
+    load_link,
+    profile_fields,
+    profile_names,
+)
 from shardwright.core.errors import ClusterError
 
-_GROUP_KEYS = tuple(schema.GroupTable.model_fields)
+_GROUP_KEYS = tuple(profile_fields.GroupTable.model_fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +41,11 @@ class Contents:
 
 def read(path: Path) -> dict[str, Any]:
     """The document at ``path``. Raises ClusterError when there is none, or it is not TOML."""
-    return schema.read_toml(path, "cluster file")
+    return profile_fields.read_toml(path, "cluster file")
 
 
 def parse(document: dict[str, Any], source: str) -> Contents:
-    """``document`` checked against the schema. Raises ClusterError that names the path of each fault."""
+    """``document`` checked against the profile_fields. Raises ClusterError that names the path of each fault."""
     at_top = [key for key in document if key in _GROUP_KEYS]
     if "groups" in document and at_top:
         raise ClusterError(f"{source}: {at_top[0]} stands at the top beside groups; move it into one of them")
@@ -48,10 +56,10 @@ def parse(document: dict[str, Any], source: str) -> Contents:
         assumed: tuple[str | int, ...] = ("groups", 0)
     else:
         assumed = ()
-    table = schema.parse(schema.ClusterFile, document, source, assumed=assumed)
+    table = profile_fields.parse(profile_fields.ClusterFile, document, source, assumed=assumed)
     groups = tuple(
         Group(
-            group.device if isinstance(group.device, str) else schema.to_device(group.device, source),
+            group.device if isinstance(group.device, str) else profile_fields.to_device(group.device, source),
             group.nodes,
             group.devices_per_node,
             _link(group.intra_node, source),
@@ -77,22 +85,24 @@ def document(groups: Sequence[Group], inter_node: Link | None, inter_region: Lin
     links = {"inter_node": inter_node, "inter_region": inter_region}
     between = {name: _link_entry(link) for name, link in links.items() if link is not None}
     inside: dict[str, Any] = tables[0] if len(tables) == 1 else {"groups": tables}
-    return {"format": schema.FORMAT} | inside | between
+    return {"format": profile_fields.FORMAT} | inside | between
 
 
-def _link(given: "str | schema.UserLinkTable | None", source: str) -> str | Link | None:
-    return schema.to_link(given.name, given, source) if isinstance(given, schema.UserLinkTable) else given
+def _link(given: "str | profile_fields.UserLinkTable | None", source: str) -> str | Link | None:
+    return (
+        profile_fields.to_link(given.name, given, source) if isinstance(given, profile_fields.UserLinkTable) else given
+    )
 
 
 def _device_entry(device: str | Device) -> str | dict[str, Any]:
     if isinstance(device, str):
         return device
     known = load_device(device.name) if device.name in profile_names() else None
-    return device.name if device == known else schema.device_document(device, known)
+    return device.name if device == known else profile_fields.device_document(device, known)
 
 
 def _link_entry(link: str | Link | None) -> str | dict[str, Any]:
     if not isinstance(link, Link):
         raise ClusterError(f"a saved cluster holds links, given {link!r}")
     known = load_link(link.name) if link.name in link_names() else None
-    return link.name if link == known else schema.link_document(link, known)
+    return link.name if link == known else profile_fields.link_document(link, known)

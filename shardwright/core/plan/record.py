@@ -41,7 +41,7 @@ class Costs:
     boundary_s: tuple[Seconds, ...]
     """Seconds to send them to the next stage."""
     rates: Rates
-    """What the tensor layouts were chosen by: `core.plan.realise` completes them by the same."""
+    """What the tensor layouts were chosen by: `core.plan.realised_layouts` completes them by the same."""
     ranks: tuple["RankCosts", ...] = ()
     """For every pipeline rank its own seconds, where devices or links differ; empty where all ranks cost the same."""
     idle_lent: Share = 0.0

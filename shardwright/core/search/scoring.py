@@ -14,15 +14,13 @@ from shardwright.core.search.bounds import SAFE, Bounds
 from shardwright.core.search.partition_input import partition_input
 from shardwright.core.search.predict import least_makespan_s, simulated_makespan_s
 from shardwright.core.search.rank_peaks import by_stage, is_long, less_apart, with_activations
+from shardwright.core.search.recomputed_units import as_few_as_memory_asks_for
 from shardwright.core.search.request import Request
 from shardwright.core.search.space import Pipelining, Policy, Shape, require_starts, splits_backward
 from shardwright.core.tables.cost_tables import CostTables
 from shardwright.core.tables.memory import STAYING, MemoryUse, live_microbatches
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.unit_table import MemoryRequest
-
-MOST_GIVEN_UP = 3
-"""Of every stage's kept units, how many may give their memory to what is on its way to the host or back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +156,9 @@ class Scorer:
         if some_are_kept:
             policy = fitting[0][0]
             decision = self.bounds.decision(shape, policy, pipelining, starts)
-            ranked, kept, memory = self._keeping(decision, ranked, live)
+            ranked, kept, memory = as_few_as_memory_asks_for(
+                decision, ranked, live, self._request_of(decision), self._memory, may_offload=self._may_offload
+            )
             fitting = [(policy, memory)]
         least = self._least_s(shape, [policy for policy, _ in fitting], pipelining, starts, ranked)
         return Draft(shape, pipelining, starts, tuple(fitting), least, ranked, kept)
@@ -173,56 +173,10 @@ class Scorer:
         memory = whole.memory(decision.stage_starts, placement, live, self._request_of(decision))
         return not whole.over_bytes(memory) and not whole.over_bytes(self._memory(decision, whole, live))
 
-    def _keeping(
-        self, decision: Decision, ranked: RankTables, live: Sequence[int]
-    ) -> tuple[RankTables, tuple[int, ...], tuple[MemoryUse, ...]]:
-        """What fits with every unit recomputed, with as many kept as fit, and its memory."""
-        starts, placement = decision.stage_starts, decision.stage_ranks
-        kept = ranked.kept_units(starts, placement, live, self._request_of(decision))
-        while True:
-            keeping = ranked.keeping(kept) if kept else ranked
-            memory = self._memory(decision, keeping, live)
-            left = keeping.kept_but_one(kept, starts, placement, memory)
-            if left == kept:
-                break
-            kept = left
-        if self._may_offload:
-            return self._offloading(decision, keeping, live, kept, memory)
-        return keeping, kept, memory
-
     @property
     def _may_offload(self) -> bool:
         able = all(runtime.offload for runtime in self.request.runtimes or (self.tables.graph.capabilities,))
         return able if self.request.offload is None else self.request.offload
-
-    def _offloading(
-        self,
-        decision: Decision,
-        keeping: RankTables,
-        live: Sequence[int],
-        kept: tuple[int, ...],
-        memory: tuple[MemoryUse, ...],
-    ) -> tuple[RankTables, tuple[int, ...], tuple[MemoryUse, ...]]:
-        """The same with some units offloaded, where that is faster and fits: what is on its way takes memory, for which
-        units that would be kept may have to go."""
-        starts, placement = decision.stage_starts, decision.stage_ranks
-        best = keeping, kept, memory
-        least = max(work.seconds for work in keeping.work(starts, placement))
-        ends = keeping.ends(starts)
-        for fewer in range(MOST_GIVEN_UP + 1):
-            left = tuple(unit for a, b in ends for unit in [u for u in kept if a <= u < b][fewer:])
-            away = keeping.keeping(left).offloaded_units(starts, placement)
-            while away:
-                tried = keeping.keeping(left, away)
-                use = self._memory(decision, tried, live)
-                if not tried.over_bytes(use):
-                    seconds = max(work.seconds for work in tried.work(starts, placement))
-                    if seconds < least * (1 - 1e-9):
-                        best, least = (tried, left, use), seconds
-                    break
-                # One less of every stage.
-                away = tuple(u for a, b in ends for u in [v for v in away if a <= v < b][:-1])
-        return best
 
     def finished(self, draft: Draft) -> Scored:
         """A draft with its pipeline simulated, under the best of its policies (the first, which saves least, of

@@ -12,7 +12,7 @@ from shardwright.core.cost.unit_work import Collective, WorkCounter
 from shardwright.core.errors import PlanError, PlanWarning
 from shardwright.core.layout.placements import Partial, Replicate
 from shardwright.core.model.fold import fold
-from shardwright.core.plan.realise import realise
+from shardwright.core.plan.realised_layouts import realise
 from shardwright.core.search.request import Request
 from shardwright.core.search.search import make_plan
 from tests.core.toy import decoder

@@ -22,7 +22,7 @@ from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.layout.conversion_bytes import table_bytes
 from shardwright.core.layout.placements import Placement, Split
 from shardwright.core.model.fold import fold
-from shardwright.core.plan.realise import of_unit
+from shardwright.core.plan.realised_layouts import of_unit
 from shardwright.core.solver import AxisCost, Setting, lightest_bytes, solve
 from tests.comparison import Comparison
 

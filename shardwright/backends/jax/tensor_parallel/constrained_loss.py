@@ -21,7 +21,7 @@ from shardwright.backends.jax.tensor_parallel.constraints import Guides, guides
 from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Layout, Split
 from shardwright.core.plan.plan import Plan
-from shardwright.core.plan.realise import realise
+from shardwright.core.plan.realised_layouts import realise
 
 AXIS = "tp"
 

@@ -23,11 +23,11 @@ from shardwright.backends.torch.machine.watchdog import PeerError, Watch, report
 from shardwright.backends.torch.messages.call_patches import patched_calls
 from shardwright.backends.torch.messages.calls import Calls
 from shardwright.backends.torch.messages.microbatch_threads import StoppedError, Strand, Threads, Turns, current_strand
-from shardwright.backends.torch.messages.outcome import MicrobatchResult, Outcome
 from shardwright.backends.torch.messages.owners import Owners
 from shardwright.backends.torch.messages.random_by_call import Draws
 from shardwright.backends.torch.messages.remote_errors import Failure, StepFailedError, describe
 from shardwright.backends.torch.messages.remote_parameters import make_ghosts
+from shardwright.backends.torch.messages.step_outcome import MicrobatchResult, Outcome
 from shardwright.backends.torch.messages.thread_modes import Modes
 from shardwright.backends.torch.messages.transport import Envelope, Kind, Wire
 from shardwright.backends.torch.pipeline.step_results import Returned, Shares

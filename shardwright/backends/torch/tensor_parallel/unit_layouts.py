@@ -11,7 +11,7 @@ from shardwright.core.layout.unit_layouts import Link, RealisedUnit
 from shardwright.core.model.fold import Folded, Unit, fold
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.plan import Plan
-from shardwright.core.plan.realise import realise, terms_of
+from shardwright.core.plan.realised_layouts import realise, terms_of
 from shardwright.core.solver import Frame
 from shardwright.core.solver.op_layouts import choose
 from shardwright.core.solver.unit_problem import dual

@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from shardwright.core.cluster.hardware import check, schema
+from shardwright.core.cluster.hardware import check, profile_fields
 from shardwright.core.cluster.hardware.device import Device, Profile
 from shardwright.core.cluster.hardware.link import Link
 from shardwright.core.errors import ClusterError, nearest
@@ -34,7 +34,7 @@ def load_profile(name: str | Path) -> Profile:
     if not isinstance(name, str | Path):
         raise ClusterError(f"hardware is the name of a profile, the path of a profile file or a Device; given {name!r}")
     if isinstance(name, Path) or name.endswith(".toml"):
-        return profile_of(schema.read_toml(Path(name), "hardware profile"), str(name))
+        return profile_of(profile_fields.read_toml(Path(name), "hardware profile"), str(name))
     return _known_profile(name)
 
 
@@ -57,7 +57,7 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(_presets()))
 
 
-def load_preset(name: str) -> schema.PresetTable:
+def load_preset(name: str) -> profile_fields.PresetTable:
     """The kind of node called ``name``. Raises ClusterError when there is none (with the nearest name)."""
     if not isinstance(name, str) or name not in _presets():
         raise ClusterError(f"preset {name!r} is not known; {nearest(str(name), _presets())}")
@@ -65,8 +65,8 @@ def load_preset(name: str) -> schema.PresetTable:
 
 
 @cache
-def _presets() -> dict[str, schema.PresetTable]:
-    table = schema.parse(schema.PresetsFile, _read("presets.toml"), "presets.toml")
+def _presets() -> dict[str, profile_fields.PresetTable]:
+    table = profile_fields.parse(profile_fields.PresetsFile, _read("presets.toml"), "presets.toml")
     for name, preset in table.presets.items():
         check.origins(f"preset {name!r}", {"preset": preset.origin})
     return table.presets
@@ -85,7 +85,7 @@ def _known_profile(name: str) -> Profile:
 def profile_of(document: dict[str, Any], source: str) -> Profile:
     """The profile in a document, as a profile file holds it. Raises ClusterError that names ``source`` and the path of
     each fault inside it."""
-    table = schema.parse(schema.ProfileFile, document, source)
+    table = profile_fields.parse(profile_fields.ProfileFile, document, source)
     links = {}
     for place in ("intra_node", "inter_node"):
         given = getattr(table.links, place)
@@ -95,14 +95,14 @@ def profile_of(document: dict[str, Any], source: str) -> Profile:
             except ClusterError as error:
                 raise ClusterError(f"{source}: links: {error}") from None
         else:
-            links[place] = schema.to_link(given.name, given, f"{source}: links.{place}")
-    return Profile(device=schema.to_device(table, source), **links)
+            links[place] = profile_fields.to_link(given.name, given, f"{source}: links.{place}")
+    return Profile(device=profile_fields.to_device(table, source), **links)
 
 
 @cache
 def _links() -> dict[str, Link]:
-    table = schema.parse(schema.LinksFile, _read("links.toml"), "links.toml")
-    return {name: schema.to_link(name, link, "links.toml") for name, link in table.links.items()}
+    table = profile_fields.parse(profile_fields.LinksFile, _read("links.toml"), "links.toml")
+    return {name: profile_fields.to_link(name, link, "links.toml") for name, link in table.links.items()}
 
 
 def _read(path: str) -> dict[str, Any]:
