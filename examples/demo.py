@@ -27,7 +27,7 @@ import twins  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 import shardwright as sw  # noqa: E402
-from shardwright.core.amounts import count_text, seconds_text  # noqa: E402
+from shardwright.core.values.amounts import count_text, seconds_text  # noqa: E402
 from shardwright.report import save_perfetto, timeline_svg  # noqa: E402
 from shardwright.report.tables import comparison_view  # noqa: E402
 

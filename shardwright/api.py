@@ -10,7 +10,6 @@ from typing import Any, ParamSpec, Protocol, get_type_hints
 from shardwright.backends.registry import framework_of, load, runtimes_of
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.errors import PlanError, nearest
-from shardwright.core.fields import Field, fields_of
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.plan import Plan
 from shardwright.core.rules.pins import pins_of
@@ -20,6 +19,7 @@ from shardwright.core.schedule.timeline import Timeline
 from shardwright.core.search import make_plan
 from shardwright.core.search.request import Options, Request, request_for
 from shardwright.core.tables.cost_tables import unpriced_of
+from shardwright.core.values.fields import Field, fields_of
 
 
 def capture(model: Any, sample: Any, loss: Callable[..., Any] | None = None, *, batch_dims: Any = None) -> Graph:

@@ -8,9 +8,9 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from shardwright.core.errors import ShardwrightError
-from shardwright.core.fields import Field, fields_of
 from shardwright.core.layout.placements import Layout, Split
 from shardwright.core.search.request import Options
+from shardwright.core.values.fields import Field, fields_of
 
 _PANEL = "Decision"
 _REQUIRED = "batch"

@@ -11,7 +11,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from shardwright.core.errors import ShardwrightError
-from shardwright.core.text_files import UNPRINTABLE, visible
+from shardwright.core.values.text_files import UNPRINTABLE, visible
 
 USER_ERROR = 2
 """Exit code when what was given is wrong."""

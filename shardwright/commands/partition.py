@@ -33,7 +33,7 @@ def partition_command(
         rows = [{"partitioner": name} | ({} if j is None else asdict(j)) for name, j in found.judged]
         print_json({"model": graph.model_name, "stages": found.stages, "units": found.units, "partitioners": rows})
         return
-    from shardwright.core.amounts import bytes_text, seconds_text
+    from shardwright.core.values.amounts import bytes_text, seconds_text
     from shardwright.report.tables import new_table
 
     table = new_table(

@@ -10,7 +10,7 @@ from shardwright.core.errors import ShardwrightError
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.files import to_csv
 from shardwright.core.schedule.timeline import Timeline
-from shardwright.core.text_files import write_text
+from shardwright.core.values.text_files import write_text
 
 CsvOption = Annotated[
     Path | None, typer.Option(help="Save the table there, as torch's runtime reads it.", show_default=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.schedule.timeline import Timeline
-from shardwright.core.text_files import path_of, write_text
+from shardwright.core.values.text_files import path_of, write_text
 
 _MICROSECONDS = 1e6
 _LINKS = 1000  # Transfers are shown as threads of their own, numbered from here.

@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from shardwright.core.amounts import bytes_text, seconds_text
 from shardwright.core.search.study import Study
+from shardwright.core.values.amounts import bytes_text, seconds_text
 from shardwright.report.tables import new_table
 
 BAR = 24

@@ -8,7 +8,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.core.amounts import bytes_text, count_text, seconds_text
 from shardwright.core.layout.placements import Layout, Split
 from shardwright.core.plan.breakdown import RankStep
 from shardwright.core.plan.compare import Comparison
@@ -16,6 +15,7 @@ from shardwright.core.plan.memory_over_time import Moment
 from shardwright.core.plan.plan import STALE, Plan
 from shardwright.core.schedule.timeline import Timeline
 from shardwright.core.tables.memory import MemoryUse
+from shardwright.core.values.amounts import bytes_text, count_text, seconds_text
 
 BARS = 64
 """Columns of a picture of memory over time."""

@@ -13,9 +13,9 @@ import pytest
 
 import shardwright as sw
 from shardwright.backends.capabilities import JAX, TORCH
-from shardwright.core.amounts import bytes_text, count_text, seconds_text
 from shardwright.core.layout.placements import Layout, Replicate
 from shardwright.core.schedule.files import from_csv
+from shardwright.core.values.amounts import bytes_text, count_text, seconds_text
 from tests.cli.conftest import run
 from tests.core.toy import decoder
 

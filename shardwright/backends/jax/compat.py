@@ -54,14 +54,14 @@ def weak_type() -> Callable[[Any], Any] | None:
         return None
 
 
-def reader_on(file: Any, devices: tuple[jax.Device, ...]) -> Any:
-    """A reader of a compiled program that this process has just serialised, which loads it on other devices. Raises
+def reader_on(file: Any, devices: Sequence[jax.Device], others: Sequence[jax.Device]) -> Any:
+    """A reader of what this process has just serialised for ``devices``, which loads it on ``others``. Raises
     AttributeError, ImportError or TypeError under a JAX that keeps compiled programs in another form."""
     options = import_module("jax._src.compiler").get_compile_options(
         num_replicas=1,
-        num_partitions=len(devices),
-        device_assignment=np.array([[device.id for device in devices]]),
-        backend=devices[0].client,
+        num_partitions=len(others),
+        device_assignment=np.array([[device.id for device in others]]),
+        backend=others[0].client,
     )
 
     class Moving(serialize_executable._JaxPjrtUnpickler):
@@ -72,5 +72,6 @@ def reader_on(file: Any, devices: tuple[jax.Device, ...]) -> Any:
                 )
             return super().persistent_load(pid)  # type: ignore[no-untyped-call]
 
-    reader: Any = Moving(file, devices[0].client, devices)  # type: ignore[no-untyped-call]
+    reader: Any = Moving(file, others[0].client, others)  # type: ignore[no-untyped-call]
+    reader.devices_by_id = {old.id: new for old, new in zip(devices, others, strict=True)}
     return reader

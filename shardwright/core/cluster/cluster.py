@@ -25,7 +25,7 @@ from shardwright.core.cluster.hardware import (
 from shardwright.core.cluster.toml_file import write
 from shardwright.core.errors import ClusterError
 from shardwright.core.layout.mesh import MOST_RANKS
-from shardwright.core.text_files import path_of
+from shardwright.core.values.text_files import path_of
 
 _NO_INTER_NODE = "a cluster of several nodes needs inter_node: the name of a link, or a Link"
 _NO_INTER_REGION = "a cluster of several regions needs inter_region: the name of a link, or a Link"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.core.errors import ClusterError
-from shardwright.core.text_files import write_text
+from shardwright.core.values.text_files import write_text
 
 
 def write(path: Path, contents: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ every operand that needs a gradient; the bytes of the rest are those of the forw
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from shardwright.core.cost.op_shards import Pieces
 from shardwright.core.cost.opaque_flops import most_flops, result_of
@@ -17,7 +16,6 @@ from shardwright.core.layout.unit_layouts import Link, RealisedUnit, Step
 from shardwright.core.model.fold import Unit
 from shardwright.core.model.graph import ITEM_BYTES, Graph, Op
 
-Precision = Literal["fp32", "bf16", "fp16"]
 PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 FREE_KINDS = frozenset({"view", "create"})

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.errors import CaptureError
-from shardwright.core.fields import Amount
 from shardwright.core.model.blocks import call_tree, find_blocks, parameter_tree
 from shardwright.core.model.graph import Graph
+from shardwright.core.values.fields import Amount
 
 GLUE = "glue"
 

@@ -9,10 +9,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from shardwright.core.amounts import count_text
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.errors import CaptureError
 from shardwright.core.layout.pinned_layout import Pin
+from shardwright.core.values.amounts import count_text
 
 OpKind = Literal[
     "contraction",  # matrix products, einsums, convolutions: 2 · (product of all label sizes) FLOPs

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwright.core.errors import PlanError
-from shardwright.core.fields import Amount, Count
 from shardwright.core.layout.placements import Layout, Placement, Split
 from shardwright.core.model.fold import CallRef, Folded, Unit
 from shardwright.core.model.graph import Graph
+from shardwright.core.values.fields import Amount, Count
 
 SlotDims = tuple[tuple[tuple[Amount, Count], ...], ...]
 """For every slot dim the framework's own dims that make it up, outermost first: (dim, size)."""

@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Literal
 
-from shardwright.core.cost.unit_work import Precision
 from shardwright.core.errors import PlanError, ScheduleError
-from shardwright.core.fields import Amount, Choices, Count, Words, require_fields
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.layout.placements import Layout
 from shardwright.core.schedule import AUTO, Schedule, StageCosts, schedule_names
@@ -15,7 +13,8 @@ from shardwright.core.schedule.checks import require_trains
 from shardwright.core.schedule.family import Sizes
 from shardwright.core.schedule.files import from_csv
 from shardwright.core.schedule.schedule import require_buildable
-from shardwright.core.tables.memory import OPTIMIZER_STATES, Recompute
+from shardwright.core.tables.memory import OPTIMIZER_STATES, Precision, Recompute
+from shardwright.core.values.fields import Amount, Choices, Count, Words, require_fields
 
 LossScope = Literal["replica", "global"]
 ShardLevel = Annotated[int, Choices((0, 1, 2, 3))]

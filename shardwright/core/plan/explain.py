@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwright.core.amounts import bytes_text, seconds_text
 from shardwright.core.errors import PlanError, nearest
 from shardwright.core.layout.picture import picture
 from shardwright.core.layout.placements import Layout, Split
 from shardwright.core.model.structure import SlotDims, in_own_dims, layout_of
 from shardwright.core.plan.plan import STALE, Plan
+from shardwright.core.values.amounts import bytes_text, seconds_text
 
 
 def explain(plan: Plan, parameter: str | None = None) -> str:

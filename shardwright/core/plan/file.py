@@ -14,7 +14,7 @@ from shardwright.core.model.structure import Binding, Structure
 from shardwright.core.plan.record import PlanRecord
 from shardwright.core.plan.schema import VERSION, PlanDocument
 from shardwright.core.plan.sections import from_section, section_of, to_section
-from shardwright.core.text_files import write_text
+from shardwright.core.values.text_files import write_text
 
 FORMAT = "shardwright-plan"
 MOST_VALUES = 2_000_000

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 
-from shardwright.core.amounts import bytes_text, seconds_text
 from shardwright.core.errors import PlanError, PlanFileError, PlanWarning, ShardwrightError, nearest
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.layout.placements import Layout, Split
@@ -25,7 +24,8 @@ from shardwright.core.plan.decision import summarize
 from shardwright.core.plan.record import PlanRecord
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.tables.memory import unit_recompute
-from shardwright.core.text_files import path_of, read_text
+from shardwright.core.values.amounts import bytes_text, seconds_text
+from shardwright.core.values.text_files import path_of, read_text
 
 
 @dataclass(frozen=True, repr=False)

@@ -5,12 +5,12 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from shardwright.core.fields import Amount, Count, Seconds, Share
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.model.structure import Binding, Structure
 from shardwright.core.plan.decision import Decision
 from shardwright.core.solver.op_layouts import Rates, SlotAlternatives
 from shardwright.core.tables.memory import MemoryUse
+from shardwright.core.values.fields import Amount, Count, Seconds, Share
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import MinLen
 
-from shardwright.core.fields import Amount, Count
 from shardwright.core.model.structure import Binding, Structure
 from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.record import Alternative, Costs, PlanRecord, Predicted, Provenance, StepFigures
 from shardwright.core.plan.sections import section_of
 from shardwright.core.solver.op_layouts import SlotAlternatives
+from shardwright.core.values.fields import Amount, Count
 
 VERSION = 9
 

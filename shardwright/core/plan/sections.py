@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import BaseModel, ConfigDict, FailFast, create_model
 
 from shardwright.core.errors import LayoutError
-from shardwright.core.fields import Amount, Choices, Count, Option, Text, Words
 from shardwright.core.layout.placements import Layout, Partial, Placement, Split
 from shardwright.core.model.fold import CallRef
+from shardwright.core.values.fields import Amount, Choices, Count, Option, Text, Words
 
 AS_LISTS = frozenset({CallRef})
 """Written as lists of their fields: files have thousands of them."""

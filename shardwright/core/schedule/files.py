@@ -8,7 +8,7 @@ from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule.actions import Action, B, F, I, Kind, W
 from shardwright.core.schedule.checks import require_runnable
 from shardwright.core.schedule.schedule import Schedule, require_buildable
-from shardwright.core.text_files import path_of, read_text, write_text
+from shardwright.core.values.text_files import path_of, read_text, write_text
 
 Cell = tuple[int, int]  # (row, column), both counted from 1, as an editor shows them
 MOST_BYTES = 16 << 20

@@ -8,9 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from annotated_types import Ge
 
 from shardwright.core.capabilities import Capabilities
-from shardwright.core.cost.unit_work import Precision
 from shardwright.core.errors import PlanError
-from shardwright.core.fields import Count, Option, Words, fields_of, require_fields
 from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.partition.partitioners import DEFAULT, PARTITIONERS
 from shardwright.core.plan.decision import LossScope, OptimizerName, ScheduleName, ShardLevel
@@ -18,7 +16,8 @@ from shardwright.core.rules.pins import Asked
 from shardwright.core.schedule import AUTO
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.family import Family, Sizes
-from shardwright.core.tables.memory import Recompute
+from shardwright.core.tables.memory import Precision, Recompute
+from shardwright.core.values.fields import Count, Option, Words, fields_of, require_fields
 
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
 """Stages per pipeline rank that a search tries."""

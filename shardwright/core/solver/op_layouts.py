@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 
 from shardwright.core.cost.unit_work import PRODUCT_KINDS, forward_flops
 from shardwright.core.errors import PlanError
-from shardwright.core.fields import Rate
 from shardwright.core.layout.placements import Layout, Placement, Split
 from shardwright.core.layout.unit_layouts import RealisedUnit
 from shardwright.core.model.fold import Folded
 from shardwright.core.model.structure import Structure, in_own_dims, in_slot_dims, layout_of
 from shardwright.core.rules.dim_groups import DimGroup
 from shardwright.core.solver import Alternative, AxisCost, Frame, Pins, Setting, Solution, alternatives, solve_at
+from shardwright.core.values.fields import Rate
 
 AXIS = "tp"
 

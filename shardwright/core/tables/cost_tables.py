@@ -13,7 +13,7 @@ from shardwright.core.cluster.hardware import Device, Link
 from shardwright.core.cluster.hardware.device import MeasuredUnit
 from shardwright.core.cost.shared_values import as_they_lie
 from shardwright.core.cost.unit_seconds import UnitCost, seconds_of, unit_cost
-from shardwright.core.cost.unit_work import PRECISION_BYTES, Precision, SharedValue
+from shardwright.core.cost.unit_work import PRECISION_BYTES, SharedValue
 from shardwright.core.cost.unpriced import unpriced_text
 from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.layout.placements import Layout
@@ -37,7 +37,7 @@ from shardwright.core.solver.op_layouts import (
 )
 from shardwright.core.tables.graph_reading import read
 from shardwright.core.tables.measured_units import calibrated
-from shardwright.core.tables.memory import Recompute, state_bytes_per_element
+from shardwright.core.tables.memory import Precision, Recompute, state_bytes_per_element
 from shardwright.core.tables.unit_table import Tie, UnitTable
 
 HOST_LINK_EFFICIENCY = 0.75

@@ -8,11 +8,12 @@ from typing import Literal
 from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError, nearest
-from shardwright.core.fields import Amount
 from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.peak_activations import peak_live
+from shardwright.core.values.fields import Amount
 
 Recompute = Literal["none", "selective", "full"]
+Precision = Literal["fp32", "bf16", "fp16"]
 Mode = Literal["none", "selective", "full", "offload"]
 """What one unit does with its activations: keep them, compute some or all of them again, or send them to the host."""
 

@@ -13,10 +13,10 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 import shardwright as sw
-from shardwright.core import fields, text_files
 from shardwright.core.errors import ClusterError, PlanError, PlanFileError, PlanWarning, ShardwrightError
 from shardwright.core.plan.file import to_text
 from shardwright.core.plan.plan import Plan
+from shardwright.core.values import fields, text_files
 from tests.core.toy import decoder
 
 GRAPH = decoder(layers=4, hidden=64, heads=4, vocabulary=256, sequence=16)

@@ -36,7 +36,7 @@ def load_on(compiled: Any, devices: Devices, others: Devices) -> Any | None:
     except (ValueError, NotImplementedError, AttributeError, TypeError, pickle.PicklingError):
         return None  # with callbacks or constants of its own: not serialisable
     try:
-        unloaded, arguments, no_kwargs = reader_on(io.BytesIO(data), others).load()
+        unloaded, arguments, no_kwargs = reader_on(io.BytesIO(data), devices, others).load()
         return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(arguments), out_tree, no_kwargs=no_kwargs)
     except (AttributeError, ImportError, TypeError) as error:
         warnings.warn(

@@ -12,7 +12,7 @@ from shardwright.core.cluster.hardware.device import Device, Kind, MeasuredProdu
 from shardwright.core.cluster.hardware.link import Link, Sharing
 from shardwright.core.cluster.hardware.plausible_units import check_plausible
 from shardwright.core.errors import ClusterError, nearest
-from shardwright.core.text_files import printable, read_text, require_short_keys
+from shardwright.core.values.text_files import printable, read_text, require_short_keys
 
 MOST_BYTES = 4 << 20
 """Of a file of hardware: a profile with thousands of measurements has less."""

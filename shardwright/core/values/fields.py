@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from annotated_types import Ge, Le, Predicate
 
 from shardwright.core.errors import ShardwrightError, nearest
-from shardwright.core.text_files import printable
+from shardwright.core.values.text_files import printable
 
 MOST = 1 << 40
 """Of any size that is asked for: more samples or ranks than there are, and small enough for sums of 64 bits."""
