@@ -10,16 +10,15 @@ to each that uses them, however far.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from shardwright.backends.jax.program.equations import Equation, FlatProgram, needed
 from shardwright.backends.jax.program.stacked_layers import take_rows
 from shardwright.backends.jax.program.state_places import Carried, follow
 from shardwright.backends.jax.state.ownership import Holding
 from shardwright.core.errors import PlanError
+from shardwright.core.partition.between_units import ProgramOp, open_stages
 
 HEAVY = frozenset({"scan", "while", "cond", "conv_general_dilated", "sort", "cumsum", "cumprod", "ragged_dot", "top_k"})
 """Primitives that are not run twice to save a transfer; products are weighed by their size."""
@@ -140,7 +139,17 @@ class Placer:
         equations = self.flat.equations
         fixed = [self._fixed(equation) for equation in equations]
         tail = self._only_for_state()
-        wished = self._fill(fixed, [e for e, f in zip(equations, fixed, strict=True) if f == "anywhere"])
+        free = {v for e, at in zip(equations, fixed, strict=True) if at == "anywhere" for v in e.outputs}
+        ops = [
+            ProgramOp(
+                tuple(equation.values),
+                equation.outputs,
+                at if isinstance(at, int) else None,
+                at if isinstance(at, frozenset) else frozenset(),
+            )
+            for equation, at in zip(equations, fixed, strict=True)
+        ]
+        wished = open_stages(ops, self.stages, lambda value: 0 if value in free else self.flat.size_bytes(value))
         placed: list[int | None] = []
         stage_of: dict[int, int] = {}
         following: list[int] = []
@@ -195,37 +204,7 @@ class Placer:
                 stages = frozenset[int]().union(*(self.of_weights[value] for value in inputs))
                 self.of_weights.update((value, stages) for value in equation.outputs)
                 return "anywhere"
-        stages = frozenset[int]().union(*(self.of_weights.get(value, frozenset()) for value in inputs))
-        return next(iter(stages)) if len(stages) == 1 else stages
-
-    def _fill(self, fixed: list[int | str | frozenset[int]], light: Sequence[Equation]) -> list[int]:
-        """A stage for every equation: between two stages, the cut where the fewest bytes cross. A tied weight that
-        no stage so far reads moves on to the next one that does."""
-        crossing = _crossing_bytes(self.flat, {value for e in light for value in e.outputs} | self.anywhere)
-        fixed = list(fixed)
-        so_far = 0
-        for position, own in enumerate(fixed):
-            if isinstance(own, frozenset) and own and so_far not in own:
-                fixed[position] = own = min((stage for stage in own if stage > so_far), default=own)
-            so_far = max(so_far, own) if isinstance(own, int) else so_far
-        found: list[int] = []
-        position, before = 0, 0
-        while position < len(fixed):
-            own = fixed[position]
-            if isinstance(own, int):
-                before = max(before, own)
-                found.append(own)
-                position += 1
-                continue
-            end = position
-            while end < len(fixed) and not isinstance(fixed[end], int):
-                end += 1
-            following = fixed[end] if end < len(fixed) else before
-            after = max(before, following) if isinstance(following, int) else before
-            split = position + int(np.argmin(crossing[position : end + 1])) if after > before else end
-            found += [before] * (split - position) + [after] * (end - split)
-            position = end
-        return found
+        return frozenset[int]().union(*(self.of_weights.get(value, frozenset()) for value in inputs))
 
     def _only_for_state(self) -> set[int]:
         """Equations that nothing but the model's next state needs: they stay where what they read is."""
@@ -251,24 +230,6 @@ def _is_light(equation: Equation, flat: FlatProgram) -> bool:
     first = equation.inputs[0]
     depth = math.prod(flat.avals[first].shape[d] for d in contracted) if isinstance(first, int) else 1
     return bool(depth * math.prod(flat.avals[equation.outputs[0]].shape) <= LIGHT_PRODUCT)
-
-
-def _crossing_bytes(flat: FlatProgram, free: set[int]) -> Any:
-    """Bytes made before and used at or after each position 0 … len(equations); ``free`` values cross for nothing."""
-    last_use: dict[int, int] = {}
-    for index, equation in enumerate(flat.equations):
-        last_use.update(dict.fromkeys(equation.values, index))
-    for atom in flat.outputs:
-        if isinstance(atom, int):
-            last_use[atom] = len(flat.equations)
-    steps = np.zeros(len(flat.equations) + 3, dtype=np.int64)
-    for index, equation in enumerate(flat.equations):
-        for value in equation.outputs:
-            if value in last_use and value not in free:
-                size = flat.size_bytes(value)
-                steps[index + 1] += size
-                steps[last_use[value] + 1] -= size
-    return np.cumsum(steps)[: len(flat.equations) + 1]
 
 
 def _refuse_ordered_effects(equations: Sequence[Equation], placed: Sequence[int | None]) -> None:

@@ -1,15 +1,19 @@
 """Division of a recorded program into stages: what each stage runs, and which values flow between them.
 
-Unit calls are where the plan puts them. What lies between runs on the latest stage that it takes a value from; what
-depends on the batch and on constants alone runs again on every stage that needs it, since all of them have the batch.
+Unit calls are where the plan puts them. What lies between is cut where the fewest bytes cross, as in every framework
+(`core.partition.between_units`); what depends on the batch and on constants alone runs again on every stage that needs
+it, since all of them have the batch.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwright.backends.torch.program.program import BufferRef, ParameterRef, Program, Step, ValueRef
 from shardwright.backends.torch.program.value_names import value_names
 from shardwright.core.errors import CaptureError, PlanError
+from shardwright.core.partition.between_units import ProgramOp, open_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ def divide(
     Raises PlanError when a unit needs what a later stage computes, CaptureError when a stage would write to memory that
     another stage shares.
     """
-    where = _place(program, stage_of_call, parameter_stages)
+    where = _place(program, stage_of_call, parameter_stages, stages)
 
     def stage_of_value(value: int) -> int | None:
         step = program.values[value].step
@@ -102,8 +106,11 @@ def _place(
     program: Program,
     stage_of_call: Mapping[tuple[str, int], int],
     parameter_stages: Mapping[str, Sequence[int]],
+    stages: int,
 ) -> list[int | None]:
     """The stage of every step; None for what every stage can compute from the batch."""
+    everywhere, wished = _wishes(program, stage_of_call, parameter_stages, stages)
+    together = {program.values[old].memory for step in program.steps for _, old in step.renewals}
     where: list[int | None] = []
     for step in program.steps:
         before = [where[made] for v in step.reads if (made := program.values[v].step) is not None]
@@ -125,19 +132,51 @@ def _place(
                 )
             where.append(step.stage)
             continue
-        homes = [tuple(parameter_stages.get(name, ())) for name in sorted(step.parameters)]
-        if latest is None:
-            # A view of a parameter is taken anew where it is used, as is what the batch gives. Other functions of
-            # parameters run where the parameters are, so that no stage holds parameters for their sake.
-            known = [min(home) for home in homes if home]
-            where.append(None if step.views_parameter or not known else max(known))
-            continue
-        for home in homes:
-            later = [stage for stage in home if stage >= latest]
-            if later:
-                latest = min(later)
-        where.append(latest)
+        if step.index in everywhere:
+            where.append(None)
+        elif latest is not None and together & {program.values[v].memory for v in (*step.reads, *_made(step))}:
+            where.append(latest)  # what shares memory that is written to stays together
+        else:
+            where.append(max(wished[step.index], latest or 0))
     return where
+
+
+def _wishes(
+    program: Program,
+    stage_of_call: Mapping[tuple[str, int], int],
+    parameter_stages: Mapping[str, Sequence[int]],
+    stages: int,
+) -> tuple[set[int], list[int]]:
+    """The steps that every stage can compute from the batch, and where each of the others runs, but for what it reads.
+
+    A view of a parameter is taken anew where it is used. Other functions of parameters alone run where those are, so
+    that no stage holds parameters for their sake.
+    """
+    everywhere: set[int] = set()
+    ops = []
+    for step in program.steps:
+        stage = step.stage if step.path is None else stage_of_call[step.path, step.occurrence]
+        homes = [parameter_stages[name] for name in sorted(step.parameters) if parameter_stages.get(name)]
+        made = [program.values[v].step for v in step.reads]
+        if stage is None and all(i is None or i in everywhere for i in made):
+            if step.views_parameter or not homes:
+                everywhere.add(step.index)
+            else:
+                stage = max(min(home) for home in homes)
+        ops.append(ProgramOp(tuple(step.reads), _made(step), stage, frozenset(itertools.chain(*homes))))
+
+    def size_bytes(value: int) -> int:
+        held = program.values[value]
+        free = held.step is None or held.step in everywhere
+        return 0 if free else math.prod(held.shape) * held.dtype.itemsize
+
+    return everywhere, open_stages(ops, stages, size_bytes)
+
+
+def _made(step: Step) -> tuple[int, ...]:
+    """The values that a step makes."""
+    found = [*step.outputs, *(v for _, outputs in step.object_outputs for v in outputs)]
+    return (*(v for v in found if v is not None), *(new for new, _ in step.renewals))
 
 
 def _check_writes(program: Program, where: Sequence[int | None]) -> None:
@@ -264,9 +303,7 @@ def _part(
     kept |= {leaf.value for i in results if isinstance(leaf := program.result.leaves[i], ValueRef)}
     last: dict[int, int] = {}
     for position, step in enumerate(steps):
-        own = [v for v in step.outputs if v is not None]
-        own += [v for _, outputs in step.object_outputs for v in outputs if v is not None]
-        for v in (*step.reads, *own, *(new for new, _ in step.renewals)):
+        for v in (*step.reads, *_made(step)):
             last[v] = position
     release: list[list[int]] = [[] for _ in steps]
     for v, position in last.items():
