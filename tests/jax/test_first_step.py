@@ -206,7 +206,7 @@ def test_another_length_is_another_step(graph: Graph) -> None:
         state, loss = train(state, given)
         other, same = alone(other, given)
         assert float(loss) == pytest.approx(float(same), rel=1e-5)
-    assert len(train._compiled) == 2
+    assert len(train._steps) == 2
 
 
 def test_steps_after_the_first_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

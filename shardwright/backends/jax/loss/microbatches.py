@@ -14,8 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.capture.checkpoint_policies import computed_again
 from shardwright.backends.jax.capture.loss_results import Returned, read_returned
+from shardwright.backends.jax.capture.samples import FlatBatch
 from shardwright.backends.jax.capture.trace import Recorder, boxed_functions, linen_calls, nnx_calls, recomputed
-from shardwright.backends.jax.capture.tree import abstract
+from shardwright.backends.jax.capture.tree import Parts, abstract, put_together, take_apart
 from shardwright.backends.jax.loss.metrics import Metrics, arrays_of, is_weighted, metrics_of
 from shardwright.backends.jax.loss.reductions import (
     MEAN,
@@ -30,7 +31,7 @@ from shardwright.backends.jax.loss.reductions import (
 from shardwright.backends.jax.program.convolutions import for_cpu_loops
 from shardwright.backends.jax.program.python_values import PythonValues, WithValues
 from shardwright.backends.jax.state.shardings import axes_of
-from shardwright.backends.jax.state.train_state import Parts, TrainState, fold_random, put_together, take_apart
+from shardwright.backends.jax.state.train_state import TrainState, fold_random
 from shardwright.backends.jax.state.trainable import ALL, Trained
 from shardwright.core.errors import PlanError
 from shardwright.core.plan.plan import Plan
@@ -38,7 +39,7 @@ from shardwright.core.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class LossFunction:
-    """A user's loss function made uniform: (params, random, other, graphdef, batch) → `Returned`."""
+    """A user's loss function made uniform: (model taken apart, batch) → `Returned`."""
 
     function: Callable[..., Any]
     keywords: frozenset[str]
@@ -69,6 +70,7 @@ class LossFunction:
         reduction: str | None = None,
         has_aux: bool = False,
         trained: Trained = ALL,
+        python: PythonValues | None = None,
     ) -> "LossFunction":
         """Under a plan that is bound to JAX."""
         try:
@@ -84,36 +86,35 @@ class LossFunction:
         precision = plan.decision.precision if plan.is_pinned("precision") else "as given"
         # A pipeline recomputes by stage and unit, whatever the model is made of.
         recompute = plan.decision.recompute if plan.decision.pp == 1 else "none"
-        return cls(
-            function, keywords, precision, recompute, blocks, reduction, has_aux, trained, PythonValues.of(function)
-        )
+        return cls(function, keywords, precision, recompute, blocks, reduction, has_aux, trained, python)
 
-    def __call__(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> Returned:
-        if self.laid_out is not None:
-            return self.laid_out(self, params, random, other, graphdef, batch)
-        return self.plain(params, random, other, graphdef, batch)
+    def __call__(self, parts: Parts, batch: Any) -> Returned:
+        return self.plain(parts, batch) if self.laid_out is None else self.laid_out(self, parts, batch)
 
-    def plain(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> Returned:
+    def plain(self, parts: Parts, batch: Any) -> Returned:
         """The function as the user wrote it. A batch may come with the Python numbers that are inputs of the step."""
         values: Sequence[Any] = ()
         if isinstance(batch, WithValues):
             batch, values = batch.batch, batch.values
         with nullcontext() if self.python is None else self.python.given(values):
-            return self._plain(params, random, other, graphdef, batch)
+            return self._plain(parts, batch)
 
-    def _plain(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> Returned:
+    def _plain(self, parts: Parts, batch: Any) -> Returned:
         if self.precision == "bf16":
-            params = jax.tree.map(lambda p: p.astype(jnp.bfloat16) if p.dtype == jnp.float32 else p, params)
-        if graphdef is not None:
-            model = put_together(Parts(params, random, other, graphdef))
+            narrow = jax.tree.map(lambda p: p.astype(jnp.bfloat16) if p.dtype == jnp.float32 else p, parts.params)
+            parts = replace(parts, params=narrow)
+        if parts.graphdef is not None:
+            model = put_together(parts)
             marking = nnx_calls(model, self.recorder) if self.recorder else nullcontext()
             attributes = nullcontext() if self.python is None else self.python.on(model)
             with attributes, marking, recomputed(model, self.blocks, self.recompute):
                 found = self._read(self.function(model, batch), None, takes_state=False)
-            return found._replace(state=take_apart(model, 0, None).other)
-        extra = {name: value for name, value in (("rngs", random), ("state", other)) if name in self.keywords}
+            return found._replace(state=take_apart(model).other)
+        given = {"rngs": parts.random, "state": parts.other}
+        extra = {name: value for name, value in given.items() if name in self.keywords}
         with linen_calls(self.recorder) if self.recorder else nullcontext():
-            return self._read(self.function(params, batch, **extra), other, takes_state="state" in self.keywords)
+            found = self.function(parts.params, batch, **extra)
+            return self._read(found, parts.other, takes_state="state" in self.keywords)
 
     def _read(self, returned: Any, state: Any, *, takes_state: bool) -> Returned:
         return read_returned(returned, state, takes_state=takes_state, has_aux=self.has_aux)
@@ -151,43 +152,32 @@ class Microbatches:
         loss: LossFunction,
         plan: Plan,
         parts: Parts,
-        structure: Any,
-        dims: tuple[int | None, ...],
-        leaves: Sequence[Any],
+        given: FlatBatch,
     ) -> "Microbatches":
-        """Under a plan, of a model taken apart and batches like these leaves (arrays or shapes).
+        """Under a plan, of a model taken apart and batches of the form of one.
 
         Raises PlanError for a loss or a metric of which it cannot be told how those of microbatches combine.
         """
         decision = plan.decision
         alone = decision.loss_scope != "global" and decision.dp > 1
-        batch = cls(loss, parts.graphdef, structure, dims, decision.dp, plan.microbatches, alone)
-        size = next(leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None)
+        batch = cls(loss, parts.graphdef, given.structure, given.dims, decision.dp, plan.microbatches, alone)
+        size = next(leaf.shape[dim] for leaf, dim in zip(given.leaves, given.dims, strict=True) if dim is not None)
         batch = replace(batch, samples=size // batch.calls)
-        arrays = jax.tree.map(abstract, (parts.params, parts.random, parts.other))
-        shapes = [abstract(leaf) for leaf in leaves]
+        arrays = jax.tree.map(abstract, parts)
         found: list[Any] = []
 
-        def run(arrays: Any, inputs: Any, recorder: Any) -> list[Any]:
-            params, random, other = arrays
-            made = replace(loss, recorder=recorder).plain(params, random, other, parts.graphdef, inputs)
+        def run(arrays: Parts, inputs: Any, recorder: Any) -> list[Any]:
+            made = replace(loss, recorder=recorder).plain(arrays, inputs)
             aux, form = arrays_of(made.aux)
             found[:] = [made, aux, form]
             return jax.tree.leaves([made.loss, [leaf for _, leaf in aux]])
-
-        def at(samples: int) -> Any:
-            cut = [
-                leaf if dim is None else leaf.update(shape=(*leaf.shape[:dim], samples, *leaf.shape[dim + 1 :]))
-                for leaf, dim in zip(shapes, dims, strict=True)
-            ]
-            return jax.tree.unflatten(structure, cut)
 
         recorder = Recorder(whole_batch_norms=True)
 
         def read(samples: int, recorder: Recorder | None = None) -> list[Any]:
             """The metrics with so many samples, as shapes."""
             with boxed_functions():  # as the reader traces it: JAX remembers what inner functions were traced to
-                jax.eval_shape(lambda arrays, inputs: run(arrays, inputs, recorder), arrays, at(samples))
+                jax.eval_shape(lambda arrays, inputs: run(arrays, inputs, recorder), arrays, given.resized(samples))
             return [(name, jax.tree.map(abstract, leaf)) for name, leaf in found[1]]
 
         lifted = loss.python is not None and loss.python.lifted
@@ -197,14 +187,14 @@ class Microbatches:
         weighs, form = found[0].weighs, found[2]
         if loss.reduction is not None and weighs:
             raise PlanError(f"reduction={loss.reduction!r} was given, and the loss function returns a weight: give one")
-        mask = (*loss.trained.mask(parts.params), *([False] * len(jax.tree.leaves(arrays[1:]))))
+        mask = (*loss.trained.mask(parts.params), *([False] * len(jax.tree.leaves((arrays.random, arrays.other)))))
         name = getattr(loss.function, "__name__", type(loss.function).__name__)
-        traced = Traced(name, run, arrays, mask, at, batch.samples, batch.samples * batch.calls, dims)
+        traced = Traced(name, run, arrays, mask, given.resized, batch.samples, batch.samples * batch.calls, given.dims)
         as_global = replace(plan, decision=replace(decision, loss_scope="global"))
         is_asked = batch.calls > 1 and decision.loss_scope is None and loss.reduction is None
         if is_asked and (norm := norm_of_samples(recorder, traced)):
             if alone and plan.microbatches == 1:
-                return cls.of(loss, as_global, parts, structure, dims, leaves)
+                return cls.of(loss, as_global, parts, given)
             raise asked_scope(name, norm, batch.calls)
         metrics = loss.has_aux and batch.calls > 1 and any(m.dtype for _, m in aux if not is_weighted(m))
         asks = batch.calls > 1 and loss.reduction is None and not weighs
@@ -217,7 +207,7 @@ class Microbatches:
             if is_coupled and decision.loss_scope == "replica":  # every microbatch is meant to be taken by itself
                 reduction = MEAN
             if reduction is None and alone and plan.microbatches == 1 and decision.loss_scope is None:
-                return cls.of(loss, as_global, parts, structure, dims, leaves)
+                return cls.of(loss, as_global, parts, given)
             if reduction is None:
                 raise asked(name, verdict, batch.calls)
             batch = replace(batch, reduction=None if reduction == MEAN else reduction)
@@ -258,8 +248,9 @@ class Microbatches:
             restored = [_restore(piece, dim) for piece, dim in zip(pieces, self.dims, strict=True)]
             folded = fold_random(random, step, replica * self.microbatches + m)
             batch = jax.tree.unflatten(self.structure, restored)
-            loss, weight, after, aux, _ = self.loss(params, folded, other, self.graphdef, batch)
-            arrays, counted = (params, folded, other), weight
+            arrays = Parts(params, folded, other, self.graphdef)
+            loss, weight, after, aux, _ = self.loss(arrays, batch)
+            counted = weight
             if self.reduction is not None:
                 counted = self.reduction.counted(self.samples, arrays, batch)
                 weight = self.reduction.share(self.samples, counted)

@@ -17,13 +17,12 @@ from jax.extend.source_info_util import summarize
 
 import shardwright
 from shardwright.backends.jax.capture.trace import call_number
-from shardwright.backends.jax.capture.tree import abstract
+from shardwright.backends.jax.capture.tree import Parts, abstract
 from shardwright.backends.jax.loss.microbatches import Microbatches
 from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch, cut_microbatch
 from shardwright.backends.jax.pipeline.stage_functions import TOTAL
 from shardwright.backends.jax.program.equations import evaluate
 from shardwright.backends.jax.state.ownership import holdings_of
-from shardwright.backends.jax.state.train_state import Parts
 from shardwright.core.plan.plan import Plan
 
 MARK = "shardwright:equation:"
@@ -70,8 +69,7 @@ class OpChecks:
     ) -> "OpChecks":
         """parts: the whole model taken apart, as arrays or shapes; leaves: those of a global batch; device: what the
         program runs on."""
-        params, random, other = jax.tree.map(abstract, (parts.params, parts.random, parts.other))
-        parts = Parts(params, random, other, parts.graphdef)
+        parts = jax.tree.map(abstract, parts)
         names = parts.names
         holdings = holdings_of(plan, names, [leaf.shape for leaf in jax.tree.leaves(parts.params)])
         micro = cut_microbatch(plan, microbatches, parts, leaves, holdings)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
+from shardwright.backends.jax.capture.tree import path_names
 from shardwright.backends.jax.loss.microbatches import squared, updated
 from shardwright.backends.jax.pipeline.compilation import Compiler
 from shardwright.backends.jax.pipeline.multi_mesh import PlacedProgram
@@ -260,8 +261,8 @@ class OptimizerCut:
 def _require_same_state(before: Any, after: Any) -> None:
     """The update is compiled once, for the state that init makes."""
     forms = [
-        {jax.tree_util.keystr(path): f"{jnp.shape(leaf)} {jnp.result_type(leaf)}" for path, leaf in leaves}
-        for leaves in (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (before, after))
+        {name: f"{jnp.shape(leaf)} {jnp.result_type(leaf)}" for name, leaf in path_names(tree)}
+        for tree in (before, after)
     ]
     names = [name for name in {**forms[0], **forms[1]} if forms[0].get(name) != forms[1].get(name)]
     if names:

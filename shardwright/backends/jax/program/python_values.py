@@ -23,6 +23,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from shardwright.backends.jax.capture.samples import FlatBatch
 from shardwright.backends.jax.compat import weak_type
 from shardwright.core.errors import PlanError
 
@@ -463,6 +464,12 @@ class WithValues:
 
     batch: Any
     values: list[Any]
+
+
+def with_values(batch: Any, dims: tuple[int | None, ...], values: list[np.ndarray]) -> FlatBatch:
+    """A batch, and the Python numbers that are inputs of its step."""
+    leaves, structure = jax.tree.flatten(WithValues(batch, values) if values else batch)
+    return FlatBatch(tuple(leaves), structure, (*dims, *([None] * len(values))))
 
 
 def _is_number(value: Any) -> bool:

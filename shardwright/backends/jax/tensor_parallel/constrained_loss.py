@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardwright.backends.jax.capture.loss_results import Returned
 from shardwright.backends.jax.capture.model import Source, read, trace
 from shardwright.backends.jax.capture.trace import Recorder, TracedCall
-from shardwright.backends.jax.capture.tree import abstract, flat_names
+from shardwright.backends.jax.capture.tree import Parts, abstract, flat_names
 from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatches
 from shardwright.backends.jax.state.shardings import follow_parameters
 from shardwright.backends.jax.state.train_state import TrainState
@@ -147,13 +147,13 @@ class TensorParallel:
         lowered = cls(plan, mesh, batch.dims, over_replicas, names, FusedParameters.of(plan, names))
         return replace(batch, loss=replace(batch.loss, laid_out=lowered.run))
 
-    def run(self, loss: LossFunction, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> Returned:
+    def run(self, loss: LossFunction, parts: Parts, batch: Any) -> Returned:
         """What ``loss.plain`` returns, with the module calls that it records. Raises PlanError when the function is not
         the one that was planned."""
-        leaves, structure = jax.tree.flatten((params, random, other, batch))
+        leaves, structure = jax.tree.flatten((parts, batch))
         key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._known:
-            self._known[key] = self._prepare(loss, params, random, other, graphdef, batch)
+            self._known[key] = self._prepare(loss, parts, batch)
         closed, results, found, calls = self._known[key]
         if loss.recorder is not None:
             loss.recorder.calls[:] = calls
@@ -164,19 +164,15 @@ class TensorParallel:
         made: Returned = jax.tree.unflatten(results, run_guided(closed, found, setting, arguments))
         return made
 
-    def _prepare(
-        self, loss: LossFunction, params: Any, random: Any, other: Any, graphdef: Any, batch: Any
-    ) -> tuple[Any, Any, Guides, tuple[TracedCall, ...]]:
+    def _prepare(self, loss: LossFunction, parts: Parts, batch: Any) -> tuple[Any, Any, Guides, tuple[TracedCall, ...]]:
         """The traced program, the structure of its results, its guides, and its module calls."""
-        arrays = jax.tree.map(abstract, (params, random, other))
-        shapes = jax.tree.map(abstract, batch)
-        extra = flat_names(arrays[1:])
+        arrays, shapes = jax.tree.map(abstract, (parts, batch))
+        extra = flat_names((arrays.random, arrays.other))
         structures: list[Any] = []
         recorders: list[Recorder] = []
 
-        def run(arrays: Any, inputs: Any, recorder: Any) -> Any:
-            params, random, other = arrays
-            made = replace(loss, recorder=recorder).plain(params, random, other, graphdef, inputs)
+        def run(arrays: Parts, inputs: Any, recorder: Any) -> Any:
+            made = replace(loss, recorder=recorder).plain(arrays, inputs)
             structures.append(jax.tree.structure(made))
             recorders.append(recorder)
             return made
