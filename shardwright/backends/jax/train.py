@@ -1,7 +1,7 @@
 """The training step of a plan: what is given to it is checked, the form of training is chosen, and steps are run."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -14,8 +14,7 @@ from flax import nnx
 from shardwright.backends.jax.capture.samples import batch_size, of_no_mesh, resolve_batch_dims
 from shardwright.backends.jax.capture.tree import is_function, put_together, take_apart
 from shardwright.backends.jax.loss.microbatches import LossFunction
-from shardwright.backends.jax.machine.mesh import no_mesh, require_devices, stages_of_process
-from shardwright.backends.jax.machine.rendezvous import current
+from shardwright.backends.jax.machine.mesh import no_mesh, require_devices
 from shardwright.backends.jax.pipeline.actions import Pipeline, StepCounts
 from shardwright.backends.jax.pipeline.compilation import Compilation
 from shardwright.backends.jax.pipeline.first_bad_op import OpChecks
@@ -25,7 +24,12 @@ from shardwright.backends.jax.state.checks import require_model
 from shardwright.backends.jax.state.train_state import StepResult, TrainState, own_copy, parts_of
 from shardwright.backends.jax.state.trainable import Trained
 from shardwright.backends.jax.training.agreement import StepAgreement
-from shardwright.backends.jax.training.arguments import require_functions, require_supported, warn_of_precision
+from shardwright.backends.jax.training.arguments import (
+    require_functions,
+    require_size,
+    require_supported,
+    warn_of_precision,
+)
 from shardwright.backends.jax.training.compiled_steps import CompiledSteps
 from shardwright.backends.jax.training.form import Form, form_of
 from shardwright.backends.jax.training.protocol import CompiledStep, Training
@@ -134,7 +138,6 @@ class TrainStep:
         self._trainings: dict[Form, Training] = {}
         self._training(is_module=True)
         self._agreement = StepAgreement(self._devices[: plan.mesh.size], plan, self._loss)
-        self._calls = 0
         self._op_checks: dict[int, OpChecks] = {}
         """Of compiled steps, by identity."""
         self._sentinel = Sentinel(nonfinite, self._agreement.alone, debug is not None)
@@ -164,7 +167,7 @@ class TrainStep:
             init = params_or_init if is_function(params_or_init) else None
             given = take_apart(params_or_init if init is None else nnx.eval_shape(init), seed, state)
             if isinstance(params_or_init, nnx.Module):
-                self._steps.python.watch(params_or_init)
+                self._steps.python.follow(params_or_init)
             if init is None and given.is_abstract:
                 raise PlanError(
                     "init was given shapes without values: give it arrays, or a function of no arguments that makes "
@@ -183,18 +186,8 @@ class TrainStep:
         ``state`` is donated: its memory becomes the new state's. Raises PlanError when it already was, and when the
         batch is not of the plan's size.
         """
-        with self._explained():
+        with self._agreement.explained():
             return self._run(state, batch)
-
-    def _explained(self) -> AbstractContextManager[Any]:
-        """Names a peer that has failed, in runs that began with `rendezvous.init`."""
-        pulse = current()
-        if self._agreement.alone or pulse is None:
-            return nullcontext()
-        self._calls += 1
-        stages = stages_of_process(self.plan, self._agreement.devices)
-        named = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
-        return pulse.explained(f"step {self._calls} of this process, {named}")
 
     def _run(self, state: TrainState, batch: Any) -> Any:
         """One call of the step."""
@@ -261,14 +254,7 @@ class TrainStep:
             raise PlanError(f"a {type(state).__name__} was given where a step takes the state that train.init made")
         kept = state.require_alive()
         dims = resolve_batch_dims(batch, self.batch_dims)
-        decision = self.plan.decision
-        size = batch_size(batch, dims)
-        if size != decision.batch:
-            raise PlanError(
-                f"a batch of {size} samples was given, and the plan is for {decision.batch} (dp {decision.dp} × "
-                f"microbatch {decision.microbatch} × {self.plan.microbatches} microbatches): give {decision.batch}, or "
-                f"plan with batch={size}"
-            )
+        require_size(self.plan, batch_size(batch, dims))
         batch = jax.tree.map(of_no_mesh, batch)
         leaves, structure = jax.tree.flatten(batch)
         shapes = tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)

@@ -1,8 +1,8 @@
-"""Names of the leaves of pytrees and NNX models: keys joined by '.'."""
+"""How models, parameters and states become named leaves, and back. Names are keys joined by '.'."""
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -35,6 +35,32 @@ def flat_names(tree: Any) -> tuple[str, ...]:
 def path_names(tree: Any) -> list[tuple[str, Any]]:
     """Every leaf and how it is written in Python: ``"['h'][0].kernel"``."""
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+class Followed(NamedTuple):
+    """A parameter that a leaf of an optimizer's state belongs to."""
+
+    prefix: tuple[Any, ...]
+    """The leaf's path before the parameter's own: which of the optimizer's values it is."""
+    number: int
+    """Of the parameter among the leaves of the parameters."""
+
+
+def followed(state: Any, params: Any) -> list[Followed | None]:
+    """For every leaf of an optimizer's state the parameter whose path its own ends in; None for counters and the
+    like."""
+    known = {path: number for number, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
+    found: list[Followed | None] = []
+    for path, _ in jax.tree_util.tree_leaves_with_path(state):
+        ends = (Followed(path[:n], known[path[n:]]) for n in range(len(path)) if path[n:] in known)
+        found.append(next(ends, None))
+    return found
+
+
+def shape_key(tree: Any) -> Hashable:
+    """The structure of a tree, and the shapes and dtypes of its leaves."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def parameter_names(params: Any) -> tuple[str, ...]:

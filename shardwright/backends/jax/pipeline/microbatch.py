@@ -14,7 +14,8 @@ from shardwright.backends.jax.capture.tree import Parts
 from shardwright.backends.jax.loss.microbatches import Microbatches
 from shardwright.backends.jax.pipeline.stage_functions import Operands
 from shardwright.backends.jax.program.cut import Cut, cut
-from shardwright.backends.jax.program.equations import FlatProgram, Home, flatten
+from shardwright.backends.jax.program.equations import FlatProgram
+from shardwright.backends.jax.program.flattening import Home, flatten
 from shardwright.backends.jax.program.state_places import Carried
 from shardwright.backends.jax.program.units import name_units
 from shardwright.backends.jax.state.ownership import Holding

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from jax.tree_util import PyTreeDef
 
 from shardwright.backends.jax.capture.tree import Parts
 from shardwright.core.errors import PlanError
@@ -24,12 +26,12 @@ class TrainState:
     """Base random keys. They do not change: every microbatch folds its own from them."""
     other: Any
     """What the model changes beside its parameters: batch statistics, caches."""
-    graphdef: Any = field(metadata={"static": True})
+    graphdef: nnx.GraphDef[Any] | None = field(metadata={"static": True})
     """NNX's description of the module; None for plain pytrees."""
-    order: Any = field(default=(), metadata={"static": True})
+    order: tuple[Any, ...] = field(default=(), metadata={"static": True})
     """How fused matrices are held (`FusedParameters.order`): () in the model's own order."""
 
-    def require_alive(self) -> Any:
+    def require_alive(self) -> PyTreeDef:
         """The structure of the state as a tree. Raises PlanError when an earlier step took its memory."""
         leaves, structure = jax.tree.flatten(self)
         if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
@@ -72,7 +74,7 @@ def own_copy(leaf: Any, sharding: jax.sharding.Sharding | jax.Device) -> jax.Arr
     return placed
 
 
-def _over_processes(leaf: Any, sharding: Any) -> jax.Array:
+def _over_processes(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     """An array that every process has, over the devices of all: `jax.device_put` takes no random keys there."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = _over_processes(jax.random.key_data(leaf), sharding)

@@ -11,12 +11,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardwright.backends.jax.capture.loss_results import Returned
 from shardwright.backends.jax.capture.model import Source, read, trace
 from shardwright.backends.jax.capture.trace import Recorder, TracedCall
-from shardwright.backends.jax.capture.tree import Parts, abstract, flat_names
+from shardwright.backends.jax.capture.tree import Parts, abstract, flat_names, shape_key
 from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatches
 from shardwright.backends.jax.state.shardings import follow_parameters
 from shardwright.backends.jax.state.train_state import TrainState
+from shardwright.backends.jax.tensor_parallel.block_rules import Value
 from shardwright.backends.jax.tensor_parallel.blocks import Tags, hold, restore
-from shardwright.backends.jax.tensor_parallel.constrained_run import Setting, Value, run_guided
+from shardwright.backends.jax.tensor_parallel.constrained_run import Setting, run_guided
 from shardwright.backends.jax.tensor_parallel.constraints import Guides, guides
 from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Layout, Split
@@ -127,8 +128,7 @@ class TensorParallel:
     """Runs a loss function's program with the plan's layouts."""
 
     plan: Plan
-    mesh: Any
-    """Abstract."""
+    mesh: jax.sharding.AbstractMesh
     dims: tuple[int | None, ...]
     """The batch dim of every leaf of the batch."""
     over_replicas: bool
@@ -138,7 +138,9 @@ class TensorParallel:
     _known: dict[Any, tuple[Any, Any, Guides, tuple[TracedCall, ...]]] = field(default_factory=dict)
 
     @classmethod
-    def lay_out(cls, batch: Microbatches, plan: Plan, mesh: Any, names: tuple[str, ...]) -> Microbatches:
+    def lay_out(
+        cls, batch: Microbatches, plan: Plan, mesh: jax.sharding.AbstractMesh, names: tuple[str, ...]
+    ) -> Microbatches:
         """``batch`` with its loss function run as the plan lays it out; as it is where the tensor axis has one rank.
         ``names`` are those of the parameters."""
         if plan.decision.tp == 1:
@@ -150,8 +152,7 @@ class TensorParallel:
     def run(self, loss: LossFunction, parts: Parts, batch: Any) -> Returned:
         """What ``loss.plain`` returns, with the module calls that it records. Raises PlanError when the function is not
         the one that was planned."""
-        leaves, structure = jax.tree.flatten((parts, batch))
-        key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        leaves, key = jax.tree.leaves((parts, batch)), shape_key((parts, batch))
         if key not in self._known:
             self._known[key] = self._prepare(loss, parts, batch)
         closed, results, found, calls = self._known[key]
@@ -177,9 +178,8 @@ class TensorParallel:
             recorders.append(recorder)
             return made
 
-        name = getattr(loss.function, "__name__", type(loss.function).__name__)
         trainable = (*((True,) * len(self.names)), *((None,) * len(extra)))
-        source = Source(name, arrays, (*self.names, *(f"beside.{n}" for n in extra)), trainable, {}, run)
+        source = Source(loss.name, arrays, (*self.names, *(f"beside.{n}" for n in extra)), trainable, {}, run)
         graph, captured = read(source, shapes, self.dims, lambda made: made[0])
         closed, running = trace(source, shapes, jax.tree.leaves, results=1)
         # The policy of selective recompute keeps products without batch dims, which those of copies have.

@@ -1,6 +1,8 @@
-"""What a step compares between processes."""
+"""What the processes of a run compare before and in every step: versions, plan, state and batch."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,6 +11,8 @@ from shardwright.backends.jax.capture.samples import FlatBatch
 from shardwright.backends.jax.capture.tree import Parts, path_names
 from shardwright.backends.jax.loss.microbatches import LossFunction
 from shardwright.backends.jax.machine.agreement import Agreement, array_sum, text_sum, versions
+from shardwright.backends.jax.machine.mesh import stages_of_process
+from shardwright.backends.jax.machine.rendezvous import current
 from shardwright.backends.jax.state.train_state import TrainState
 from shardwright.core.plan.plan import Plan
 
@@ -23,6 +27,17 @@ class StepAgreement(Agreement):
         """Of what is alike in every step; empty before the first."""
         self._given_sum = 0
         """Of the parameters that init was given as arrays."""
+        self._calls = 0
+
+    def explained(self) -> AbstractContextManager[Any]:
+        """Names a peer that has failed in a step, in runs that began with `rendezvous.init`."""
+        pulse = current()
+        if self.alone or pulse is None:
+            return nullcontext()
+        self._calls += 1
+        stages = stages_of_process(self.plan, self.devices)
+        named = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+        return pulse.explained(f"step {self._calls} of this process, {named}")
 
     def note_given(self, given: Parts) -> None:
         """Compare the arrays that training begins with, too."""

@@ -46,3 +46,14 @@ def require_functions(loss_fn: Any, optimizer: Any, reduction: Any) -> None:
         raise PlanError(f"optimizer is {optimizer!r:.80}: give an optax transformation, as optax.adam(1e-3)")
     if reduction not in REDUCTIONS:
         raise PlanError(f"reduction={reduction!r:.80}: expected 'mean', 'sum' or None")
+
+
+def require_size(plan: Plan, samples: int) -> None:
+    """Raise PlanError for a batch that has not as many samples as the plan's."""
+    decision = plan.decision
+    if samples != decision.batch:
+        raise PlanError(
+            f"a batch of {samples} samples was given, and the plan is for {decision.batch} (dp {decision.dp} × "
+            f"microbatch {decision.microbatch} × {plan.microbatches} microbatches): give {decision.batch}, or "
+            f"plan with batch={samples}"
+        )

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from shardwright.backends.jax.program.python_values import PythonValues, Slot
+from shardwright.backends.jax.program.python_reads import Slot
+from shardwright.backends.jax.program.python_values import PythonValues
 from shardwright.backends.jax.training.protocol import CompiledStep
 from shardwright.core.errors import PlanWarning
 

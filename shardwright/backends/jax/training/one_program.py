@@ -56,7 +56,7 @@ class OneProgramTraining:
         step = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
         return TrainState(step, made.params, optimizer, made.random, made.other, given.graphdef, shardings.order)
 
-    def _maker(self, given: Parts, make: Callable[[], Parts]) -> Any:
+    def _maker(self, given: Parts, make: Callable[[], Parts]) -> jax.stages.Wrapped:
         """The compiled function by which every device makes its share; of a plain function's, the parameters alone."""
         fused = FusedParameters.of(self.plan, given.names)
         places = parts_of(self._shardings(given))
@@ -167,20 +167,18 @@ class OneProgramTraining:
 
     def lower(self, state: TrainState, batch: FlatBatch) -> jax.stages.Lowered:
         """The step before it is compiled. Arrays may be shapes."""
-        lowered: jax.stages.Lowered = self.step_for(state, batch).run.lower(state, batch.leaves)
-        return lowered
+        return self.step_for(state, batch).run.lower(state, batch.leaves)
 
     def lower_init(self, given: Parts, make: Callable[[], Parts]) -> jax.stages.Lowered:
         """The program that makes the parameters, before it is compiled."""
-        lowered: jax.stages.Lowered = self._maker(given, make).lower()
-        return lowered
+        return self._maker(given, make).lower()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OneProgramStep(WithoutActions):
     """A step that is one jitted function."""
 
-    run: Any
+    run: jax.stages.Wrapped
     microbatches: Microbatches
     """Without the plan's layouts."""
     teller: OneProgram

@@ -12,17 +12,18 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.capture.samples import FlatBatch
-from shardwright.backends.jax.capture.tree import Parts
+from shardwright.backends.jax.capture.tree import Parts, shape_key
 from shardwright.backends.jax.loss.metrics import Metrics
 from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatches
 from shardwright.backends.jax.memory.compiled_peak import pipeline_bytes
-from shardwright.backends.jax.pipeline.action_times import Watch
+from shardwright.backends.jax.pipeline.action_times import ActionTimer
 from shardwright.backends.jax.pipeline.actions import Observer, Pipeline, PipelineResult, dispatch_order
 from shardwright.backends.jax.pipeline.compilation import uncollected
 from shardwright.backends.jax.pipeline.microbatch import cut_microbatch
 from shardwright.backends.jax.pipeline.optimizer_cut import OptimizerCut, Places, cut_up, from_pieces, is_stack, pieces
 from shardwright.backends.jax.pipeline.sentinels import Answer, Evidence, Staged, chosen, is_sound
-from shardwright.backends.jax.program.equations import evaluate, flatten, needed
+from shardwright.backends.jax.program.equations import evaluate, needed
+from shardwright.backends.jax.program.flattening import flatten
 from shardwright.backends.jax.state.checks import require_like, require_places
 from shardwright.backends.jax.state.ownership import Holding, StageMeshes, holdings_of
 from shardwright.backends.jax.state.shardings import parameter_shardings
@@ -53,11 +54,10 @@ class PipelinedTraining(InStages):
 
     def placed(self, params: Any, names: tuple[str, ...]) -> tuple[tuple[Holding, ...], OptimizerCut]:
         """Where parameters of these shapes, and their optimizer's state, are kept."""
-        leaves, structure = jax.tree.flatten(params)
-        key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        key = shape_key(params)
         if key not in self._cuts:
-            shapes = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
-            holdings = holdings_of(self.plan, names, [leaf.shape for leaf in leaves])
+            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+            holdings = holdings_of(self.plan, names, [leaf.shape for leaf in jax.tree.leaves(params)])
             layouts = self.plan.parameter_layouts("jax")
             shardings = parameter_shardings(names, shapes, layouts, self.meshes.meshes[0])
             shard = self.plan.decision.shard
@@ -288,9 +288,9 @@ class PipelinedStep:
     def measure(self, state: TrainState, leaves: Sequence[Any]) -> tuple[StepResult, Timeline]:
         """One step and its timeline. Nothing is compiled meanwhile."""
         self.pipeline.finish()
-        with Watch(self.pipeline.micro.cut, self.pipeline.schedule.ranks) as watch:
-            made = self(state, leaves, watch)
-        return made, watch.timeline()
+        with ActionTimer(self.pipeline.micro.cut, self.pipeline.schedule.ranks) as timer:
+            made = self(state, leaves, timer)
+        return made, timer.timeline()
 
     def memory_bytes(self, state: TrainState, leaves: Sequence[Any]) -> tuple[int, ...]:
         """The bytes that every device holds at the peak, those of the first stage's first."""

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import PyTreeDef
 
 from shardwright.backends.jax.capture.checkpoint_policies import keeping_barriers
 from shardwright.backends.jax.capture.samples import FlatBatch, put
-from shardwright.backends.jax.capture.tree import Parts
+from shardwright.backends.jax.capture.tree import Followed, Parts, followed
 from shardwright.backends.jax.loss.metrics import Metrics
 from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatches, split_squares, updated
 from shardwright.backends.jax.machine.mesh import bind
@@ -30,18 +31,15 @@ from shardwright.backends.jax.training.protocol import InStages, WithoutActions
 from shardwright.core.errors import MissingCapabilityError
 from shardwright.core.plan.plan import Plan
 
-Slot = tuple[tuple[Any, ...], int]
-"""Which array of a tree: the path before a parameter's own (none for the parameters themselves), and the parameter."""
-
 
 @dataclass(frozen=True, slots=True)
 class Stacking:
     """A tree whose leaves include one for every parameter, as lists of arrays: stacks of the blocks', and the rest."""
 
-    structure: Any
-    rows: tuple[tuple[tuple[int, ...], Any], ...]
+    structure: PyTreeDef
+    rows: tuple[tuple[tuple[int, ...], NamedSharding], ...]
     """For every stack: the leaves in it, in the order of stages, and its sharding."""
-    rest: tuple[tuple[int, Any], ...]
+    rest: tuple[tuple[int, NamedSharding], ...]
     """Every other leaf, and its sharding."""
     shape: tuple[int, int]
 
@@ -66,7 +64,7 @@ class Stacking:
         return leaves
 
     @property
-    def shardings(self) -> dict[str, list[Any]]:
+    def shardings(self) -> dict[str, list[NamedSharding]]:
         return {"stacks": [at for _, at in self.rows], "rest": [at for _, at in self.rest]}
 
 
@@ -156,31 +154,23 @@ class SpmdTraining(InStages):
 
     def _of_optimizer(self, params: Any, stacking: Stacking, shardings: Sequence[NamedSharding]) -> Stacking:
         """Leaves of the optimizer's state that end in a parameter's path, and have its shape, are kept as it is."""
-        shapes: Any = jax.eval_shape(lambda p: p, params)
-        state = jax.eval_shape(self.optimizer.init, shapes)
-        known = {path: (number, leaf.shape) for number, (path, leaf) in
-                 enumerate(jax.tree_util.tree_flatten_with_path(shapes)[0])}  # fmt: skip
-        found: dict[Slot, int] = {}
-        flat = jax.tree_util.tree_flatten_with_path(state)[0]
-        for position, (path, leaf) in enumerate(flat):
-            for start in range(len(path)):
-                number, shape = known.get(path[start:], (-1, ()))
-                if number >= 0 and shape == leaf.shape:
-                    found[(path[:start], number)] = position
-                    break
+        state = jax.eval_shape(self.optimizer.init, params)
+        parameters, leaves = jax.tree.leaves(params), jax.tree.leaves(state)
+        found = {
+            at: position
+            for position, (at, leaf) in enumerate(zip(followed(state, params), leaves, strict=True))
+            if at is not None and leaf.shape == parameters[at.number].shape
+        }
         rows = []
-        for prefix in dict.fromkeys(prefix for prefix, _ in found):
-            for group, at in stacking.rows:
-                if all((prefix, leaf) in found for leaf in group):
-                    rows.append((tuple(found[(prefix, leaf)] for leaf in group), at))
+        for prefix in dict.fromkeys(at.prefix for at in found):
+            for group, place in stacking.rows:
+                own = [Followed(prefix, leaf) for leaf in group]
+                if all(at in found for at in own):
+                    rows.append((tuple(found[at] for at in own), place))
         inside = {position for group, _ in rows for position in group}
-        parameter = {position: number for (_, number), position in found.items()}
+        places = {position: shardings[at.number] for at, position in found.items()}
         whole = replicated(self.mesh)
-        rest = tuple(
-            (position, shardings[parameter[position]] if position in parameter else whole)
-            for position in range(len(flat))
-            if position not in inside
-        )
+        rest = tuple((n, places.get(n, whole)) for n in range(len(leaves)) if n not in inside)
         return Stacking(jax.tree.structure(state), tuple(rows), rest, stacking.shape)
 
     # --- steps
@@ -210,7 +200,7 @@ class SpmdTraining(InStages):
         micro: CutMicrobatch,
         mask: tuple[bool, ...],
         metrics: Metrics | None,
-    ) -> Any:
+    ) -> jax.stages.Wrapped:
         trained = self.loss.trained
         in_stacks = [_whether(group, mask) for group, _ in stacking.rows]
         in_rest = [mask[leaf] for leaf, _ in stacking.rest]
@@ -268,7 +258,7 @@ class SpmdTraining(InStages):
 class SpmdStep(WithoutActions):
     """A compiled step, from state to state."""
 
-    run: Any
+    run: jax.stages.Wrapped
     microbatches: Microbatches
     places: Sequence[NamedSharding]
     """Of the batch's leaves, split into microbatches."""
