@@ -48,6 +48,7 @@ def said_at_start(config: Config, plan: Plan | None, mesh: Mesh, device: torch.d
         said |= {f"{name} of the plan": _text_of(value) for name, value in document["decision"].items()}
         said["the schedule of the plan"] = plan.build_schedule().digest[:12]
         said["the model of the plan"] = f"{plan.model_name} ({plan.model.digest})"
+        said |= {f"the tensor layouts of the plan in {name}": program.digest for name, program in plan.programs}
         said["the units of the plan"] = f"{digest_of(document['bindings']) & 0xFFFFFFFF:08x}"
     return said
 

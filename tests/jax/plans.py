@@ -39,8 +39,8 @@ def plan_of(graph: Graph, dp: int = 1, tp: int = 1, microbatch: int = 2, batch: 
     return sw.plan(graph, cluster, batch=batch, dp=dp, tp=tp, microbatch=microbatch, **pins)
 
 
-def megatron(plan: sw.Plan) -> sw.Plan:
-    """The plan with GPT-2 split as Megatron does (arXiv 1909.08053); on CPUs tiny models gain nothing."""
+def megatron(graph: Graph, dp: int = 1, tp: int = 1, microbatch: int = 2, **pins: Any) -> sw.Plan:
+    """A plan with GPT-2 split as Megatron does (arXiv 1909.08053); on CPUs tiny models gain nothing."""
     width = CONFIG.n_embd
     block = {
         "w0": Split(1, (width, width, width)),  # c_attn
@@ -52,7 +52,8 @@ def megatron(plan: sw.Plan) -> sw.Plan:
     }
     layouts = {"0/w0": Split(0), "2/w0": Split(1), **{f"1/{role}": split for role, split in block.items()}}
     chosen = tuple((slot, Layout.of(tp=split)) for slot, split in layouts.items())
-    return replace(plan, decision=replace(plan.decision, layouts=chosen))
+    plan = plan_of(graph, dp, tp, microbatch, **pins)
+    return replace(plan, decision=replace(plan.decision, layouts=chosen)).rebind(graph)
 
 
 def batches(steps: int = STEPS) -> list[dict[str, np.ndarray]]:

@@ -39,7 +39,7 @@ def test_losses_of_twenty_steps_and_gradients_of_the_first(
     graph: Graph, references: dict[str, Run], dp: int, tp: int, kind: str
 ) -> None:
     """Losses 1e-5 relative; ‖g − g_ref‖ ≤ 1e-4 · ‖g_ref‖ + 1e-6 · ‖all g_ref‖ for every tensor."""
-    plan = megatron(plan_of(graph, dp, tp, MICROBATCH))
+    plan = megatron(graph, dp, tp, MICROBATCH)
     train = sw.train_step(LOSSES[kind], recording(optax.adamw(1e-3)), plan, devices=jax.devices()[: dp * tp])
     state = train.init(create)
     losses: list[float] = []
@@ -54,7 +54,7 @@ def test_losses_of_twenty_steps_and_gradients_of_the_first(
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("shard", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_sharded_states_change_nothing(graph: Graph, references: dict[str, Run], shard: int) -> None:
-    plan = megatron(plan_of(graph, 4, 2, MICROBATCH, shard=shard))
+    plan = megatron(graph, 4, 2, MICROBATCH, shard=shard)
     assert plan.decision.shard == shard
     train = sw.train_step(gpt2_flax.next_token_loss, optax.adamw(1e-3), plan)
     state = train.init(create)

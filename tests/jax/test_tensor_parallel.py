@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +18,10 @@ import shardwright.jax as sw
 from examples import gpt2_flax
 from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Layout, Split
-from shardwright.core.plan.realised_layouts import realise
+from shardwright.core.model.fold import fold
+from shardwright.core.model.structure import structure_of
+from shardwright.core.plan.realised_layouts import program_for, realise
+from shardwright.core.solver.op_prices import Prices
 from tests.comparison import Comparison
 from tests.jax import collectives, zoo_dropout
 from tests.jax.chains import named
@@ -59,6 +63,28 @@ def of_model(name: str, tp: int, dp: int = 1, pp: int = 1, **pins: Any) -> tuple
         text = "\n".join(launch.run.as_text() for stage in train.pipeline.launches for launch in stage.values())
     planned = collectives.of_units(graph, realise(graph, plan), zoo_dropout.BATCH // dp)
     return collectives.of_program(text), planned, text
+
+
+# --- the program
+
+
+def test_a_plan_file_compiles_to_the_same_program_after_a_change_of_prices(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    graph, batch = gpt2_graph(), batches(1)[0]
+    plan = plan_of(graph, 1, 2)
+    plan.save(tmp_path / "plan.json")
+    texts, seconds = [], Prices.seconds
+    for prices in (False, True):
+        if prices:
+            monkeypatch.setattr(Prices, "edge_s", lambda *_: 0.0)
+            monkeypatch.setattr(Prices, "seconds", lambda *given: seconds(*given) / 1e6)
+        loaded = sw.Plan.load(tmp_path / "plan.json")
+        train = sw.train_step(gpt2_flax.next_token_loss, optax.sgd(0.1), loaded, devices=jax.devices()[:2])
+        texts.append(train.lower(train.init(create), batch).as_text())
+    assert texts[0] == texts[1]
+    solved = program_for(graph, structure_of(fold(graph))[0], plan.decision, plan.costs.rates)
+    assert solved != dict(plan.programs)["jax"]
 
 
 # --- on the wire
@@ -221,7 +247,7 @@ def held_bytes(tree: Any, device: jax.Device) -> int:
 
 def test_states_in_the_models_own_order() -> None:
     """Fused matrices are held by their blocks; parameters and states come out as the model has them, and go back."""
-    plan = megatron(plan_of(gpt2_graph(), 1, 2))
+    plan = megatron(gpt2_graph(), 1, 2)
     train = sw.train_step(gpt2_flax.next_token_loss, optax.adamw(1e-3), plan, devices=jax.devices()[:2])
     model = create()
     kernel = np.asarray(model.h[0].attn.c_attn.kernel.get_value())
@@ -257,7 +283,7 @@ def test_a_state_held_for_another_tensor_axis_is_refused() -> None:
             gpt2_flax.next_token_loss, optax.adamw(1e-3), plan, devices=jax.devices()[: plan.mesh.size]
         )
 
-    two, alone, stages = (trained(plan) for plan in (megatron(plan_of(graph, 1, 2)), plan_of(graph),
+    two, alone, stages = (trained(plan) for plan in (megatron(graph, 1, 2), plan_of(graph),
                                                      plan_of(graph, pp=2)))  # fmt: skip
     saved = jax.device_get(two.init(create()))
     other = r"in the order for a tensor axis of 2, and this plan's in the model's own.*other\.params\(state\)"
@@ -298,7 +324,7 @@ def test_optimizers_that_see_whole_matrices(make: Callable[[], optax.GradientTra
         return saved.params, saved.optimizer
 
     graph = gpt2_graph()
-    require_close(jax.device_get(run(megatron(plan_of(graph, 1, 2)))), jax.device_get(run(plan_of(graph))))
+    require_close(jax.device_get(run(megatron(graph, 1, 2))), jax.device_get(run(plan_of(graph))))
 
 
 # --- meshes of the caller's
@@ -309,7 +335,7 @@ def test_optimizers_that_see_whole_matrices(make: Callable[[], optax.GradientTra
 )
 def test_meshes_and_arrays_of_either_axis_type(types: AxisType) -> None:
     """A batch and a model on a mesh of the caller's, which is also set, give the same step."""
-    plan = megatron(plan_of(gpt2_graph(), 2, 2, BATCH // 2))
+    plan = megatron(gpt2_graph(), 2, 2, BATCH // 2)
     devices, batch = jax.devices()[:4], batches(1)[0]
     plain = sw.train_step(gpt2_flax.next_token_loss, optax.sgd(0.1), plan, devices=devices)
     expected_state, expected = plain(plain.init(create), batch)
@@ -333,7 +359,7 @@ def test_meshes_and_arrays_of_either_axis_type(types: AxisType) -> None:
 def test_the_function_was_changed_after_planning() -> None:
     """Another tree is named; so is a function that uses the same parameters otherwise."""
     graph = gpt2_graph()
-    plan = megatron(plan_of(graph, 1, 2))
+    plan = megatron(graph, 1, 2)
     train = sw.train_step(gpt2_flax.next_token_loss, optax.sgd(0.1), plan, devices=jax.devices()[:2])
     deeper = gpt2_flax.create(replace(CONFIG, n_layer=3))
     with pytest.raises(sw.ShardwrightError, match=r"h\.2\..*plan this model anew"):
@@ -367,7 +393,7 @@ def test_a_width_that_no_device_count_divides() -> None:
 
 def test_a_tied_weight_with_two_layouts() -> None:
     """In a plan file the slots of its two uses disagree; asked for by its two names, when planning."""
-    plan = megatron(plan_of(gpt2_graph(), 1, 2))
+    plan = megatron(gpt2_graph(), 1, 2)
     tied = plan.model.ties[0]
     assert tied == ("0/w0", "3/w0")
     other = tuple((slot, Layout.of(tp=Split(0)) if slot == "2/w0" else at) for slot, at in plan.decision.layouts)

@@ -39,7 +39,7 @@ def share(tree: Any, device: jax.Device) -> int:
 
 
 def test_every_device_holds_its_share(graph: Graph) -> None:
-    plan = megatron(plan_of(graph, 4, 2))
+    plan = megatron(graph, 4, 2)
     train = sw.train_step(gpt2_flax.next_token_loss, optax.adamw(1e-3), plan)
     state, _ = train(train.init(create), batches(1)[0])
     split = {name for name, layout in plan.parameter_layouts("jax").items() if not layout.is_replicated}
@@ -55,7 +55,7 @@ def test_every_device_holds_its_share(graph: Graph) -> None:
 
 
 def test_an_init_function_never_makes_the_whole_on_one_device(graph: Graph) -> None:
-    plan = megatron(plan_of(graph, 4, 2))
+    plan = megatron(graph, 4, 2)
     train = sw.train_step(gpt2_flax.next_token_loss, optax.adamw(1e-3), plan)
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(create(), nnx.Param)))
     compiled = train.lower_init(create).compile()

@@ -5,9 +5,11 @@ Shard / Replicate / Partial and, without the partial values, JAX's PartitionSpec
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from functools import lru_cache
+from typing import Literal, cast, get_args
 
 from shardwright.core.errors import LayoutError
 from shardwright.core.layout.mesh import Mesh
@@ -61,6 +63,26 @@ class Partial:
 
 
 Placement = Split | Replicate | Partial
+
+_PLACEMENT = re.compile(
+    r"R|S(?P<dim>\d{1,3})(?:\[(?P<blocks>\d{1,18}(?:\|\d{1,18})+)\])?|P(?:\((?P<op>\w+)\))?", re.ASCII
+)
+
+
+@lru_cache(maxsize=4096)
+def placement_of(text: str) -> Placement:
+    """The placement that a text stands for: ``R``, ``S0``, ``S1[64|64|64]``, ``P``, ``P(max)``.
+
+    Raises LayoutError for any other text.
+    """
+    found = _PLACEMENT.fullmatch(text)
+    if found is None:
+        raise LayoutError(f"{text!r} is no placement: expected R, a split as S0 or S1[64|64], or P")
+    if text == "R":
+        return Replicate()
+    if found["dim"] is not None:
+        return Split(int(found["dim"]), tuple(map(int, found["blocks"].split("|"))) if found["blocks"] else ())
+    return Partial(cast(Reduction, found["op"] or "sum"))
 
 
 @dataclass(frozen=True, slots=True)

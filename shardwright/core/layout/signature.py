@@ -7,9 +7,10 @@ the outputs that local ops then give without communication.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import Literal, get_args
 
-from shardwright.core.layout.placements import Partial, Placement, Reduction, Replicate
+from shardwright.core.errors import LayoutError
+from shardwright.core.layout.placements import Partial, Placement, Reduction, Replicate, placement_of
 
 Need = Literal["", "offset", "combine"]
 """What the local op needs beside its pieces: nothing; where its piece starts (a lookup in a piece of a table); or a
@@ -32,6 +33,20 @@ class Signature:
     def __str__(self) -> str:
         text = f"{', '.join(map(str, self.inputs))} → {', '.join(map(str, self.outputs))}"
         return f"{text} ({self.need})" if self.need else text
+
+    @classmethod
+    def parse(cls, text: str) -> "Signature":
+        """The signature of a text as `str` gives it. Raises LayoutError for any other text."""
+        inputs, arrow, outputs = text.partition(" → ")
+        if not arrow:
+            raise LayoutError(f"{text!r} is no signature: expected placements, as 'S0, R → P'")
+        need: Need = next((n for n in get_args(Need) if n and outputs.endswith(f" ({n})")), "")
+        outputs = outputs.removesuffix(f" ({need})")
+        return cls(_placements(inputs), _placements(outputs), need)
+
+
+def _placements(text: str) -> tuple[Placement, ...]:
+    return tuple(map(placement_of, text.split(", "))) if text else ()
 
 
 def stands_for(given: Placement, wanted: Placement) -> bool:

@@ -69,6 +69,7 @@ class Link:
     after: Places
     gradient_before: Places
     gradient_after: Places
+    """Both () where no gradient comes back."""
     flows: bool
     """Whether a gradient comes back."""
     is_parameter: bool = False

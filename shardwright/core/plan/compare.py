@@ -9,6 +9,7 @@ from shardwright.core.plan.plan import Plan
 FRAMEWORK_DIFFERENCES = {
     "model.name": "the two models are named differently",
     "bindings": "each framework names the parts in its own way",
+    "programs": "the ops of the two frameworks differ",
     "provenance": "where and from which framework each plan was made",
     "predicted": "frameworks keep and move slightly different intermediates",
     "costs": "the same",
@@ -77,6 +78,10 @@ def compare(plan_a: Plan, plan_b: Plan) -> Comparison:
     note("model", "structure", "", plan_a.model.difference(plan_b.model) or "")
     note("model", "parameter_count", plan_a.model.parameter_count, plan_b.model.parameter_count)
     note("bindings", "frameworks", [n for n, _ in plan_a.bindings], [n for n, _ in plan_b.bindings])
+    programs, others = dict(plan_a.programs), dict(plan_b.programs)
+    for name in sorted(programs.keys() | others.keys()):
+        digests = [held[name].digest if name in held else "" for held in (programs, others)]
+        note("programs", f"{name}.digest", *digests)
     p, q = plan_a.predicted, plan_b.predicted
     for field in ("step_time_s", "pipeline_s", "bubble_fraction", "tensor_collective_s", "data_parallel_s"):
         note("predicted", field, f"{getattr(p, field):.4g}", f"{getattr(q, field):.4g}")

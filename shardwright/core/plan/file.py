@@ -127,6 +127,7 @@ def _require_consistent(file: PlanDocument) -> None:
             all(c < len(file.costs.classes) for c in file.costs.unit_classes),
             f"costs.unit_classes: names a class that the {len(file.costs.classes)} in costs.classes lack",
         ),
+        *((name in bindings, f"programs: {name!r} is not among the bindings") for name, _ in file.programs),
         *(
             (entries == units, f"{where}: {entries} entries, expected one per unit, {units}")
             for where, entries in (
@@ -134,6 +135,7 @@ def _require_consistent(file: PlanDocument) -> None:
                 ("costs.boundary_bytes", len(file.costs.boundary_bytes)),
                 ("costs.boundary_s", len(file.costs.boundary_s)),
                 *((f"bindings.{name}.units", len(binding.units)) for name, binding in bindings.items()),
+                *((f"programs.{name}.units", len(program.units)) for name, program in file.programs),
             )
         ),
         (

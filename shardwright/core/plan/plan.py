@@ -21,6 +21,7 @@ from shardwright.core.model.structure import (
 )
 from shardwright.core.plan import file
 from shardwright.core.plan.decision import summarize
+from shardwright.core.plan.realised_layouts import program_for
 from shardwright.core.plan.record import PlanRecord
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.tables.memory import unit_recompute
@@ -194,7 +195,8 @@ class Plan(PlanRecord):
     # What users ask ----------------------------------------------------------------------------------------------
 
     def rebind(self, graph: Graph) -> "Plan":
-        """This plan with the names of another capture of the same model, perhaps in the other framework.
+        """This plan with the names of another capture of the same model, perhaps in the other framework, and with what
+        its ops do on the tensor axis.
 
         Raises PlanError that names the first difference when the structures do not match.
         """
@@ -205,8 +207,11 @@ class Plan(PlanRecord):
                 f"this plan is for {self.model_name}, which {graph.model_name} in {graph.framework} does not match: "
                 f"{difference} (plan against model)"
             )
-        kept = [(name, bound) for name, bound in self.bindings if name != graph.framework]
-        return replace(self, bindings=tuple(sorted([*kept, (graph.framework, binding)], key=lambda item: item[0])))
+        name, programs = graph.framework, dict(self.programs)
+        if self.decision.tp > 1:
+            programs[name] = program_for(graph, structure, self.decision, self.costs.rates)
+        bindings = dict(self.bindings) | {name: binding}
+        return replace(self, bindings=tuple(sorted(bindings.items())), programs=tuple(sorted(programs.items())))
 
     def save(self, path: str | Path) -> None:
         """Write the plan file (JSON), whole or not at all. Raises PlanFileError when it cannot be written."""

@@ -8,6 +8,7 @@ from annotated_types import Ge, Le
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.model.structure import Binding, Structure
 from shardwright.core.plan.decision import Decision
+from shardwright.core.plan.program import Program
 from shardwright.core.solver.op_layouts import Rates, SlotAlternatives
 from shardwright.core.tables.memory import MemoryUse
 from shardwright.core.values.fields import Amount, Count, Seconds, Share
@@ -41,7 +42,7 @@ class Costs:
     boundary_s: tuple[Seconds, ...]
     """Seconds to send them to the next stage."""
     rates: Rates
-    """What the tensor layouts were chosen by: `core.plan.realised_layouts` completes them by the same."""
+    """What the tensor layouts were chosen by: those of another framework are completed by the same."""
     ranks: tuple["RankCosts", ...] = ()
     """For every pipeline rank its own seconds, where devices or links differ; empty where all ranks cost the same."""
     idle_lent: Share = 0.0
@@ -140,6 +141,8 @@ class PlanRecord:
     layout_alternatives: SlotAlternatives
     """For every slot the next best layouts, and what they would have cost."""
     provenance: Provenance
+    programs: tuple[tuple[str, Program], ...] = ()
+    """For every framework that the plan is bound to, how the model runs there on the tensor axis; none without one."""
     counted_for: str = ""
     """A digest of the decision, the model and the costs that ``predicted`` was counted for; by default, of this
     plan's own. After an edit it is that of the plan before (`is_stale`)."""

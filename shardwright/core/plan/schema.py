@@ -7,12 +7,13 @@ from annotated_types import MinLen
 
 from shardwright.core.model.structure import Binding, Structure
 from shardwright.core.plan.decision import Decision
+from shardwright.core.plan.program import Program
 from shardwright.core.plan.record import Alternative, Costs, PlanRecord, Predicted, Provenance, StepFigures
 from shardwright.core.plan.sections import section_of
 from shardwright.core.solver.op_layouts import SlotAlternatives
 from shardwright.core.values.fields import Amount, Count
 
-VERSION = 9
+VERSION = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class PlanDocument:
     decision: Decision
     model: ModelSection
     bindings: Annotated[tuple[tuple[str, Binding], ...], MinLen(1)]
+    programs: tuple[tuple[str, Program], ...]
     costs: Costs
     predicted: PredictedSection
     alternatives: AlternativesSection
@@ -69,6 +71,7 @@ class PlanDocument:
                 plan.model_name, model.digest, model.parameter_count, model.unit_classes, model.class_slots, model.ties
             ),
             plan.bindings,
+            plan.programs,
             plan.costs,
             PredictedSection(**_figures(plan.predicted), counted_for=plan.counted_for),
             AlternativesSection(plan.alternatives, plan.unsplit, plan.layout_alternatives),
@@ -87,6 +90,7 @@ class PlanDocument:
             model_name=self.model.name,
             model=self.structure,
             bindings=self.bindings,
+            programs=self.programs,
             costs=self.costs,
             predicted=Predicted(**_figures(self.predicted), mesh=self.decision.mesh),
             alternatives=self.alternatives.plans,

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, create_model
 from shardwright.core.errors import LayoutError
 from shardwright.core.layout.placements import Layout, Partial, Placement, Split
 from shardwright.core.model.fold import CallRef
+from shardwright.core.plan.program import AS_TEXT
 from shardwright.core.values.fields import Amount, Choices, Count, Option, Text, Words
 
 AS_LISTS = frozenset({CallRef})
@@ -44,6 +45,8 @@ def to_section(value: Any, hint: Any = None) -> Any:
     kind = _bare(type(value) if hint is None else hint)
     if kind is Layout:
         return {axis: _placement_out(placement) for axis, placement in value.placements}
+    if kind in AS_TEXT:
+        return str(value)
     if _has_fields(kind):
         own = {name: to_section(getattr(value, name), inner) for name, inner in _hints(kind).items()}
         return list(own.values()) if kind in AS_LISTS else own
@@ -59,6 +62,8 @@ def from_section(read: Any, hint: Any) -> Any:
     kind = _bare(hint)
     if kind is Layout:
         return Layout.of({axis: _placement_in(axis, placement) for axis, placement in read.items()})
+    if kind in AS_TEXT:
+        return AS_TEXT[kind](read)
     if _has_fields(kind):
         own = dict(zip(_hints(kind), read, strict=True)) if kind in AS_LISTS else None
         return kind(
@@ -97,7 +102,7 @@ def _type(hint: Any) -> Any:
         return Union[tuple(_type(each) for each in inner)]  # noqa: UP007  # as many as there are
     if hint is Layout:
         return dict[Text, PlacementSection]
-    if hint is str:
+    if hint is str or hint in AS_TEXT:
         return Text
     if _has_fields(hint):
         held = _hints(hint)

@@ -2,19 +2,20 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.plan.decision import Decision, summarize
 from shardwright.core.plan.plan import Plan
+from shardwright.core.plan.realised_layouts import program_of
 from shardwright.core.plan.record import Alternative, ClassCost, Costs, Predicted, Provenance, RankCosts
 from shardwright.core.search.defaults import Default
 from shardwright.core.search.request import Request
 from shardwright.core.search.scoring import Scored, Scorer
 from shardwright.core.tables.cost_tables import HOST_LINK_EFFICIENCY, Place
 from shardwright.core.tables.memory import collectives_s, kept_bytes, recomputed_s, unit_recompute
+from shardwright.core.values.version import own_version
 
 
 def as_plan(
@@ -70,6 +71,7 @@ def as_plan(
         model_name=graph.model_name,
         model=tables.structure,
         bindings=((graph.framework, tables.binding),),
+        programs=((graph.framework, program_of(tables.frame, tables.chosen(decision.tp))),) if decision.tp > 1 else (),
         costs=Costs(
             _variants(scorer, best),
             first,
@@ -214,11 +216,3 @@ def why_slower(best: Scored, other: Scored) -> str:
 
 def _peak(predicted: Predicted) -> int:
     return max(use.total_bytes for use in predicted.memory_by_stage_rank)
-
-
-def own_version() -> str:
-    """This package's version."""
-    try:
-        return version("shardwright")
-    except PackageNotFoundError:
-        return "0+unknown"

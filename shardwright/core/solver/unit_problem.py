@@ -352,7 +352,8 @@ class UnitProblem:
             given, wanted = edge.given[chosen[edge.nodes[0]]], edge.wanted[chosen[edge.nodes[1]]]
             reader = None if edge.reader is None else self.unit.first_op + edge.reader
             ahead = edge.tensor, reader, edge.position, given[0], wanted[0]
-            found.append(Link(*ahead, wanted[1], given[1], edge.flows, edge.is_parameter, edge.leaves))
+            back = (wanted[1], given[1]) if edge.flows else ((), ())
+            found.append(Link(*ahead, *back, edge.flows, edge.is_parameter, edge.leaves))
         return tuple(found)
 
     def moves(self, links: Sequence[Link]) -> tuple[Move, ...]:

@@ -95,6 +95,7 @@ class CostTables:
         self.device = cluster.device(0)
         self.precision = precision or _best_precision(cluster)
         self._read = read(graph)
+        self.frame = self._read.frame
         self.folded: Folded = self._read.folded
         self.structure: Structure = self._read.structure
         self.binding: Binding = self._read.binding
@@ -136,13 +137,12 @@ class CostTables:
 
     def _choose(self, tp: int) -> tuple[TensorLayouts, tuple[tuple[str, Layout], ...], tuple[tuple[str, str], ...]]:
         terms, form, given = self._layout_terms(tp)
-        frame = self._read.frame
         asked = resolve(self.graph, given, {AXIS: tp})
-        found, refused = choose_form(frame, terms, form, dict(asked.places))
+        found, refused = choose_form(self.frame, terms, form, dict(asked.places))
         # What is counted is what the plan says: from its slots alone, as a runtime reads them.
-        layouts = slot_layouts(frame, self.structure, found)
-        pins = pins_of(frame, self.structure, dict(layouts))
-        return choose(frame, found.terms, pins), layouts, (*asked.unsplit, *refused)
+        layouts = slot_layouts(self.frame, self.structure, found)
+        pins = pins_of(self.frame, self.structure, dict(layouts))
+        return choose(self.frame, found.terms, pins), layouts, (*asked.unsplit, *refused)
 
     def rates(self, tp: int) -> Rates:
         """The rates of large work on the device and on the tensor axis."""
@@ -165,7 +165,7 @@ class CostTables:
 
     def unsplit(self, tp: int) -> tuple[tuple[str, str], ...]:
         """The matrices that stay whole, and why; pins that could not be kept."""
-        said = dict(unsplit(self._read.frame, self.structure, self.chosen(tp)))
+        said = dict(unsplit(self.frame, self.structure, self.chosen(tp)))
         slot_of: dict[str, str] = {}
         for unit, structural in zip(self.binding.units, self.structure.unit_classes, strict=True):
             for role, name, _ in unit.parameters:
@@ -184,7 +184,7 @@ class CostTables:
         def find() -> SlotAlternatives:
             pins = dict(resolve(self.graph, self._pins, {AXIS: tp}).places)
             kept = {t: p for t, p in pins.items() if self.graph.tensors[t].name not in dict(self._refused[tp])}
-            return slot_alternatives(self._read.frame, self.structure, chosen, kept)
+            return slot_alternatives(self.frame, self.structure, chosen, kept)
 
         return self._read.remembered(("alternatives", *self._layout_terms(tp)), find)
 

@@ -175,7 +175,9 @@ def test_an_edited_layout_is_realised() -> None:
     plan = planned(4, graph)
     kept = tuple((slot, layout) for slot, layout in plan.decision.layouts if slot not in ("1/w2", "1/v6", "1/w3"))
     edited = replace(plan, decision=replace(plan.decision, layouts=kept))
-    block = realise(graph, edited)[1]
+    with pytest.raises(PlanError, match=r"the layouts were edited since; call plan\.rebind\(graph\)"):
+        realise(graph, edited)
+    block = realise(graph, edited.rebind(graph))[1]
     assert {graph.tensors[t].name: layout.is_replicated for t, layout in block.parameters}["h.0.fc"]
     # Every rank holds the weight and computes with a piece of it: the pieces of its gradient are put together.
     work = WorkCounter(graph).count(fold(graph).units[1], 2, "bf16", block)

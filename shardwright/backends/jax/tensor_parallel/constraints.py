@@ -138,9 +138,8 @@ def _read_together(graph: Graph, units: Sequence[RealisedUnit]) -> dict[tuple[in
 
 
 def _of_link(graph: Graph, unit: RealisedUnit, link: Link) -> Guide | None:
-    value, gradient = _wanted(link.before, link.after), _wanted(link.gradient_before, link.gradient_after)
-    if not link.flows:
-        gradient = value
+    value = _wanted(link.before, link.after)
+    gradient = _wanted(link.gradient_before, link.gradient_after) if link.flows else value
     if value is None and gradient is None:
         return None
     reader = -1 if link.reader is None else link.reader

@@ -18,10 +18,11 @@ from shardwright.backends.torch.tensor_parallel.expanded_step import ModelCall, 
 from shardwright.backends.torch.tensor_parallel.hooks import refuse_hooks
 from shardwright.backends.torch.tensor_parallel.lowered_model import Held, Replay, lower_all
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError, trace
-from shardwright.backends.torch.tensor_parallel.unit_layouts import planned
+from shardwright.backends.torch.tensor_parallel.unit_layouts import of_realised
 from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Placement
 from shardwright.core.plan.plan import Plan
+from shardwright.core.plan.realised_layouts import digest, realise, require_own_version
 
 log = logging.getLogger("shardwright")
 
@@ -63,6 +64,7 @@ class TensorParallel:
         stage_of_call: the stage of every unit, by (name, 0).
         recompute: the units whose forward runs again in the backward pass.
         replays: what was lowered, one for each recorded step.
+        layouts_digest: a hash of what each op of the last one reads and makes, the same on all ranks.
     """
 
     def __init__(self, model: nn.Module, shards: Shards, plan: Plan) -> None:
@@ -72,6 +74,7 @@ class TensorParallel:
         self.stage_of_call: dict[tuple[str, int], int] = {}
         self.recompute: frozenset[tuple[str, int]] = frozenset()
         self.replays: list[Replay] = []
+        self.layouts_digest = ""
         self._calls: dict[str, nn.Module] = {}
         self._draws: list[_Draws] = []
         self._recorded = 0
@@ -93,11 +96,12 @@ class TensorParallel:
         draws = _Draws()
         prefix = f"step {self._recorded} "
         try:
-            layouts = planned(traced.graph, self.plan)
+            realised = realise(traced.graph, self.plan)
         except PlanError as error:
             if not self._recorded:
                 raise
             raise NotReplayableError(f"another kind of step was planned for: {error}") from error
+        layouts = of_realised(traced.graph, realised)
         replay = lower_all(traced, layouts, self.shards.axis, sample.batch, device, draws, prefix)
         expanded = expand(program, call, replay, given, self.shards.axis.size)
         find = replay.held(self.model)
@@ -108,6 +112,7 @@ class TensorParallel:
         self.recompute |= {(replay.units[i].name, 0) for i in self.plan.recomputed_units}
         self.replays.append(replay)
         self._wanted = replay.parameters, replay.summed
+        self.layouts_digest = digest(realised)
         self._recorded += 1
         self._draws.append(draws)
         return expanded
@@ -115,7 +120,7 @@ class TensorParallel:
     def how(self, by_calls: bool) -> str:
         """How the last recorded step runs here: the same on all ranks of the axis. ``by_calls``: not op by op."""
         if not by_calls:
-            return f"op by op, with {len(self._wanted[0])} tensors placed"
+            return f"op by op, with {len(self._wanted[0])} tensors placed (layouts {self.layouts_digest})"
         return f"module call by module call (whole: {', '.join(sorted(self.whole_units)) or 'none'})"
 
     def cut(self) -> None:
@@ -138,6 +143,8 @@ class TensorParallel:
         Args:
             stages: the stage of every unit call.
         """
+        what = f"{type(self.model).__name__} runs module call by module call ({self.by_calls_because}), which"
+        require_own_version(self.plan, what, "plan anew")
         draws = _Draws()
         prefix = f"step {self._recorded} "
         first_name = self.shards.holding.first_name

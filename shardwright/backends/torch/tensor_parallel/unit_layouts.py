@@ -1,19 +1,17 @@
 """What the solver chose for one unit, op by op: signatures, and the conversions of every value and its gradient."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardwright.backends.torch.machine.tensor_axis import Change
 from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Placement, Replicate
 from shardwright.core.layout.signature import Signature
 from shardwright.core.layout.unit_layouts import Link, RealisedUnit
-from shardwright.core.model.fold import Folded, Unit, fold
+from shardwright.core.model.fold import Unit, fold
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.plan import Plan
-from shardwright.core.plan.realised_layouts import realise, terms_of
-from shardwright.core.solver import Frame
-from shardwright.core.solver.op_layouts import choose
+from shardwright.core.plan.realised_layouts import realise_part
 from shardwright.core.solver.unit_problem import dual
 
 R = Replicate()
@@ -55,21 +53,10 @@ class UnitLayout:
     """Tensor → how it lies for later units, and its way there."""
 
 
-def planned(graph: Graph, plan: Plan) -> tuple[UnitLayout, ...]:
-    """The layouts of all units of a captured model, as a plan has them. Raises PlanError as `realise` does."""
-    return of_realised(graph, realise(graph, plan))
-
-
 def planned_part(graph: Graph, plan: Plan, places: Mapping[str, Placement]) -> tuple[UnitLayout, ...]:
     """The layouts of a part of a model as one unit, whole at its borders, with its parameters in these places (by name;
-    those not named are whole). Raises PlanError where an op cannot use a place."""
-    used = {t for op in graph.ops for t in op.inputs}
-    parameters = tuple(i for i, p in enumerate(graph.parameters) if p.tensor in used)
-    unit = Unit(0, 0, len(graph.ops), 0, (), parameters)
-    terms = replace(terms_of(plan.decision, plan.costs.rates), sequence_parallel=False)
-    pins = {graph.parameters[i].tensor: (places.get(graph.parameters[i].name, R),) for i in parameters}
-    chosen = choose(Frame(Folded(graph, (unit,))), terms, pins)
-    return (_layout(graph, unit, chosen.realised(0)),)
+    those not named are whole). Raises PlanError as `realise_part` does."""
+    return (_layout(graph, *realise_part(graph, plan, places)),)
 
 
 def of_realised(graph: Graph, realised: Sequence[RealisedUnit]) -> tuple[UnitLayout, ...]:
