@@ -18,6 +18,7 @@ from shardwright.backends.jax.pipeline import compilation as compiled
 from shardwright.backends.jax.pipeline import multi_mesh as placed
 from shardwright.backends.jax.pipeline.actions import Pipeline
 from shardwright.backends.jax.pipeline.compilation import Compiler, lower
+from shardwright.backends.jax.pipeline.stage_programs import StagePrograms
 from shardwright.core.model.graph import Graph
 from tests.jax.chains import batches, graph_of, loss_fn, maker, module_reference, plan_of
 
@@ -83,11 +84,11 @@ def test_stages_of_several_devices_do_not_wait_for_all_forwards(graph: Graph, mo
     """The last stage's forward is compiled once the first stage's has run."""
     train, state = trained(graph, dp=2)
     begun, made_to_wait = threading.Event(), []
-    start, act = Pipeline._lower, Pipeline._act
+    start, act = StagePrograms._lower, Pipeline._act
     compile_ = jax.stages.Lowered.compile
     last: list[jax.stages.Lowered] = []
 
-    def lowering(self: Pipeline, stage: int, function: Any) -> jax.stages.Lowered:
+    def lowering(self: StagePrograms, stage: int, function: Any) -> jax.stages.Lowered:
         lowered = start(self, stage, function)
         if stage == 1 and not last:
             last.append(lowered)
@@ -102,7 +103,7 @@ def test_stages_of_several_devices_do_not_wait_for_all_forwards(graph: Graph, mo
         act(self, *given)
         begun.set()
 
-    monkeypatch.setattr(Pipeline, "_lower", lowering)
+    monkeypatch.setattr(StagePrograms, "_lower", lowering)
     monkeypatch.setattr(jax.stages.Lowered, "compile", compiling)
     monkeypatch.setattr(Pipeline, "_act", acting)
     train(state, batches(1)[0])
@@ -206,7 +207,7 @@ def test_another_length_is_another_step(graph: Graph) -> None:
         state, loss = train(state, given)
         other, same = alone(other, given)
         assert float(loss) == pytest.approx(float(same), rel=1e-5)
-    assert len(train._compiled) == 2
+    assert len(train._steps) == 2
 
 
 def test_steps_after_the_first_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

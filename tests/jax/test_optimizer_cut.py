@@ -10,7 +10,8 @@ import pytest
 
 import shardwright.jax as sw
 from shardwright.backends.jax.program.cross_mesh_sums import regrouped
-from shardwright.backends.jax.program.equations import evaluate, flatten
+from shardwright.backends.jax.program.equations import evaluate
+from shardwright.backends.jax.program.flattening import flatten
 from shardwright.core.errors import PlanError
 from tests.comparison import Comparison
 from tests.jax.chains import (

@@ -11,7 +11,8 @@ from jax.experimental import io_callback
 
 import shardwright.jax as sw
 from shardwright.backends.jax.pipeline.saved_activations import residuals
-from shardwright.backends.jax.program.equations import evaluate, flatten
+from shardwright.backends.jax.program.equations import evaluate
+from shardwright.backends.jax.program.flattening import flatten
 from tests.comparison import Comparison
 from tests.jax.chains import plan_of, reference
 

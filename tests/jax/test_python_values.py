@@ -139,7 +139,7 @@ def test_a_value_that_changes_in_every_step(kind: str, pp: int) -> None:
         same.losses([found], [wanted])
         same.values([train.grad_norm], [norm], relative=1e-5, absolute=0.0, what="norm")
     same.require("losses", "norm")
-    assert len(train._compiled) == compiled
+    assert len(train._steps) == compiled
     put(1)
 
 
@@ -154,7 +154,7 @@ def test_an_attribute_of_the_model_that_training_began_with(pp: int) -> None:
         state, found = train(state, BATCH)
         same.losses([found], [expected(by_global, model)[0]])
     same.require("losses")
-    assert len(train._compiled) == 2
+    assert len(train._steps) == 2
     assert train.params(state).tau == 1.0
 
 

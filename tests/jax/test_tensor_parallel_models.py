@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import shardwright.jax as sw
-from shardwright.backends.jax.state.train_state import Parts
+from shardwright.backends.jax.capture.tree import Parts
 from shardwright.backends.jax.tensor_parallel.constrained_loss import FusedParameters
 from tests.comparison import Comparison
 from tests.jax import chains, zoo_dropout, zoo_linen

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import optax
 
-from shardwright.backends.jax.state.train_state import TrainState, take_apart
+from shardwright.backends.jax.capture.tree import take_apart
+from shardwright.backends.jax.state.train_state import TrainState
 from shardwright.backends.jax.train import TrainStep
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule.timeline import Timeline
@@ -48,5 +49,5 @@ class JaxExecutable:
 
     def whole_parameters(self) -> Mapping[str, np.ndarray]:
         """Every parameter on the host, by name."""
-        parts = take_apart(self.train.params(self.state), 0, None)
+        parts = take_apart(self.train.params(self.state))
         return {name: np.asarray(leaf) for name, leaf in zip(parts.names, jax.tree.leaves(parts.params), strict=True)}

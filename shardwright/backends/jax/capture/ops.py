@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
+from shardwright.backends.jax.capture.inner_programs import aval, equations_in
 from shardwright.backends.jax.capture.steps import Program, Step
 from shardwright.core.model.graph import LabelRole, OpKind
 from shardwright.core.rules import op_rules as labels
@@ -168,22 +169,12 @@ def _statistic(params: dict[str, Any], before: list[Shape], after: list[Shape]) 
 
 def _softmax(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
     inner = params["jaxpr"].jaxpr
-    axes = next((e.params["axes"] for e in _all_equations(inner) if e.primitive.name == "reduce_max"), None)
+    axes = next((e.params["axes"] for e in equations_in(inner) if e.primitive.name == "reduce_max"), None)
     if axes is None:
         return "opaque", labels.opaque(before, after)
     return "softmax", labels.over_dims(
         before[0], tuple(map(int, axes)), "statistic", extra_inputs=before[1:], outputs=len(after)
     )
-
-
-def _all_equations(jaxpr: Any) -> list[Any]:
-    found = []
-    for equation in jaxpr.eqns:
-        found.append(equation)
-        for value in equation.params.values():
-            if hasattr(value, "jaxpr"):
-                found += _all_equations(value.jaxpr)
-    return found
 
 
 def _normalization(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
@@ -246,12 +237,12 @@ def _gather_labels(numbers: Any, sizes: Sequence[int], table: Shape, index: Shap
 
 def _whole_gather(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
     """`jnp.take` and `jnp.take_along_axis`: one gather, whose index is the second operand with a last dim added."""
-    gathers = [e for e in _all_equations(params["jaxpr"].jaxpr) if e.primitive.name == "gather"]
+    gathers = [e for e in equations_in(params["jaxpr"].jaxpr) if e.primitive.name == "gather"]
     if len(gathers) != 1 or len(before) != 2:
         return "opaque", labels.opaque(before, after)
     inner = gathers[0]
-    table, index = (tuple(v.aval.shape) for v in inner.invars)
-    if table != before[0] or index != (*before[1], 1) or tuple(inner.outvars[0].aval.shape) != after[0]:
+    table, index = (tuple(aval(v).shape) for v in inner.invars)
+    if table != before[0] or index != (*before[1], 1) or tuple(aval(inner.outvars[0]).shape) != after[0]:
         return "opaque", labels.opaque(before, after)
     found = _gather_labels(inner.params["dimension_numbers"], inner.params["slice_sizes"], table, index, after[0])
     return "gather", Labelled((found.labels[0], found.labels[1][:-1], found.labels[2]), found.special)

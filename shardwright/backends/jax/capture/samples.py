@@ -2,14 +2,16 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import PyTreeDef
 
-from shardwright.backends.jax.capture.tree import flat_names, require_order
+from shardwright.backends.jax.capture.tree import abstract, flat_names, require_order
 from shardwright.core.errors import CaptureError
 
 
@@ -82,6 +84,21 @@ def batch_size(sample: Any, dims: tuple[int | None, ...]) -> int:
             f"the sample's arrays disagree on the batch size ({listed}): name their batch dims in batch_dims="
         )
     return int(next(iter(sizes.values())))
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBatch:
+    """A batch as its leaves, arrays or shapes, and how it is put together again."""
+
+    leaves: tuple[Any, ...]
+    structure: PyTreeDef
+    dims: tuple[int | None, ...]
+    """The batch dim of every leaf."""
+
+    def resized(self, samples: int) -> Any:
+        """Shapes like the batch's with so many samples."""
+        shapes = [abstract(leaf) for leaf in self.leaves]
+        return at_batch(jax.tree.unflatten(self.structure, shapes), self.dims, samples)
 
 
 def at_batch(sample: Any, dims: tuple[int | None, ...], size: int) -> Any:

@@ -7,22 +7,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex_core
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from shardwright.backends.jax.capture.inner_programs import INLINED, aval, equations_in, inner_program
+from shardwright.backends.jax.capture.layer_loops import (
+    ITERATION,
+    UNROLL_LIMIT,
+    calls_of_iteration,
+    layer_loop,
+)
 from shardwright.backends.jax.capture.trace import BOX_MARK, TracedCall, call_number
 from shardwright.core.errors import CaptureError
 
-UNROLL_LIMIT = 256
-"""Longer scans stay one opaque op."""
-
 WHOLE_JITS = frozenset({"_take", "take_along_axis"})
 """jax.numpy functions whose jitted body is one gather and the arithmetic of its index."""
-
-
-INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"}) | frozenset(
-    {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
-)
-"""Primitives that run one inner program once, on their last operands."""
 
 
 Path = tuple[int, ...]
@@ -70,16 +69,16 @@ class Program:
     results: tuple[float | None, ...] = ()
     """The value of each output that is a literal."""
 
-    def new(self, aval: Any) -> int:
-        return self.value(tuple(aval.shape), dtype_name(aval.dtype))
+    def new(self, made: ShapedArray) -> int:
+        return self.value(tuple(made.shape), dtype_name(made.dtype))
 
     def value(self, shape: tuple[int, ...], dtype: str) -> int:
         self.shapes.append(shape)
         self.dtypes.append(dtype)
         return len(self.shapes) - 1
 
-    def constant(self, aval: Any, array: Any) -> int:
-        value = self.new(aval)
+    def constant(self, made: ShapedArray, array: Any) -> int:
+        value = self.new(made)
         self.arrays[value] = array
         number = number_in(array)
         if number is not None:
@@ -109,14 +108,14 @@ def dtype_name(dtype: Any) -> str:
     return "key" if name.startswith("key<") else SHORT_DTYPES.get(name, name)
 
 
-def flatten(closed: Any, calls: Sequence[TracedCall], weights: int = 0, results: int | None = None) -> Program:
+def flatten(closed: ClosedJaxpr, calls: Sequence[TracedCall], weights: int = 0, results: int | None = None) -> Program:
     """The flat program of a closed jaxpr whose first ``weights`` arguments are the model's arrays, with what its first
     ``results`` results need (None: all). Raises CaptureError for what cannot be read."""
     program = Program(calls=list(calls), traced=tuple(calls))
-    program.arguments = [program.new(variable.aval) for variable in closed.jaxpr.invars]
+    program.arguments = [program.new(aval(variable)) for variable in closed.jaxpr.invars]
     program.weights = set(program.arguments[:weights])
     held = zip(closed.jaxpr.constvars, closed.consts, strict=True)
-    program.constants = [program.constant(variable.aval, array) for variable, array in held]
+    program.constants = [program.constant(aval(variable), array) for variable, array in held]
     flattener = _Flattener(program)
     flattener.run(closed.jaxpr, program.arguments, program.constants, program.outputs)
     program.outputs, program.results = program.outputs[:results], flattener.results[:results]
@@ -136,7 +135,7 @@ class _Flattener:
 
     def run(
         self,
-        jaxpr: Any,
+        jaxpr: Jaxpr,
         arguments: Sequence[int | None],
         constants: Sequence[int | None],
         outputs: list[int | None],
@@ -150,15 +149,14 @@ class _Flattener:
         known: dict[Any, int | None] = dict(zip(jaxpr.invars, arguments, strict=True))
         known.update(zip(jaxpr.constvars, constants, strict=True))
 
-        def read(atom: Any) -> int | None:
-            return self._literal(atom) if isinstance(atom, jex_core.Literal) else known[atom]
+        def read(atom: Var | Literal) -> int | None:
+            return self._literal(atom) if isinstance(atom, Literal) else known[atom]
 
         for index, equation in enumerate(jaxpr.eqns):
             marked = call_number(equation.source_info.name_stack, -1)
             inside = call if not 0 <= marked < len(self.program.calls) else self.renumbered.get(marked, marked)
             self.numbers = tuple(
-                number_in(atom.val) if isinstance(atom, jex_core.Literal) else told.get(atom)
-                for atom in equation.invars
+                number_in(atom.val) if isinstance(atom, Literal) else told.get(atom) for atom in equation.invars
             )
             self.results = ()
             made = self._equation(equation, [read(atom) for atom in equation.invars], inside, (*path, index))
@@ -166,17 +164,17 @@ class _Flattener:
             told.update(zip(equation.outvars, self.results, strict=False))
         outputs.extend(read(atom) for atom in jaxpr.outvars)
         self.results = tuple(
-            number_in(atom.val) if isinstance(atom, jex_core.Literal) else told.get(atom) for atom in jaxpr.outvars
+            number_in(atom.val) if isinstance(atom, Literal) else told.get(atom) for atom in jaxpr.outvars
         )
 
-    def _literal(self, atom: Any) -> int | None:
-        if not atom.aval.shape:
+    def _literal(self, atom: Literal) -> int | None:
+        if not aval(atom).shape:
             return None
-        value = self.program.constant(atom.aval, atom.val)
+        value = self.program.constant(aval(atom), atom.val)
         self.program.constants.append(value)
         return value
 
-    def _equation(self, equation: Any, inputs: list[int | None], call: int, path: Path) -> list[int | None]:
+    def _equation(self, equation: JaxprEqn, inputs: list[int | None], call: int, path: Path) -> list[int | None]:
         name, params = equation.primitive.name, equation.params
         if name in ("jit", "pjit"):
             called = params["name"]
@@ -193,40 +191,37 @@ class _Flattener:
         inner = inner_program(params) if name in INLINED else None
         if inner is None:
             return self._step(equation, name, inputs, call, path)
-        jaxpr, constants = inner
         outputs: list[int | None] = []
-        first = len(inputs) - len(jaxpr.invars)
-        made = self._constants(jaxpr, constants)
-        self.run(jaxpr, inputs[first:], made, outputs, call, path, self.numbers[first:])
+        first = len(inputs) - len(inner.jaxpr.invars)
+        made = self._constants(inner)
+        self.run(inner.jaxpr, inputs[first:], made, outputs, call, path, self.numbers[first:])
         return outputs
 
-    def _constants(self, jaxpr: Any, constants: Sequence[Any]) -> list[int | None]:
-        if len(jaxpr.constvars) != len(constants):
-            raise CaptureError("an inner program's constants do not match its variables")
-        held = zip(jaxpr.constvars, constants, strict=True)
-        made = [self.program.constant(variable.aval, array) for variable, array in held]
+    def _constants(self, closed: ClosedJaxpr) -> list[int | None]:
+        held = zip(closed.jaxpr.constvars, closed.consts, strict=True)
+        made = [self.program.constant(aval(variable), array) for variable, array in held]
         self.program.constants.extend(made)
         return list(made)
 
-    def _step(self, equation: Any, name: str, inputs: list[int | None], call: int, path: Path) -> list[int | None]:
-        outputs = [self.program.new(variable.aval) for variable in equation.outvars]
+    def _step(self, equation: JaxprEqn, name: str, inputs: list[int | None], call: int, path: Path) -> list[int | None]:
+        outputs = [self.program.new(aval(variable)) for variable in equation.outvars]
         made = None if any(value is not None for value in inputs) else self._number_of(equation)
         step = Step(name, tuple(inputs), tuple(outputs), equation.params, call, path, (), self.numbers, made)
         self.program.steps.append(step)
         self.results = (None,) * len(outputs)
         return list(outputs)
 
-    def _number_of(self, equation: Any) -> float | None:
+    def _number_of(self, equation: JaxprEqn) -> float | None:
         """The number that an equation makes of literals."""
         literals = zip(equation.invars, self.numbers, strict=True)
-        numbers = [(atom.aval.dtype, number) for atom, number in literals if number is not None]
+        numbers = [(aval(atom).dtype, number) for atom, number in literals if number is not None]
         if len(numbers) != len(equation.invars) or not numbers or equation.effects or len(equation.outvars) != 1:
             return None
         with jax.ensure_compile_time_eval():
             given = [jnp.asarray(number, dtype) for dtype, number in numbers]
             return number_in(equation.primitive.bind(*given, **equation.primitive.get_bind_params(equation.params)))
 
-    def _unroll(self, equation: Any, inputs: list[int | None], call: int, path: Path) -> list[int | None]:
+    def _unroll(self, equation: JaxprEqn, inputs: list[int | None], call: int, path: Path) -> list[int | None]:
         """A scan as its iterations one after the other. Every iteration reads a slice of what is scanned over, and its
         module calls count as calls of their own."""
         params, program = equation.params, self.program
@@ -250,7 +245,7 @@ class _Flattener:
             self.run(
                 body.jaxpr,
                 [*inputs[:fixed], *carry, *slices],
-                self._constants(body.jaxpr, body.consts),
+                self._constants(body),
                 outputs,
                 inside,
                 path,
@@ -267,11 +262,11 @@ class _Flattener:
         for position, variable in enumerate(equation.outvars[params["num_carry"] :]):
             rows = []
             for row in results:
-                shape = (1, *variable.aval.shape[1:])
-                value = program.value(shape, dtype_name(variable.aval.dtype))
+                shape = (1, *aval(variable).shape[1:])
+                value = program.value(shape, dtype_name(aval(variable).dtype))
                 program.steps.append(Step("reshape", (row[position],), (value,), {}, call))
                 rows.append(value)
-            out = program.new(variable.aval)
+            out = program.new(aval(variable))
             program.steps.append(Step("concatenate", tuple(rows), (out,), {"dimension": 0}, call))
             stacked.append(out)
         self.results = (*numbers[fixed:], *([None] * len(stacked)))
@@ -292,99 +287,12 @@ class _Flattener:
         return out
 
 
-ITERATION = -1
-"""Among the calls of an iteration, the iteration itself."""
-
-
-def layer_loop(calls: Sequence[TracedCall], call: int) -> str:
-    """The path of a further loop over stacked weights that runs in ``call``: ``scan0``, ``scan1`` … of its module."""
-    stem = f"{calls[call].path}.scan".lstrip(".")
-    before = {other.path.rpartition(".")[0] for other in calls if other.path.startswith(stem)}
-    return f"{stem}{len(before)}"
-
-
-def calls_of_iteration(
-    calls: list[TracedCall],
-    traced: Sequence[TracedCall],
-    jaxpr: Any,
-    position: int,
-    call: int,
-    outer: dict[int, int],
-    row: str,
-) -> dict[int, int]:
-    """New calls for one iteration of a loop's body, one for each that its equations name: as traced → new.
-
-    A loop over stacked weights is a row of layers: each iteration is a call of its own, around those of its body, so
-    that a cut keeps it whole. ``row`` is its path, the loop's and the number of the row that it reads (a reversed loop
-    begins with the last). Of other loops (``row`` is "") the first iteration keeps its calls as ``traced``.
-    """
-    made: dict[int, int] = {}
-    if not row and position == 0:
-        return made
-    if row:
-        made[ITERATION] = len(calls)
-        calls.append(TracedCall(row, call, 0))
-    # JAX may hand back a body that it traced before, with the numbers of that time: unknown ones are left out.
-    for number in sorted(mark for mark in marks(jaxpr) if mark < len(traced)):
-        one = traced[number]
-        moved = position == 0 and calls[number] is one
-        if moved:  # its place in the list comes before the iteration around it
-            calls[number] = TracedCall("", 0, 0)
-        fallback = made[ITERATION] if row else outer.get(one.parent, one.parent)
-        occurrence = one.occurrence if moved else sum(other.path == one.path for other in calls)
-        calls.append(TracedCall(one.path, made.get(one.parent, fallback), occurrence, one.whole_kind))
-        made[number] = len(calls) - 1
-    return made
-
-
-def marks(jaxpr: Any) -> set[int]:
-    """The numbers of all calls that equations of a program, or of programs inside it, are marked with."""
-    found: set[int] = set()
-    for equation in jaxpr.eqns:
-        number = call_number(equation.source_info.name_stack, -1)
-        if number >= 0:
-            found.add(number)
-        for inner in _inner_programs(equation.params):
-            found |= marks(inner)
-    return found
-
-
-def inner_program(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
-    """The program that an equation runs once, as it is: jit, remat, custom derivatives, closed calls."""
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        inner = params.get(key)
-        if inner is None:
-            continue
-        return (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
-    return None
-
-
-def _inner_programs(params: dict[str, Any]) -> list[Any]:
-    found = []
-    for value in params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(item, "jaxpr") and hasattr(item, "consts"):
-                found.append(item.jaxpr)
-            elif hasattr(item, "eqns"):
-                found.append(item)
-    return found
-
-
-def _only_draws(jaxpr: Any) -> bool:
+def _only_draws(jaxpr: Jaxpr) -> bool:
     """Whether a program makes random values from keys and scalars."""
-    if any(variable.aval.shape for variable in jaxpr.invars if dtype_name(variable.aval.dtype) != "key"):
+    if any(aval(variable).shape for variable in jaxpr.invars if dtype_name(aval(variable).dtype) != "key"):
         return False
-    names = set(_primitive_names(jaxpr))
+    names = {equation.primitive.name for equation in equations_in(jaxpr)}
     return bool(names & {"random_bits", "threefry2x32", "random_gamma"})
-
-
-def _primitive_names(jaxpr: Any) -> list[str]:
-    names = []
-    for equation in jaxpr.eqns:
-        names.append(equation.primitive.name)
-        for inner in _inner_programs(equation.params):
-            names += _primitive_names(inner)
-    return names
 
 
 def _collapse_whole_calls(program: Program) -> Program:

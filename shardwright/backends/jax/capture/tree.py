@@ -1,12 +1,13 @@
-"""Names of the leaves of pytrees and NNX models: keys joined by '.'."""
+"""How models, parameters and states become named leaves, and back. Names are keys joined by '.'."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
-from shardwright.core.errors import CaptureError
+from shardwright.core.errors import CaptureError, PlanError
 
 
 def dotted(path: Iterable[Any]) -> str:
@@ -29,6 +30,37 @@ def flat_names(tree: Any) -> tuple[str, ...]:
     """The dotted path of every leaf, in the order of `jax.tree.leaves`."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     return tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path in paths)
+
+
+def path_names(tree: Any) -> list[tuple[str, Any]]:
+    """Every leaf and how it is written in Python: ``"['h'][0].kernel"``."""
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+class Followed(NamedTuple):
+    """A parameter that a leaf of an optimizer's state belongs to."""
+
+    prefix: tuple[Any, ...]
+    """The leaf's path before the parameter's own: which of the optimizer's values it is."""
+    number: int
+    """Of the parameter among the leaves of the parameters."""
+
+
+def followed(state: Any, params: Any) -> list[Followed | None]:
+    """For every leaf of an optimizer's state the parameter whose path its own ends in; None for counters and the
+    like."""
+    known = {path: number for number, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
+    found: list[Followed | None] = []
+    for path, _ in jax.tree_util.tree_leaves_with_path(state):
+        ends = (Followed(path[:n], known[path[n:]]) for n in range(len(path)) if path[n:] in known)
+        found.append(next(ends, None))
+    return found
+
+
+def shape_key(tree: Any) -> Hashable:
+    """The structure of a tree, and the shapes and dtypes of its leaves."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def parameter_names(params: Any) -> tuple[str, ...]:
@@ -68,6 +100,60 @@ def abstract_parameters(params: Any) -> Any:
             ) from None
 
     return jax.tree_util.tree_map_with_path(named, params)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A model taken apart, as a pytree of arrays or of shapes."""
+
+    params: Any
+    random: Any
+    other: Any
+    graphdef: nnx.GraphDef[Any] | None = field(metadata={"static": True})
+    """NNX's description of the module; None for a plain pytree of parameters."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The dotted name of every parameter, in the order of ``jax.tree.leaves(params)``."""
+        return self._names(self.params)
+
+    @property
+    def other_names(self) -> tuple[str, ...]:
+        """Those of the values in ``other``."""
+        return self._names(self.other)
+
+    def _names(self, tree: Any) -> tuple[str, ...]:
+        if self.graphdef is not None:
+            return tuple(dotted(path) for path, _ in nnx.to_flat_state(tree))
+        return parameter_names(tree)
+
+    @property
+    def is_abstract(self) -> bool:
+        """Whether the parameters are shapes without values."""
+        return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(self.params))
+
+
+def take_apart(model: Any, seed: int = 0, other: Any = None) -> Parts:
+    """Parameters, random state and the rest of an NNX module; a pytree is all parameters, and gets the random key of a
+    seed and the state beside it. Raises PlanError for a state beside a module's own."""
+    require_order((model, other), "the model or its state")
+    if isinstance(model, nnx.Module):
+        if other is not None:
+            raise PlanError("state= is for plain functions: an NNX module holds its own state")
+        split: Any = nnx.split(model, nnx.Param, nnx.RngState, ...)
+        graphdef, params, random, rest = split
+        return Parts(params, random, rest, graphdef)
+    return Parts(model, jax.random.key(seed), other, None)
+
+
+def put_together(parts: Parts) -> Any:
+    """The model that was taken apart: an NNX module, or the pytree."""
+    if parts.graphdef is None:
+        return parts.params
+    # NNX refuses to change variables that were made outside a transformation: make them anew here.
+    here = jax.tree.map(lambda leaf: leaf, parts)
+    return nnx.merge(parts.graphdef, here.params, here.random, here.other)
 
 
 def is_function(value: Any) -> bool:

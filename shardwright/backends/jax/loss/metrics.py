@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import PyTreeDef
 
 from shardwright.backends.jax.capture.loss_results import Weighted
 from shardwright.backends.jax.loss.reductions import SUM, Reader, Reduction
@@ -48,7 +49,7 @@ class Metric:
 class Metrics:
     """All metrics of a loss function."""
 
-    structure: Any
+    structure: PyTreeDef
     metrics: tuple[Metric, ...]
     samples: int
     """Of one call of the function."""
@@ -136,7 +137,9 @@ def _summed_in(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def metrics_of(reader: Reader, aux: Sequence[Any], twice: Sequence[Any] | None, structure: Any, calls: int) -> Metrics:
+def metrics_of(
+    reader: Reader, aux: Sequence[Any], twice: Sequence[Any] | None, structure: PyTreeDef, calls: int
+) -> Metrics:
     """How the metrics of a loss function combine.
 
     reader: of a function whose results are the loss and then the arrays of the metrics; aux: (name, metric as shapes)
@@ -187,7 +190,7 @@ def _metric(name: str, leaf: Any, reduction: Reduction | None, verdict: Verdict)
     return Metric(name, "reduced", leaf.shape, leaf.dtype, reduction=reduction)
 
 
-def arrays_of(aux: Any) -> tuple[list[tuple[str, Any]], Any]:
+def arrays_of(aux: Any) -> tuple[list[tuple[str, Any]], PyTreeDef]:
     """The metrics by name, as arrays, and their structure. Raises PlanError for what is no array."""
     named, structure = jax.tree_util.tree_flatten_with_path(aux, is_leaf=is_weighted)
     found: list[tuple[str, Any]] = []

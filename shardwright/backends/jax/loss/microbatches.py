@@ -3,19 +3,22 @@
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import PyTreeDef
 
 from shardwright.backends.jax.capture.checkpoint_policies import computed_again
 from shardwright.backends.jax.capture.loss_results import Returned, read_returned
+from shardwright.backends.jax.capture.samples import FlatBatch
 from shardwright.backends.jax.capture.trace import Recorder, boxed_functions, linen_calls, nnx_calls, recomputed
-from shardwright.backends.jax.capture.tree import abstract
+from shardwright.backends.jax.capture.tree import Parts, abstract, put_together, take_apart
 from shardwright.backends.jax.loss.metrics import Metrics, arrays_of, is_weighted, metrics_of
 from shardwright.backends.jax.loss.reductions import (
     MEAN,
@@ -30,7 +33,7 @@ from shardwright.backends.jax.loss.reductions import (
 from shardwright.backends.jax.program.convolutions import for_cpu_loops
 from shardwright.backends.jax.program.python_values import PythonValues, WithValues
 from shardwright.backends.jax.state.shardings import axes_of
-from shardwright.backends.jax.state.train_state import Parts, TrainState, fold_random, put_together, take_apart
+from shardwright.backends.jax.state.train_state import TrainState, fold_random
 from shardwright.backends.jax.state.trainable import ALL, Trained
 from shardwright.core.errors import PlanError
 from shardwright.core.plan.plan import Plan
@@ -38,7 +41,7 @@ from shardwright.core.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class LossFunction:
-    """A user's loss function made uniform: (params, random, other, graphdef, batch) → `Returned`."""
+    """A user's loss function made uniform: (model taken apart, batch) → `Returned`."""
 
     function: Callable[..., Any]
     keywords: frozenset[str]
@@ -69,6 +72,7 @@ class LossFunction:
         reduction: str | None = None,
         has_aux: bool = False,
         trained: Trained = ALL,
+        python: PythonValues | None = None,
     ) -> "LossFunction":
         """Under a plan that is bound to JAX."""
         try:
@@ -84,36 +88,39 @@ class LossFunction:
         precision = plan.decision.precision if plan.is_pinned("precision") else "as given"
         # A pipeline recomputes by stage and unit, whatever the model is made of.
         recompute = plan.decision.recompute if plan.decision.pp == 1 else "none"
-        return cls(
-            function, keywords, precision, recompute, blocks, reduction, has_aux, trained, PythonValues.of(function)
-        )
+        return cls(function, keywords, precision, recompute, blocks, reduction, has_aux, trained, python)
 
-    def __call__(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> Returned:
-        if self.laid_out is not None:
-            return self.laid_out(self, params, random, other, graphdef, batch)
-        return self.plain(params, random, other, graphdef, batch)
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", type(self.function).__name__)
 
-    def plain(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> Returned:
+    def __call__(self, parts: Parts, batch: Any) -> Returned:
+        return self.plain(parts, batch) if self.laid_out is None else self.laid_out(self, parts, batch)
+
+    def plain(self, parts: Parts, batch: Any) -> Returned:
         """The function as the user wrote it. A batch may come with the Python numbers that are inputs of the step."""
         values: Sequence[Any] = ()
         if isinstance(batch, WithValues):
             batch, values = batch.batch, batch.values
         with nullcontext() if self.python is None else self.python.given(values):
-            return self._plain(params, random, other, graphdef, batch)
+            return self._plain(parts, batch)
 
-    def _plain(self, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> Returned:
+    def _plain(self, parts: Parts, batch: Any) -> Returned:
         if self.precision == "bf16":
-            params = jax.tree.map(lambda p: p.astype(jnp.bfloat16) if p.dtype == jnp.float32 else p, params)
-        if graphdef is not None:
-            model = put_together(Parts(params, random, other, graphdef))
+            narrow = jax.tree.map(lambda p: p.astype(jnp.bfloat16) if p.dtype == jnp.float32 else p, parts.params)
+            parts = replace(parts, params=narrow)
+        if parts.graphdef is not None:
+            model = put_together(parts)
             marking = nnx_calls(model, self.recorder) if self.recorder else nullcontext()
             attributes = nullcontext() if self.python is None else self.python.on(model)
             with attributes, marking, recomputed(model, self.blocks, self.recompute):
                 found = self._read(self.function(model, batch), None, takes_state=False)
-            return found._replace(state=take_apart(model, 0, None).other)
-        extra = {name: value for name, value in (("rngs", random), ("state", other)) if name in self.keywords}
+            return found._replace(state=take_apart(model).other)
+        given = {"rngs": parts.random, "state": parts.other}
+        extra = {name: value for name, value in given.items() if name in self.keywords}
         with linen_calls(self.recorder) if self.recorder else nullcontext():
-            return self._read(self.function(params, batch, **extra), other, takes_state="state" in self.keywords)
+            found = self.function(parts.params, batch, **extra)
+            return self._read(found, parts.other, takes_state="state" in self.keywords)
 
     def _read(self, returned: Any, state: Any, *, takes_state: bool) -> Returned:
         return read_returned(returned, state, takes_state=takes_state, has_aux=self.has_aux)
@@ -129,8 +136,8 @@ class Microbatches:
     """
 
     loss: LossFunction
-    graphdef: Any
-    structure: Any
+    graphdef: nnx.GraphDef[Any] | None
+    structure: PyTreeDef
     """Of the batch as a pytree; its leaves are handed over one by one."""
     dims: tuple[int | None, ...]
     """The batch dim of every leaf."""
@@ -151,60 +158,34 @@ class Microbatches:
         loss: LossFunction,
         plan: Plan,
         parts: Parts,
-        structure: Any,
-        dims: tuple[int | None, ...],
-        leaves: Sequence[Any],
+        given: FlatBatch,
     ) -> "Microbatches":
-        """Under a plan, of a model taken apart and batches like these leaves (arrays or shapes).
+        """Under a plan, of a model taken apart and batches of the form of one.
 
         Raises PlanError for a loss or a metric of which it cannot be told how those of microbatches combine.
         """
         decision = plan.decision
         alone = decision.loss_scope != "global" and decision.dp > 1
-        batch = cls(loss, parts.graphdef, structure, dims, decision.dp, plan.microbatches, alone)
-        size = next(leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None)
+        batch = cls(loss, parts.graphdef, given.structure, given.dims, decision.dp, plan.microbatches, alone)
+        size = next(leaf.shape[dim] for leaf, dim in zip(given.leaves, given.dims, strict=True) if dim is not None)
         batch = replace(batch, samples=size // batch.calls)
-        arrays = jax.tree.map(abstract, (parts.params, parts.random, parts.other))
-        shapes = [abstract(leaf) for leaf in leaves]
-        found: list[Any] = []
-
-        def run(arrays: Any, inputs: Any, recorder: Any) -> list[Any]:
-            params, random, other = arrays
-            made = replace(loss, recorder=recorder).plain(params, random, other, parts.graphdef, inputs)
-            aux, form = arrays_of(made.aux)
-            found[:] = [made, aux, form]
-            return jax.tree.leaves([made.loss, [leaf for _, leaf in aux]])
-
-        def at(samples: int) -> Any:
-            cut = [
-                leaf if dim is None else leaf.update(shape=(*leaf.shape[:dim], samples, *leaf.shape[dim + 1 :]))
-                for leaf, dim in zip(shapes, dims, strict=True)
-            ]
-            return jax.tree.unflatten(structure, cut)
-
-        recorder = Recorder(whole_batch_norms=True)
-
-        def read(samples: int, recorder: Recorder | None = None) -> list[Any]:
-            """The metrics with so many samples, as shapes."""
-            with boxed_functions():  # as the reader traces it: JAX remembers what inner functions were traced to
-                jax.eval_shape(lambda arrays, inputs: run(arrays, inputs, recorder), arrays, at(samples))
-            return [(name, jax.tree.map(abstract, leaf)) for name, leaf in found[1]]
-
         lifted = loss.python is not None and loss.python.lifted
         if batch.calls == 1 and loss.reduction is None and not loss.has_aux and not lifted:
             return batch
-        aux = read(batch.samples, recorder)
-        weighs, form = found[0].weighs, found[2]
+        results = _Results(loss, jax.tree.map(abstract, parts))
+        recorder = Recorder(whole_batch_norms=True)
+        aux = results.metrics(given.resized(batch.samples), recorder)
+        weighs, form = results.weighs, results.form
         if loss.reduction is not None and weighs:
             raise PlanError(f"reduction={loss.reduction!r} was given, and the loss function returns a weight: give one")
-        mask = (*loss.trained.mask(parts.params), *([False] * len(jax.tree.leaves(arrays[1:]))))
-        name = getattr(loss.function, "__name__", type(loss.function).__name__)
-        traced = Traced(name, run, arrays, mask, at, batch.samples, batch.samples * batch.calls, dims)
+        mask = (*loss.trained.mask(parts.params), *([False] * len(jax.tree.leaves((parts.random, parts.other)))))
+        name, whole = loss.name, batch.samples * batch.calls
+        traced = Traced(name, results.run, results.parts, mask, given.resized, batch.samples, whole, given.dims)
         as_global = replace(plan, decision=replace(decision, loss_scope="global"))
         is_asked = batch.calls > 1 and decision.loss_scope is None and loss.reduction is None
         if is_asked and (norm := norm_of_samples(recorder, traced)):
             if alone and plan.microbatches == 1:
-                return cls.of(loss, as_global, parts, structure, dims, leaves)
+                return cls.of(loss, as_global, parts, given)
             raise asked_scope(name, norm, batch.calls)
         metrics = loss.has_aux and batch.calls > 1 and any(m.dtype for _, m in aux if not is_weighted(m))
         asks = batch.calls > 1 and loss.reduction is None and not weighs
@@ -217,13 +198,17 @@ class Microbatches:
             if is_coupled and decision.loss_scope == "replica":  # every microbatch is meant to be taken by itself
                 reduction = MEAN
             if reduction is None and alone and plan.microbatches == 1 and decision.loss_scope is None:
-                return cls.of(loss, as_global, parts, structure, dims, leaves)
+                return cls.of(loss, as_global, parts, given)
             if reduction is None:
                 raise asked(name, verdict, batch.calls)
             batch = replace(batch, reduction=None if reduction == MEAN else reduction)
         if not loss.has_aux:
             return batch
-        twice = read(2 * batch.samples) if any(not is_weighted(m) and m.ndim for _, m in aux) else None
+        twice = (
+            results.metrics(given.resized(2 * batch.samples))
+            if any(not is_weighted(m) and m.ndim for _, m in aux)
+            else None
+        )
         return replace(batch, metrics=metrics_of(reader, aux, twice, form, batch.calls))
 
     @property
@@ -244,22 +229,23 @@ class Microbatches:
         pieces = front.reshape(self.replicas, self.microbatches, -1, *front.shape[1:])
         return numbers.moveaxis(pieces, 1, 0)
 
-    def take(self, split: Sequence[Any], m: Any) -> list[Any]:
+    def take(self, split: Sequence[jax.Array], m: jax.Array | int) -> list[jax.Array]:
         """The m-th microbatches, stacked over replicas."""
         return [leaf if dim is None else leaf[m] for leaf, dim in zip(split, self.dims, strict=True)]
 
     def total(
-        self, params: Any, random: Any, step: Any, other: Any, m: Any, part: Sequence[Any]
+        self, params: Any, random: Any, step: jax.Array, other: Any, m: jax.Array | int, part: Sequence[jax.Array]
     ) -> tuple[jax.Array, tuple[jax.Array, Any, list[jax.Array], list[jax.Array]]]:
         """Σ weight · loss over replicas, Σ weight (or what else makes the `divisor`), the other state after it, and of
         the metrics the arrays that add up over microbatches and those that are joined, [replica, samples, …]."""
 
-        def one(replica: Any, pieces: list[Any]) -> Any:
+        def one(replica: Any, pieces: list[jax.Array]) -> Any:
             restored = [_restore(piece, dim) for piece, dim in zip(pieces, self.dims, strict=True)]
             folded = fold_random(random, step, replica * self.microbatches + m)
             batch = jax.tree.unflatten(self.structure, restored)
-            loss, weight, after, aux, _ = self.loss(params, folded, other, self.graphdef, batch)
-            arrays, counted = (params, folded, other), weight
+            arrays = Parts(params, folded, other, self.graphdef)
+            loss, weight, after, aux, _ = self.loss(arrays, batch)
+            counted = weight
             if self.reduction is not None:
                 counted = self.reduction.counted(self.samples, arrays, batch)
                 weight = self.reduction.share(self.samples, counted)
@@ -287,6 +273,34 @@ class Microbatches:
         return jnp.sum(losses * weights), (jnp.sum(counted), after, sums, rows)
 
 
+@dataclass(slots=True)
+class _Results:
+    """What a loss function returns: the loss, and the arrays of the metrics."""
+
+    loss: LossFunction
+    parts: Parts
+    """As shapes."""
+    weighs: bool = False
+    """Whether it returned a weight when it was traced last."""
+    form: PyTreeDef | None = None
+    """The structure of its metrics then."""
+    named: list[tuple[str, Any]] = field(default_factory=list)
+    """Those metrics."""
+
+    def run(self, parts: Parts, batch: Any, recorder: Recorder | None) -> list[jax.Array]:
+        made = replace(self.loss, recorder=recorder).plain(parts, batch)
+        self.weighs = made.weighs
+        self.named, self.form = arrays_of(made.aux)
+        found: list[jax.Array] = jax.tree.leaves([made.loss, [leaf for _, leaf in self.named]])
+        return found
+
+    def metrics(self, batch: Any, recorder: Recorder | None = None) -> list[tuple[str, Any]]:
+        """The metrics by name, as shapes, for a batch of shapes."""
+        with boxed_functions():  # as the reader traces it: JAX remembers what inner functions were traced to
+            jax.eval_shape(lambda parts, batch: self.run(parts, batch, recorder), self.parts, batch)
+        return [(name, jax.tree.map(abstract, leaf)) for name, leaf in self.named]
+
+
 class Gradients(NamedTuple):
     """What the microbatches of one step gave."""
 
@@ -301,7 +315,7 @@ class Gradients(NamedTuple):
 
 
 def accumulate(
-    batch: Microbatches, state: TrainState, leaves: Sequence[Any], *, mesh: jax.sharding.Mesh, gradients_at: Any
+    batch: Microbatches, state: TrainState, leaves: Sequence[jax.Array], *, mesh: jax.sharding.Mesh, gradients_at: Any
 ) -> Gradients:
     """Loss and gradients of a global batch, the model's other state after it, and metrics, in one program."""
     along_dp = NamedSharding(mesh, PartitionSpec(None, "dp"))
@@ -313,7 +327,7 @@ def accumulate(
     given = trained.leaves(state.params)
     at = [place for place, flag in zip(jax.tree.leaves(gradients_at), trained.mask(state.params), strict=True) if flag]
 
-    def total(given: list[Any], *rest: Any) -> Any:
+    def total(given: list[jax.Array], *rest: Any) -> Any:
         return batch.total(trained.merge(state.params, given), *rest)
 
     gradient = jax.value_and_grad(total, has_aux=True)
@@ -345,12 +359,12 @@ def accumulate(
     return Gradients(loss_sum / divisor, trained.with_gradients(state.params, mean), other, aux, losses)
 
 
-def squared(gradient: Any) -> jax.Array:
+def squared(gradient: jax.Array) -> jax.Array:
     """The sum of squares of one array, in fp32."""
     return jnp.sum(jnp.square(jnp.abs(gradient).astype(jnp.float32)))
 
 
-def split_squares(gradients: Sequence[Any], at: Sequence[NamedSharding]) -> jax.Array:
+def split_squares(gradients: Sequence[jax.Array], at: Sequence[NamedSharding]) -> jax.Array:
     """`squared` of each of some arrays that lie split like this: devices add up what they hold before they add to each
     other, and the numbers of all arrays that are split over the same axes cross together."""
     groups: dict[tuple[str, ...], list[int]] = {}
@@ -374,7 +388,7 @@ def split_squares(gradients: Sequence[Any], at: Sequence[NamedSharding]) -> jax.
     return jnp.stack(found)
 
 
-def accumulated_dtype(parameter: Any) -> Any:
+def accumulated_dtype(parameter: jax.Array) -> jnp.dtype:
     """In which the gradients of a parameter add up: at least fp32."""
     return jnp.promote_types(parameter.dtype, jnp.float32)
 
@@ -384,7 +398,7 @@ def updated(optimizer: optax.GradientTransformation, gradients: Any, state: Any,
     return optax.with_extra_args_support(optimizer).update(gradients, state, params, value=loss)
 
 
-def _restore(piece: Any, dim: int | None) -> Any:
+def _restore(piece: jax.Array, dim: int | None) -> jax.Array:
     return piece if dim is None else jnp.moveaxis(piece, 0, dim)
 
 

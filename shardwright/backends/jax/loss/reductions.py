@@ -4,16 +4,17 @@
 from each microbatch, by the part of the function's own program that makes them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex_core
+from jax.extend.core import Jaxpr, Literal, Var
 
+from shardwright.backends.jax.capture.inner_programs import inner_program
 from shardwright.backends.jax.capture.model import Source, trace
-from shardwright.backends.jax.capture.steps import Program, inner_program, same_structure
+from shardwright.backends.jax.capture.steps import Program, same_structure
 from shardwright.backends.jax.capture.trace import Recorder
 from shardwright.backends.jax.capture.tree import abstract, flat_names
 from shardwright.backends.jax.loss.program import loss_program, require_alike_alone
@@ -111,7 +112,7 @@ class CountOf:
         arrays, inputs = jax.tree.map(abstract, (arrays, batch))
         closed, program = trace(source_of(self.traced, arrays), inputs, list, whole_batch_norms=True)
         same_structure(self.first, program, self._differs)
-        known: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        known: dict[Var, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         leaves = jax.tree.leaves(batch)
         known.update(zip(closed.jaxpr.invars[len(closed.jaxpr.invars) - len(leaves) :], leaves, strict=True))
         found: jax.Array = jnp.asarray(_result_at(closed.jaxpr, known, self.path, self.position))
@@ -267,12 +268,12 @@ def asked_scope(name: str, norm: str, microbatches: int) -> PlanError:
     )
 
 
-def _result_at(jaxpr: Any, known: dict[Any, Any], path: tuple[int, ...], position: int) -> Any:
+def _result_at(jaxpr: Jaxpr, known: dict[Var, Any], path: tuple[int, ...], position: int) -> Any:
     """The result of the equation at a path, with only those equations run that it needs."""
     makers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
 
-    def value(atom: Any) -> Any:
-        if isinstance(atom, jex_core.Literal):
+    def value(atom: Var | Literal) -> Any:
+        if isinstance(atom, Literal):
             return atom.val
         missing = [atom]
         while missing:
@@ -281,11 +282,11 @@ def _result_at(jaxpr: Any, known: dict[Any, Any], path: tuple[int, ...], positio
                 missing.pop()
                 continue
             equation = makers[variable]
-            reads = [a for a in equation.invars if not isinstance(a, jex_core.Literal) and a not in known]
+            reads = [a for a in equation.invars if not isinstance(a, Literal) and a not in known]
             if reads:
                 missing += reads
                 continue
-            given = [a.val if isinstance(a, jex_core.Literal) else known[a] for a in equation.invars]
+            given = [a.val if isinstance(a, Literal) else known[a] for a in equation.invars]
             primitive = equation.primitive
             made = primitive.bind(*given, **primitive.get_bind_params(equation.params))
             known.update(zip(equation.outvars, made if primitive.multiple_results else [made], strict=True))
@@ -296,30 +297,30 @@ def _result_at(jaxpr: Any, known: dict[Any, Any], path: tuple[int, ...], positio
         return value(equation.outvars[position])
     inner = inner_program(equation.params)
     assert inner is not None
-    body, constants = inner
-    inside: dict[Any, Any] = dict(zip(body.constvars, constants, strict=True))
+    body = inner.jaxpr
+    inside: dict[Var, Any] = dict(zip(body.constvars, inner.consts, strict=True))
     given = equation.invars[len(equation.invars) - len(body.invars) :]
     wanted = _inputs_of(body, path[1:], position)
     inside.update((v, value(atom)) for v, atom in zip(body.invars, given, strict=True) if v in wanted)
     return _result_at(body, inside, path[1:], position)
 
 
-def _inputs_of(jaxpr: Any, path: tuple[int, ...], position: int) -> set[Any]:
+def _inputs_of(jaxpr: Jaxpr, path: tuple[int, ...], position: int) -> set[Var]:
     """The arguments of a program that the result at a path depends on."""
     makers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
     equation = jaxpr.eqns[path[0]]
-    missing: list[Any] = [equation.outvars[position]] if len(path) == 1 else []
+    missing: list[Var | Literal] = [equation.outvars[position]] if len(path) == 1 else []
     if len(path) > 1:
         inner = inner_program(equation.params)
         assert inner is not None
-        wanted = _inputs_of(inner[0], path[1:], position)
-        given: Sequence[Any] = equation.invars[len(equation.invars) - len(inner[0].invars) :]
-        missing = [a for v, a in zip(inner[0].invars, given, strict=True) if v in wanted]
-    found: set[Any] = set()
-    seen: set[Any] = set()
+        wanted = _inputs_of(inner.jaxpr, path[1:], position)
+        given = equation.invars[len(equation.invars) - len(inner.jaxpr.invars) :]
+        missing = [a for v, a in zip(inner.jaxpr.invars, given, strict=True) if v in wanted]
+    found: set[Var] = set()
+    seen: set[Var] = set()
     while missing:
         atom = missing.pop()
-        if isinstance(atom, jex_core.Literal) or atom in seen:
+        if isinstance(atom, Literal) or atom in seen:
             continue
         seen.add(atom)
         if atom in makers:

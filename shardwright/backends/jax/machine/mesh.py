@@ -1,12 +1,17 @@
 """`core.layout.mesh.Mesh` over JAX devices."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 import numpy as np
 
-from shardwright.core.errors import ClusterError
+from shardwright.core.errors import ClusterError, PlanError
 from shardwright.core.layout.mesh import Mesh
+from shardwright.core.plan.plan import Plan
+
+NO_MESH = jax.sharding.Mesh(np.empty((), dtype=object), ())
 
 
 def bind(mesh: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
@@ -38,3 +43,23 @@ def require_devices(devices: Sequence[jax.Device] | None) -> list[jax.Device]:
         if not isinstance(device, jax.Device):
             raise ClusterError(f"devices holds {device!r:.80}: give JAX's devices, as jax.devices() lists them")
     return given
+
+
+def no_mesh() -> AbstractContextManager[Any]:
+    """A plan has meshes of its own; one that the caller has set, of whatever axis types, is theirs alone."""
+    try:
+        return jax.set_mesh(NO_MESH)
+    except ValueError as error:  # the only one: a program is being traced
+        raise PlanError(
+            "a training step was called inside jax.jit, jax.lax.scan or the like: it compiles itself; call it "
+            "outside of them, in a Python loop"
+        ) from error
+
+
+def stages_of_process(plan: Plan, devices: Sequence[jax.Device]) -> list[int]:
+    """The stages of a plan on this process's devices, of those that the plan's mesh is laid over."""
+    grid = np.array(devices).reshape(plan.mesh.sizes)
+    along = plan.mesh.names.index("pp") if "pp" in plan.mesh.names else 0
+    own = np.vectorize(lambda device: device.process_index == jax.process_index())(grid)
+    ranks = {int(where[along]) for where in np.argwhere(own)}
+    return [stage for stage, rank in enumerate(plan.build_schedule().placement) if rank in ranks]

@@ -7,13 +7,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardwright.backends.jax.pipeline.actions import LOCAL, Launch, Pipeline
+from shardwright.backends.jax.capture.inner_programs import Aval
+from shardwright.backends.jax.pipeline.actions import Pipeline
+from shardwright.backends.jax.pipeline.stage_functions import Key
+from shardwright.backends.jax.pipeline.stage_programs import LOCAL, Launch
 from shardwright.core.schedule.actions import Action, Kind
 
 
-def program_bytes(compiled: Any) -> int:
+def program_bytes(compiled: jax.stages.Compiled) -> int:
     """What one compiled program holds on a device: operands, results that take no operand's memory, temporaries."""
-    taken = compiled.memory_analysis()
+    taken: Any = compiled.memory_analysis()
     return int(taken.argument_size_in_bytes) + _beside_operands(taken)
 
 
@@ -71,7 +74,7 @@ class _Account:
     def _whole_step_bytes(self, stage: int) -> int:
         """What lies on a stage from the first action to the last, beside the state: its part of the batch, sums and
         gradients, parameters of other stages."""
-        found: dict[Any, int] = {}
+        found: dict[Key, int] = {}
         for launch in self.pipeline.launches[stage].values():
             reads = zip(launch.function.reads, launch.function.avals, launch.run.input_shardings[0], strict=False)
             for key, aval, at in reads:
@@ -137,7 +140,7 @@ def _name(part: Action) -> tuple[int, bool, int]:
     return part.stage, part.kind is Kind.FORWARD, part.microbatch or 0
 
 
-def _on_each(aval: Any, at: Any) -> int:
+def _on_each(aval: Aval, at: jax.sharding.Sharding) -> int:
     """Bytes of an array on each device of a sharding."""
     entries: int = math.prod(at.shard_shape(tuple(aval.shape)))
     return entries * int(getattr(aval.dtype, "itemsize", 8))

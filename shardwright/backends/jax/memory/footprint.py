@@ -19,7 +19,8 @@ from shardwright.backends.jax.capture.steps import Program
 from shardwright.backends.jax.capture.trace import TracedCall
 from shardwright.backends.jax.pipeline.stage_functions import Operands, StageFunction, StageFunctions, stage_functions
 from shardwright.backends.jax.program.cut import cut
-from shardwright.backends.jax.program.equations import Equation, FlatProgram, Home, flatten
+from shardwright.backends.jax.program.equations import Equation, FlatProgram
+from shardwright.backends.jax.program.flattening import Home, flatten
 from shardwright.backends.jax.state.ownership import held_by
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.model.fold import fold

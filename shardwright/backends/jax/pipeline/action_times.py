@@ -37,7 +37,7 @@ class _Done:
 
 
 @dataclass(slots=True)
-class Watch:
+class ActionTimer:
     """Observes the actions of one step, which runs while it is entered. `timeline`, after that, waits for all."""
 
     cut: Cut
@@ -57,7 +57,7 @@ class Watch:
         self.seen.append(done)
         self.queues[rank].put(done)
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "ActionTimer":
         return self
 
     def __exit__(self, *_: object) -> None:

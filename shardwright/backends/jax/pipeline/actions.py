@@ -11,37 +11,23 @@ one device, which then take the cores of a device whose result others wait for.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
-from shardwright.backends.jax.pipeline.compilation import Compiler, lower, uncollected
-from shardwright.backends.jax.pipeline.deduplication import TracedStages
+from shardwright.backends.jax.pipeline.compilation import Compiler
 from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch
 from shardwright.backends.jax.pipeline.multi_mesh import PlacedProgram
 from shardwright.backends.jax.pipeline.optimizer_cut import OptimizerCut
-from shardwright.backends.jax.pipeline.stage_functions import (
-    MARKER,
-    TOTAL,
-    WEIGHT,
-    Key,
-    StageFunction,
-    StageFunctions,
-)
-from shardwright.backends.jax.pipeline.transfers import Route
+from shardwright.backends.jax.pipeline.stage_functions import MARKER, TOTAL, WEIGHT, Key
+from shardwright.backends.jax.pipeline.stage_programs import StagePrograms
 from shardwright.backends.jax.state.ownership import StageMeshes
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.core.schedule.actions import Action, Kind
 from shardwright.core.schedule.checks import require_trains
 from shardwright.core.schedule.simulate import simulate_schedule
 
-LOCAL = frozenset({"arrival", "kept", "between", "cotangent"})
-"""Kinds of operand that belong to one microbatch; the others are a stage's for the whole step."""
-FOLLOWING = {Kind.FORWARD: (Kind.BACKWARD, Kind.INPUT_GRAD), Kind.INPUT_GRAD: (Kind.WEIGHT_GRAD,)}
-"""Functions that take what another keeps, which on several devices lies as the compiler put it."""
 MOST_AHEAD = 8
 """Actions that a rank of several CPU devices is handed before they are done. XLA's CPU client lets a device have 32
 programs under way; one for several devices that finds them full waits in a thread of the pool that runs programs, and
@@ -60,28 +46,12 @@ class StepCounts:
     """Arrays moved between stages."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Launch:
-    """A compiled stage function, and where its operands come from."""
-
-    run: Any
-    function: StageFunction
-    reads: tuple[tuple[bool, Key], ...]
-    """(whether of the microbatch, key)."""
-    sends: tuple[tuple[int, int, Key], ...]
-    """For every result that goes to another stage: its position, the stage, and its key there."""
-    route: Route
-    """How those go."""
-    stays: tuple[tuple[int, bool, Key], ...]
-    """Results kept on the stage: position, whether for this microbatch, key."""
-
-
 @dataclass(frozen=True, slots=True)
 class StageRun:
     """What a stage has at hand during a step."""
 
-    shared: dict[Key, Any]
-    local: list[dict[Key, Any]]
+    shared: dict[Key, jax.Array]
+    local: list[dict[Key, jax.Array]]
     """Of every microbatch."""
 
 
@@ -129,20 +99,18 @@ class Pipeline:
         nonfinite: str,
     ) -> None:
         self.nonfinite = nonfinite
-        self.schedule, self.micro, self.optimizer, self.meshes = schedule, micro, optimizer, meshes
+        self.schedule, self.micro, self.meshes = schedule, micro, meshes
         self.order = order
         self.parts = [part for action in order for part in action.flat]
         self.weights = {w.value: w for w in micro.cut.weights}
-        self.spots = _spots(optimizer, micro)
-        self.kept: list[dict[Key, Any]] = [{} for _ in range(len(meshes))]
-        self.launches: list[dict[Kind, Launch]] = [{} for _ in range(len(meshes))]
-        """Once they are compiled: after a step, or `finish`."""
         self.is_compiled = False
         """Whether all of it is."""
-        self._waiting: dict[tuple[int, Kind], Callable[[], Any]] = {}
         self._compiler = Compiler()
+        self.programs = StagePrograms(schedule, micro, optimizer, meshes, self._compiler)
+        self.launches = self.programs.launches
         try:
-            self._compile(recompute)
+            self.programs.start(recompute)
+            self.update = self._start_update(optimizer)
         except BaseException:
             self.cancel()
             raise
@@ -156,7 +124,7 @@ class Pipeline:
         }
         self.state_homes = self._state_homes()
         self.owned, self.loads = self._loads()
-        self.load_targets = [self._sharding(load.stage, load.key) for load in self.loads]
+        self.load_targets = [self.programs.sharding(load.stage, load.key) for load in self.loads]
         devices = meshes.devices(0)
         self.under_way: dict[int, deque[jax.Array]] | None = None
         """For every rank of several CPU devices what is there when its last actions are done."""
@@ -164,8 +132,32 @@ class Pipeline:
             self.under_way = {rank: deque(maxlen=MOST_AHEAD) for rank in self.markers}
         self.counts = StepCounts()
 
-    def _holding_number(self, key: Key) -> int:
-        return list(self.weights).index(key[1])
+    def _start_update(self, optimizer: OptimizerCut) -> PlacedProgram:
+        """Begin to compile the update, which the step needs last."""
+        parts, keys = self.micro.cut.parts, self.programs.zero_keys
+        beside = (*self.micro.operands.sums, *self.micro.operands.rows)
+        self.sums = {w: next(s for s, p in enumerate(parts) if w in p.results) for w in (TOTAL, WEIGHT, *beside)}
+        """The stage of every output that is no state."""
+        numbers = {value: number for number, value in enumerate(self.weights)}
+        gradients = [(stage, key) for stage, own in enumerate(keys) for key in own if key[0] == "gradient"]
+        self.gradient_keys = sorted(gradients, key=lambda item: (numbers[item[1][1]], item[0]))
+        self.faults = [(stage, key) for stage, own in enumerate(keys) for key in own if key[0] == "fault"]
+        uses = [(self.weights[key[1]].holding.leaf, stage) for stage, key in self.gradient_keys]
+        totals = self.sums[WEIGHT], self.sums[TOTAL]
+        return optimizer.compile_update(uses, *totals, self.micro.divisor, self.nonfinite, self._compiler)
+
+    def finish(self) -> None:
+        """Wait until everything is compiled."""
+        if self.is_compiled:
+            return
+        self.programs.finish()
+        self.update.finish()
+        self._compiler.close()
+        self.is_compiled = True
+
+    def cancel(self) -> None:
+        """Drop what has not begun to be compiled: this pipeline will not run."""
+        self._compiler.cancel()
 
     def _state_homes(self) -> dict[int, int]:
         """The stage that changes each of the model's other values, of those that are changed."""
@@ -192,160 +184,11 @@ class Pipeline:
                     sent.append(Load(stage, key, *at[value]))
         return owned, sent
 
-    # --- compiling
-
-    def _sharding(self, stage: int, key: Key) -> NamedSharding:
-        kind, number, _ = key
-        whole = self.meshes.whole[stage]
-        if kind in ("weight", "gradient"):
-            return self.meshes.at(stage, self.spots[number][kind == "gradient"])
-        if kind == "batch" and self.micro.operands.batch[number]:
-            return NamedSharding(whole.mesh, PartitionSpec(None, "dp"))
-        if kind in ("row", "fault"):
-            return NamedSharding(whole.mesh, PartitionSpec("dp"))
-        if kind in ("arrival", "departure", "cotangent", "arrival_gradient"):
-            return NamedSharding(whole.mesh, self.micro.specs.get(number, PartitionSpec()))
-        return whole
-
-    def _compile(self, recompute: str) -> None:
-        """Trace everything and begin to compile it: what takes longest first, so that it is compiled while the rest is
-        traced, and what the step needs last in the end."""
-        self.zeros: list[Callable[[], Any]] = []
-        self.zero_keys: list[tuple[Key, ...]] = []
-        traced = TracedStages(self.micro.cut, self.micro.operands, recompute)
-        for stage in range(len(self.meshes)):
-            own = traced.of(stage)
-            self._start(stage, own, Kind.FORWARD)
-            shapes = _zero_shapes(own)
-            self.zero_keys.append(tuple(shapes))
-            self.zeros.append(self._start_zeros(stage, shapes))
-        parts = self.micro.cut.parts
-        beside = (*self.micro.operands.sums, *self.micro.operands.rows)
-        self.sums = {w: next(s for s, p in enumerate(parts) if w in p.results) for w in (TOTAL, WEIGHT, *beside)}
-        """The stage of every output that is no state."""
-        self.gradient_keys = [
-            (stage, key) for stage, keys in enumerate(self.zero_keys) for key in keys if key[0] == "gradient"
-        ]
-        self.gradient_keys.sort(key=lambda item: (self._holding_number(item[1]), item[0]))
-        self.faults = [(stage, key) for stage, keys in enumerate(self.zero_keys) for key in keys if key[0] == "fault"]
-        uses = [(self.weights[key[1]].holding.leaf, stage) for stage, key in self.gradient_keys]
-        totals = self.sums[WEIGHT], self.sums[TOTAL]
-        self.update: PlacedProgram = self.optimizer.compile_update(
-            uses, *totals, self.micro.divisor, self.nonfinite, self._compiler
-        )
-
-    def finish(self) -> None:
-        """Wait until everything is compiled."""
-        if self.is_compiled:
-            return
-        while self._waiting:
-            for stage, kind in list(self._waiting):
-                self._launched(stage, kind)
-        for zeros in self.zeros:
-            zeros()
-        self.update.finish()
-        self._compiler.close()
-        self.is_compiled = True
-
-    def cancel(self) -> None:
-        """Drop what has not begun to be compiled: this pipeline will not run."""
-        self._compiler.cancel()
-
-    def _launched(self, stage: int, kind: Kind) -> Launch | None:
-        """What carries out an action, once it is compiled. None for an input gradient on a stage where no gradient
-        flows further back."""
-        if (stage, kind) in self._waiting:
-            self._waiting[stage, kind]()
-            del self._waiting[stage, kind]
-        return self.launches[stage].get(kind)
-
-    def _start(self, stage: int, own: StageFunctions, kind: Kind) -> None:
-        """Begin with a stage's function, where the schedule asks for it, and with those that take what it keeps."""
-
-        def follow() -> None:
-            for following in FOLLOWING.get(kind, ()):
-                self._start(stage, own, following)
-
-        function = _function(own, kind)
-        asked = any(
-            part.stage == stage and part.kind is kind
-            for order in self.schedule.table for action in order for part in action.flat
-        )  # fmt: skip
-        if function is None or not asked:
-            follow()
-            return
-        devices = self.meshes.devices(stage)
-        into, out = self._shardings(stage, function)
-        likeness = None
-        if all(isinstance(at, NamedSharding) for at in (*into, *out)):
-            likeness = (function.function, tuple(at.spec for at in (*into, *out)))
-        with uncollected():
-            running = self._compiler.start(partial(self._lower, stage, function), devices, likeness)
-
-        def wait() -> None:
-            run = running()
-            self.kept[stage].update(
-                (key, at)
-                for key, at in zip(function.makes, run.output_shardings, strict=True)
-                if key[0] in ("kept", "between")
-            )
-            self.launches[stage][kind] = self._launch(stage, function, run)
-            if len(devices) > 1:
-                follow()
-
-        self._waiting[stage, kind] = wait
-        if len(devices) == 1:
-            follow()
-
-    def _lower(self, stage: int, function: StageFunction) -> jax.stages.Lowered:
-        into, out = self._shardings(stage, function)
-        return lower(function.function, function.avals, into, out, function.donates)
-
-    def _shardings(self, stage: int, function: StageFunction) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Of what a function reads and makes; None for what lies as the compiler puts it."""
-        kept, alone = self.kept[stage], len(self.meshes.devices(stage)) == 1
-        into = tuple(kept[key] if key in kept else self._sharding(stage, key) for key in function.reads)
-        out = tuple(
-            None if key[0] in ("kept", "between") and not alone else self._sharding(stage, key)
-            for key in function.makes
-        )
-        return into, out
-
-    def _launch(self, stage: int, function: StageFunction, run: Any) -> Launch:
-        sends: list[tuple[int, int, Key]] = []
-        stays = []
-        for position, key in enumerate(function.makes):
-            kind, number, _ = key
-            if kind == "departure":
-                users = [s for s, p in enumerate(self.micro.cut.parts)
-                         if any(a.value == number and a.source == stage for a in p.arrivals)]  # fmt: skip
-                arriving: Key = ("arrival", number, 0)
-                sends += [(position, user, arriving) for user in users]
-            elif kind == "arrival_gradient":
-                arrival = next(a for a in self.micro.cut.parts[stage].arrivals if a.value == number)
-                back: Key = ("cotangent", number, stage)
-                sends.append((position, arrival.source, back))
-            elif key != MARKER:
-                stays.append((position, kind in LOCAL, key))
-        reads = tuple((key[0] in LOCAL, key) for key in function.reads)
-        made = [run.out_info[position] for position, *_ in sends]
-        lies = [run.output_shardings[position] for position, *_ in sends]
-        route = Route(made, lies, [self._sharding(user, key) for _, user, key in sends])
-        return Launch(run, function, reads, tuple(sends), route, tuple(stays))
-
-    def _start_zeros(self, stage: int, shapes: dict[Key, Any]) -> Callable[[], Any]:
-        """Begin with the program that makes a stage's sums and gradients zero; what waits for it."""
-
-        def zeros() -> tuple[Any, ...]:
-            return tuple(jnp.zeros(a.shape, a.dtype) for a in shapes.values())
-
-        places = tuple(self._sharding(stage, key) for key in shapes)
-        likeness = ("zeros", *((a.shape, a.dtype, at.spec) for a, at in zip(shapes.values(), places, strict=True)))
-        return self._compiler.start(partial(lower, zeros, (), None, places, ()), self.meshes.devices(stage), likeness)
-
     # --- running
 
-    def __call__(self, state: Sequence[Any], batch: Sequence[Any], observe: Observer | None = None) -> PipelineResult:
+    def __call__(
+        self, state: Sequence[Any], batch: Sequence[jax.Array], observe: Observer | None = None
+    ) -> PipelineResult:
         """One step. ``state``: the step, parameters in pieces, the optimizer's, random keys, other state. ``batch``:
         its leaves split into microbatches."""
         step, params, optimizer, random, other = state
@@ -383,7 +226,7 @@ class Pipeline:
             bad_stage, faults,
         )  # fmt: skip
 
-    def _begin(self, *arguments: Sequence[Any]) -> list[StageRun]:
+    def _begin(self, *arguments: Sequence[jax.Array]) -> list[StageRun]:
         """Put what a step needs where it needs it, in one transfer, and start all sums at zero."""
         microbatches = range(self.schedule.microbatches)
         runs = [StageRun({}, [{} for _ in microbatches]) for _ in self.micro.cut.parts]
@@ -394,7 +237,7 @@ class Pipeline:
         self.counts.transfers += len(moved)
         for load, array in zip(self.loads, put, strict=True):
             runs[load.stage].shared[load.key] = array
-        for run, zeros, keys in zip(runs, self.zeros, self.zero_keys, strict=True):
+        for run, zeros, keys in zip(runs, self.programs.zeros, self.programs.zero_keys, strict=True):
             run.shared.update(zip(keys, zeros()() if keys else (), strict=True))
         self.counts.dispatches += len(runs)
         return runs
@@ -402,7 +245,7 @@ class Pipeline:
     def _act(self, runs: list[StageRun], part: Action, observe: Observer | None) -> None:
         """Dispatch one action: run it, keep and send what it makes, let go of what nobody needs any more."""
         stage, m = part.stage, part.microbatch or 0
-        launch = self._launched(stage, part.kind)
+        launch = self.programs.launched(stage, part.kind)
         if launch is None:
             return
         shared, local = runs[stage].shared, runs[stage].local[m]
@@ -428,36 +271,6 @@ class Pipeline:
             local.clear()  # whoever else knows it lets go of its arrays too
         if observe is not None:
             observe(part, rank, made[-1])
-
-
-def _zero_shapes(own: StageFunctions) -> dict[Key, Any]:
-    """A stage's sums and gradients, and their shapes."""
-    found: dict[Key, Any] = {}
-    for function in (own.forward, own.backward):
-        found.update(
-            (k, a) for k, a in zip(function.reads, function.avals, strict=True) if k[0] in ("sum", "gradient", "fault")
-        )
-    return found
-
-
-def _function(own: StageFunctions, kind: Kind) -> StageFunction | None:
-    return {
-        Kind.FORWARD: own.forward,
-        Kind.BACKWARD: own.backward,
-        Kind.INPUT_GRAD: own.input_grad,
-        Kind.WEIGHT_GRAD: own.weight_grad,
-    }[kind]
-
-
-def _spots(optimizer: OptimizerCut, micro: CutMicrobatch) -> dict[int, tuple[NamedSharding, NamedSharding]]:
-    """For every weight of the program, how its parameter and its gradient are split."""
-    found = {}
-    for weight in micro.cut.weights:
-        at = (optimizer.parameters, optimizer.gradients)
-        found[weight.value] = tuple(
-            next(p.sharding for p in places[weight.holding.leaf] if p.rows == weight.holding.rows) for places in at
-        )
-    return found  # type: ignore[return-value]
 
 
 def dispatch_order(schedule: Schedule) -> list[Action]:

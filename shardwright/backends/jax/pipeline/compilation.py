@@ -44,8 +44,8 @@ class Compiler:
         self._loaders = ThreadPoolExecutor(os.cpu_count() or 1)
         """Of their own, so that who waits for a program to be compiled keeps nobody from compiling."""
         self._counting = Lock()
-        self._known: dict[tuple[Hashable, int], tuple[Devices, Future[Any]]] = {}
-        """Programs by their text, and by the likeness they were started with, and by the number of devices."""
+        self._known: dict[tuple[Hashable, int], tuple[Devices, Future[jax.stages.Compiled]]] = {}
+        """Programs by their text, and by the key they were started with, and by the number of devices."""
 
     def __enter__(self) -> "Compiler":
         return self
@@ -67,49 +67,51 @@ class Compiler:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def start(
-        self, lower: Callable[[], jax.stages.Lowered], devices: Devices, likeness: Hashable | None = None
-    ) -> Callable[[], Any]:
+        self, lower: Callable[[], jax.stages.Lowered], devices: Devices, key: Hashable | None = None
+    ) -> Callable[[], jax.stages.Compiled]:
         """Begin with a program, given what lowers it, and return what waits for it.
 
         One whose text is known, for as many devices, is not compiled again where it can be loaded on others, unless it
-        calls Python, of which the text says no more than that. One whose ``likeness`` is known is not lowered again
+        calls Python, of which the text says no more than that. One whose ``key`` is known is not lowered again
         either; None is like no other.
         """
-        first, running = self._known.get((likeness, len(devices)), (devices, None))
-        if likeness is None or running is None or not (devices == first or can_move(first)):
-            return self._start(lower(), devices, likeness)
+        first, running = self._known.get((key, len(devices)), (devices, None))
+        if key is None or running is None or not (devices == first or can_move(first)):
+            return self._start(lower(), devices, key)
         self.done.programs += 1
         loading = self._loaders.submit(_load, running, first, devices)
 
         @cache
-        def wait() -> Any:
+        def wait() -> jax.stages.Compiled:
             return loading.result() or self._compiled(lower())
 
         return wait
 
-    def _start(self, lowered: jax.stages.Lowered, devices: Devices, likeness: Hashable | None) -> Callable[[], Any]:
+    def _start(
+        self, lowered: jax.stages.Lowered, devices: Devices, key: Hashable | None
+    ) -> Callable[[], jax.stages.Compiled]:
         text = lowered.as_text()
-        key = hashlib.sha256(text.encode()).hexdigest(), len(devices)
+        by_text = hashlib.sha256(text.encode()).hexdigest(), len(devices)
         self.done.programs += 1
-        first, running = self._known.get(key, (devices, None))
+        first, running = self._known.get(by_text, (devices, None))
         calls_python = CALLBACK.search(text) is not None
         if running is None or calls_python or not (devices == first or can_move(first)):
             self._count()
             first, running = devices, self._pool.submit(lowered.compile)
-            self._known[key] = first, running
+            self._known[by_text] = first, running
             waiting = running
         else:
             waiting = self._loaders.submit(self._load_or_compile, lowered, running, first, devices)
-        if likeness is not None and not calls_python:  # what calls Python cannot be loaded on other devices
-            self._known[likeness, len(devices)] = first, running
+        if key is not None and not calls_python:  # what calls Python cannot be loaded on other devices
+            self._known[key, len(devices)] = first, running
         return waiting.result
 
     def _load_or_compile(
-        self, lowered: jax.stages.Lowered, running: Future[Any], first: Devices, devices: Devices
-    ) -> Any:
+        self, lowered: jax.stages.Lowered, running: Future[jax.stages.Compiled], first: Devices, devices: Devices
+    ) -> jax.stages.Compiled:
         return _load(running, first, devices) or self._compiled(lowered)
 
-    def _compiled(self, lowered: jax.stages.Lowered) -> Any:
+    def _compiled(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         self._count()
         return lowered.compile()
 
@@ -118,7 +120,7 @@ class Compiler:
             self.done.compiled += 1
 
 
-def _load(running: Future[Any], first: Devices, devices: Devices) -> Any | None:
+def _load(running: Future[jax.stages.Compiled], first: Devices, devices: Devices) -> jax.stages.Compiled | None:
     """A program for ``first`` once it is compiled, on other devices where it can be loaded there."""
     run = running.result()
     return run if devices == first else load_on(run, first, devices)
@@ -138,7 +140,7 @@ def uncollected() -> Iterator[None]:
 
 
 def lower(
-    function: Any, avals: Sequence[Any], in_shardings: Any, out_shardings: Any, donate: tuple[int, ...]
+    function: Callable[..., Any], avals: Sequence[Any], in_shardings: Any, out_shardings: Any, donate: tuple[int, ...]
 ) -> jax.stages.Lowered:
     """Lower a function of flat arguments. Donated arguments that match no result are freed instead of reused, which
     JAX would warn of."""

@@ -4,7 +4,7 @@ The program of one microbatch, forward and backward, is run once more with a loo
 and makes: whole, on one device, and before the step itself, so that the state is still what made the fault.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,26 +12,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex_core
+from jax.extend.core import Jaxpr, Literal, Var
 from jax.extend.source_info_util import summarize
 
 import shardwright
+from shardwright.backends.jax.capture.inner_programs import INLINED, inner_program
 from shardwright.backends.jax.capture.trace import call_number
-from shardwright.backends.jax.capture.tree import abstract
+from shardwright.backends.jax.capture.tree import Parts, abstract
 from shardwright.backends.jax.loss.microbatches import Microbatches
 from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch, cut_microbatch
 from shardwright.backends.jax.pipeline.stage_functions import TOTAL
 from shardwright.backends.jax.program.equations import evaluate
 from shardwright.backends.jax.state.ownership import holdings_of
-from shardwright.backends.jax.state.train_state import Parts
 from shardwright.core.plan.plan import Plan
 
 MARK = "shardwright:equation:"
 LIBRARIES = ("flax", "optax", "jax")
-OPENED = frozenset({
-    "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
-    "custom_vjp_call_jaxpr", "custom_lin",
-})  # fmt: skip
+OPENED = INLINED | {"custom_lin"}
 NAN, INFINITY = 1, 2
 FRAMES = 30
 """So many of the user's are looked through for one that is no library's."""
@@ -70,8 +67,7 @@ class OpChecks:
     ) -> "OpChecks":
         """parts: the whole model taken apart, as arrays or shapes; leaves: those of a global batch; device: what the
         program runs on."""
-        params, random, other = jax.tree.map(abstract, (parts.params, parts.random, parts.other))
-        parts = Parts(params, random, other, parts.graphdef)
+        parts = jax.tree.map(abstract, parts)
         names = parts.names
         holdings = holdings_of(plan, names, [leaf.shape for leaf in jax.tree.leaves(parts.params)])
         micro = cut_microbatch(plan, microbatches, parts, leaves, holdings)
@@ -82,7 +78,7 @@ class OpChecks:
             found._stages.update((value, stage) for e in part.equations for value in e.outputs)
         return found
 
-    def first(self, params: Any, random: Any, step: Any, other: Any, leaves: Sequence[Any]) -> str:
+    def first(self, params: Any, random: Any, step: jax.Array, other: Any, leaves: Sequence[Any]) -> str:
         """What is not finite of the first microbatch whose loss or gradients are not, and which ops made it; empty
         where all are."""
         split = [self.microbatches.split(leaf, dim) for leaf, dim in zip(leaves, self.microbatches.dims, strict=True)]
@@ -135,14 +131,20 @@ class _Program:
         self.micro, self.trained, self.sites = micro, trained, sites
 
     def __call__(
-        self, params: Sequence[Any], random: Sequence[Any], step: Any, other: Sequence[Any], m: Any, part: Sequence[Any]
-    ) -> Any:
+        self,
+        params: Sequence[jax.Array],
+        random: Sequence[jax.Array],
+        step: jax.Array,
+        other: Sequence[jax.Array],
+        m: jax.Array,
+        part: Sequence[jax.Array],
+    ) -> tuple[Any, ...]:
         micro = self.micro
         flat, operands = micro.cut.flat, micro.operands
         given = dict(zip(micro.random, random, strict=True)) | {micro.step: step, operands.m: m}
         given |= dict(zip(micro.state, other, strict=True)) | dict(zip(micro.batch, part, strict=True))
 
-        def total(trained: Sequence[Any]) -> tuple[jax.Array, list[Any]]:
+        def total(trained: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
             rest = iter(trained)
             whole = [next(rest) if flag else p for flag, p in zip(self.trained, params, strict=True)]
             known = dict(flat.constants) | given
@@ -176,20 +178,26 @@ class _Looker:
         self.sites: list[Site] = []
 
     def run(
-        self, jaxpr: Any, constants: Sequence[Any], given: Sequence[Any], equation: int, call: int, is_backward: bool
-    ) -> tuple[jax.Array, list[Any]]:
+        self,
+        jaxpr: Jaxpr,
+        constants: Sequence[Any],
+        given: Sequence[jax.Array],
+        equation: int,
+        call: int,
+        is_backward: bool,
+    ) -> tuple[jax.Array, list[jax.Array]]:
         """The flags, and what the program returns. ``equation``, ``call``: what its equations belong to where they do
         not say so themselves."""
-        known: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
+        known: dict[Var, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
         known |= dict(zip(jaxpr.invars, given, strict=True))
-        kinds: dict[Any, jax.Array] = {}
+        kinds: dict[Var, jax.Array] = {}
         flags: list[jax.Array] = [jnp.zeros(0, jnp.int32)]
 
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, jex_core.Literal) else known[atom]
+        def read(atom: Var | Literal) -> Any:
+            return atom.val if isinstance(atom, Literal) else known[atom]
 
-        def kind(atom: Any) -> jax.Array:
-            if isinstance(atom, jex_core.Literal):
+        def kind(atom: Var | Literal) -> jax.Array:
+            if isinstance(atom, Literal):
                 return _kind(jnp.asarray(atom.val))
             if atom not in kinds:
                 kinds[atom] = _kind(known[atom])
@@ -201,7 +209,7 @@ class _Looker:
             inner = call_number(stack, call)
             back = is_backward or any(getattr(entry, "name", "") == "transpose" for entry in stack.stack)
             inputs = [read(atom) for atom in eqn.invars]
-            body = _body(eqn) if eqn.primitive.name in OPENED else None
+            body = inner_program(eqn.params) if eqn.primitive.name in OPENED else None
             if body is not None and len(body.jaxpr.invars) == len(inputs):
                 found, made = self.run(body.jaxpr, body.consts, inputs, own, inner, back)
                 flags.append(found)
@@ -223,14 +231,14 @@ class _Looker:
         return jnp.concatenate(flags), [read(atom) for atom in jaxpr.outvars]
 
     def _scan(
-        self, params: Any, inputs: Sequence[Any], equation: int, call: int, is_backward: bool
-    ) -> tuple[jax.Array, list[Any]]:
+        self, params: Mapping[str, Any], inputs: Sequence[jax.Array], equation: int, call: int, is_backward: bool
+    ) -> tuple[jax.Array, list[jax.Array]]:
         """A loop, whose every iteration has sites of its own."""
         body = params["jaxpr"]
         fixed, carried, length = params["num_consts"], params["num_carry"], params["length"]
         start = len(self.sites)
 
-        def step(carry: list[Any], rows: list[Any]) -> Any:
+        def step(carry: list[jax.Array], rows: list[jax.Array]) -> Any:
             del self.sites[start:]  # JAX may trace it twice
             flags, made = self.run(
                 body.jaxpr, body.consts, [*inputs[:fixed], *carry, *rows], equation, call, is_backward
@@ -247,15 +255,6 @@ class _Looker:
         return flags.reshape(-1), [*carry, *stacked]
 
 
-def _body(eqn: Any) -> Any | None:
-    """The program inside of an equation, closed."""
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        body = eqn.params.get(name)
-        if body is not None:
-            return body if hasattr(body, "consts") else jex_core.ClosedJaxpr(body, ())
-    return None
-
-
 def _marked(stack: Any, inherited: int) -> int:
     for entry in reversed(stack.stack):
         name = getattr(entry, "name", "")
@@ -264,7 +263,7 @@ def _marked(stack: Any, inherited: int) -> int:
     return inherited
 
 
-def _kind(array: Any) -> jax.Array:
+def _kind(array: jax.Array) -> jax.Array:
     """`NAN` and `INFINITY`, as an array has them."""
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         return jnp.zeros((), jnp.int32)
@@ -279,7 +278,7 @@ def _joined(kinds: Sequence[jax.Array]) -> jax.Array:
     return found
 
 
-def _is_finite(array: Any) -> jax.Array:
+def _is_finite(array: jax.Array) -> jax.Array:
     found: jax.Array = _kind(array) == 0
     return found
 

@@ -10,14 +10,15 @@ from jax.sharding import PartitionSpec
 
 from shardwright.backends.jax.capture.checkpoint_policies import computed_again
 from shardwright.backends.jax.capture.trace import Recorder, TracedCall
+from shardwright.backends.jax.capture.tree import Parts
 from shardwright.backends.jax.loss.microbatches import Microbatches
 from shardwright.backends.jax.pipeline.stage_functions import Operands
 from shardwright.backends.jax.program.cut import Cut, cut
-from shardwright.backends.jax.program.equations import FlatProgram, Home, flatten
+from shardwright.backends.jax.program.equations import FlatProgram
+from shardwright.backends.jax.program.flattening import Home, flatten
 from shardwright.backends.jax.program.state_places import Carried
 from shardwright.backends.jax.program.units import name_units
 from shardwright.backends.jax.state.ownership import Holding
-from shardwright.backends.jax.state.train_state import Parts
 from shardwright.core.errors import PlanError
 from shardwright.core.plan.plan import Plan
 
@@ -65,10 +66,9 @@ def cut_microbatch(
         first += count
     weights, random, (step,), state, (m,), batch = groups
     # State that comes out as it went in is read wherever it is wanted, like an array of the batch.
-    other = Parts(parts.other, None, None, parts.graphdef).names
     changed = [
         (value, name, atom)
-        for value, name, atom in zip(state, other, flat.outputs[2 : 2 + len(state)], strict=True)
+        for value, name, atom in zip(state, parts.other_names, flat.outputs[2 : 2 + len(state)], strict=True)
         if not isinstance(atom, int) or atom != value
     ]
     beside = flat.outputs[2 + len(state) :]

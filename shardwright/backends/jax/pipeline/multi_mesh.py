@@ -204,10 +204,10 @@ class PlacedProgram:
         self._waiting: dict[int, Callable[[], Any]] = {}
         longest_first = sorted(enumerate(self.pieces), key=lambda numbered: -len(numbered[1].equations))
         for number, piece in longest_first:
-            avals = [self.flat.avals[v] for v in piece.arguments]
+            shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (self.flat.avals[v] for v in piece.arguments)]
             shardings = [self._at(v, piece.stage) for v in piece.arguments]
             for source, name in self.bundles[number]:
-                avals.append(jax.ShapeDtypeStruct((self._length(source, name),), name))
+                shapes.append(jax.ShapeDtypeStruct((self._length(source, name),), name))
                 shardings.append(self.whole[piece.stage])
             donate = tuple(
                 index
@@ -218,15 +218,14 @@ class PlacedProgram:
             )
             packed = [self.whole[piece.stage]] * len(self.packs[number])
             outs = [self.output_shardings[r] for r in piece.results] + packed
-            shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
             lowering = partial(lower, self._function(number, piece), shapes, tuple(shardings), tuple(outs), donate)
-            likeness = self._likeness(number, piece)
-            if likeness is not None:
-                likeness = (likeness, tuple(at.spec for at in (*shardings, *outs)), donate)
+            key = self._key(number, piece)
+            if key is not None:
+                key = (key, tuple(at.spec for at in (*shardings, *outs)), donate)
             devices = tuple(self.whole[piece.stage].mesh.devices.flat)
-            self._waiting[number] = compiler.start(lowering, devices, likeness)
+            self._waiting[number] = compiler.start(lowering, devices, key)
 
-    def _likeness(self, number: int, piece: Piece) -> Hashable | None:
+    def _key(self, number: int, piece: Piece) -> Hashable | None:
         """Equal for pieces that make the same of what they are given, packed alike."""
         bundled = [self.packs[source][name] for source, name in self.bundles[number]]
         given = [*piece.arguments, *(value for values in bundled for value in values)]

@@ -12,18 +12,18 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
+from shardwright.backends.jax.capture.tree import followed, path_names
 from shardwright.backends.jax.loss.microbatches import squared, updated
 from shardwright.backends.jax.pipeline.compilation import Compiler
 from shardwright.backends.jax.pipeline.multi_mesh import PlacedProgram
 from shardwright.backends.jax.pipeline.sentinels import chosen, is_sound
-from shardwright.backends.jax.program.equations import FlatProgram, flatten
+from shardwright.backends.jax.program.equations import FlatProgram
+from shardwright.backends.jax.program.flattening import flatten
 from shardwright.backends.jax.program.unstack import Unstacked, unstack
 from shardwright.backends.jax.state.ownership import Holding, Stack, StageMeshes
 from shardwright.backends.jax.state.shardings import spread_over
 from shardwright.backends.jax.state.trainable import Trained
 from shardwright.core.errors import PlanError
-
-Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,22 +105,14 @@ class OptimizerCut:
     def _state_places(self, of_parameters: Sequence[Places]) -> list[Places]:
         """A leaf whose path ends in a parameter's lies on its stage, split like it when it has its shape; others
         (counters) on stage 0."""
-        known: dict[Path, tuple[tuple[int, ...], Places]] = {}
-        with_paths = jax.tree_util.tree_flatten_with_path(self.params)[0]
-        for (path, leaf), places in zip(with_paths, of_parameters, strict=True):
-            known[path] = (leaf.shape, places)
+        parameters = jax.tree.leaves(self.params)
         found: list[Places] = []
-        for path, leaf in jax.tree_util.tree_flatten_with_path(self.state)[0]:
-            ends = (path[start:] for start in range(len(path)))
-            nothing: tuple[tuple[int, ...], Places] = ((), ())
-            shape, places = next((known[end] for end in ends if end in known), nothing)
-            if not places or not leaf.shape:
-                stage = places[0].stage if places else 0
-                found.append((Place(stage, self.meshes.whole[stage]),))
-            elif leaf.shape == shape:
-                found.append(places)
+        for at, leaf in zip(followed(self.state, self.params), jax.tree.leaves(self.state), strict=True):
+            if at is not None and leaf.shape and leaf.shape == parameters[at.number].shape:
+                found.append(of_parameters[at.number])
             else:
-                found.append((Place(places[0].stage, self.meshes.whole[places[0].stage]),))
+                stage = 0 if at is None else of_parameters[at.number][0].stage
+                found.append((Place(stage, self.meshes.whole[stage]),))
         return found
 
     # --- init
@@ -167,25 +159,9 @@ class OptimizerCut:
                 merged.append((leaf, own))
 
         def update(sums: Any, weight: Any, total: Any, step: Any, state: Any, params: Any) -> Any:
-            below = divisor(weight)
-            gathered: list[Any] = [None] * len(leaves)
-            for (leaf, _), given in zip(merged, sums, strict=True):
-                gathered[leaf] = given if gathered[leaf] is None else gathered[leaf] + given
-            found = [
-                jnp.zeros(p.shape, p.dtype) if g is None else (g / below).astype(p.dtype)
-                for g, p, flag in zip(gathered, jax.tree.leaves(params), self.trained.mask(params), strict=True)
-                if flag
-            ]
-            mean = self.trained.with_gradients(params, found)
-            norm, bad_stage = self._norm(found, params)
-            before = jax.tree.leaves(state)
-            updates, state = updated(self.optimizer, mean, state, params, total / below)
-            _require_same_state(self.state, state)
-            changed = self.trained.apply(params, updates)
-            after, loss = (step + 1, jax.tree.leaves(state), jax.tree.leaves(changed)), total / below
-            if nonfinite == "error":
-                after = chosen(is_sound(loss, norm), after, (step, before, jax.tree.leaves(params)))
-            return *after, loss, norm, *(() if nonfinite == "ignore" else (bad_stage,))
+            return self._update(
+                [leaf for leaf, _ in merged], sums, divisor(weight), total, step, state, params, nonfinite
+            )
 
         number = jax.ShapeDtypeStruct((), jnp.float32)
         sums = [
@@ -210,6 +186,38 @@ class OptimizerCut:
         return self._placed(
             program, arguments, shared, outputs, compiler, donate=True, keep=kept, successors=successors
         )
+
+    def _update(
+        self,
+        summed: Sequence[int],
+        sums: Sequence[jax.Array],
+        below: jax.Array,
+        total: jax.Array,
+        step: jax.Array,
+        state: Any,
+        params: Any,
+        nonfinite: str,
+    ) -> tuple[Any, ...]:
+        """What `compile_update` compiles. summed: the number of the parameter of each of the sums."""
+        gathered: dict[int, jax.Array] = {}
+        for leaf, given in zip(summed, sums, strict=True):
+            gathered[leaf] = gathered[leaf] + given if leaf in gathered else given
+        parameters = jax.tree.leaves(params)
+        found = [
+            (gathered[n] / below).astype(p.dtype) if n in gathered else jnp.zeros(p.shape, p.dtype)
+            for n, (p, flag) in enumerate(zip(parameters, self.trained.mask(params), strict=True))
+            if flag
+        ]
+        mean = self.trained.with_gradients(params, found)
+        norm, bad_stage = self._norm(found, params)
+        before = jax.tree.leaves(state)
+        updates, state = updated(self.optimizer, mean, state, params, total / below)
+        _require_same_state(self.state, state)
+        changed = self.trained.apply(params, updates)
+        after, loss = (step + 1, jax.tree.leaves(state), jax.tree.leaves(changed)), total / below
+        if nonfinite == "error":
+            after = chosen(is_sound(loss, norm), after, (step, before, parameters))
+        return *after, loss, norm, *(() if nonfinite == "ignore" else (bad_stage,))
 
     def _norm(self, gradients: Sequence[Any], params: Any) -> tuple[jax.Array, jax.Array]:
         """The global norm of the gradients of what is trained, in fp32; and the last stage where they are not finite,
@@ -260,8 +268,8 @@ class OptimizerCut:
 def _require_same_state(before: Any, after: Any) -> None:
     """The update is compiled once, for the state that init makes."""
     forms = [
-        {jax.tree_util.keystr(path): f"{jnp.shape(leaf)} {jnp.result_type(leaf)}" for path, leaf in leaves}
-        for leaves in (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (before, after))
+        {name: f"{jnp.shape(leaf)} {jnp.result_type(leaf)}" for name, leaf in path_names(tree)}
+        for tree in (before, after)
     ]
     names = [name for name in {**forms[0], **forms[1]} if forms[0].get(name) != forms[1].get(name)]
     if names:

@@ -8,7 +8,6 @@ in which that has changed compiles every program instead, with a warning that sa
 import io
 import pickle
 import warnings
-from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
@@ -25,7 +24,7 @@ def can_move(devices: Devices) -> bool:
     return str(devices[0].platform) == "cpu" and not caches
 
 
-def load_on(compiled: Any, devices: Devices, others: Devices) -> Any | None:
+def load_on(compiled: jax.stages.Compiled, devices: Devices, others: Devices) -> jax.stages.Compiled | None:
     """The program, compiled for ``devices``, on as many ``others``. None where it cannot be moved: on platforms other
     than CPU, for programs with callbacks or constants of their own, and under a JAX that keeps programs differently (of
     which it warns)."""

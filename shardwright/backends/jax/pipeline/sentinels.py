@@ -209,7 +209,7 @@ def _is_there(array: Any) -> bool:
     return bool(array.is_ready())
 
 
-def _host(array: Any) -> np.ndarray:
+def _host(array: jax.Array) -> np.ndarray:
     return np.asarray(array if array.is_fully_addressable else array.addressable_data(0))
 
 

@@ -159,6 +159,14 @@ class SpmdLoss:
         sums = [each.sum(0) for each in beside[: len(operands.sums)]]
         return totals.sum(), (totals, counted.sum(), sums, beside[len(sums) :])
 
+    def _block(self, weights: list[Any], carried: list[Any], known: dict[int, Any]) -> tuple[list[Any], list[Any]]:
+        """One stage on one microbatch: what it hands on, and what the last stage is asked for."""
+        blocks, values = self.blocks, {**self.micro.cut.flat.constants, **known}
+        values.update((ids[0], w) for ids, w in zip(blocks.stacked, weights, strict=True))
+        values.update(zip(blocks.entering, carried, strict=True))
+        evaluate(blocks.equations, values)
+        return [values[v] for v in blocks.leaving], [values[v] for _, v in blocks.final]
+
     def _pipeline(
         self, stacked: Sequence[Any], common: dict[int, Any], batch: dict[int, Any], early: dict[int, Any]
     ) -> list[Any]:
@@ -172,16 +180,9 @@ class SpmdLoss:
         entering = [early[v] for v in blocks.entering]
         circular = self.rounds > 1
 
-        def block(weights: list[Any], carried: list[Any], known: dict[int, Any]) -> tuple[list[Any], list[Any]]:
-            values = {**self.micro.cut.flat.constants, **known}
-            values.update((ids[0], w) for ids, w in zip(blocks.stacked, weights, strict=True))
-            values.update(zip(blocks.entering, carried, strict=True))
-            evaluate(blocks.equations, values)
-            return [values[v] for v in blocks.leaving], [values[v] for _, v in blocks.final]
-
-        run: Any = block
+        run: Any = self._block
         if self.recompute != "none":
-            run = jax.checkpoint(block, policy=POLICIES[self.recompute])
+            run = jax.checkpoint(self._block, policy=POLICIES[self.recompute])
 
         def rank_program(stacked: list[Any], entering: list[Any], shared: Any, sides: Any, pieces: Any) -> list[Any]:
             rank = jax.lax.axis_index("pp")

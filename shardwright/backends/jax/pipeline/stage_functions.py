@@ -13,10 +13,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import PyTreeDef
 
+from shardwright.backends.jax.capture.inner_programs import Aval
 from shardwright.backends.jax.pipeline.saved_activations import Residuals, residuals
 from shardwright.backends.jax.program.cut import Cut, StagePart
-from shardwright.backends.jax.program.equations import Atom, Equation, FlatProgram, aval_of, evaluate, flatten, needed
+from shardwright.backends.jax.program.equations import Atom, Equation, FlatProgram, aval_of, evaluate, needed
+from shardwright.backends.jax.program.flattening import flatten
 
 Kind = Literal[
     "weight",  # a parameter, or rows of one
@@ -46,10 +49,10 @@ MARKER: Key = ("marker", 0, 0)
 class StageFunction:
     """A function of flat operands."""
 
-    function: Callable[..., tuple[Any, ...]]
+    function: Callable[..., tuple[jax.Array, ...]]
     reads: tuple[Key, ...]
     makes: tuple[Key, ...]
-    avals: tuple[Any, ...]
+    avals: tuple[Aval, ...]
     """Shapes of what it reads."""
     donates: tuple[int, ...] = ()
 
@@ -70,7 +73,7 @@ class Operands:
 
     batch: Mapping[int, bool]
     """Leaves of the batch; whether each has a batch dim, and so is sliced by microbatch."""
-    batch_avals: Mapping[int, Any]
+    batch_avals: Mapping[int, jax.ShapeDtypeStruct]
     """Their shapes with all microbatches."""
     m: int
     state: Mapping[int, int]
@@ -134,13 +137,15 @@ class _Builder:
 
     # --- forward
 
-    def _trace_forward(self) -> tuple[FlatProgram, Any, list[Key]]:
+    def _trace_forward(self) -> tuple[FlatProgram, PyTreeDef, list[Key]]:
         """The program of the forward: what it returns (`_returned`), then everything that its derivative reads."""
-        structures: list[Any] = []
+        structures: list[PyTreeDef] = []
         split = len(self.weights), len(self.weights) + len(self.fixed_weights)
         until = split[1] + len(self.arriving)
 
-        def run(weights: Sequence[Any], arriving: Sequence[Any], rest: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        def run(
+            weights: Sequence[jax.Array], arriving: Sequence[jax.Array], rest: Sequence[jax.Array]
+        ) -> tuple[list[jax.Array], list[jax.Array]]:
             fixed = [*self.fixed_weights, *self.fixed_arrivals, *self.part.sources]
             known = dict(zip(self.weights, weights, strict=True)) | dict(zip(self.arriving, arriving, strict=True))
             known |= dict(zip(fixed, rest, strict=True)) | self.cut.flat.constants
@@ -166,7 +171,7 @@ class _Builder:
         closed = jax.make_jaxpr(forward)(*avals)
         return flatten(closed), structures[0], self._returned()
 
-    def _output(self, known: Mapping[int, Any], position: int) -> Any:
+    def _output(self, known: Mapping[int, jax.Array], position: int) -> jax.Array:
         return _value(self.cut.flat, self.cut.flat.outputs[position], known)
 
     def _returned(self) -> list[Key]:
@@ -205,7 +210,7 @@ class _Builder:
     # --- backward
 
     def _trace_backward(
-        self, structure: Any, forward: FlatProgram, saved: Sequence[Atom], residual: Residuals
+        self, structure: PyTreeDef, forward: FlatProgram, saved: Sequence[Atom], residual: Residuals
     ) -> tuple[FlatProgram, dict[int, Key]]:
         """The program of the backward: from what is at hand, what was kept, and cotangents, to gradients of weights and
         arrivals; and what its arguments are."""
@@ -278,7 +283,7 @@ class _Builder:
         equations = tuple(equations)
         used = {v for e in equations for v in e.values} | {a for a in outputs if isinstance(a, int)}
         operands = {argument: key for argument, key in reads.items() if argument in used}
-        keys: dict[Key, Any] = {}
+        keys: dict[Key, Aval] = {}
         for argument, key in operands.items():
             for one in self._spelled(key):
                 keys[one] = self._aval(one, program.avals[argument])
@@ -302,7 +307,7 @@ class _Builder:
         keys[MARKER] = jax.ShapeDtypeStruct((), jnp.int32)
         order = tuple(keys)
 
-        def run(*given: Any) -> tuple[Any, ...]:
+        def run(*given: jax.Array) -> tuple[jax.Array, ...]:
             at = dict(zip(order, given, strict=True))
             values: dict[int, Any] = dict(program.constants)
             for argument, key in operands.items():
@@ -328,12 +333,12 @@ class _Builder:
                                                                  for a in p.arrivals)]  # fmt: skip
         return [("cotangent", key[1], user) for user in users]
 
-    def _aval(self, key: Key, aval: Any) -> Any:
+    def _aval(self, key: Key, aval: Aval) -> Aval:
         if key[0] == "batch":
             aval = self.operands.batch_avals[key[1]]
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
-    def _operand(self, key: Key, at: Mapping[Key, Any]) -> Any:
+    def _operand(self, key: Key, at: Mapping[Key, jax.Array]) -> Any:
         if key[0] == "cotangent":
             first, *others = (at[one] for one in self._spelled(key))
             return sum(others, first)
@@ -359,6 +364,6 @@ def _first_bad(before: jax.Array, m: jax.Array, badness: Sequence[jax.Array]) ->
     return jnp.where((before == 0) & (worst == jnp.array([2, 1])), m + 1, before)
 
 
-def _value(program: FlatProgram, atom: Atom, known: Mapping[int, Any]) -> Any:
+def _value(program: FlatProgram, atom: Atom, known: Mapping[int, jax.Array]) -> jax.Array:
     """A value that is known, or a literal."""
     return known[atom] if isinstance(atom, int) else jnp.asarray(atom.val, aval_of(program, atom).dtype)

@@ -6,7 +6,6 @@ by `jax.device_put`, with the same results.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -19,7 +18,10 @@ class Route:
     already are handed on as they are."""
 
     def __init__(
-        self, avals: Sequence[Any], sources: Sequence[jax.sharding.Sharding], targets: Sequence[NamedSharding]
+        self,
+        avals: Sequence[jax.ShapeDtypeStruct],
+        sources: Sequence[jax.sharding.Sharding],
+        targets: Sequence[NamedSharding],
     ) -> None:
         """avals: shapes and dtypes; sources: where the arrays are expected. From elsewhere they come too, but not as
         fast."""
@@ -28,17 +30,17 @@ class Route:
         self._copy = direct_copy() if alike else None
         self._still = all(source == at for source, at in zip(sources, targets, strict=True))
 
-    def __call__(self, arrays: Sequence[Any]) -> list[Any]:
+    def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         if self._copy is None or any(
             getattr(array, "sharding", None) != at or array.is_deleted()
             for array, at in zip(arrays, self.sources, strict=True)
         ):
-            found: list[Any] = jax.device_put(list(arrays), self.targets) if arrays else []
+            found: list[jax.Array] = jax.device_put(list(arrays), self.targets) if arrays else []
             return found
         return list(arrays) if self._still else self._copy(arrays, self.targets)
 
 
-def _split_alike(aval: Any, source: jax.sharding.Sharding, target: NamedSharding) -> bool:
+def _split_alike(aval: jax.ShapeDtypeStruct, source: jax.sharding.Sharding, target: NamedSharding) -> bool:
     """Whether the n-th device of both holds the same part of an array."""
     if jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended):
         return False

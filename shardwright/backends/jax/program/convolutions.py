@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
+from shardwright.backends.jax.capture.inner_programs import equations_in
+
 CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2"})
 """What runs a program of its own where it stands."""
 
@@ -29,22 +31,18 @@ def for_cpu_loops(body: Callable[..., Any], *given: Any) -> Callable[..., Any]:
     return same
 
 
-def _convolves(jaxpr: Any) -> bool:
-    return any(
-        equation.primitive.name == "conv_general_dilated"
-        or any(map(_convolves, jex_core.jaxprs_in_params(equation.params)))
-        for equation in jaxpr.eqns
-    )
+def _convolves(jaxpr: jex_core.Jaxpr) -> bool:
+    return any(equation.primitive.name == "conv_general_dilated" for equation in equations_in(jaxpr))
 
 
-def _ordered(closed: Any) -> Callable[..., list[Any]]:
+def _ordered(closed: jex_core.ClosedJaxpr) -> Callable[..., list[Any]]:
     """The program as a function of its arguments."""
 
     def run(*arguments: Any) -> list[Any]:
         known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         known.update(zip(closed.jaxpr.invars, arguments, strict=True))
 
-        def read(atom: Any) -> Any:
+        def read(atom: jex_core.Var | jex_core.Literal) -> Any:
             return atom.val if isinstance(atom, jex_core.Literal) else known[atom]
 
         for equation in closed.jaxpr.eqns:
@@ -56,7 +54,7 @@ def _ordered(closed: Any) -> Callable[..., list[Any]]:
     return run
 
 
-def _run(equation: Any, given: Sequence[Any]) -> Sequence[Any]:
+def _run(equation: jex_core.JaxprEqn, given: Sequence[Any]) -> Sequence[Any]:
     """What one equation makes."""
     name, params = equation.primitive.name, equation.params
     if name == "conv_general_dilated":

@@ -10,15 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardwright.backends.jax.capture.inner_programs import OWN_DERIVATIVES
 from shardwright.backends.jax.program.cut import Cut
-from shardwright.backends.jax.program.equations import (
-    OWN_DERIVATIVES,
-    Equation,
-    FlatProgram,
-    aval_of,
-    evaluate,
-    flatten,
-)
+from shardwright.backends.jax.program.equations import Equation, FlatProgram, aval_of, evaluate
+from shardwright.backends.jax.program.flattening import flatten
 from shardwright.core.errors import MissingCapabilityError
 
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -124,8 +119,8 @@ def _derivative(flat: FlatProgram, equation: Equation) -> str:
     others = [value for value in dict.fromkeys(equation.values) if value not in known]
     made = [value for value in equation.outputs if jnp.issubdtype(flat.avals[value].dtype, jnp.floating)]
 
-    def run(given: list[Any], rest: list[Any], cotangents: list[Any]) -> Any:
-        def forward(given: list[Any]) -> list[Any]:
+    def run(given: list[jax.Array], rest: list[jax.Array], cotangents: list[jax.Array]) -> Any:
+        def forward(given: list[jax.Array]) -> list[jax.Array]:
             values = dict(zip(known, given, strict=True)) | dict(zip(others, rest, strict=True))
             evaluate([equation], values)
             return [values[value] for value in made]

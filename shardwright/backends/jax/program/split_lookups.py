@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex_core
+from jax.extend.core import JaxprEqn
 
+from shardwright.backends.jax.capture.inner_programs import equations_in
 from shardwright.backends.jax.capture.steps import Path, Step
 from shardwright.core.layout.placements import Partial, Split
 from shardwright.core.layout.unit_layouts import RealisedUnit
@@ -54,24 +55,15 @@ def _by_rows(graph: Graph, op: int) -> bool:
     return len(table) == 2 and len(graph.tensors[graph.ops[op].outputs[0]].fixed) == len(index) + 1
 
 
-def can_look_up(equation: Any) -> bool:
+def can_look_up(equation: JaxprEqn) -> bool:
     """Whether the equation takes whole rows of a table, by numbers whose errors show in the result as NaN."""
     if equation.primitive.name not in ("jit", "pjit") or equation.params["name"] != LOOK_UP:
         return False
-    gathers = [e for e in _equations(equation.params["jaxpr"].jaxpr) if e.primitive.name == "gather"]
+    gathers = [e for e in equations_in(equation.params["jaxpr"].jaxpr) if e.primitive.name == "gather"]
     if len(gathers) != 1 or gathers[0].params["mode"] != FILLS:
         return False
     numbers = gathers[0].params["dimension_numbers"]
     return tuple(numbers.start_index_map) == (0,) == tuple(numbers.collapsed_slice_dims)
-
-
-def _equations(jaxpr: Any) -> list[Any]:
-    found = []
-    for equation in jaxpr.eqns:
-        found.append(equation)
-        for inner in jex_core.jaxprs_in_params(equation.params):
-            found += _equations(inner)
-    return found
 
 
 def look_up(table: Any, ids: Any, ways: int) -> Any:

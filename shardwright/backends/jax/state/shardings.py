@@ -8,6 +8,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardwright.backends.jax.capture.tree import followed
 from shardwright.core.errors import LayoutError
 from shardwright.core.layout.placements import Layout, Partial, Split
 
@@ -111,13 +112,12 @@ def optimizer_shardings(
 def follow_parameters(function: Callable[..., Any], state: Any, params: Any, values: Any) -> Any:
     """``function(shape, value, leaf)`` for every leaf of an optimizer's state: the shape and the value of the parameter
     whose path the leaf's path ends in, or (None, None). ``values`` is a tree like ``params``."""
-    parameters = jax.tree_util.tree_flatten_with_path(params)[0]
+    parameters = jax.tree.leaves(params)
     structure: Any = jax.tree.structure(params)
     found = structure.flatten_up_to(values)
-    known = {path: (leaf.shape, value) for (path, leaf), value in zip(parameters, found, strict=True)}
-
-    def of(path: tuple[Any, ...], leaf: Any) -> Any:
-        ends = (path[start:] for start in range(len(path)))
-        return function(*next((known[end] for end in ends if end in known), (None, None)), leaf)
-
-    return jax.tree_util.tree_map_with_path(of, state)
+    leaves, of_state = jax.tree.flatten(state)
+    made = [
+        function(None, None, leaf) if at is None else function(parameters[at.number].shape, found[at.number], leaf)
+        for at, leaf in zip(followed(state, params), leaves, strict=True)
+    ]
+    return jax.tree.unflatten(of_state, made)

@@ -11,12 +11,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardwright.backends.jax.capture.loss_results import Returned
 from shardwright.backends.jax.capture.model import Source, read, trace
 from shardwright.backends.jax.capture.trace import Recorder, TracedCall
-from shardwright.backends.jax.capture.tree import abstract, flat_names
+from shardwright.backends.jax.capture.tree import Parts, abstract, flat_names, shape_key
 from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatches
 from shardwright.backends.jax.state.shardings import follow_parameters
 from shardwright.backends.jax.state.train_state import TrainState
+from shardwright.backends.jax.tensor_parallel.block_rules import Value
 from shardwright.backends.jax.tensor_parallel.blocks import Tags, hold, restore
-from shardwright.backends.jax.tensor_parallel.constrained_run import Setting, Value, run_guided
+from shardwright.backends.jax.tensor_parallel.constrained_run import Setting, run_guided
 from shardwright.backends.jax.tensor_parallel.constraints import Guides, guides
 from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Layout, Split
@@ -127,8 +128,7 @@ class TensorParallel:
     """Runs a loss function's program with the plan's layouts."""
 
     plan: Plan
-    mesh: Any
-    """Abstract."""
+    mesh: jax.sharding.AbstractMesh
     dims: tuple[int | None, ...]
     """The batch dim of every leaf of the batch."""
     over_replicas: bool
@@ -138,7 +138,9 @@ class TensorParallel:
     _known: dict[Any, tuple[Any, Any, Guides, tuple[TracedCall, ...]]] = field(default_factory=dict)
 
     @classmethod
-    def lay_out(cls, batch: Microbatches, plan: Plan, mesh: Any, names: tuple[str, ...]) -> Microbatches:
+    def lay_out(
+        cls, batch: Microbatches, plan: Plan, mesh: jax.sharding.AbstractMesh, names: tuple[str, ...]
+    ) -> Microbatches:
         """``batch`` with its loss function run as the plan lays it out; as it is where the tensor axis has one rank.
         ``names`` are those of the parameters."""
         if plan.decision.tp == 1:
@@ -147,13 +149,12 @@ class TensorParallel:
         lowered = cls(plan, mesh, batch.dims, over_replicas, names, FusedParameters.of(plan, names))
         return replace(batch, loss=replace(batch.loss, laid_out=lowered.run))
 
-    def run(self, loss: LossFunction, params: Any, random: Any, other: Any, graphdef: Any, batch: Any) -> Returned:
+    def run(self, loss: LossFunction, parts: Parts, batch: Any) -> Returned:
         """What ``loss.plain`` returns, with the module calls that it records. Raises PlanError when the function is not
         the one that was planned."""
-        leaves, structure = jax.tree.flatten((params, random, other, batch))
-        key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        leaves, key = jax.tree.leaves((parts, batch)), shape_key((parts, batch))
         if key not in self._known:
-            self._known[key] = self._prepare(loss, params, random, other, graphdef, batch)
+            self._known[key] = self._prepare(loss, parts, batch)
         closed, results, found, calls = self._known[key]
         if loss.recorder is not None:
             loss.recorder.calls[:] = calls
@@ -164,26 +165,21 @@ class TensorParallel:
         made: Returned = jax.tree.unflatten(results, run_guided(closed, found, setting, arguments))
         return made
 
-    def _prepare(
-        self, loss: LossFunction, params: Any, random: Any, other: Any, graphdef: Any, batch: Any
-    ) -> tuple[Any, Any, Guides, tuple[TracedCall, ...]]:
+    def _prepare(self, loss: LossFunction, parts: Parts, batch: Any) -> tuple[Any, Any, Guides, tuple[TracedCall, ...]]:
         """The traced program, the structure of its results, its guides, and its module calls."""
-        arrays = jax.tree.map(abstract, (params, random, other))
-        shapes = jax.tree.map(abstract, batch)
-        extra = flat_names(arrays[1:])
+        arrays, shapes = jax.tree.map(abstract, (parts, batch))
+        extra = flat_names((arrays.random, arrays.other))
         structures: list[Any] = []
         recorders: list[Recorder] = []
 
-        def run(arrays: Any, inputs: Any, recorder: Any) -> Any:
-            params, random, other = arrays
-            made = replace(loss, recorder=recorder).plain(params, random, other, graphdef, inputs)
+        def run(arrays: Parts, inputs: Any, recorder: Any) -> Any:
+            made = replace(loss, recorder=recorder).plain(arrays, inputs)
             structures.append(jax.tree.structure(made))
             recorders.append(recorder)
             return made
 
-        name = getattr(loss.function, "__name__", type(loss.function).__name__)
         trainable = (*((True,) * len(self.names)), *((None,) * len(extra)))
-        source = Source(name, arrays, (*self.names, *(f"beside.{n}" for n in extra)), trainable, {}, run)
+        source = Source(loss.name, arrays, (*self.names, *(f"beside.{n}" for n in extra)), trainable, {}, run)
         graph, captured = read(source, shapes, self.dims, lambda made: made[0])
         closed, running = trace(source, shapes, jax.tree.leaves, results=1)
         # The policy of selective recompute keeps products without batch dims, which those of copies have.

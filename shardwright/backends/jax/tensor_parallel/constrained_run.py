@@ -5,55 +5,33 @@ values are those of the program whatever it makes of them. Dims of blocks (`back
 followed through the equations that need not know the order; anything else is given the original one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex_core
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardwright.backends.jax.capture.inner_programs import CHECKPOINTS, JITS, OWN_DERIVATIVES, aval, inner_program
 from shardwright.backends.jax.capture.ops import ELEMENTWISE
 from shardwright.backends.jax.capture.steps import Path
 from shardwright.backends.jax.program.split_lookups import can_look_up, look_up
-from shardwright.backends.jax.tensor_parallel.blocks import (
-    Blocks,
-    blocks_between,
-    concatenate_held,
-    hold,
-    reshape_held,
-    restore,
-    slice_held,
-)
+from shardwright.backends.jax.tensor_parallel.block_rules import RULES, Value, as_tagged, bind, free_dims, rank_of
+from shardwright.backends.jax.tensor_parallel.blocks import Tags, hold, restore
 from shardwright.backends.jax.tensor_parallel.constraints import Guide, Guides
 from shardwright.core.layout.placements import Placement, Split
 
-INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
-CHECKPOINTS = frozenset({"remat", "remat2", "checkpoint"})
-OWN_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
-REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
 ENTRYWISE = ELEMENTWISE | {"stop_gradient", "copy", "copy_p", "optimization_barrier"}
-
-
-@dataclass(slots=True, eq=False)
-class Value:
-    """An array, and the dims of it that are held by blocks."""
-
-    array: Any
-    tags: dict[int, Blocks] = field(default_factory=dict)
-    is_copies: bool = False
-    """The array has a first dim of one copy for each rank of the axis."""
-    is_terms: bool = False
-    """The array has a first dim of one term for each rank of the axis: the value is their sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What placements become: a mesh, its tensor axis, and where the batch lies."""
 
-    mesh: Any
+    mesh: jax.sharding.AbstractMesh
     """Abstract, so that a program fits any devices."""
     axis: str
     ways: int
@@ -72,7 +50,7 @@ class Setting:
         return NamedSharding(self.mesh, PartitionSpec(self.axis, *entries))
 
 
-def run_guided(closed: Any, guides: Guides, setting: Setting, arguments: Sequence[Value]) -> list[Any]:
+def run_guided(closed: ClosedJaxpr, guides: Guides, setting: Setting, arguments: Sequence[Value]) -> list[Any]:
     """The results of a closed jaxpr, as arrays in their original order."""
     runner = _Runner(guides, setting)
     constants = [Value(constant) for constant in closed.consts]
@@ -85,12 +63,12 @@ class _Runner:
         self.shared: dict[Any, tuple[Value, Value]] = {}
         """(value, keys of guides) → the value (kept, so that its id stays its own) and what came of it."""
 
-    def run(self, jaxpr: Any, constants: Sequence[Value], arguments: Sequence[Value], path: Path) -> list[Value]:
-        known: dict[Any, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
+    def run(self, jaxpr: Jaxpr, constants: Sequence[Value], arguments: Sequence[Value], path: Path) -> list[Value]:
+        known: dict[Var, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
         known.update(zip(jaxpr.constvars, constants, strict=True))
 
-        def read(atom: Any) -> Value:
-            return Value(atom.val) if isinstance(atom, jex_core.Literal) else known[atom]
+        def read(atom: Var | Literal) -> Value:
+            return Value(atom.val) if isinstance(atom, Literal) else known[atom]
 
         for index, equation in enumerate(jaxpr.eqns):
             here = (*path, index)
@@ -154,7 +132,7 @@ class _Runner:
             self.shared[key] = (value, Value(value.array.sum(0)))
         return self.shared[key][1]
 
-    def _terms(self, equation: Any, given: Sequence[Value]) -> Value:
+    def _terms(self, equation: JaxprEqn, given: Sequence[Value]) -> Value:
         """A look-up in the piece of each rank, or what such look-ups go through."""
         if can_look_up(equation):
             table, ids = (self.original(value) for value in given)
@@ -162,7 +140,7 @@ class _Runner:
         else:
 
             def one(*arrays: Any) -> Any:
-                return _bind(equation, arrays)[0].array
+                return bind(equation, arrays)[0].array
 
             made = jax.vmap(one)(*(value.array for value in given))
         at = self.setting.of_copies(made.ndim - 1, ())
@@ -178,13 +156,13 @@ class _Runner:
             value = self._summed(value)
         return restore(value.array, value.tags, self.ways) if value.tags else value.array
 
-    def _wanted(self, path: Path, position: int) -> dict[int, Blocks]:
+    def _wanted(self, path: Path, position: int) -> Tags:
         guide = self.guides.made.get((path, position))
         return _tags_of(guide.value) if guide is not None else {}
 
     # --- equations
 
-    def _equation(self, equation: Any, given: Sequence[Value], path: Path) -> list[Value]:
+    def _equation(self, equation: JaxprEqn, given: Sequence[Value], path: Path) -> list[Value]:
         name, params = equation.primitive.name, equation.params
         if any(value.is_copies for value in given):
             return [self._product_of_copies(equation, given, self.guides.pieces[path])]
@@ -193,23 +171,22 @@ class _Runner:
         given = [self._summed(value) if value.is_terms else value for value in given]
         tagged = any(value.tags for value in given)
         if (self.guides.inside(path) or tagged) and not self._is_entrywise(equation):
-            if name in INLINED:
-                body = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
-                return self._inline(body, given, path)
+            if name in JITS and (body := inner_program(params)) is not None:
+                return self.run(body.jaxpr, [Value(constant) for constant in body.consts], given, path)
             if name in CHECKPOINTS:
                 return self._checkpoint(params, given, path)
             if name == "scan":
                 return self._scan(params, given, path)
-        rule = _RULES.get(name)
+        rule = RULES.get(name)
         if rule is not None and (tagged or any(self._wanted(path, i) for i in range(len(equation.outvars)))):
-            made = rule(self, equation, given, [self._wanted(path, i) for i in range(len(equation.outvars))])
+            made = rule(self.ways, equation, given, [self._wanted(path, i) for i in range(len(equation.outvars))])
             if made is not None:
                 return made
         if tagged and self._is_entrywise(equation):
             return self._entrywise(equation, given)
-        return _bind(equation, [self.original(value) for value in given])
+        return bind(equation, [self.original(value) for value in given])
 
-    def _product_of_copies(self, equation: Any, given: Sequence[Value], piece: tuple[int, int]) -> Value:
+    def _product_of_copies(self, equation: JaxprEqn, given: Sequence[Value], piece: tuple[int, int]) -> Value:
         """A product for each rank of its copy and its piece of the other operand."""
         params, (other, dim), ways = equation.params, piece, self.ways
         plain = given[other]
@@ -228,17 +205,13 @@ class _Runner:
             precision=params["precision"],
             preferred_element_type=params["preferred_element_type"],
         )
-        order = _free_dims(params["dimension_numbers"], [_rank(v.array) - v.is_copies for v in given])
+        order = free_dims(params["dimension_numbers"], [rank_of(v.array) - v.is_copies for v in given])
         at = order.index((other, dim))
-        result = jnp.moveaxis(made, 0, at).reshape(equation.outvars[0].aval.shape)
+        result = jnp.moveaxis(made, 0, at).reshape(aval(equation.outvars[0]).shape)
         return Value(result, {at: plain.tags[dim]} if dim in plain.tags else {})
 
-    def _inline(self, body: Any, given: Sequence[Value], path: Path) -> list[Value]:
-        jaxpr, constants = (body.jaxpr, body.consts) if hasattr(body, "consts") else (body, ())
-        return self.run(jaxpr, [Value(constant) for constant in constants], given, path)
-
-    def _checkpoint(self, params: Any, given: Sequence[Value], path: Path) -> list[Value]:
-        tags: list[dict[int, Blocks]] = []
+    def _checkpoint(self, params: Mapping[str, Any], given: Sequence[Value], path: Path) -> list[Value]:
+        tags: list[Tags] = []
 
         def body(*arrays: Any) -> list[Any]:
             inner = [Value(array, value.tags) for array, value in zip(arrays, given, strict=True)]
@@ -252,7 +225,7 @@ class _Runner:
         made = kept(*(value.array for value in given))
         return [Value(array, tag) for array, tag in zip(made, tags, strict=True)]
 
-    def _scan(self, params: Any, given: Sequence[Value], path: Path) -> list[Value]:
+    def _scan(self, params: Mapping[str, Any], given: Sequence[Value], path: Path) -> list[Value]:
         fixed, carried, body = params["num_consts"], params["num_consts"] + params["num_carry"], params["jaxpr"]
         rows = given[carried:]
         row_tags = [{dim - 1: blocks for dim, blocks in value.tags.items() if dim} for value in rows]
@@ -280,40 +253,35 @@ class _Runner:
         )
         return [Value(array) for array in (*carry, *stacked)]
 
-    def _is_entrywise(self, equation: Any) -> bool:
+    def _is_entrywise(self, equation: JaxprEqn) -> bool:
         """Whether every entry of the results depends on the same entry of the operands alone (dims of 1 stretch)."""
-        results = {variable.aval.shape for variable in equation.outvars}
+        results = {aval(variable).shape for variable in equation.outvars}
         return len(results) == 1 and _only_entrywise(equation)
 
-    def _entrywise(self, equation: Any, given: Sequence[Value]) -> list[Value]:
-        tags: dict[int, Blocks] = {}
+    def _entrywise(self, equation: JaxprEqn, given: Sequence[Value]) -> list[Value]:
+        tags: Tags = {}
         for value in given:
-            tags = value.tags | tags
+            tags = {**value.tags, **tags}
         arrays = []
         for value in given:
             shape = getattr(value.array, "shape", ())
             stretched = {dim for dim, size in enumerate(shape) if size == 1}
             mine = {dim: blocks for dim, blocks in tags.items() if shape and dim not in stretched}
-            arrays.append(self._as_tagged(value, mine))
-        return [Value(value.array, tags) for value in _bind(equation, arrays)]
-
-    def _as_tagged(self, value: Value, tags: dict[int, Blocks]) -> Any:
-        if value.tags == tags:
-            return value.array
-        return hold(restore(value.array, value.tags, self.ways), tags, self.ways)
+            arrays.append(as_tagged(value, mine, self.ways))
+        return [Value(value.array, tags) for value in bind(equation, arrays)]
 
 
-def _only_entrywise(equation: Any) -> bool:
+def _only_entrywise(equation: JaxprEqn) -> bool:
     name = equation.primitive.name
     if name in ENTRYWISE:
         return True
-    if name not in INLINED | OWN_DERIVATIVES:
+    if name not in JITS | OWN_DERIVATIVES:
         return False
-    bodies = [equation.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in equation.params]
-    inner = [e for body in bodies for e in (body.jaxpr if hasattr(body, "jaxpr") else body).eqns]
-    rank = len(equation.outvars[0].aval.shape)
+    body = inner_program(equation.params)
+    inner = body.jaxpr.eqns if body is not None else []
+    rank = len(aval(equation.outvars[0]).shape)
     return all(
-        _only_entrywise(e) and all(len(v.aval.shape) in (0, rank) for v in (*e.invars, *e.outvars)) for e in inner
+        _only_entrywise(e) and all(len(aval(v).shape) in (0, rank) for v in (*e.invars, *e.outvars)) for e in inner
     )
 
 
@@ -321,18 +289,8 @@ def _key(value: Value, chain: Sequence[Guide]) -> tuple[int, tuple[tuple[int, ..
     return id(value), tuple((*guide.key, guide.copies) for guide in chain)
 
 
-def _tags_of(placement: Placement | None) -> dict[int, Blocks]:
+def _tags_of(placement: Placement | None) -> Tags:
     return {placement.dim: placement.blocks} if isinstance(placement, Split) and placement.blocks else {}
-
-
-def _rank(array: Any) -> int:
-    return len(getattr(array, "shape", ()))
-
-
-def _bind(equation: Any, arrays: Sequence[Any]) -> list[Value]:
-    with equation.ctx.manager:
-        made = equation.primitive.bind(*arrays, **equation.primitive.get_bind_params(equation.params))
-    return [Value(array) for array in (made if equation.primitive.multiple_results else [made])]
 
 
 def _constrain(x: Any, at: NamedSharding | None, gradient_at: NamedSharding | None) -> Any:
@@ -354,137 +312,3 @@ def _constrain(x: Any, at: NamedSharding | None, gradient_at: NamedSharding | No
 
     lay.defvjp(forward, backward)
     return lay(x)
-
-
-# --- equations that know the order of a dim --------------------------------------------------------------------------
-
-Rule = Callable[[_Runner, Any, Sequence[Value], Sequence[dict[int, Blocks]]], list[Value] | None]
-
-
-def _dot_general(
-    runner: _Runner, equation: Any, given: Sequence[Value], wanted: Sequence[dict[int, Blocks]]
-) -> list[Value]:
-    left, right = given
-    (left_sum, right_sum), (left_batch, right_batch) = equation.params["dimension_numbers"]
-    pairs = [*zip(left_sum, right_sum, strict=True), *zip(left_batch, right_batch, strict=True)]
-    tags = [dict(left.tags), dict(right.tags)]
-    for i, j in pairs:  # summed or matched entries must be in one order
-        blocks = tags[0].get(i) or tags[1].get(j)
-        if blocks is not None:
-            tags[0][i] = tags[1][j] = blocks
-    made = _bind(equation, [runner._as_tagged(v, t) for v, t in zip(given, tags, strict=True)])
-    order = _free_dims(equation.params["dimension_numbers"], [_rank(value.array) for value in given])
-    found = {out: tags[side][d] for out, (side, d) in enumerate(order) if d in tags[side]}
-    return [Value(made[0].array, found)]
-
-
-def _free_dims(numbers: Any, ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """(operand, dim) of every dim of a product."""
-    summed, batch = numbers
-    order = [(0, dim) for dim in batch[0]]
-    for side, rank in enumerate(ranks):
-        order += [(side, dim) for dim in range(rank) if dim not in (*summed[side], *batch[side])]
-    return order
-
-
-def _transpose(
-    runner: _Runner, equation: Any, given: Sequence[Value], wanted: Sequence[dict[int, Blocks]]
-) -> list[Value]:
-    places = list(equation.params["permutation"])
-    tags = {places.index(dim): blocks for dim, blocks in given[0].tags.items()}
-    return [Value(_bind(equation, [given[0].array])[0].array, tags)]
-
-
-def _broadcast(
-    runner: _Runner, equation: Any, given: Sequence[Value], wanted: Sequence[dict[int, Blocks]]
-) -> list[Value]:
-    dims = equation.params["broadcast_dimensions"]
-    tags = {dims[dim]: blocks for dim, blocks in given[0].tags.items()}
-    return [Value(_bind(equation, [value.array for value in given])[0].array, tags)]
-
-
-def _reduction(
-    runner: _Runner, equation: Any, given: Sequence[Value], wanted: Sequence[dict[int, Blocks]]
-) -> list[Value]:
-    axes = set(equation.params["axes"])
-    left = [dim for dim in range(_rank(given[0].array)) if dim not in axes]
-    tags = {left.index(dim): blocks for dim, blocks in given[0].tags.items() if dim in left}
-    return [Value(value.array, tags) for value in _bind(equation, [given[0].array])]
-
-
-def _reshape(
-    runner: _Runner, equation: Any, given: Sequence[Value], wanted: Sequence[dict[int, Blocks]]
-) -> list[Value] | None:
-    shape = equation.outvars[0].aval.shape
-    array, tags = reshape_held(given[0].array, given[0].tags, shape, wanted[0], runner.ways)
-    return [Value(array, dict(tags))]
-
-
-def _slice(
-    runner: _Runner, equation: Any, given: Sequence[Value], wanted: Sequence[dict[int, Blocks]]
-) -> list[Value] | None:
-    params, (value,) = equation.params, given
-    starts, ends = params["start_indices"], params["limit_indices"]
-    cut = [d for d in value.tags if ends[d] - starts[d] != value.array.shape[d]]
-    if not cut:
-        return [Value(_bind(equation, [value.array])[0].array, value.tags)]
-    (dim,) = cut[:1]
-    inside = blocks_between(value.tags[dim], starts[dim], ends[dim])
-    if len(cut) > 1 or inside is None or (params["strides"] and params["strides"][dim] != 1):
-        return None
-    piece = slice_held(value.array, dim, runner.ways, starts[dim], ends[dim])
-    rest = [(0, n) if d == dim else (starts[d], ends[d]) for d, n in enumerate(piece.shape)]
-    strides = params["strides"]
-    made = jax.lax.slice(piece, [a for a, _ in rest], [b for _, b in rest], strides)
-    return [Value(made, {**value.tags, dim: inside} if inside else _without(value.tags, dim))]
-
-
-def _split(
-    runner: _Runner, equation: Any, given: Sequence[Value], wanted: Sequence[dict[int, Blocks]]
-) -> list[Value] | None:
-    (value,), dim = given, equation.params["axis"]
-    if dim not in value.tags:
-        return [Value(made.array, value.tags) for made in _bind(equation, [value.array])]
-    found, start = [], 0
-    for size in equation.params["sizes"]:
-        inside = blocks_between(value.tags[dim], start, start + size)
-        if inside is None:
-            return None
-        tags = {**value.tags, dim: inside} if inside else _without(value.tags, dim)
-        found.append(Value(slice_held(value.array, dim, runner.ways, start, start + size), tags))
-        start += size
-    return found
-
-
-def _concatenate(
-    runner: _Runner, equation: Any, given: Sequence[Value], wanted: Sequence[dict[int, Blocks]]
-) -> list[Value] | None:
-    dim = equation.params["dimension"]
-    blocks = wanted[0].get(dim, ())
-    if any(set(value.tags) - {dim} for value in given) or not blocks:
-        return None
-    pieces, start = [], 0
-    for value in given:
-        size = value.array.shape[dim]
-        inside = blocks_between(blocks, start, start + size)
-        if inside is None:
-            return None
-        pieces.append(runner._as_tagged(value, {dim: inside} if inside else {}))
-        start += size
-    return [Value(concatenate_held(pieces, dim, runner.ways), {dim: blocks})]
-
-
-def _without(tags: dict[int, Blocks], dim: int) -> dict[int, Blocks]:
-    return {d: blocks for d, blocks in tags.items() if d != dim}
-
-
-_RULES: dict[str, Rule] = {
-    "dot_general": _dot_general,
-    "transpose": _transpose,
-    "broadcast_in_dim": _broadcast,
-    **dict.fromkeys(REDUCTIONS, _reduction),
-    **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshape),
-    "slice": _slice,
-    "split": _split,
-    "concatenate": _concatenate,
-}

@@ -11,11 +11,11 @@ import pytest
 from flax import nnx
 
 import shardwright.jax as sw
-from shardwright.backends.jax.pipeline import actions as pipeline
-from shardwright.backends.jax.pipeline import deduplication as likeness
+from shardwright.backends.jax.pipeline import deduplication
 from shardwright.backends.jax.pipeline.deduplication import signature
 from shardwright.backends.jax.pipeline.stage_functions import stage_functions
-from shardwright.backends.jax.program.equations import flatten
+from shardwright.backends.jax.pipeline.stage_programs import StagePrograms
+from shardwright.backends.jax.program.flattening import flatten
 from tests.jax.chains import (
     Chain,
     batches,
@@ -140,7 +140,7 @@ def test_stages_that_are_alike_are_traced_once(
     """Four blocks, what enters the first being read by all: on four stages, the middle two may be alike."""
     stages: list[int] = []
     lowered: list[int] = []
-    lower = pipeline.Pipeline._lower
+    lower = StagePrograms._lower
 
     def tracing(cut: Any, stage: int, *given: Any, **options: Any) -> Any:
         stages.append(stage)
@@ -150,8 +150,8 @@ def test_stages_that_are_alike_are_traced_once(
         lowered.append(stage)
         return lower(self, stage, function)
 
-    monkeypatch.setattr(likeness, "stage_functions", tracing)
-    monkeypatch.setattr(pipeline.Pipeline, "_lower", lowering)
+    monkeypatch.setattr(deduplication, "stage_functions", tracing)
+    monkeypatch.setattr(StagePrograms, "_lower", lowering)
     optimizer = recording(optax.adam(1e-2))
     train = sw.train_step(plain_loss, optimizer, plan_of(graph_of(create), 4, **pins), devices=jax.devices()[:4])
     expected = module_reference(plain_loss, create, optimizer, batches(1))

@@ -5,17 +5,19 @@ its stages' alone; their optimizer states too. The update sees the parameters as
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import PyTreeDef
 
 from shardwright.backends.jax.capture.checkpoint_policies import keeping_barriers
-from shardwright.backends.jax.capture.samples import put
+from shardwright.backends.jax.capture.samples import FlatBatch, put
+from shardwright.backends.jax.capture.tree import Followed, Parts, followed
 from shardwright.backends.jax.loss.metrics import Metrics
 from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatches, split_squares, updated
 from shardwright.backends.jax.machine.mesh import bind
@@ -24,22 +26,20 @@ from shardwright.backends.jax.pipeline.sentinels import Answer, Evidence, OnePro
 from shardwright.backends.jax.pipeline.spmd import SpmdLoss, block_plan
 from shardwright.backends.jax.state.ownership import holdings_of
 from shardwright.backends.jax.state.shardings import parameter_shardings, replicated
-from shardwright.backends.jax.state.train_state import Parts, StepResult, TrainState, own_copy
+from shardwright.backends.jax.state.train_state import StepResult, TrainState, own_copy, parts_of
+from shardwright.backends.jax.training.protocol import InStages, WithoutActions
 from shardwright.core.errors import MissingCapabilityError
 from shardwright.core.plan.plan import Plan
-
-Slot = tuple[tuple[Any, ...], int]
-"""Which array of a tree: the path before a parameter's own (none for the parameters themselves), and the parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stacking:
     """A tree whose leaves include one for every parameter, as lists of arrays: stacks of the blocks', and the rest."""
 
-    structure: Any
-    rows: tuple[tuple[tuple[int, ...], Any], ...]
+    structure: PyTreeDef
+    rows: tuple[tuple[tuple[int, ...], NamedSharding], ...]
     """For every stack: the leaves in it, in the order of stages, and its sharding."""
-    rest: tuple[tuple[int, Any], ...]
+    rest: tuple[tuple[int, NamedSharding], ...]
     """Every other leaf, and its sharding."""
     shape: tuple[int, int]
 
@@ -64,19 +64,19 @@ class Stacking:
         return leaves
 
     @property
-    def shardings(self) -> dict[str, list[Any]]:
+    def shardings(self) -> dict[str, list[NamedSharding]]:
         return {"stacks": [at for _, at in self.rows], "rest": [at for _, at in self.rest]}
 
 
-class SpmdTraining:
-    """The same interface as `PipelinedTraining`, with one program a step."""
+class SpmdTraining(InStages):
+    """The state on one mesh, the parameters of like blocks in stacks over pp, and a step that is one program."""
 
     def __init__(
         self,
         loss: LossFunction,
         optimizer: optax.GradientTransformation,
         plan: Plan,
-        devices: Sequence[jax.Device] | None,
+        devices: Sequence[jax.Device],
         nonfinite: Answer,
     ) -> None:
         self.loss, self.optimizer, self.plan, self.nonfinite = loss, optimizer, plan, nonfinite
@@ -85,8 +85,8 @@ class SpmdTraining:
 
     # --- state
 
-    def init(self, given: Parts, init: Callable[[], tuple[Any, Any, Any]] | None) -> TrainState:
-        """The state of a model taken apart: arrays, or shapes and the function that makes (params, random, other)."""
+    def init(self, given: Parts, make: Callable[[], Parts] | None) -> TrainState:
+        """The state of a model: of its arrays, or of its shapes and the function that makes them."""
         stacking, states = self._stackings(given)
         whole = replicated(self.mesh)
 
@@ -94,18 +94,17 @@ class SpmdTraining:
             return stacking.pack(params), states.pack(self.optimizer.init(params))
 
         places = (stacking.shardings, states.shardings)
-        if init is None:
+        if make is None:
             packed, optimizer = jax.jit(start, out_shardings=places)(given.params)
-            random = jax.tree.map(lambda leaf: own_copy(leaf, whole), given.random)
-            other = jax.tree.map(lambda leaf: own_copy(leaf, whole), given.other)
+            random, other = jax.tree.map(lambda leaf: own_copy(leaf, whole), (given.random, given.other))
         else:
 
-            def make() -> tuple[Any, Any, Any]:
-                params, random, other = init()
-                return start(params), random, other
+            def run() -> tuple[Any, Any, Any]:
+                parts = make()
+                return start(parts.params), parts.random, parts.other
 
             everywhere = jax.tree.map(lambda _: whole, (given.random, given.other))
-            (packed, optimizer), random, other = jax.jit(make, out_shardings=(places, *everywhere))()
+            (packed, optimizer), random, other = jax.jit(run, out_shardings=(places, *everywhere))()
         step = jax.device_put(jnp.zeros((), jnp.int32), whole)
         self._unpack = jax.jit(stacking.unpack, out_shardings=whole)
         return TrainState(step, packed, optimizer, random, other, given.graphdef)
@@ -113,6 +112,15 @@ class SpmdTraining:
     def whole(self, state: TrainState) -> Any:
         """Parameters as they were given, whole on every device."""
         return self._unpack(state.params)
+
+    def place(self, state: TrainState) -> NoReturn:
+        raise MissingCapabilityError(
+            "the stages of this plan run as one SPMD program, whose state this version does not place again: give "
+            "the parameters to train.init, or leave out one_program in one process"
+        )
+
+    def require_places(self, state: TrainState) -> None:
+        """Nothing: the program says of its arguments where they are."""
 
     def _stackings(self, given: Parts) -> tuple[Stacking, Stacking]:
         """How parameters and the optimizer's state are kept: where stages use the same leaves of their blocks, one
@@ -146,53 +154,43 @@ class SpmdTraining:
 
     def _of_optimizer(self, params: Any, stacking: Stacking, shardings: Sequence[NamedSharding]) -> Stacking:
         """Leaves of the optimizer's state that end in a parameter's path, and have its shape, are kept as it is."""
-        shapes: Any = jax.eval_shape(lambda p: p, params)
-        state = jax.eval_shape(self.optimizer.init, shapes)
-        known = {path: (number, leaf.shape) for number, (path, leaf) in
-                 enumerate(jax.tree_util.tree_flatten_with_path(shapes)[0])}  # fmt: skip
-        found: dict[Slot, int] = {}
-        flat = jax.tree_util.tree_flatten_with_path(state)[0]
-        for position, (path, leaf) in enumerate(flat):
-            for start in range(len(path)):
-                number, shape = known.get(path[start:], (-1, ()))
-                if number >= 0 and shape == leaf.shape:
-                    found[(path[:start], number)] = position
-                    break
+        state = jax.eval_shape(self.optimizer.init, params)
+        parameters, leaves = jax.tree.leaves(params), jax.tree.leaves(state)
+        found = {
+            at: position
+            for position, (at, leaf) in enumerate(zip(followed(state, params), leaves, strict=True))
+            if at is not None and leaf.shape == parameters[at.number].shape
+        }
         rows = []
-        for prefix in dict.fromkeys(prefix for prefix, _ in found):
-            for group, at in stacking.rows:
-                if all((prefix, leaf) in found for leaf in group):
-                    rows.append((tuple(found[(prefix, leaf)] for leaf in group), at))
+        for prefix in dict.fromkeys(at.prefix for at in found):
+            for group, place in stacking.rows:
+                own = [Followed(prefix, leaf) for leaf in group]
+                if all(at in found for at in own):
+                    rows.append((tuple(found[at] for at in own), place))
         inside = {position for group, _ in rows for position in group}
-        parameter = {position: number for (_, number), position in found.items()}
+        places = {position: shardings[at.number] for at, position in found.items()}
         whole = replicated(self.mesh)
-        rest = tuple(
-            (position, shardings[parameter[position]] if position in parameter else whole)
-            for position in range(len(flat))
-            if position not in inside
-        )
+        rest = tuple((n, places.get(n, whole)) for n in range(len(leaves)) if n not in inside)
         return Stacking(jax.tree.structure(state), tuple(rows), rest, stacking.shape)
 
     # --- steps
 
-    def step_for(
-        self, state: TrainState, structure: Any, dims: tuple[int | None, ...], leaves: Sequence[Any]
-    ) -> "SpmdStep":
-        """The compiled step for batches of one structure."""
+    def step_for(self, state: TrainState, batch: FlatBatch) -> "SpmdStep":
+        """The compiled step for batches of one form."""
         shapes = jax.eval_shape(self._unpack, state.params)
-        parts = Parts(shapes, state.random, state.other, state.graphdef)
-        batch = Microbatches.of(self.loss, self.plan, parts, structure, dims, leaves)
+        parts = replace(parts_of(state), params=shapes)
+        microbatches = Microbatches.of(self.loss, self.plan, parts, batch)
         holdings = holdings_of(self.blocks, parts.names, [leaf.shape for leaf in jax.tree.leaves(shapes)])
-        micro = cut_microbatch(self.blocks, batch, parts, leaves, holdings)
+        micro = cut_microbatch(self.blocks, microbatches, parts, batch.leaves, holdings)
         loss = SpmdLoss.of(micro, self.plan, self.mesh)
         stacking, states = self._stackings(parts)
         mask = self.loss.trained.mask(shapes)
-        run = self._program(loss, stacking, states, micro, mask, batch.metrics)
-        places = [NamedSharding(self.mesh, PartitionSpec(*(() if dim is None else (None, "dp")))) for dim in dims]
+        run = self._program(loss, stacking, states, micro, mask, microbatches.metrics)
+        places = [NamedSharding(self.mesh, PartitionSpec(*(() if dim is None else (None, "dp")))) for dim in batch.dims]
         firsts = [parts.names[group[0]] for group, _ in stacking.rows if mask[group[0]]]
         names = [f"{name}, or of the same of a later block," for name in firsts]
         names += [parts.names[leaf] for leaf, _ in stacking.rest if mask[leaf]]
-        return SpmdStep(run, batch, places, OneProgram(names))
+        return SpmdStep(run, microbatches, places, OneProgram(names))
 
     def _program(
         self,
@@ -202,7 +200,7 @@ class SpmdTraining:
         micro: CutMicrobatch,
         mask: tuple[bool, ...],
         metrics: Metrics | None,
-    ) -> Any:
+    ) -> jax.stages.Wrapped:
         trained = self.loss.trained
         in_stacks = [_whether(group, mask) for group, _ in stacking.rows]
         in_rest = [mask[leaf] for leaf, _ in stacking.rest]
@@ -257,10 +255,10 @@ class SpmdTraining:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SpmdStep:
+class SpmdStep(WithoutActions):
     """A compiled step, from state to state."""
 
-    run: Any
+    run: jax.stages.Wrapped
     microbatches: Microbatches
     places: Sequence[NamedSharding]
     """Of the batch's leaves, split into microbatches."""
@@ -275,6 +273,12 @@ class SpmdStep:
         )
         after = TrainState(number, params, optimizer, state.random, state.other, state.graphdef)
         return StepResult(after, loss, aux, norm, evidence)
+
+    def memory_bytes(self, state: TrainState, leaves: Sequence[Any]) -> NoReturn:
+        raise MissingCapabilityError(
+            "the stages of this plan run as one SPMD program, whose memory this version does not read: take "
+            "plan.predicted, or leave out one_program in one process"
+        )
 
 
 def _whether(group: Sequence[int], mask: Sequence[bool]) -> bool:

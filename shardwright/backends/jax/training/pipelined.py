@@ -1,4 +1,4 @@
-"""Training under a plan with pipeline stages."""
+"""Training with compiled programs for each stage, run under the plan's schedule."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,31 +11,39 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardwright.backends.jax.capture.samples import FlatBatch
+from shardwright.backends.jax.capture.tree import Parts, shape_key
 from shardwright.backends.jax.loss.metrics import Metrics
 from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatches
+from shardwright.backends.jax.memory.compiled_peak import pipeline_bytes
+from shardwright.backends.jax.pipeline.action_times import ActionTimer
 from shardwright.backends.jax.pipeline.actions import Observer, Pipeline, PipelineResult, dispatch_order
 from shardwright.backends.jax.pipeline.compilation import uncollected
 from shardwright.backends.jax.pipeline.microbatch import cut_microbatch
 from shardwright.backends.jax.pipeline.optimizer_cut import OptimizerCut, Places, cut_up, from_pieces, is_stack, pieces
 from shardwright.backends.jax.pipeline.sentinels import Answer, Evidence, Staged, chosen, is_sound
-from shardwright.backends.jax.program.equations import evaluate, flatten, needed
+from shardwright.backends.jax.program.equations import evaluate, needed
+from shardwright.backends.jax.program.flattening import flatten
+from shardwright.backends.jax.state.checks import require_like, require_places
 from shardwright.backends.jax.state.ownership import Holding, StageMeshes, holdings_of
 from shardwright.backends.jax.state.shardings import parameter_shardings
-from shardwright.backends.jax.state.train_state import Parts, StepResult, TrainState, own_copy, require_like
+from shardwright.backends.jax.state.train_state import StepResult, TrainState, own_copy, parts_of
 from shardwright.backends.jax.tensor_parallel.constrained_loss import FusedParameters, TensorParallel
+from shardwright.backends.jax.training.protocol import InStages
 from shardwright.core.errors import PlanError
 from shardwright.core.plan.plan import Plan
+from shardwright.core.schedule.timeline import Timeline
 
 
-class PipelinedTraining:
-    """Places a model's state on stages, and runs steps on it."""
+class PipelinedTraining(InStages):
+    """The state on the meshes of the stages that hold it, and a step that is many programs."""
 
     def __init__(
         self,
         loss: LossFunction,
         optimizer: optax.GradientTransformation,
         plan: Plan,
-        devices: Sequence[jax.Device] | None,
+        devices: Sequence[jax.Device],
         nonfinite: Answer,
     ) -> None:
         self.loss, self.optimizer, self.plan, self.nonfinite = loss, optimizer, plan, nonfinite
@@ -46,11 +54,10 @@ class PipelinedTraining:
 
     def placed(self, params: Any, names: tuple[str, ...]) -> tuple[tuple[Holding, ...], OptimizerCut]:
         """Where parameters of these shapes, and their optimizer's state, are kept."""
-        leaves, structure = jax.tree.flatten(params)
-        key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        key = shape_key(params)
         if key not in self._cuts:
-            shapes = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
-            holdings = holdings_of(self.plan, names, [leaf.shape for leaf in leaves])
+            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+            holdings = holdings_of(self.plan, names, [leaf.shape for leaf in jax.tree.leaves(params)])
             layouts = self.plan.parameter_layouts("jax")
             shardings = parameter_shardings(names, shapes, layouts, self.meshes.meshes[0])
             shard = self.plan.decision.shard
@@ -60,33 +67,33 @@ class PipelinedTraining:
 
     # --- state
 
-    def init(self, given: Parts, init: Callable[[], tuple[Any, Any, Any]] | None) -> TrainState:
-        """The state of a model taken apart: arrays, or shapes and the function that makes (params, random, other)."""
+    def init(self, given: Parts, make: Callable[[], Parts] | None) -> TrainState:
+        """The state of a model: of its arrays, or of its shapes and the function that makes them."""
         holdings, optimizer = self.placed(given.params, given.names)
         fused = FusedParameters.of(self.plan, given.names)
         places = [place for held in optimizer.parameters for place in held]
         whole = self.meshes.whole[0]
-        if init is None:
+        if make is None:
             leaves = jax.tree.leaves(fused.hold(given.params))
             own = [leaves[h.leaf] if h.rows is None else leaves[h.leaf][h.rows[0] : h.rows[1]] for h in holdings]
             arrays = [own_copy(a, p.sharding) for a, p in zip(own, places, strict=True)]
             random, other = jax.tree.map(lambda leaf: own_copy(leaf, whole), (given.random, given.other))
         else:
 
-            def held() -> tuple[Any, Any, Any]:
-                params, random, other = init()
-                return fused.hold(params), random, other
+            def held() -> Parts:
+                parts = make()
+                return replace(parts, params=fused.hold(parts.params))
 
             arrays, random, other = self._make(held, holdings, places)
         params = from_pieces(given.params, optimizer.parameters, arrays)
         step = jax.device_put(jnp.zeros((), jnp.int32), whole)
         return TrainState(step, params, optimizer.init(params), random, other, given.graphdef, fused.order)
 
-    def _make(self, init: Callable[[], Any], holdings: Sequence[Holding], places: Any) -> tuple[list[Any], Any, Any]:
+    def _make(self, init: Callable[[], Parts], holdings: Sequence[Holding], places: Any) -> tuple[list[Any], Any, Any]:
         """Run an init function on every stage, each making nothing but its share."""
         shapes = jax.eval_shape(init)
         flat = flatten(jax.make_jaxpr(lambda: jax.tree.leaves(init()))())
-        count = len(jax.tree.leaves(shapes[0]))
+        count = len(jax.tree.leaves(shapes.params))
         wanted: list[tuple[int, int, Any, Any]] = [
             (h.stage, h.leaf, h.rows, place.sharding) for h, place in zip(holdings, places, strict=True)
         ]
@@ -105,11 +112,8 @@ class PipelinedTraining:
 
             for index, array in zip(own, jax.jit(run, out_shardings=[wanted[i][3] for i in own])(), strict=True):
                 made[index] = array
-        rest = made[len(holdings) :]
-        split = len(jax.tree.leaves(shapes[1]))
-        random = jax.tree.unflatten(jax.tree.structure(shapes[1]), rest[:split])
-        other = jax.tree.unflatten(jax.tree.structure(shapes[2]), rest[split:])
-        return made[: len(holdings)], random, other
+        beside = jax.tree.structure((shapes.random, shapes.other))
+        return made[: len(holdings)], *jax.tree.unflatten(beside, made[len(holdings) :])
 
     def whole(self, state: TrainState) -> Any:
         """Parameters as they were given, every stack in one piece, on the devices of its first stage."""
@@ -121,7 +125,7 @@ class PipelinedTraining:
             return jnp.concatenate([jax.device_put(piece, first) for piece in node.pieces])
 
         params = jax.tree.map(join, state.params, is_leaf=is_stack)
-        fused = FusedParameters.of(self.plan, Parts(params, None, None, state.graphdef).names)
+        fused = FusedParameters.of(self.plan, parts_of(replace(state, params=params)).names)
         fused.require(state)
         return fused.restore(params)
 
@@ -141,11 +145,11 @@ class PipelinedTraining:
         params, states = put(state.params, optimizer.parameters), put(state.optimizer, optimizer.states)
         return replace(state, step=step, params=params, optimizer=states, random=random, other=other)
 
-    def places(self, state: TrainState) -> tuple[list[Any], list[Any]]:
-        """A state's parameters and optimizer values in pieces, and the sharding of each."""
+    def require_places(self, state: TrainState) -> None:
+        """Raise PlanError when arrays of a state are not where this plan keeps them."""
         optimizer = self._require(state)
         held = [place.sharding for places in (*optimizer.parameters, *optimizer.states) for place in places]
-        return [*pieces(state.params), *pieces(state.optimizer)], held
+        require_places([*pieces(state.params), *pieces(state.optimizer)], held)
 
     def _require(self, state: TrainState) -> OptimizerCut:
         """How a state's parameters and optimizer are kept. Raises PlanError unless it is a state of this plan."""
@@ -161,18 +165,16 @@ class PipelinedTraining:
 
     # --- steps
 
-    def step_for(
-        self, state: TrainState, structure: Any, dims: tuple[int | None, ...], leaves: Sequence[Any]
-    ) -> "PipelinedStep":
-        """The compiled step for batches of one structure."""
+    def step_for(self, state: TrainState, batch: FlatBatch) -> "PipelinedStep":
+        """The step for batches of one form, whose programs are compiled in the background."""
         with uncollected():
             self._require(state)
             shapes = self._shapes(state)
-            microbatches = Microbatches.of(self.loss, self.plan, shapes, structure, dims, leaves)
+            microbatches = Microbatches.of(self.loss, self.plan, shapes, batch)
             holdings, optimizer = self.placed(shapes.params, shapes.names)
             mesh = self.meshes.meshes[0].abstract_mesh
             laid_out = TensorParallel.lay_out(microbatches, self.plan, mesh, shapes.names)
-            micro = cut_microbatch(self.plan, laid_out, shapes, leaves, holdings)
+            micro = cut_microbatch(self.plan, laid_out, shapes, batch.leaves, holdings)
             if self.nonfinite != "ignore":
                 micro = micro.watched(microbatches.replicas)
             recompute = self.plan.decision.recompute
@@ -193,9 +195,8 @@ class PipelinedTraining:
             rows = sum(piece.shape[0] for piece in node.pieces)
             return jax.ShapeDtypeStruct((rows, *node.pieces[0].shape[1:]), node.pieces[0].dtype)
 
-        trees = (state.params, state.random, state.other)
-        params, random, other = (jax.tree.map(shape, tree, is_leaf=is_stack) for tree in trees)
-        return Parts(params, random, other, state.graphdef)
+        found: Parts = jax.tree.map(shape, parts_of(state), is_leaf=is_stack)
+        return found
 
 
 class StagedMetrics:
@@ -283,6 +284,26 @@ class PipelinedStep:
         if made.bad_stage is not None:
             evidence = Evidence(step[0], made.loss, made.grad_norm, (made.bad_stage, made.faults))
         return StepResult(after, made.loss, aux, made.grad_norm, evidence)
+
+    def measure(self, state: TrainState, leaves: Sequence[Any]) -> tuple[StepResult, Timeline]:
+        """One step and its timeline. Nothing is compiled meanwhile."""
+        self.pipeline.finish()
+        with ActionTimer(self.pipeline.micro.cut, self.pipeline.schedule.ranks) as timer:
+            made = self(state, leaves, timer)
+        return made, timer.timeline()
+
+    def memory_bytes(self, state: TrainState, leaves: Sequence[Any]) -> tuple[int, ...]:
+        """The bytes that every device holds at the peak, those of the first stage's first."""
+        meshes = self.pipeline.meshes
+        devices = dict.fromkeys(d for stage in range(len(meshes)) for d in meshes.devices(stage))
+        return pipeline_bytes(self.pipeline, state, list(devices))
+
+    def cancel(self) -> bool:
+        """Compile no more of it; whether something was left to be compiled."""
+        if self.pipeline.is_compiled:
+            return False
+        self.pipeline.cancel()
+        return True
 
 
 @jax.jit

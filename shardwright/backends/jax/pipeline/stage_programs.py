@@ -1,0 +1,216 @@
+"""The compiled functions of a pipeline's stages, and how each is launched: what it reads, and where its results go.
+
+They are compiled in the background. A function that takes what another keeps, which on several devices lies as the
+compiler put it, is begun with once that is compiled.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardwright.backends.jax.capture.inner_programs import Aval
+from shardwright.backends.jax.pipeline.compilation import Compiler, lower, uncollected
+from shardwright.backends.jax.pipeline.deduplication import TracedStages
+from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch
+from shardwright.backends.jax.pipeline.optimizer_cut import OptimizerCut
+from shardwright.backends.jax.pipeline.stage_functions import MARKER, Key, StageFunction, StageFunctions
+from shardwright.backends.jax.pipeline.transfers import Route
+from shardwright.backends.jax.state.ownership import StageMeshes
+from shardwright.core.schedule import Schedule
+from shardwright.core.schedule.actions import Kind
+
+LOCAL = frozenset({"arrival", "kept", "between", "cotangent"})
+"""Kinds of operand that belong to one microbatch; the others are a stage's for the whole step."""
+FOLLOWING = {Kind.FORWARD: (Kind.BACKWARD, Kind.INPUT_GRAD), Kind.INPUT_GRAD: (Kind.WEIGHT_GRAD,)}
+"""Functions that take what another keeps, which on several devices lies as the compiler put it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """A compiled stage function, and where its operands come from."""
+
+    run: jax.stages.Compiled
+    function: StageFunction
+    reads: tuple[tuple[bool, Key], ...]
+    """(whether of the microbatch, key)."""
+    sends: tuple[tuple[int, int, Key], ...]
+    """For every result that goes to another stage: its position, the stage, and its key there."""
+    route: Route
+    """How those go."""
+    stays: tuple[tuple[int, bool, Key], ...]
+    """Results kept on the stage: position, whether for this microbatch, key."""
+
+
+class StagePrograms:
+    """The programs of all stages under a schedule, those that make their sums zero included."""
+
+    def __init__(
+        self, schedule: Schedule, micro: CutMicrobatch, optimizer: OptimizerCut, meshes: StageMeshes, compiler: Compiler
+    ) -> None:
+        self.schedule, self.micro, self.meshes, self.compiler = schedule, micro, meshes, compiler
+        self.spots = _spots(optimizer, micro)
+        self.kept: list[dict[Key, jax.sharding.Sharding]] = [{} for _ in range(len(meshes))]
+        self.launches: list[dict[Kind, Launch]] = [{} for _ in range(len(meshes))]
+        """Once they are compiled: after a step, or `finish`."""
+        self.zeros: list[Callable[[], jax.stages.Compiled]] = []
+        self.zero_keys: list[tuple[Key, ...]] = []
+        self._waiting: dict[tuple[int, Kind], Callable[[], None]] = {}
+
+    def sharding(self, stage: int, key: Key) -> NamedSharding:
+        """How an array of a stage is split."""
+        kind, number, _ = key
+        whole = self.meshes.whole[stage]
+        if kind in ("weight", "gradient"):
+            return self.meshes.at(stage, self.spots[number][kind == "gradient"])
+        if kind == "batch" and self.micro.operands.batch[number]:
+            return NamedSharding(whole.mesh, PartitionSpec(None, "dp"))
+        if kind in ("row", "fault"):
+            return NamedSharding(whole.mesh, PartitionSpec("dp"))
+        if kind in ("arrival", "departure", "cotangent", "arrival_gradient"):
+            return NamedSharding(whole.mesh, self.micro.specs.get(number, PartitionSpec()))
+        return whole
+
+    def start(self, recompute: str) -> None:
+        """Trace everything and begin to compile it: what takes longest first, so that it is compiled while the rest is
+        traced."""
+        traced = TracedStages(self.micro.cut, self.micro.operands, recompute)
+        for stage in range(len(self.meshes)):
+            own = traced.of(stage)
+            self._start(stage, own, Kind.FORWARD)
+            shapes = _zero_shapes(own)
+            self.zero_keys.append(tuple(shapes))
+            self.zeros.append(self._start_zeros(stage, shapes))
+
+    def finish(self) -> None:
+        """Wait until everything is compiled."""
+        while self._waiting:
+            for stage, kind in list(self._waiting):
+                self.launched(stage, kind)
+        for zeros in self.zeros:
+            zeros()
+
+    def launched(self, stage: int, kind: Kind) -> Launch | None:
+        """What carries out an action, once it is compiled. None for an input gradient on a stage where no gradient
+        flows further back."""
+        if (stage, kind) in self._waiting:
+            self._waiting[stage, kind]()
+            del self._waiting[stage, kind]
+        return self.launches[stage].get(kind)
+
+    def _start(self, stage: int, own: StageFunctions, kind: Kind) -> None:
+        """Begin with a stage's function, where the schedule asks for it, and with those that take what it keeps."""
+
+        def follow() -> None:
+            for following in FOLLOWING.get(kind, ()):
+                self._start(stage, own, following)
+
+        function = _function(own, kind)
+        asked = any(
+            part.stage == stage and part.kind is kind
+            for order in self.schedule.table for action in order for part in action.flat
+        )  # fmt: skip
+        if function is None or not asked:
+            follow()
+            return
+        devices = self.meshes.devices(stage)
+        into, out = self._shardings(stage, function)
+        key = None
+        if all(isinstance(at, NamedSharding) for at in (*into, *out)):
+            key = (function.function, tuple(at.spec for at in (*into, *out)))
+        with uncollected():
+            running = self.compiler.start(partial(self._lower, stage, function), devices, key)
+
+        def wait() -> None:
+            run = running()
+            self.kept[stage].update(
+                (key, at)
+                for key, at in zip(function.makes, run.output_shardings, strict=True)
+                if key[0] in ("kept", "between")
+            )
+            self.launches[stage][kind] = self._launch(stage, function, run)
+            if len(devices) > 1:
+                follow()
+
+        self._waiting[stage, kind] = wait
+        if len(devices) == 1:
+            follow()
+
+    def _lower(self, stage: int, function: StageFunction) -> jax.stages.Lowered:
+        into, out = self._shardings(stage, function)
+        return lower(function.function, function.avals, into, out, function.donates)
+
+    def _shardings(self, stage: int, function: StageFunction) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Of what a function reads and makes; None for what lies as the compiler puts it."""
+        kept, alone = self.kept[stage], len(self.meshes.devices(stage)) == 1
+        into = tuple(kept[key] if key in kept else self.sharding(stage, key) for key in function.reads)
+        out = tuple(
+            None if key[0] in ("kept", "between") and not alone else self.sharding(stage, key) for key in function.makes
+        )
+        return into, out
+
+    def _launch(self, stage: int, function: StageFunction, run: jax.stages.Compiled) -> Launch:
+        sends: list[tuple[int, int, Key]] = []
+        stays = []
+        for position, key in enumerate(function.makes):
+            kind, number, _ = key
+            if kind == "departure":
+                users = [s for s, p in enumerate(self.micro.cut.parts)
+                         if any(a.value == number and a.source == stage for a in p.arrivals)]  # fmt: skip
+                arriving: Key = ("arrival", number, 0)
+                sends += [(position, user, arriving) for user in users]
+            elif kind == "arrival_gradient":
+                arrival = next(a for a in self.micro.cut.parts[stage].arrivals if a.value == number)
+                back: Key = ("cotangent", number, stage)
+                sends.append((position, arrival.source, back))
+            elif key != MARKER:
+                stays.append((position, kind in LOCAL, key))
+        reads = tuple((key[0] in LOCAL, key) for key in function.reads)
+        made = [run.out_info[position] for position, *_ in sends]
+        lies = [run.output_shardings[position] for position, *_ in sends]
+        route = Route(made, lies, [self.sharding(user, key) for _, user, key in sends])
+        return Launch(run, function, reads, tuple(sends), route, tuple(stays))
+
+    def _start_zeros(self, stage: int, shapes: dict[Key, Aval]) -> Callable[[], jax.stages.Compiled]:
+        """Begin with the program that makes a stage's sums and gradients zero; what waits for it."""
+
+        def zeros() -> tuple[jax.Array, ...]:
+            return tuple(jnp.zeros(a.shape, a.dtype) for a in shapes.values())
+
+        places = tuple(self.sharding(stage, key) for key in shapes)
+        key = ("zeros", *((a.shape, a.dtype, at.spec) for a, at in zip(shapes.values(), places, strict=True)))
+        return self.compiler.start(partial(lower, zeros, (), None, places, ()), self.meshes.devices(stage), key)
+
+
+def _zero_shapes(own: StageFunctions) -> dict[Key, Aval]:
+    """A stage's sums and gradients, and their shapes."""
+    found: dict[Key, Aval] = {}
+    for function in (own.forward, own.backward):
+        found.update(
+            (k, a) for k, a in zip(function.reads, function.avals, strict=True) if k[0] in ("sum", "gradient", "fault")
+        )
+    return found
+
+
+def _function(own: StageFunctions, kind: Kind) -> StageFunction | None:
+    return {
+        Kind.FORWARD: own.forward,
+        Kind.BACKWARD: own.backward,
+        Kind.INPUT_GRAD: own.input_grad,
+        Kind.WEIGHT_GRAD: own.weight_grad,
+    }[kind]
+
+
+def _spots(optimizer: OptimizerCut, micro: CutMicrobatch) -> dict[int, tuple[NamedSharding, NamedSharding]]:
+    """For every weight of the program, how its parameter and its gradient are split."""
+    found = {}
+    for weight in micro.cut.weights:
+        at = (optimizer.parameters, optimizer.gradients)
+        found[weight.value] = tuple(
+            next(p.sharding for p in places[weight.holding.leaf] if p.rows == weight.holding.rows) for places in at
+        )
+    return found  # type: ignore[return-value]

@@ -1,0 +1,64 @@
+"""What the processes of a run compare before and in every step: versions, plan, state and batch."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardwright.backends.jax.capture.samples import FlatBatch
+from shardwright.backends.jax.capture.tree import Parts, path_names
+from shardwright.backends.jax.loss.microbatches import LossFunction
+from shardwright.backends.jax.machine.agreement import Agreement, array_sum, text_sum, versions
+from shardwright.backends.jax.machine.mesh import stages_of_process
+from shardwright.backends.jax.machine.rendezvous import current
+from shardwright.backends.jax.state.train_state import TrainState
+from shardwright.core.plan.plan import Plan
+
+
+class StepAgreement(Agreement):
+    """Compares the plan, the state and the batch of a step; nothing at all where one process has all devices."""
+
+    def __init__(self, devices: Sequence[jax.Device], plan: Plan, loss: LossFunction) -> None:
+        super().__init__(devices)
+        self.plan, self.loss = plan, loss
+        self._sums: dict[str, int] = {}
+        """Of what is alike in every step; empty before the first."""
+        self._given_sum = 0
+        """Of the parameters that init was given as arrays."""
+        self._calls = 0
+
+    def explained(self) -> AbstractContextManager[Any]:
+        """Names a peer that has failed in a step, in runs that began with `rendezvous.init`."""
+        pulse = current()
+        if self.alone or pulse is None:
+            return nullcontext()
+        self._calls += 1
+        stages = stages_of_process(self.plan, self.devices)
+        named = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+        return pulse.explained(f"step {self._calls} of this process, {named}")
+
+    def note_given(self, given: Parts) -> None:
+        """Compare the arrays that training begins with, too."""
+        if not self.alone:
+            self._given_sum = array_sum([np.asarray(leaf) for leaf in jax.tree.leaves(given.params)])
+
+    def compare_step(self, state: TrainState, batch: FlatBatch, *, is_new: bool) -> None:
+        """Compare what all processes must have alike; of a step that ran before, the batch alone. Raises PlanError,
+        naming what differs."""
+        if self.alone:
+            return
+        if is_new:
+            held = [(name, leaf.shape, str(leaf.dtype)) for name, leaf in path_names((state.params, state.optimizer))]
+            form = [(np.shape(leaf), str(leaf.dtype), dim) for leaf, dim in zip(batch.leaves, batch.dims, strict=True)]
+            self._sums = {
+                "versions of JAX and its libraries": text_sum(versions()),
+                "plan": text_sum((self.plan.decision, self.plan.mesh)),
+                "parameters and optimizer": text_sum(held),
+                "settings of train_step": text_sum((self.loss.has_aux, self.loss.reduction)),
+                "seed": array_sum(jax.tree.leaves(state.random)),
+                "parameters given to init": self._given_sum,
+                "form of the batch": text_sum((batch.structure, form)),
+            }
+        self.compare({**self._sums, "batch": array_sum(batch.leaves)}, wait=is_new)

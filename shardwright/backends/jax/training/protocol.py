@@ -1,0 +1,124 @@
+"""What every form of training does: it places a state, and compiles and runs steps on it."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol
+
+import jax
+
+from shardwright.backends.jax.capture.samples import FlatBatch
+from shardwright.backends.jax.capture.tree import Parts
+from shardwright.backends.jax.loss.microbatches import Microbatches
+from shardwright.backends.jax.pipeline.actions import Pipeline
+from shardwright.backends.jax.pipeline.sentinels import Teller
+from shardwright.backends.jax.state.train_state import StepResult, TrainState
+from shardwright.core.errors import MissingCapabilityError
+from shardwright.core.schedule.timeline import Timeline
+
+
+class CompiledStep(Protocol):
+    """A step for batches of one form, from state to state."""
+
+    @property
+    def microbatches(self) -> Microbatches:
+        """The batch's, without the plan's layouts."""
+
+    @property
+    def teller(self) -> Teller:
+        """Says what the evidence of a step means."""
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The compiled programs of a step that runs as a pipeline's actions."""
+
+    def __call__(self, state: TrainState, leaves: tuple[Any, ...]) -> StepResult:
+        """One step on a state, which is used up, and on the leaves of a batch."""
+
+    def measure(self, state: TrainState, leaves: tuple[Any, ...]) -> tuple[StepResult, Timeline]:
+        """One step, and when each of its actions ran. Raises MissingCapabilityError for a step without actions."""
+
+    def memory_bytes(self, state: TrainState, leaves: tuple[Any, ...]) -> tuple[int, ...]:
+        """The bytes that every device holds at the step's peak, by what the compiler says of its programs. Raises
+        MissingCapabilityError for programs of which it is not read."""
+
+    def cancel(self) -> bool:
+        """Compile no more of it; whether something was left to be compiled, so that the step cannot be run."""
+
+
+class Training(Protocol):
+    """One form of training under a plan. ``make`` is a function that makes a model's parts, to be traced."""
+
+    def init(self, given: Parts, make: Callable[[], Parts] | None) -> TrainState:
+        """The state of a model: of its arrays, or of its shapes and the function that makes them."""
+
+    def put(self, batch: FlatBatch) -> FlatBatch:
+        """The batch where a step takes it from."""
+
+    def step_for(self, state: TrainState, batch: FlatBatch) -> CompiledStep:
+        """The compiled step for batches of one form. Raises PlanError for a state of another plan."""
+
+    def whole(self, state: TrainState) -> Any:
+        """The parameters as they were given to `init`, without the module that they are of."""
+
+    def place(self, state: TrainState) -> TrainState:
+        """A copy of a state, wherever its arrays are, on this plan's devices. Raises PlanError for a state of another
+        plan."""
+
+    def require_places(self, state: TrainState) -> None:
+        """Raise PlanError when arrays of a state are not where this plan keeps them."""
+
+    def original(self, state: TrainState) -> TrainState:
+        """The state in the order of the model's own. Raises MissingCapabilityError for forms that divide a state among
+        stages."""
+
+    def held(self, state: TrainState) -> TrainState:
+        """The counterpart of `original`."""
+
+    def lower(self, state: TrainState, batch: FlatBatch) -> jax.stages.Lowered:
+        """The one program of a step, before it is compiled; `original` says where there is none."""
+
+    def lower_init(self, given: Parts, make: Callable[[], Parts]) -> jax.stages.Lowered:
+        """The program that makes the parameters, before it is compiled."""
+
+
+class WithoutActions:
+    """What a step that is one program has not."""
+
+    __slots__ = ()
+    pipeline: None = None
+
+    def measure(self, state: TrainState, leaves: tuple[Any, ...]) -> NoReturn:
+        raise MissingCapabilityError(
+            "a step of this plan is one program, without actions to measure: plan with pp above 1, in one process, "
+            "or use jax.profiler"
+        )
+
+    def cancel(self) -> bool:
+        return False
+
+
+class InStages:
+    """What forms that divide a state among stages do not do: each raises MissingCapabilityError."""
+
+    def put(self, batch: FlatBatch) -> FlatBatch:
+        """The batch as it is: its leaves are split into microbatches first."""
+        return batch
+
+    def original(self, state: TrainState) -> NoReturn:
+        raise MissingCapabilityError(
+            "the plan has pipeline stages, or computes units of a plain function again, and then the state lies "
+            "apart: take train.params(state), or plan with pp=1 and without recompute"
+        )
+
+    held = original
+
+    def lower(self, state: TrainState, batch: FlatBatch) -> NoReturn:
+        raise MissingCapabilityError(
+            "the plan has pipeline stages, or computes units of a plain function again, and then no single program is "
+            "a step: look at train.pipeline after a step, or plan with pp=1 and without recompute"
+        )
+
+    def lower_init(self, given: Parts, make: Callable[[], Parts]) -> NoReturn:
+        raise MissingCapabilityError(
+            "the plan has pipeline stages, or computes units of a plain function again, and then every stage makes its "
+            "parameters by a program of its own: plan with pp=1 and without recompute"
+        )
