@@ -40,6 +40,7 @@ def simulate_command(
     title = f"{loaded.model_name}: {loaded.summary()}"
     saved = save_schedule(loaded.build_schedule(), timeline, title, csv=csv, svg=svg, trace=trace)
     if json:
+        live, activations = timeline.peak_live_activations, timeline.peak_activation_bytes
         print_json(
             {
                 "plan": str(plan),
@@ -52,8 +53,8 @@ def simulate_command(
                         "rank": rank,
                         "actions": len(timeline.actions[rank]),
                         "bubble_fraction": timeline.bubble_fraction[rank],
-                        "peak_live_activations": timeline.peak_live_activations[rank],
-                        "peak_activation_bytes": timeline.peak_activation_bytes[rank],
+                        "peak_live_activations": live[rank],
+                        "peak_activation_bytes": activations[rank],
                         "step": asdict(parts[rank]),
                         **({"memory": [_moment(moment) for moment in held[rank]]} if memory else {}),
                     }

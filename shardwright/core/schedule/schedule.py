@@ -9,7 +9,7 @@ from shardwright.core.schedule.auto import shortest
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.costs import StageCosts, per_rank_limit
 from shardwright.core.schedule.family import Sizes
-from shardwright.core.schedule.peak_activations import peak_live
+from shardwright.core.schedule.peak_memory import peak_live
 
 AUTO = "auto"
 """The schedule that is searched for the costs and the memory given, instead of following a pattern."""

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.errors import ScheduleError
-from shardwright.core.schedule.actions import Action, B, F, Kind, W
-from shardwright.core.schedule.peak_activations import peak_live
+from shardwright.core.schedule.actions import Action, Kind
+from shardwright.core.schedule.peak_memory import activation_sizes, peak_live, walk_memory
 
 Seconds = NDArray[np.float64]
 Bytes = NDArray[np.int64]
@@ -81,8 +81,6 @@ class Timeline:
         makespan_s: from the first start to the last end.
         bubble_fraction: for each rank, idle time / makespan.
         bubble_s: for each rank, last end - first start - time at work.
-        peak_live_activations: for each rank, the most (stage, microbatch) pairs whose forward had started and whose
-            backward (weight gradient, where split) had not ended. A microbatch counts once on each stage of the rank.
 
     Raises:
         ScheduleError: lengths differ, or an action ends before it starts.
@@ -98,7 +96,6 @@ class Timeline:
     makespan_s: float = field(init=False)
     bubble_fraction: tuple[float, ...] = field(init=False)
     bubble_s: tuple[float, ...] = field(init=False)
-    peak_live_activations: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         for rank, (actions, starts, ends) in enumerate(zip(self.actions, self.start_s, self.end_s, strict=True)):
@@ -121,7 +118,6 @@ class Timeline:
         put(self, "bubble_s", tuple(span - busy for span, busy in zip(reach, work, strict=True)))
         idle = tuple((makespan - busy) / makespan if makespan > 0 else 0.0 for busy in work)
         put(self, "bubble_fraction", tuple(max(0.0, float(share)) for share in idle))
-        put(self, "peak_live_activations", tuple(peak_live(actions, None) for actions in self.actions))
 
     @classmethod
     def measured(
@@ -161,17 +157,23 @@ class Timeline:
     def memory(self, rank: int) -> tuple[Seconds, Bytes]:
         """Activation memory over time on a rank: the seconds at which it changes, and the bytes held from then on."""
         times: list[float] = []
-        changes: list[int] = []
-        for span in self.spans(rank):
-            for part in span.action.flat:
-                size = 1 if self.activation_bytes is None or part.stage < 0 else self.activation_bytes[part.stage]
-                if part.kind is F:
-                    times.append(span.start_s)
-                    changes.append(size)
-                elif part.kind is B or part.kind is W:
-                    times.append(span.end_s)
-                    changes.append(-size)
-        return np.array(times, dtype=np.float64), np.cumsum(np.array(changes, dtype=np.int64))
+        sizes: list[int] = []
+        before = 0
+        order = self.actions[rank]
+        walk = walk_memory(order, activation_sizes(order, self.activation_bytes))
+        for span, memory in zip(self.spans(rank), walk, strict=False):  # the walk ends with the end of the step
+            for time, size in ((span.start_s, memory.activations), (span.end_s, memory.remaining)):
+                if size != before:
+                    times.append(time)
+                    sizes.append(size)
+                    before = size
+        return np.array(times, dtype=np.float64), np.array(sizes, dtype=np.int64)
+
+    @property
+    def peak_live_activations(self) -> tuple[int, ...]:
+        """The most (stage, microbatch) pairs, for each rank, whose forward had started and whose backward (weight
+        gradient, where split) had not ended. A microbatch counts once on each stage of the rank."""
+        return tuple(peak_live(actions) for actions in self.actions)
 
     @property
     def peak_activation_bytes(self) -> tuple[int, ...]:

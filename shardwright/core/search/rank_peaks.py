@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from shardwright.core.plan.decision import Decision
 from shardwright.core.schedule.actions import Action, B, W
+from shardwright.core.schedule.peak_memory import peak_below_sum
 from shardwright.core.tables.memory import MemoryUse, live_bytes, named_schedule
-from shardwright.core.tables.peak_memory import apart_bytes, stages_bytes
 from shardwright.core.tables.rank_tables import RankTables
+from shardwright.core.tables.stage_memory import stage_memories
 from shardwright.core.tables.unit_table import MemoryRequest
 
 
@@ -19,7 +20,7 @@ def by_stage(
     if decision.virtual_stages == 1:
         return memory
     kept = ranked.stage_costs(decision.stage_starts, decision.stage_ranks).activation_bytes
-    early = ranked.given_up_bytes(decision.stage_starts, decision.stage_ranks)
+    early = tuple(ranked.given_up_bytes(decision.stage_starts, decision.stage_ranks))
     live = live_bytes(decision.schedule, decision.pp, decision.microbatches, decision.virtual_stages, kept, early)
     return with_activations(decision, ranked, memory, live, request)
 
@@ -70,14 +71,14 @@ def less_apart(
     buffers = ranked.buffers(decision.stage_starts, placement, request)
     for rank, (use, beside) in enumerate(zip(memory, buffers, strict=True)):
         order = schedule.table[rank]
-        held = stages_bytes(
+        stages = stage_memories(
             ranked.tables[rank],
             {stage: ends[stage] for stage, on in enumerate(placement) if on == rank},
             _backward_order(order),
             _backward_order(reversed(order)),
             request.gradient_width,
         )
-        less = apart_bytes(order, held, request.bucket_bytes)
+        less = peak_below_sum(order, stages, request.bucket_bytes)
         found.append(
             replace(
                 use,

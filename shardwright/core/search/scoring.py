@@ -9,7 +9,7 @@ from shardwright.core.partition.partitioners import DEFAULT, cut_units
 from shardwright.core.plan.decision import Decision, placement_of
 from shardwright.core.plan.record import Predicted
 from shardwright.core.schedule import AUTO, Schedule
-from shardwright.core.schedule.peak_activations import peak_live
+from shardwright.core.schedule.peak_memory import peak_live
 from shardwright.core.search.bounds import SAFE, Bounds
 from shardwright.core.search.partition_input import partition_input
 from shardwright.core.search.predict import least_makespan_s, simulated_makespan_s

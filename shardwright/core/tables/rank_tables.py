@@ -15,7 +15,7 @@ from shardwright.core.errors import PlanError
 from shardwright.core.partition.exact import Matrix, min_max_cut, spread_cut
 from shardwright.core.schedule import StageCosts
 from shardwright.core.tables.memory import MemoryUse, collectives_s, state_bytes
-from shardwright.core.tables.peak_memory import stages_bytes
+from shardwright.core.tables.stage_memory import stage_memories
 from shardwright.core.tables.unit_table import MemoryRequest, UnitTable
 
 EVEN_SHARE = 1.15
@@ -311,7 +311,7 @@ class RankTables:
             for rank, table in enumerate(self.tables):
                 held = {stage: ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank}
                 # Backward passes come to later stages first.
-                stages = stages_bytes(table, held, sorted(held, reverse=True), sorted(held), width).values()
+                stages = stage_memories(table, held, sorted(held, reverse=True), sorted(held), width).values()
                 copied = sum(stage.copies for stage in stages)
                 closing = [copied - stage.copies + stage.last_backward for stage in stages]
                 found.append(max([copied, *(closing if copied > bucket_bytes else ())]))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.cost.unit_work import PRECISION_BYTES, SharedValue
 from shardwright.core.partition.exact import Matrix, range_sums
+from shardwright.core.schedule.peak_memory import StageMemory
 from shardwright.core.tables.memory import (
     Mode,
     Recompute,
@@ -31,28 +32,6 @@ class Tie:
     elements: int
     """Its entries on one rank."""
     is_trained: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StageBytes:
-    """One stage of a rank, in bytes. Of its first, its last and its only backward the most that it holds of
-    activations, of what is under way and of what it makes, gradients or their copies."""
-
-    kept: int
-    """Activations of one microbatch."""
-    working: int
-    """What the passes of one microbatch hold beside them."""
-    gradients: int
-    """Those that no other stage of the rank has made before."""
-    copies: int
-    """Of the gradients that are whole when this stage's are, for no other stage of the rank adds to them later."""
-    first_backward: int
-    last_backward: int = 0
-    """Where copies leave as gradients are whole."""
-    only_backward: int = 0
-    """The same of a backward that is the first one too."""
-    given_up: int = 0
-    """Of what is kept, what the first half of a split backward is the last to read."""
 
 
 @dataclass(frozen=True)
@@ -199,8 +178,8 @@ class UnitTable:
         )
 
     @cached_property
-    def stages_bytes(self) -> dict[object, StageBytes]:
-        """What stages hold, as far as it was counted (`core.tables.peak_memory`): many cuts have the same."""
+    def stage_memories(self) -> dict[object, StageMemory]:
+        """The memory of stages, as far as it was counted (`core.tables.stage_memory`): many cuts have the same."""
         return {}
 
     @cached_property

@@ -13,13 +13,13 @@ from shardwright.core.errors import ScheduleError
 from shardwright.core.model.structure import measured_name
 from shardwright.core.plan.decision import Decision, placement_of
 from shardwright.core.schedule import Schedule, schedule_names
+from shardwright.core.schedule.peak_memory import StageMemory, peak_below_sum
 from shardwright.core.search.best_first import Search
 from shardwright.core.search.predict import StepModel
 from shardwright.core.search.request import VIRTUAL_STAGES, Request
 from shardwright.core.search.search import tables_of
 from shardwright.core.search.space import Policy, splits_backward
 from shardwright.core.tables.mesh_links import Links
-from shardwright.core.tables.peak_memory import StageBytes, apart_bytes
 from shardwright.core.tables.rank_tables import RankWork
 from tests.core.toy import decoder
 
@@ -162,12 +162,12 @@ def test_no_more_than_all_gradients_is_ever_apart() -> None:
         schedule = Schedule.build(name, ranks=4, microbatches=8, virtual_stages=virtual)
         for order in schedule.table:
             stages = {
-                stage: StageBytes(*(int(size) for size in random.integers(0, 100, 7)))
+                stage: StageMemory(*(int(size) for size in random.integers(0, 100, 7)))
                 for stage in {part.stage for action in order for part in action.flat}
             }
             for bucket_bytes in (0, 50, 1000):
                 gradients = sum(held.gradients for held in stages.values())
-                assert apart_bytes(order, stages, bucket_bytes) <= gradients
+                assert peak_below_sum(order, stages, bucket_bytes) <= gradients
 
 
 @pytest.mark.parametrize("name", schedule_names())

@@ -11,10 +11,9 @@ from shardwright import Cluster
 from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.errors import PlanError
 from shardwright.core.schedule import Action
-from shardwright.core.schedule.peak_activations import peak_live
+from shardwright.core.schedule.peak_memory import StageMemory, peak_below_sum, peak_live
 from shardwright.core.tables.cost_tables import CostTables, Place
 from shardwright.core.tables.memory import MemoryUse
-from shardwright.core.tables.peak_memory import StageBytes, apart_bytes
 from tests.core.toy import decoder
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
@@ -133,10 +132,10 @@ def test_gradients_are_not_there_before_the_first_backward() -> None:
 
 
 def test_schedules_say_when_gradients_are_made() -> None:
-    held = {0: StageBytes(kept=10, working=1, gradients=6, copies=6, first_backward=12)}
+    held = {0: StageMemory(activations=10, working=1, gradients=6, copies=6, first_backward=12)}
 
     def apart(*texts: str) -> int:
-        return apart_bytes([Action.parse(text) for text in texts], held)
+        return peak_below_sum([Action.parse(text) for text in texts], held)
 
     # Peak: 20 kept at the first backward, of which it gives 10 up (12 with gradients); in all 20 + 1 + 6.
     assert apart("0F0", "0F1", "0B0", "0B1") == 27 - 22
@@ -144,23 +143,23 @@ def test_schedules_say_when_gradients_are_made() -> None:
     assert apart("0F0", "0F1", "0B0", "0F2", "0B1", "0B2") == 0
     # Copies of gradients for other replicas: all at the end, where the bucket holds them, else as they are made.
     few = {
-        0: StageBytes(
-            kept=10, working=1, gradients=30, copies=30, first_backward=32, last_backward=35, only_backward=62
+        0: StageMemory(
+            activations=10, working=1, gradients=30, copies=30, first_backward=32, last_backward=35, only_backward=62
         )
     }
     actions = [Action.parse(text) for text in ("0F0", "0B0", "0F1", "0B1")]
-    assert apart_bytes(actions, few) == 41 - 41
-    assert apart_bytes(actions, few, bucket_bytes=30) == 41 - 60
-    assert apart_bytes(actions, few, bucket_bytes=8) == 41 - (30 + 35)
-    assert apart_bytes(actions[:2], few, bucket_bytes=8) == 41 - 62
+    assert peak_below_sum(actions, few) == 41 - 41
+    assert peak_below_sum(actions, few, bucket_bytes=30) == 41 - 60
+    assert peak_below_sum(actions, few, bucket_bytes=8) == 41 - (30 + 35)
+    assert peak_below_sum(actions[:2], few, bucket_bytes=8) == 41 - 62
     # Input gradients make none, and free nothing before the second half but what they are the last to read.
     assert apart("0F0", "0I0", "0W0") == 17 - 11
     split = [Action.parse(text) for text in ("0F0", "0I0", "0F1", "0W0", "0I1", "0W1")]
     assert [peak_live(split), peak_live(split, [10]), peak_live(split, [10], [4])] == [2, 20, 16]
-    early = {0: StageBytes(kept=10, working=1, gradients=6, copies=6, first_backward=12, given_up=4)}
+    early = {0: StageMemory(activations=10, working=1, gradients=6, copies=6, first_backward=12, given_up=4)}
     # The second microbatch beside what the first one's second half needs, before and after there are gradients.
-    assert apart_bytes(split[:3], early) == 17 - 17
-    assert apart_bytes(split, early) == 23 - 17
+    assert peak_below_sum(split[:3], early) == 17 - 17
+    assert peak_below_sum(split, early) == 23 - 17
 
 
 def test_gradients_on_their_way_to_replicas_are_there_twice() -> None:

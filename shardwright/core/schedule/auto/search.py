@@ -15,7 +15,7 @@ from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.costs import StageCosts
 from shardwright.core.schedule.family import Sizes, Table
 from shardwright.core.schedule.passes.backward import merge_backward
-from shardwright.core.schedule.peak_activations import peak_live
+from shardwright.core.schedule.peak_memory import peak_live
 from shardwright.core.schedule.placement import looped, vee
 from shardwright.core.schedule.simulate import simulate_schedule
 
