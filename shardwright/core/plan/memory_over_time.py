@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from shardwright.core.capabilities import Capabilities
+from shardwright.core.capabilities import PLAIN_MEMORY, MemoryTraits
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule.actions import Action
 from shardwright.core.schedule.peak_memory import StageMemory, walk_memory
@@ -21,21 +21,21 @@ class Moment:
     memory: MemoryUse
 
 
-def memory_over_time(plan: Plan, runtime: Capabilities | None = None) -> tuple[tuple[Moment, ...], ...]:
+def memory_over_time(plan: Plan, traits: MemoryTraits = PLAIN_MEMORY) -> tuple[tuple[Moment, ...], ...]:
     """For every pipeline rank its moments, one after the other from the start of the step to its end.
 
     Parameters, optimizer states and the batch stay. Activations of a microbatch come with its forward and go with its
     backward, of a split one with its second half. Buffers are there while an action runs, at their most, whichever
-    action it is. Gradients stay too, unless the ``runtime`` that the plan is for makes them in every step anew: then
-    those of a stage come with its first backward. Where it sums them over replicas in copies, those of a stage come
-    with its last backward, or all at the end where they are few, and stay until all are summed, buffers beside them;
-    with no ``runtime`` what they add to the peak is drawn with every action. No moment is
-    drawn above the predicted peak: what would be is in its ``apart_bytes``.
+    action it is. Gradients stay too, unless the runtime that the plan is for, of which ``traits`` are the memory
+    traits, makes them in every step anew: then those of a stage come with its first backward. Where it sums them over
+    replicas in copies, those of a stage come with its last backward, or all at the end where they are few, and stay
+    until all are summed, buffers beside them; without copies what the plan says of them is drawn with every action.
+    No moment is drawn above the predicted peak: what would be is in its ``apart_bytes``.
     Raises ScheduleError when the schedule does not admit the plan's sizes.
     """
     timeline = simulate_schedule(plan.build_schedule(), costs := plan.stage_costs())
     return tuple(
-        _of_rank(plan, runtime, rank, timeline.actions[rank], costs.activation_bytes,
+        _of_rank(plan, traits, rank, timeline.actions[rank], costs.activation_bytes,
                  [(float(a), float(b)) for a, b in zip(timeline.start_s[rank], timeline.end_s[rank], strict=True)])
         for rank in range(timeline.ranks)
     )  # fmt: skip
@@ -43,7 +43,7 @@ def memory_over_time(plan: Plan, runtime: Capabilities | None = None) -> tuple[t
 
 def _of_rank(
     plan: Plan,
-    runtime: Capabilities | None,
+    traits: MemoryTraits,
     rank: int,
     actions: Sequence[Action],
     kept: Sequence[int],
@@ -52,8 +52,8 @@ def _of_rank(
     most = plan.predicted.memory_by_stage_rank[rank]
     share = _gradient_bytes(plan, rank, most.gradients_bytes)
     sizes = {stage: StageMemory(kept[stage], gradients=size, copies=size) for stage, size in share.items()}
-    made_anew = most.apart_bytes > 0 or (runtime is not None and runtime.gradients_when_made)
-    bucket = runtime.bucket_bytes if runtime is not None and plan.decision.dp > 1 and plan.decision.shard < 2 else 0
+    made_anew = most.apart_bytes > 0 or traits.gradients_when_made
+    bucket = traits.bucket_bytes if plan.decision.dp > 1 and plan.decision.shard < 2 else 0
     memories = tuple(walk_memory(actions, sizes, bucket))
     # What several units of a stage share is counted once in the peak, which costs of single units do not show.
     peak = max(1, *(memory.activations for memory in memories))

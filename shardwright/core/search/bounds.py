@@ -68,7 +68,6 @@ class Bounds:
         """What decides the bytes of a parameter under a policy, and of the batch."""
         ways = policy.shard_group or dp
         request = self.request
-        travels = dp > 1 and policy.shard < 2
         return MemoryRequest(
             0,
             self.tables.precision,
@@ -76,8 +75,7 @@ class Bounds:
             policy.shard,
             ways,
             request.gradient_precision,
-            self.tables.graph.capabilities.bucket_bytes if travels else 0,
-            travels,
+            self.tables.graph.memory_traits.bucket_bytes if dp > 1 and policy.shard < 2 else 0,
             microbatches,
             dp > 1,
         )
@@ -85,7 +83,7 @@ class Bounds:
     @property
     def when_made(self) -> bool:
         """Whether gradients take memory from when they are made."""
-        return self.tables.graph.capabilities.gradients_when_made
+        return self.tables.graph.memory_traits.gradients_when_made
 
     def undivided(self, shape: Shape, policy: Policy) -> Decision:
         """Degrees and policy as a decision, before there is a cut: what the end of a step depends on."""

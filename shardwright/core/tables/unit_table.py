@@ -79,7 +79,7 @@ class UnitTable:
     given_stay: bool = False
     """Whether the gradients that a stage is given by the next stay to the end of its backward."""
     ties_have_one_home: bool = False
-    """As in `Capabilities`."""
+    """As in `MemoryTraits`."""
     found_bytes: int = 0
     """Of the gradient of one parameter entry that waits until a stage's backward is done and its gradients are added up
     together; 0 where each is added as soon as it is there."""
@@ -345,13 +345,16 @@ class MemoryRequest:
     """Ranks that share the sharded part."""
     gradient_precision: str | None = None
     bucket_bytes: int = 0
-    """Of the copies in which gradients are summed over the data axis (`Capabilities.bucket_bytes`); 0: none."""
-    is_summed: bool = False
-    """Whether whole gradients are summed over a data axis."""
+    """Of the copies in which gradients are summed over the data axis (`MemoryTraits.bucket_bytes`); 0: none."""
     microbatches: int = 1
     """Whose part of the batch lies on a rank all through a step."""
     is_replicated: bool = False
     """Whether there are several replicas."""
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether whole gradients are summed over a data axis."""
+        return self.is_replicated and self.shard < 2
 
     @property
     def gradient_width(self) -> int:

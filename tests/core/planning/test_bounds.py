@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from shardwright import Cluster
+from shardwright.core.capabilities import MemoryTraits
 from shardwright.core.cluster.cluster import NodeGroup
 from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.cluster.hardware.device import MeasuredUnit
@@ -68,8 +69,8 @@ def lending(share: float) -> Cluster:
     ids=["lending", "lending all", "roomy", "tight", "tight and frozen", "mixed and frozen"],
 )
 def test_no_bound_is_above_what_it_bounds(cluster: Cluster, frozen: bool) -> None:
-    capabilities = replace(GRAPH.capabilities, bucket_bytes=2**20, gradients_when_made=True)
-    graph = replace(GRAPH, capabilities=capabilities, parameters=FROZEN if frozen else GRAPH.parameters)
+    traits = MemoryTraits(bucket_bytes=2**20, gradients_when_made=True)
+    graph = replace(GRAPH, memory_traits=traits, parameters=FROZEN if frozen else GRAPH.parameters)
     request = Request(batch=8, precision="fp32")
     search = Search(tables_of(graph, cluster, request), cluster, request)
     scorer, space = search.scorer, search.space

@@ -8,6 +8,7 @@ import pytest
 
 import shardwright as sw
 from shardwright import Cluster
+from shardwright.core.capabilities import MemoryTraits
 from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.errors import PlanError
 from shardwright.core.schedule import Action
@@ -108,7 +109,7 @@ def test_the_file_keeps_the_policies(tmp_path: Path) -> None:
 
 def test_gradients_are_not_there_before_the_first_backward() -> None:
     """By hand, one stage and one microbatch: the first backward goes from the last unit to the first one."""
-    able = replace(GRAPH, capabilities=replace(GRAPH.capabilities, gradients_when_made=True))
+    able = replace(GRAPH, memory_traits=MemoryTraits(gradients_when_made=True))
     pins = {"microbatch": MICROBATCH, "pp": 1, "dp": 1, "tp": 1, "precision": "fp16", "recompute": "none"}
 
     def memory(graph: sw.Graph, microbatches: int) -> MemoryUse:
@@ -164,7 +165,7 @@ def test_schedules_say_when_gradients_are_made() -> None:
 
 def test_gradients_on_their_way_to_replicas_are_there_twice() -> None:
     """By hand: at the end of a step the activations are gone, and every gradient is there with its copy."""
-    able = replace(GRAPH, capabilities=replace(GRAPH.capabilities, gradients_when_made=True, bucket_bytes=25 * 2**20))
+    able = replace(GRAPH, memory_traits=MemoryTraits(gradients_when_made=True, bucket_bytes=25 * 2**20))
     pins = {"microbatch": 1, "pp": 1, "tp": 1, "precision": "fp32", "recompute": "full", "shard": 0}
 
     def memory(dp: int, microbatches: int) -> MemoryUse:
@@ -183,7 +184,7 @@ def test_gradients_on_their_way_to_replicas_are_there_twice() -> None:
 def test_what_fits_by_the_order_of_a_step_alone_is_planned() -> None:
     """With one microbatch the gradients are not there before the activations go: a device with room for what is there
     at once, and for no more, has a plan."""
-    able = replace(GRAPH, capabilities=replace(GRAPH.capabilities, gradients_when_made=True))
+    able = replace(GRAPH, memory_traits=MemoryTraits(gradients_when_made=True))
     pins = {"microbatch": MICROBATCH, "pp": 1, "dp": 1, "tp": 1, "precision": "fp16", "recompute": "none"}
     device = replace(load_profile("a100-80gb").device, reserved_memory_bytes=0)
 
