@@ -10,7 +10,7 @@ from shardwright.core.schedule.actions import TRANSFER, Action, B, Kind, W
 from shardwright.core.schedule.costs import StageCosts, per_rank_limit
 from shardwright.core.schedule.legality import report
 from shardwright.core.schedule.passes.transfers import insert_transfers
-from shardwright.core.schedule.peak_memory import activation_sizes, walk_memory
+from shardwright.core.schedule.peak_memory import walk_activations
 from shardwright.core.schedule.schedule import Schedule
 from shardwright.core.schedule.simulate import Engine, explain_stop
 
@@ -120,12 +120,10 @@ def check_memory(schedule: Schedule, memory_limit_bytes: int | Sequence[int], co
     costs = costs or StageCosts.uniform(schedule.stages)
     costs.require_stages(schedule.stages)
     for rank, order in enumerate(schedule.table):
-        for position, memory in enumerate(walk_memory(order, activation_sizes(order, costs.activation_bytes))):
-            if memory.activations > limits[rank]:
-                problem = (
-                    f"rank {rank} holds {memory.activations} bytes of activations during {order[position]}: its limit "
-                    f"is {limits[rank]}"
-                )
+        for position, (held, _) in enumerate(walk_activations(order, costs.activation_bytes)):
+            if held > limits[rank]:
+                action = order[position]
+                problem = f"rank {rank} holds {held} bytes of activations during {action}: its limit is {limits[rank]}"
                 raise ScheduleError(report(schedule.name, schedule.table, problem, rank, position))
 
 

@@ -1,19 +1,57 @@
 """The memory of one pipeline rank from action to action, and its peak.
 
-Every figure of what a rank holds in the course of a step comes from `walk_memory`: the peaks that the search compares
-with the memory of devices, the moments of `core.plan.memory_over_time`, the check of a schedule against a limit, the
-live activations of a timeline. Only `core.schedule.auto` counts activations by itself, by the same rule, for speed.
-
-The rule for the activations of one microbatch on one stage: its forward takes them, and its backward gives them up at
-its end. Of a split backward the input gradient gives up what it is the last to read, and the weight gradient the rest,
-which are the factors of the gradients of weights. Both halves of an overlapped pair hold theirs together.
+Every figure of what a rank holds in the course of a step comes from here: the peaks that the search compares with the
+memory of devices, the moments of `core.plan.memory_over_time`, the check of a schedule against a limit, the live
+activations of a timeline. Only `core.schedule.auto` counts activations by itself, by the same rule, for speed.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwright.core.schedule.actions import Action, B, F, I, W
+
+Sizes = Sequence[int] | Mapping[int, int]
+"""Bytes by stage."""
+
+
+def walk_activations(
+    order: Sequence[Action], sizes: Sizes | None = None, freed_by_input_grad: Sizes | None = None
+) -> Iterator[tuple[int, int]]:
+    """The saved activations of one rank, in bytes, while each of its actions runs and from the end of the action on.
+
+    The forward of a microbatch takes its activations on the stage, and the backward frees them at its end. Of a split
+    backward the input gradient frees what it is the last to read, and the weight gradient the rest, which are the
+    factors of the gradients of weights. Both halves of an overlapped pair hold theirs together.
+
+    Args:
+        order: what the rank runs, in order.
+        sizes: bytes of one microbatch on every stage; by default 1 each, for a count.
+        freed_by_input_grad: those of them that an input gradient is the last to read; by default none.
+    """
+    held: Sizes = defaultdict(lambda: 1) if sizes is None else sizes
+    early: Sizes = defaultdict(int) if freed_by_input_grad is None else freed_by_input_grad
+    live = 0
+    for action in order:
+        freed = 0
+        for part in action.parts or (action,):
+            kind, stage = part.kind, part.stage
+            if kind is F:
+                live += held[stage]
+            elif kind is B:
+                freed += held[stage]
+            elif kind is I:
+                freed += early[stage]
+            elif kind is W:
+                freed += held[stage] - early[stage]
+        yield live, live - freed
+        live -= freed
+
+
+def peak_live(order: Sequence[Action], sizes: Sizes | None = None, freed_by_input_grad: Sizes | None = None) -> int:
+    """The most saved activations that one rank holds at once; the arguments are those of `walk_activations`."""
+    return max((live for live, _ in walk_activations(order, sizes, freed_by_input_grad)), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +73,7 @@ class StageMemory:
     gradients become complete."""
     only_backward: int = 0
     """The same of a backward that is the first and the last one, with both gradients and copies."""
-    given_up: int = 0
+    freed_by_input_grad: int = 0
     """Of the activations, those that the input gradient of a split backward is the last to read."""
 
 
@@ -75,24 +113,21 @@ def walk_memory(
     last: dict[int, int] = {}
     if copied > bucket_bytes:
         last = {part.stage: n for n, action in enumerate(order) for part in action.flat if part.kind in (B, W)}
-    live = gradients = copies = 0
+    sizes = {at: stage.activations for at, stage in stages.items()}
+    freed = {at: stage.freed_by_input_grad for at, stage in stages.items()}
+    gradients = copies = remaining = 0
     began: set[int] = set()
-    for number, action in enumerate(order):
-        given_up = made = complete = 0
+    for number, (action, (live, remaining)) in enumerate(
+        zip(order, walk_activations(order, sizes, freed), strict=True)
+    ):
+        made = complete = 0
         for part in action.parts or (action,):
-            kind = part.kind
-            if kind is F:
-                live += stages[part.stage].activations
-            elif kind is I:
-                given_up += stages[part.stage].given_up
-            elif kind is B or kind is W:
+            if part.kind is B or part.kind is W:
                 stage = stages[part.stage]
-                given_up += stage.activations - (stage.given_up if kind is W else 0)
-                is_first = part.stage not in began
+                is_first, is_last = part.stage not in began, last.get(part.stage) == number
                 if is_first:
                     began.add(part.stage)
                     made += stage.gradients
-                is_last = last.get(part.stage) == number
                 if is_last:
                     complete += stage.copies
         most = live + gradients + copies + working
@@ -102,33 +137,9 @@ def walk_memory(
                 most = others + (stage.only_backward if is_last else stage.first_backward)
             elif is_last:
                 most = max(most, others + stage.last_backward)
-        remaining, gradients, copies = live - given_up, gradients + made, copies + complete
+        gradients, copies = gradients + made, copies + complete
         yield RankMemory(live, most, remaining, gradients, copies)
-        live = remaining
-    yield RankMemory(live, live + gradients + copied, live, gradients, copied)
-
-
-def peak_live(
-    order: Sequence[Action], sizes: Sequence[int] | None = None, given_up: Sequence[int] | None = None
-) -> int:
-    """The most activations that one rank holds at once.
-
-    ``sizes`` are the bytes of one microbatch on every stage, by default 1 each for a count; ``given_up`` are those of
-    them that the input gradient of a split backward is the last to read, by default none.
-    """
-    stages = activation_sizes(order, sizes, given_up)
-    return max(memory.activations for memory in walk_memory(order, stages))
-
-
-def activation_sizes(
-    order: Sequence[Action], sizes: Sequence[int] | None = None, given_up: Sequence[int] | None = None
-) -> dict[int, StageMemory]:
-    """The activations alone of every stage that a rank computes; the arguments are those of `peak_live`."""
-    stages = {part.stage for action in order for part in action.flat if part.kind.is_compute}
-    return {
-        stage: StageMemory(sizes[stage] if sizes else 1, given_up=given_up[stage] if given_up else 0)
-        for stage in stages
-    }
+    yield RankMemory(remaining, remaining + gradients + copied, remaining, gradients, copied)
 
 
 def peak_below_sum(order: Sequence[Action], stages: Mapping[int, StageMemory], bucket_bytes: int = 0) -> int:

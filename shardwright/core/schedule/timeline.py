@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule.actions import Action, Kind
-from shardwright.core.schedule.peak_memory import activation_sizes, peak_live, walk_memory
+from shardwright.core.schedule.peak_memory import peak_live, walk_activations
 
 Seconds = NDArray[np.float64]
 Bytes = NDArray[np.int64]
@@ -159,10 +159,9 @@ class Timeline:
         times: list[float] = []
         sizes: list[int] = []
         before = 0
-        order = self.actions[rank]
-        walk = walk_memory(order, activation_sizes(order, self.activation_bytes))
-        for span, memory in zip(self.spans(rank), walk, strict=False):  # the walk ends with the end of the step
-            for time, size in ((span.start_s, memory.activations), (span.end_s, memory.remaining)):
+        walk = walk_activations(self.actions[rank], self.activation_bytes)
+        for span, (live, remaining) in zip(self.spans(rank), walk, strict=True):
+            for time, size in ((span.start_s, live), (span.end_s, remaining)):
                 if size != before:
                     times.append(time)
                     sizes.append(size)

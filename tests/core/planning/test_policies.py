@@ -157,7 +157,7 @@ def test_schedules_say_when_gradients_are_made() -> None:
     assert apart("0F0", "0I0", "0W0") == 17 - 11
     split = [Action.parse(text) for text in ("0F0", "0I0", "0F1", "0W0", "0I1", "0W1")]
     assert [peak_live(split), peak_live(split, [10]), peak_live(split, [10], [4])] == [2, 20, 16]
-    early = {0: StageMemory(activations=10, working=1, gradients=6, copies=6, first_backward=12, given_up=4)}
+    early = {0: StageMemory(activations=10, working=1, gradients=6, copies=6, first_backward=12, freed_by_input_grad=4)}
     # The second microbatch beside what the first one's second half needs, before and after there are gradients.
     assert peak_below_sum(split[:3], early) == 17 - 17
     assert peak_below_sum(split, early) == 23 - 17

@@ -72,7 +72,7 @@ def orders(draw: st.DrawFn) -> tuple[Action, ...]:
 @st.composite
 def stage_sizes(draw: st.DrawFn) -> StageMemory:
     given_up, rest = draw(SIZES), draw(SIZES)
-    return StageMemory(given_up + rest, draw(SIZES), draw(SIZES), draw(SIZES), given_up=given_up)
+    return StageMemory(given_up + rest, draw(SIZES), draw(SIZES), draw(SIZES), freed_by_input_grad=given_up)
 
 
 def _named(order: tuple[Action, ...], until: int, sizes: dict[int, StageMemory], *, running: bool) -> Counter[str]:
@@ -86,7 +86,7 @@ def _named(order: tuple[Action, ...], until: int, sizes: dict[int, StageMemory],
         if part.kind is F and not {(part.stage, kind, part.microbatch) for kind in (B, W)} & done:
             size = sizes[part.stage]
             is_partial = (part.stage, I, part.microbatch) in done
-            found["activations"] += size.activations - (size.given_up if is_partial else 0)
+            found["activations"] += size.activations - (size.freed_by_input_grad if is_partial else 0)
     found["gradients"] = sum(sizes[stage].gradients for stage in {p.stage for p in ended if p.kind in (B, W)})
     behind = {part.stage for action in order[until:] for part in action.flat if part.kind in (B, W)}
     found["copies"] = sum(size.copies for stage, size in sizes.items() if stage not in behind)
@@ -115,7 +115,7 @@ def test_every_moment_is_the_count_of_what_is_there(
             there = now["activations"] + before["gradients"] + (before["copies"] if travel else 0)
             assert memory.most == there + working
     assert end == (0, sum(size.gradients for size in sizes.values()) + copied, 0, memories[-1].gradients, copied)
-    kept, early = ([getattr(size, name) for size in drawn] for name in ("activations", "given_up"))
+    kept, early = ([getattr(size, name) for size in drawn] for name in ("activations", "freed_by_input_grad"))
     assert peak_live(order, kept, early) == max(_named(order, n, sizes, running=True)["activations"]
                                                 for n in range(len(order)))  # fmt: skip
 
