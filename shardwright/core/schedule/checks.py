@@ -120,7 +120,8 @@ def check_memory(schedule: Schedule, memory_limit_bytes: int | Sequence[int], co
     costs = costs or StageCosts.uniform(schedule.stages)
     costs.require_stages(schedule.stages)
     for rank, order in enumerate(schedule.table):
-        for position, (held, _) in enumerate(walk_activations(order, costs.activation_bytes)):
+        walk = walk_activations(order, costs.activation_bytes, costs.freed_by_input_grad_bytes)
+        for position, (held, _) in enumerate(walk):
             if held > limits[rank]:
                 action = order[position]
                 problem = f"rank {rank} holds {held} bytes of activations during {action}: its limit is {limits[rank]}"

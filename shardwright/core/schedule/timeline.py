@@ -76,6 +76,7 @@ class Timeline:
         cause: for each rank, int64 array of shape [actions of the rank]: what each action waited for last. -1: nothing;
             n >= 0: the action with that number, counted over all ranks in order; -2 - t: transfer t. Simulated only.
         transfer_cause: the same for each transfer.
+        freed_by_input_grad_bytes: as in `StageCosts`.
 
     Fields computed from these:
         makespan_s: from the first start to the last end.
@@ -93,6 +94,7 @@ class Timeline:
     activation_bytes: tuple[int, ...] | None = None
     cause: tuple[NDArray[np.int64], ...] | None = None
     transfer_cause: NDArray[np.int64] | None = None
+    freed_by_input_grad_bytes: tuple[int, ...] | None = None
     makespan_s: float = field(init=False)
     bubble_fraction: tuple[float, ...] = field(init=False)
     bubble_s: tuple[float, ...] = field(init=False)
@@ -159,7 +161,7 @@ class Timeline:
         times: list[float] = []
         sizes: list[int] = []
         before = 0
-        walk = walk_activations(self.actions[rank], self.activation_bytes)
+        walk = walk_activations(self.actions[rank], self.activation_bytes, self.freed_by_input_grad_bytes)
         for span, (live, remaining) in zip(self.spans(rank), walk, strict=True):
             for time, size in ((span.start_s, live), (span.end_s, remaining)):
                 if size != before:
@@ -177,7 +179,8 @@ class Timeline:
     @property
     def peak_activation_bytes(self) -> tuple[int, ...]:
         """The most bytes of activations held at once, for each rank."""
-        return tuple(peak_live(actions, self.activation_bytes) for actions in self.actions)
+        sizes = self.activation_bytes, self.freed_by_input_grad_bytes
+        return tuple(peak_live(actions, *sizes) for actions in self.actions)
 
     def critical_path(self) -> tuple[Span | Transfer, ...]:
         """The chain of actions and transfers that sets the makespan: each waited for the one before it, from the first

@@ -6,6 +6,7 @@ from dataclasses import replace
 from shardwright.core.plan.decision import Decision
 from shardwright.core.schedule.actions import Action, B, W
 from shardwright.core.schedule.peak_memory import peak_below_sum
+from shardwright.core.search.space import splits_backward
 from shardwright.core.tables.memory import MemoryUse, live_bytes, named_schedule
 from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.stage_memory import stage_memories
@@ -15,13 +16,13 @@ from shardwright.core.tables.unit_table import MemoryRequest
 def by_stage(
     decision: Decision, ranked: RankTables, memory: tuple[MemoryUse, ...], request: MemoryRequest
 ) -> tuple[MemoryUse, ...]:
-    """Where ranks hold several stages, activations by the stage that each belongs to: a cut is made as if all were
-    those of the largest."""
-    if decision.virtual_stages == 1:
+    """Activations by the stage that each belongs to, and without what input gradients have freed: a cut is made as if
+    all were those of a rank's largest stage, and held until the backward has ended."""
+    if decision.virtual_stages == 1 and not splits_backward(decision.schedule, 1):
         return memory
-    kept = ranked.stage_costs(decision.stage_starts, decision.stage_ranks).activation_bytes
-    early = tuple(ranked.given_up_bytes(decision.stage_starts, decision.stage_ranks))
-    live = live_bytes(decision.schedule, decision.pp, decision.microbatches, decision.virtual_stages, kept, early)
+    costs = ranked.stage_costs(decision.stage_starts, decision.stage_ranks)
+    sizes = costs.activation_bytes, costs.freed_by_input_grad_bytes
+    live = live_bytes(decision.schedule, decision.pp, decision.microbatches, decision.virtual_stages, *sizes)
     return with_activations(decision, ranked, memory, live, request)
 
 

@@ -287,7 +287,8 @@ class Scorer:
         rows = tuple(",".join(action.text for action in order) for order in schedule.table)
         made = replace(decision, schedule=AUTO, generated=rows)
         costs = ranked.stage_costs(made.stage_starts, schedule.placement)
-        live = [peak_live(order, costs.activation_bytes) for order in schedule.table]
+        sizes = costs.activation_bytes, costs.freed_by_input_grad_bytes
+        live = [peak_live(order, *sizes) for order in schedule.table]
         memory = scored.predicted.memory_by_stage_rank
         memory = with_activations(made, ranked, memory, live, self._request_of(made))
         pipeline = simulated_makespan_s(made, costs)

@@ -145,16 +145,16 @@ def live_bytes(
     microbatches: int,
     virtual_stages: int,
     sizes: tuple[int, ...] | None,
-    given_up: tuple[int, ...] | None = None,
+    freed_by_input_grad: tuple[int, ...] | None = None,
 ) -> tuple[int, ...]:
-    """For every rank the most bytes of activations that it keeps at once; ``sizes`` and ``given_up`` as in `peak_live`.
-    Schedules settle: beyond a few rounds of the pipeline the peak is constant or grows evenly, so long ones are
-    extrapolated from short ones."""
+    """For every rank the most bytes of activations that it keeps at once; the sizes are as in `peak_live`. Schedules
+    settle: beyond a few rounds of the pipeline the peak is constant or grows evenly, so long ones are extrapolated from
+    short ones."""
     first, second = 4 * ranks, 5 * ranks
     if microbatches <= second:
-        return _peaks(name, ranks, microbatches, virtual_stages, sizes, given_up)
+        return _peaks(name, ranks, microbatches, virtual_stages, sizes, freed_by_input_grad)
     growth = (microbatches - second) / (second - first)
-    early, late = (_peaks(name, ranks, count, virtual_stages, sizes, given_up) for count in (first, second))
+    early, late = (_peaks(name, ranks, count, virtual_stages, sizes, freed_by_input_grad) for count in (first, second))
     return tuple(int(b + (b - a) * growth + 0.5) for a, b in zip(early, late, strict=True))
 
 
@@ -171,7 +171,7 @@ def _peaks(
     microbatches: int,
     virtual_stages: int,
     sizes: tuple[int, ...] | None,
-    given_up: tuple[int, ...] | None,
+    freed_by_input_grad: tuple[int, ...] | None,
 ) -> tuple[int, ...]:
     schedule = named_schedule(name, ranks, microbatches, virtual_stages)
-    return tuple(peak_live(order, sizes, given_up) for order in schedule.table)
+    return tuple(peak_live(order, sizes, freed_by_input_grad) for order in schedule.table)

@@ -203,10 +203,10 @@ class UnitTable:
             self._add_arrival(kept, value, size)
         return kept
 
-    def given_up_bytes(self, first: int, end: int) -> int:
-        """Of the activations that a stage keeps for one microbatch, those that the first half of a split backward is
-        the last to read: the second needs the factors of the gradients of weights. Counted where nothing is recomputed,
-        and what arrived from another rank as if it stayed."""
+    def freed_by_input_grad(self, first: int, end: int) -> int:
+        """Bytes of the activations that a stage keeps for one microbatch, of those that the input gradient of a split
+        backward is the last to read: the weight gradient needs the factors of the gradients of weights. Counted where
+        nothing is recomputed, and what arrived from another rank as if it stayed."""
         units = self.units[first:end]
         if any(mode != "none" for mode in self.modes[first:end]):
             return 0

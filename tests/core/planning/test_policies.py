@@ -163,6 +163,26 @@ def test_schedules_say_when_gradients_are_made() -> None:
     assert peak_below_sum(split, early) == 23 - 17
 
 
+@pytest.mark.parametrize(
+    ("schedule", "pins"), [("zb-h1", {}), ("zb-h2", {}), ("auto", {}), ("zbv", {"virtual_stages": 2})]
+)
+def test_activations_are_those_of_the_walk_under_every_split_schedule(schedule: str, pins: dict[str, int]) -> None:
+    """Whether ranks hold one stage or several, and whether the schedule has a name or was made for the stages."""
+    fixed = {"microbatch": 1, "dp": 1, "tp": 1, "precision": "fp32", "recompute": "none"} | pins
+    graph = decoder(layers=8, hidden=256, heads=8, vocabulary=8192, sequence=128)
+    plan = sw.plan(graph, Cluster("a100-80gb", devices_per_node=2), batch=8, pp=2, schedule=schedule, **fixed)
+    cluster, starts = Cluster("a100-80gb"), plan.decision.stage_starts
+    table = CostTables(graph, cluster, "fp32", "adamw").table(
+        1, 1, "none", Place(cluster.device(0), cluster.group([0]), None, in_stages=True)
+    )
+    ends = list(zip(starts, (*starts[1:], len(table.units)), strict=True))
+    sizes = [int(table.range_kept[a, b]) for a, b in ends]
+    freed = [table.freed_by_input_grad(a, b) for a, b in ends]
+    assert any(freed)
+    peaks = [peak_live(order, sizes, freed) for order in plan.build_schedule().table]
+    assert [use.activations_bytes for use in plan.predicted.memory_by_stage_rank] == peaks
+
+
 def test_gradients_on_their_way_to_replicas_are_there_twice() -> None:
     """By hand: at the end of a step the activations are gone, and every gradient is there with its copy."""
     able = replace(GRAPH, memory_traits=MemoryTraits(gradients_when_made=True, bucket_bytes=25 * 2**20))

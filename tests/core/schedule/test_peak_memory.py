@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 from shardwright.core.errors import ScheduleError
 from shardwright.core.schedule import Schedule, schedule_names
 from shardwright.core.schedule.actions import Action, B, F, I, W
+from shardwright.core.schedule.auto.construct import construct, habits
+from shardwright.core.schedule.auto.evaluate import Evaluator
+from shardwright.core.schedule.auto.problem import Problem
 from shardwright.core.schedule.checks import check_memory
 from shardwright.core.schedule.costs import StageCosts
 from shardwright.core.schedule.passes import split_backward
@@ -33,12 +36,12 @@ def test_live_activations_of_known_schedules(p: int) -> None:
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
-def test_what_input_gradients_give_up_is_not_there_for_the_next_forward(p: int) -> None:
+def test_what_input_gradients_free_is_not_there_for_the_next_forward(p: int) -> None:
     """ZB-H1 puts weight gradients off: on rank r, of p live microbatches r have only what these read."""
-    kept, given_up = 10, 4
+    kept, freed = 10, 4
     for rank, order in enumerate(Schedule.build("zb-h1", ranks=p, microbatches=4 * p).table):
         assert peak_live(order, [kept] * p) == kept * p
-        assert peak_live(order, [kept] * p, [given_up] * p) == kept * p - given_up * rank
+        assert peak_live(order, [kept] * p, [freed] * p) == kept * p - freed * rank
 
 
 @st.composite
@@ -71,8 +74,8 @@ def orders(draw: st.DrawFn) -> tuple[Action, ...]:
 
 @st.composite
 def stage_sizes(draw: st.DrawFn) -> StageMemory:
-    given_up, rest = draw(SIZES), draw(SIZES)
-    return StageMemory(given_up + rest, draw(SIZES), draw(SIZES), draw(SIZES), freed_by_input_grad=given_up)
+    freed, rest = draw(SIZES), draw(SIZES)
+    return StageMemory(freed + rest, draw(SIZES), draw(SIZES), draw(SIZES), freed_by_input_grad=freed)
 
 
 def _named(order: tuple[Action, ...], until: int, sizes: dict[int, StageMemory], *, running: bool) -> Counter[str]:
@@ -128,6 +131,65 @@ def test_a_backward_makes_its_gradients_as_it_gives_activations_up() -> None:
     assert [memory.most for memory in walk_memory(order, sizes, 30)] == [11, 21, 10 + 32, 51, 51, 41, 60]
     assert [memory.most for memory in walk_memory(order, sizes, 8)] == [11, 21, 10 + 32, 51, 51, 30 + 35, 60]
     assert [memory.most for memory in walk_memory([order[0], order[2]], sizes, 8)] == [11, 62, 60]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """What `auto` solves, on one rank or several, with limits from the least that any schedule keeps."""
+    p, v, m = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 4))
+    stages = p * v
+    times = [tuple(draw(st.lists(st.integers(0, 4), min_size=n, max_size=n))) for n in (*[stages] * 3, stages - 1)]
+    sizes = [(draw(st.integers(0, 9)), draw(st.integers(0, 9))) for _ in range(stages)]
+    kept, freed = tuple(map(sum, sizes)), tuple(early for early, _ in sizes)
+    costs = StageCosts(*times, kept, freed_by_input_grad_bytes=freed)
+    placement = tuple(stage % p for stage in range(stages))
+    least = Problem.of(placement, m, costs, None).least_bytes()
+    return Problem.of(placement, m, costs, [size + draw(st.integers(0, 30)) for size in least])
+
+
+@given(problems(), st.data())
+@settings(max_examples=200, deadline=None)
+def test_the_search_of_auto_keeps_to_the_same_rule(problem: Problem, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, problem.ranks - 1))
+    word: list[int] = []
+    left = Counter({3 * stage: problem.microbatches for stage in problem.stages_of(rank)})
+    while choices := sorted(left.elements()):
+        code = data.draw(st.sampled_from(choices))
+        word.append(code)
+        left[code] -= 1
+        if code % 3 < 2:
+            left[code + 1] += 1
+    sizes = problem.activation_bytes, problem.freed_by_input_grad_bytes
+    (order,) = problem.table([word])
+    assert Evaluator(problem).legal(rank, word) == (peak_live(order, *sizes) <= problem.limit_bytes[rank])
+
+
+@given(problems())
+@settings(max_examples=100, deadline=None)
+def test_what_auto_constructs_ends_and_keeps_its_limit_by_the_walk(problem: Problem) -> None:
+    engine, sizes = Evaluator(problem), (problem.activation_bytes, problem.freed_by_input_grad_bytes)
+    for habit, mirrored in habits(problem, 14):
+        words = construct(problem, habit, mirrored)
+        assert engine.makespan_s(words) >= problem.lower_bound_s() * (1 - 1e-12)
+        assert engine.makespan_s(words) < float("inf")
+        for order, limit in zip(problem.table(words), problem.limit_bytes, strict=True):
+            assert len(order) % (3 * problem.microbatches) == 0
+            assert peak_live(order, *sizes) <= limit
+
+
+def test_memory_that_input_gradients_free_makes_room_for_forwards() -> None:
+    """One stage, its weight gradients at the end: one microbatch is held whole, and of the others what these read."""
+    costs = StageCosts((1.0,), (1.0,), (1.0,), (), (10,), freed_by_input_grad_bytes=(8,))
+    texts = ("0F0", "0I0", "0F1", "0I1", "0F2", "0I2", "0W0", "0W1", "0W2")
+    late = Schedule("late", (), 1, 1, 3, (0,), (tuple(map(Action.parse, texts)),))
+    check_memory(late, 10 + 2 * 2, costs)
+    with pytest.raises(ScheduleError, match="rank 0 holds 14 bytes of activations during 0F2: its limit is 13"):
+        check_memory(late, 13, costs)
+    timeline = simulate(late, costs)
+    assert timeline.peak_activation_bytes == (14,)
+    assert timeline.memory(0)[1].tolist() == [10, 2, 12, 4, 14, 6, 4, 2, 0]
+    with pytest.raises(ScheduleError, match=r"freed_by_input_grad_bytes\[0\]=11 of stage 0: expected at most"):
+        StageCosts((1.0,), (1.0,), (1.0,), (), (10,), freed_by_input_grad_bytes=(11,))
 
 
 @pytest.mark.parametrize("name", schedule_names())

@@ -126,7 +126,7 @@ def _named(problem: Problem, sizes: Sizes, costs: StageCosts) -> list[tuple[floa
         if family.placement(sizes.ranks, sizes.virtual_stages) != problem.placement:
             continue
         table = family.generate(sizes)
-        held = (peak_live(order, problem.activation_bytes) for order in table)
+        held = (peak_live(order, problem.activation_bytes, problem.freed_by_input_grad_bytes) for order in table)
         if all(peak <= limit for peak, limit in zip(held, problem.limit_bytes, strict=True)):
             stages = problem.stages
             schedule = ActionTable(family.name, (), sizes.ranks, stages, sizes.microbatches, problem.placement, table)
