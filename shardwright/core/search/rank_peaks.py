@@ -1,4 +1,5 @@
-"""What ranks hold at their peak, nearer than cuts are made by: by stage, and gradients only while they are there."""
+"""The memory of every rank at its peak, more exact than the estimate that cuts are made by: activations by stage, and
+gradients only while they are there."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -48,19 +49,15 @@ def is_long(decision: Decision) -> bool:
 
 
 def less_apart(
-    decision: Decision,
-    ranked: RankTables,
-    memory: tuple[MemoryUse, ...],
-    request: MemoryRequest,
-    when_made: bool,
+    decision: Decision, ranked: RankTables, memory: tuple[MemoryUse, ...], request: MemoryRequest
 ) -> tuple[MemoryUse, ...]:
-    """Memory less what is never there at once, where gradients take memory ``when_made``; with what copies of gradients
-    take beside activations of other stages.
+    """Memory less what is never there at once, where gradients take memory when they are made; with what copies of
+    gradients take beside activations of other stages.
 
     Where a step has many microbatches nothing is less, and copies are as in a step that has as many as settle it.
     """
     closes_in_turn = decision.virtual_stages > 1 and request.bucket_bytes > 0
-    if not when_made or decision.shard >= 2 or (is_long(decision) and not closes_in_turn):
+    if not request.gradients_when_made or decision.shard >= 2 or (is_long(decision) and not closes_in_turn):
         return memory
     ends, placement = ranked.ends(decision.stage_starts), decision.stage_ranks
     if decision.generated:

@@ -87,7 +87,7 @@ class Scorer:
             least = tuple(replace(use, gradients_bytes=0) for use in least)
         if ranked.over_bytes(least):
             return memory  # too much before any copies
-        return less_apart(decision, ranked, memory, request, self.bounds.when_made)
+        return less_apart(decision, ranked, memory, request)
 
     # Cuts --------------------------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class Scorer:
         decision = self.bounds.decision(shape, policy, pipelining, starts)
         request = self._request_of(decision)
         memory = by_stage(decision, ranked, ranked.memory(starts, placement, live, request), request)
-        memory = less_apart(decision, ranked, memory, request, self.bounds.when_made)
+        memory = less_apart(decision, ranked, memory, request)
         pipeline = _least_pipeline_s(shape, pipelining, starts, ranked)
         predicted = self.step.predicted(decision, ranked, memory, pipeline, placement)
         return Scored(decision, ranked, predicted, ranked.over_bytes(memory))
@@ -257,7 +257,7 @@ class Scorer:
     def with_peaks(self, scored: Scored) -> Scored:
         """The same with its memory less what is never there at once."""
         decision, memory = scored.decision, scored.predicted.memory_by_stage_rank
-        memory = less_apart(decision, scored.tables, memory, self._request_of(decision), self.bounds.when_made)
+        memory = less_apart(decision, scored.tables, memory, self._request_of(decision))
         return replace(scored, predicted=replace(scored.predicted, memory_by_stage_rank=memory))
 
     def generated(self, scored: Scored) -> Scored | None:

@@ -350,6 +350,8 @@ class MemoryRequest:
     """Whose part of the batch lies on a rank all through a step."""
     is_replicated: bool = False
     """Whether there are several replicas."""
+    gradients_when_made: bool = False
+    """As in `MemoryTraits`."""
 
     @property
     def is_summed(self) -> bool:
