@@ -397,7 +397,7 @@ class RankTables:
             input_grad.append(back - weights)
             weight_grad.append(weights)
             kept.append(int(table.range_kept[a, b]))
-            freed.append(table.freed_by_input_grad(a, b))
+            freed.append(int(table.range_freed_by_input_grad[a, b]))
         transfer = tuple(self.tables[placement[stage]].boundary_s[start] for stage, start in enumerate(starts) if stage)
         passes = tuple(forward), tuple(input_grad), tuple(weight_grad)
         return StageCosts(

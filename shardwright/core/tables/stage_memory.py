@@ -65,5 +65,5 @@ def _stage_memory(
         first_backward=int((passes + made).max()),
         last_backward=int((passes + copied).max()),
         only_backward=int((passes + made + copied).max()),
-        freed_by_input_grad=table.freed_by_input_grad(first, end),
+        freed_by_input_grad=int(table.range_freed_by_input_grad[first, end]),
     )

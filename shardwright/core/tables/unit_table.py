@@ -203,15 +203,17 @@ class UnitTable:
             self._add_arrival(kept, value, size)
         return kept
 
-    def freed_by_input_grad(self, first: int, end: int) -> int:
-        """Bytes of the activations that a stage keeps for one microbatch, of those that the input gradient of a split
-        backward is the last to read: the weight gradient needs the factors of the gradients of weights. Counted where
-        nothing is recomputed, and what arrived from another rank as if it stayed."""
-        units = self.units[first:end]
-        if any(mode != "none" for mode in self.modes[first:end]):
-            return 0
-        put_off = sum(u.saved_bytes if u.put_off_bytes is None else u.put_off_bytes for u in units)
-        return max(0, int(self.range_kept[first, end]) - put_off - (self.boundary_bytes[first] if first else 0))
+    @cached_property
+    def range_freed_by_input_grad(self) -> Matrix:
+        """Bytes of the activations that a stage of units a … b-1 keeps for one microbatch, of those that the input
+        gradient of a split backward is the last to read: the weight gradient needs the factors of the gradients of
+        weights. Counted where nothing is recomputed, and what arrived from another rank as if it stayed."""
+        put_off = range_sums([u.saved_bytes if u.put_off_bytes is None else u.put_off_bytes for u in self.units])
+        recomputed = range_sums([mode != "none" for mode in self.modes])
+        arrived = np.array([0, *self.boundary_bytes[1:], 0])[:, None]
+        with np.errstate(invalid="ignore"):  # there are no stages below the diagonal
+            freed: Matrix = np.where(recomputed == 0, np.maximum(0, self.range_kept - put_off - arrived), 0)
+        return freed
 
     def _add_arrival(self, kept: Matrix, value: SharedValue, size: int) -> None:
         """Count a value in stages that it enters and of which no unit keeps it."""
