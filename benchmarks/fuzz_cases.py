@@ -183,7 +183,7 @@ def used(plan: Any) -> str:
     sw.simulate(plan)
     sw.explain(plan)
     break_down(plan)
-    memory_over_time(plan, None)
+    memory_over_time(plan)
     sw.compare(plan, plan)
     repr(plan)
     from rich.console import Console

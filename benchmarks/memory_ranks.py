@@ -23,7 +23,7 @@ import torch
 import tracked
 
 import shardwright as sw
-from shardwright.backends.capabilities import TORCH
+from shardwright.backends.capabilities import TORCH_MEMORY
 from shardwright.backends.torch import runtime
 from shardwright.backends.torch.pipeline.action_times import Recorder
 from shardwright.core.plan.memory_over_time import memory_over_time
@@ -141,7 +141,7 @@ def over_time(plan: Any, samples: list[list[dict[str, int]]]) -> tuple[str, str,
     """Predicted over measured, least and most of all actions of all ranks: the fullest moment while it ran; gradients
     when it had ended; after forwards what lies beside parameters, gradients, states and batch."""
     fullest, gradients, activations = [], [], []
-    every = memory_over_time(plan, TORCH)
+    every = memory_over_time(plan, TORCH_MEMORY)
     timeline = sw.simulate(plan)
     for device, found in enumerate(samples):
         number = plan.mesh.coordinates(device)["pp"]

@@ -1,9 +1,9 @@
-"""What each framework's runtime of this version can do. Importing this loads no framework.
+"""What each framework's runtime of this version can do, and how its memory behaves. Importing this loads no framework.
 
 Plans are made for twins: unless a request names frameworks, the search chooses nothing that one of these lacks.
 """
 
-from shardwright.core.capabilities import Capabilities
+from shardwright.core.capabilities import Capabilities, MemoryTraits
 
 TORCH = Capabilities(
     framework="torch",
@@ -19,6 +19,8 @@ TORCH = Capabilities(
     recomputes=("none", "full"),  # the products of attention cannot be told from the rest of a unit that is replayed
     shard_levels=(0,),
     shard_groups=False,
+)
+TORCH_MEMORY = MemoryTraits(
     gradients_when_made=True,
     bucket_bytes=25 * 2**20,  # as torch's DistributedDataParallel has it
     replicas_norm_apart=True,
@@ -34,6 +36,5 @@ JAX = Capabilities(
     single_controller=True,
     reduce_ops=("sum", "max", "min"),
     shard_groups=False,  # over the whole data axis or not at all
-    ties_have_one_home=True,
-    stages_are_programs=True,
 )
+JAX_MEMORY = MemoryTraits(ties_have_one_home=True, stages_are_programs=True)

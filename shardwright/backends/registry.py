@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-from shardwright.backends.capabilities import JAX, TORCH
+from shardwright.backends.capabilities import JAX, JAX_MEMORY, TORCH, TORCH_MEMORY
 from shardwright.backends.protocol import Backend
-from shardwright.core.capabilities import Capabilities
+from shardwright.core.capabilities import PLAIN_MEMORY, Capabilities, MemoryTraits
 from shardwright.core.errors import CaptureError, MissingFrameworkError, PlanError, ShardwrightError, nearest
 
 GROUP = "shardwright.backends"
@@ -40,6 +40,7 @@ class Registration:
         install: what to install for them.
         levels: what it claims, of `LEVELS`.
         plans_with: other frameworks that a plan must run in too unless a request names some: those of twins.
+        memory_traits: how its memory behaves; the graphs that it captures have the same.
     """
 
     capabilities: Capabilities
@@ -50,6 +51,7 @@ class Registration:
     install: str = ""
     levels: tuple[str, ...] = LEVELS
     plans_with: tuple[str, ...] = ()
+    memory_traits: MemoryTraits = PLAIN_MEMORY
 
     def __post_init__(self) -> None:
         unknown = [level for level in self.levels if level not in LEVELS]
@@ -84,12 +86,13 @@ def _is_jax(model: Any) -> bool:
 _OWN = (
     Registration(
         TORCH, "shardwright.backends.torch", _is_torch, "a torch.nn.Module", needs=("torch",),
-        install="shardwright[torch]", levels=LEVELS[:-1], plans_with=("jax",),
+        install="shardwright[torch]", levels=LEVELS[:-1], plans_with=("jax",), memory_traits=TORCH_MEMORY,
     ),
     Registration(
         JAX, "shardwright.backends.jax", _is_jax,
         "a flax.nnx.Module, a pair (flax.linen module, variables), or a JAX function of (params, batch)",
         needs=("jax", "flax", "optax"), install="shardwright[jax]", plans_with=("torch",),
+        memory_traits=JAX_MEMORY,
     ),
 )  # fmt: skip
 _others: dict[str, Registration] = {}

@@ -16,6 +16,7 @@ from shardwright.commands.output import (
     view_width,
 )
 from shardwright.commands.saved import CsvOption, SvgOption, TraceOption, save_schedule
+from shardwright.core.capabilities import PLAIN_MEMORY
 from shardwright.core.plan.breakdown import break_down
 from shardwright.core.plan.memory_over_time import Moment, memory_over_time
 from shardwright.core.plan.plan import Plan
@@ -36,10 +37,11 @@ def simulate_command(
     timeline = simulate(loaded)
     parts = break_down(loaded)
     own = registered().get(loaded.provenance.captured_from)
-    held = memory_over_time(loaded, None if own is None else own.capabilities) if memory else ()
+    held = memory_over_time(loaded, PLAIN_MEMORY if own is None else own.memory_traits) if memory else ()
     title = f"{loaded.model_name}: {loaded.summary()}"
     saved = save_schedule(loaded.build_schedule(), timeline, title, csv=csv, svg=svg, trace=trace)
     if json:
+        live, activations = timeline.peak_live_activations, timeline.peak_activation_bytes
         print_json(
             {
                 "plan": str(plan),
@@ -52,8 +54,8 @@ def simulate_command(
                         "rank": rank,
                         "actions": len(timeline.actions[rank]),
                         "bubble_fraction": timeline.bubble_fraction[rank],
-                        "peak_live_activations": timeline.peak_live_activations[rank],
-                        "peak_activation_bytes": timeline.peak_activation_bytes[rank],
+                        "peak_live_activations": live[rank],
+                        "peak_activation_bytes": activations[rank],
                         "step": asdict(parts[rank]),
                         **({"memory": [_moment(moment) for moment in held[rank]]} if memory else {}),
                     }

@@ -1,9 +1,9 @@
-"""What a framework's runtime can do: the solver chooses nothing outside it."""
+"""A framework's runtime: what it can do, outside which the solver chooses nothing, and how its memory behaves."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwright.core.errors import MissingCapabilityError
+from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +33,6 @@ class Capabilities:
     """Shards can be shared by a part of the data axis."""
     offload: bool = False
     """Activations of units can go to the host's memory and come back."""
-    gradients_when_made: bool = False
-    """Gradients take memory from the first backward on, and not all through the step."""
-    bucket_bytes: int = 0
-    """Gradients travel over the data axis in copies, which stay until all are summed; one is made when about so many
-    bytes are whole, and at the end of the step. 0: without copies."""
-    ties_have_one_home: bool = False
-    """Of a parameter that several pipeline ranks use, the one of its first stage alone holds the optimizer's states."""
-    stages_are_programs: bool = False
-    """A stage's backward is one compiled program, which adds the gradients to their sums when all are there."""
-    replicas_norm_apart: bool = False
-    """Each replica norms by its own samples, and remembers in fp64 the running statistics that it began a step with."""
 
     def lack(self, *, recompute: str, shard: int, shard_group: int | None, dp: int) -> str | None:
         """What the runtime lacks for a memory policy, as a user would pin it, or None."""
@@ -71,3 +60,33 @@ class Capabilities:
                     f"the plan has {axis}={degree}, but the {self.framework} runtime of this version runs "
                     f"{' × '.join(self.axes)}: plan again with {axis}=1"
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTraits:
+    """How a runtime's memory behaves: which bytes a rank holds, and when. It travels inside the captured graph, beside
+    the capabilities.
+
+    Raises:
+        ShardwrightError: ``bucket_bytes`` is negative.
+    """
+
+    gradients_when_made: bool = False
+    """Gradients take memory from the first backward on, and not all through the step."""
+    bucket_bytes: int = 0
+    """Gradients travel over the data axis in copies, which stay until all are summed; one is made when about so many
+    bytes are complete, and at the end of the step. 0: without copies."""
+    ties_have_one_home: bool = False
+    """Of a parameter that several pipeline ranks use, the one of its first stage alone holds the optimizer's states."""
+    stages_are_programs: bool = False
+    """A stage's backward is one compiled program, which adds the gradients to their sums when all are there."""
+    replicas_norm_apart: bool = False
+    """Each replica norms by its own samples, and remembers in fp64 the running statistics that it began a step with."""
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 0:
+            raise ShardwrightError(f"bucket_bytes={self.bucket_bytes}: expected 0 or more, 0 for no copies")
+
+
+PLAIN_MEMORY = MemoryTraits()
+"""A runtime whose gradients stay all through the step and are summed in place."""

@@ -15,14 +15,15 @@ from shardwright.report.tables import new_table
 def ranks_view(schedule: Schedule, timeline: Timeline) -> Table:
     """What each rank of a schedule does and holds."""
     table = new_table("Ranks", ">rank", ">stages", ">idle", ">bubble s", ">most live", ">most bytes")
-    for rank in range(timeline.ranks):
+    peaks = zip(timeline.peak_live_activations, timeline.peak_activation_bytes, strict=True)
+    for rank, (live, size) in enumerate(peaks):
         table.add_row(
             str(rank),
             " ".join(map(str, schedule.stages_of(rank))),
             f"{timeline.bubble_fraction[rank]:.1%}",
             f"{timeline.bubble_s[rank]:.6g}",
-            str(timeline.peak_live_activations[rank]),
-            str(timeline.peak_activation_bytes[rank]),
+            str(live),
+            str(size),
         )
     return table
 

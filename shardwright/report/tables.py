@@ -59,14 +59,10 @@ def timeline_view(plan: Plan, timeline: Timeline) -> RenderableType:
         f"{seconds_text(timeline.makespan_s)}"
     )
     table = new_table("Pipeline", "rank", ">actions", ">idle", ">live activations", ">activation memory")
-    for rank in range(timeline.ranks):
-        table.add_row(
-            str(rank),
-            str(len(timeline.actions[rank])),
-            f"{timeline.bubble_fraction[rank]:.1%}",
-            str(timeline.peak_live_activations[rank]),
-            bytes_text(timeline.peak_activation_bytes[rank]),
-        )
+    peaks = zip(timeline.peak_live_activations, timeline.peak_activation_bytes, strict=True)
+    for rank, (live, size) in enumerate(peaks):
+        idle = f"{timeline.bubble_fraction[rank]:.1%}"
+        table.add_row(str(rank), str(len(timeline.actions[rank])), idle, str(live), bytes_text(size))
     return Group(head, table)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import shardwright as sw
-from shardwright.backends.capabilities import JAX, TORCH
+from shardwright.backends.capabilities import JAX, JAX_MEMORY, TORCH, TORCH_MEMORY
 from shardwright.core.layout.placements import Layout, Replicate
 from shardwright.core.schedule.files import from_csv
 from shardwright.core.values.amounts import bytes_text, count_text, seconds_text
@@ -103,10 +103,10 @@ def test_simulate_shows_memory_over_the_step(plans: dict[str, Path]) -> None:
 
 def test_memory_is_drawn_as_the_runtime_that_was_planned_for_holds_it(tmp_path: Path) -> None:
     """Names in the other framework, which stand first, change nothing."""
-    graph = replace(decoder(layers=4), capabilities=TORCH)
+    graph = replace(decoder(layers=4), capabilities=TORCH, memory_traits=TORCH_MEMORY)
     pair = sw.Cluster("a100-80gb", devices_per_node=2)
     plan = sw.plan(graph, pair, batch=2, microbatch=1, pp=2, dp=1, tp=1, schedule="1f1b")
-    both = plan.rebind(replace(graph, capabilities=JAX))
+    both = plan.rebind(replace(graph, capabilities=JAX, memory_traits=JAX_MEMORY))
     assert both.bindings[0][0] == "jax"
     ranks = []
     for name, each in (("alone", plan), ("both", both)):

@@ -169,6 +169,7 @@ def test_it_names_itself_and_its_capabilities(case: Case) -> None:
 def test_capture_gives_a_graph_with_the_whole_model(case: Case) -> None:
     graph = case.backend.capture(case.model, case.sample, case.loss)
     assert graph.framework == case.backend.name
+    assert graph.memory_traits == registered()[case.backend.name].memory_traits
     assert graph.parameter_count() == 2 * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH)
     assert [len(graph.tensors[t].fixed) for t in graph.outputs] == [0]
     assert graph.sample_batch == SAMPLES

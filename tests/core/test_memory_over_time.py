@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 import shardwright as sw
-from shardwright.backends.capabilities import JAX, TORCH
-from shardwright.core.capabilities import Capabilities
+from shardwright.backends.capabilities import JAX_MEMORY, TORCH_MEMORY
+from shardwright.core.capabilities import PLAIN_MEMORY, MemoryTraits
 from shardwright.core.plan.memory_over_time import memory_over_time
 from tests.core.toy import decoder
 
@@ -29,17 +29,16 @@ CLUSTER = sw.Cluster("a100-80gb", devices_per_node=4)
         {"pp": 2, "dp": 2, "schedule": "zbv", "virtual_stages": 2, "batch": 8},
     ],
 )
-@pytest.mark.parametrize(("runtime", "bucket_bytes"), [(None, 0), (JAX, 0), (TORCH, 2**20), (TORCH, 2**40)])
+@pytest.mark.parametrize(
+    ("traits", "bucket_bytes"), [(PLAIN_MEMORY, 0), (JAX_MEMORY, 0), (TORCH_MEMORY, 2**20), (TORCH_MEMORY, 2**40)]
+)
 def test_the_fullest_moment_is_the_peak_and_activations_come_and_go(
-    pins: dict[str, object], runtime: Capabilities | None, bucket_bytes: int
+    pins: dict[str, object], traits: MemoryTraits, bucket_bytes: int
 ) -> None:
     usual = {"dp": 1, "tp": 1, "recompute": "none", "shard": 0, "microbatch": 1, "batch": 64}
-    graph = GRAPH
-    if runtime is not None:
-        runtime = replace(runtime, bucket_bytes=bucket_bytes)
-        graph = replace(GRAPH, capabilities=runtime)
-    plan = sw.plan(graph, CLUSTER, **(usual | pins))
-    every = memory_over_time(plan, runtime)
+    traits = replace(traits, bucket_bytes=bucket_bytes)
+    plan = sw.plan(replace(GRAPH, memory_traits=traits), CLUSTER, **(usual | pins))
+    every = memory_over_time(plan, traits)
     summed = bucket_bytes and plan.decision.dp > 1
     assert len(every) == plan.decision.pp
     for moments, most in zip(every, plan.predicted.memory_by_stage_rank, strict=True):
@@ -65,7 +64,7 @@ def test_earlier_ranks_of_1f1b_hold_more_microbatches_for_longer() -> None:
 
 
 def test_gradients_that_are_made_anew_come_with_the_first_backward() -> None:
-    fresh = replace(GRAPH, capabilities=replace(GRAPH.capabilities, gradients_when_made=True))
+    fresh = replace(GRAPH, memory_traits=MemoryTraits(gradients_when_made=True))
     pair = sw.Cluster("a100-80gb", devices_per_node=2)
     plan = sw.plan(fresh, pair, batch=1, microbatch=1, pp=2, dp=1, tp=1, schedule="1f1b", recompute="none", shard=0)
     for moments, most in zip(memory_over_time(plan), plan.predicted.memory_by_stage_rank, strict=True):
@@ -80,16 +79,16 @@ def test_gradients_that_are_made_anew_come_with_the_first_backward() -> None:
 def test_frozen_stages_are_drawn_without_gradients() -> None:
     """Of a rank of two stages the gradients are all of the one that is trained, and come with its backward."""
     frozen = tuple(replace(p, trainable=p.name.startswith(("h.7", "ln_f", "head"))) for p in GRAPH.parameters)
-    able = replace(GRAPH.capabilities, gradients_when_made=True)
+    traits = MemoryTraits(gradients_when_made=True)
     plan = sw.plan(
-        replace(GRAPH, parameters=frozen, capabilities=able), sw.Cluster("a100-80gb", devices_per_node=2),
+        replace(GRAPH, parameters=frozen, memory_traits=traits), sw.Cluster("a100-80gb", devices_per_node=2),
         batch=4, microbatch=1, pp=2, dp=1, tp=1, recompute="none", shard=0, schedule="zbv", virtual_stages=2,
         stage_starts=[0, 3, 5, 8],
     )  # fmt: skip
     placement = plan.decision.stage_ranks
     last = placement[-1]
     for rank, (moments, most) in enumerate(
-        zip(memory_over_time(plan, able), plan.predicted.memory_by_stage_rank, strict=True)
+        zip(memory_over_time(plan, traits), plan.predicted.memory_by_stage_rank, strict=True)
     ):
         assert (most.gradients_bytes > 0) == (rank == last)
         assert {m.memory.gradients_bytes for m in moments} == {0, most.gradients_bytes}

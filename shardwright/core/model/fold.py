@@ -94,7 +94,7 @@ def _block_of_parameters(graph: Graph) -> dict[int, str]:
     nodes = parameter_tree(graph)
     blocks = sorted((nodes[b].path for b in find_blocks(nodes)), key=len)
     inside = {p.tensor: b for p in graph.parameters for b in blocks if p.name.startswith(f"{b}.")}
-    if inside or not graph.capabilities.stages_are_programs:
+    if inside or not graph.memory_traits.stages_are_programs:
         return inside
     return {p.tensor: _innermost(p.name) for p in graph.parameters}  # no indexed container at all
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from shardwright.core.capabilities import Capabilities
+from shardwright.core.capabilities import PLAIN_MEMORY, Capabilities, MemoryTraits
 from shardwright.core.errors import CaptureError
 from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.values.amounts import count_text
@@ -231,6 +231,7 @@ class Graph:
     then counted by kinds of op."""
     kept_twice: tuple[KeptTwice, ...] = ()
     """For the neighbours among units that keep less together, where there are footprints."""
+    memory_traits: MemoryTraits = PLAIN_MEMORY
     producer: dict[int, int] = field(init=False, repr=False, compare=False, hash=False)
     """Tensor → the op that makes it; parameters and inputs have none."""
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from shardwright.core.capabilities import Capabilities
+from shardwright.core.capabilities import PLAIN_MEMORY, MemoryTraits
 from shardwright.core.plan.plan import Plan
-from shardwright.core.schedule.actions import Action, B, F, W
-from shardwright.core.schedule.peak_activations import peak_live
+from shardwright.core.schedule.peak_memory import StageMemory, walk_memory
 from shardwright.core.schedule.simulate import simulate_schedule
+from shardwright.core.schedule.timeline import Span
 from shardwright.core.tables.memory import MemoryUse
 
 
@@ -21,76 +21,57 @@ class Moment:
     memory: MemoryUse
 
 
-def memory_over_time(plan: Plan, runtime: Capabilities | None = None) -> tuple[tuple[Moment, ...], ...]:
+def memory_over_time(plan: Plan, traits: MemoryTraits = PLAIN_MEMORY) -> tuple[tuple[Moment, ...], ...]:
     """For every pipeline rank its moments, one after the other from the start of the step to its end.
 
     Parameters, optimizer states and the batch stay. Activations of a microbatch come with its forward and go with its
-    backward, of a split one with its second half. Buffers are there while an action runs, at their most, whichever
-    action it is. Gradients stay too, unless the ``runtime`` that the plan is for makes them in every step anew: then
-    those of a stage come with its first backward. Where it sums them over replicas in copies, those of a stage come
-    with its last backward, or all at the end where they are few, and stay until all are summed, buffers beside them;
-    with no ``runtime`` what they add to the peak is drawn with every action. No moment is
-    drawn above the predicted peak: what would be is in its ``apart_bytes``.
+    backward, of a split one with its weight gradient: a plan does not say which of them the input gradient frees.
+    Buffers are there while an action runs, at their most, whichever action it is. Gradients stay too, unless the
+    runtime that the plan is for, of which ``traits`` are the memory traits, makes them in every step anew: then those
+    of a stage come with its first backward. Where it sums them over replicas in copies, those of a stage come with its
+    last backward, or all at the end where they are few, and stay until all are summed, buffers beside them; without
+    copies what the plan says of them is drawn with every action. No moment is drawn above the predicted peak: what
+    would be is in its ``apart_bytes``.
     Raises ScheduleError when the schedule does not admit the plan's sizes.
     """
     timeline = simulate_schedule(plan.build_schedule(), costs := plan.stage_costs())
-    return tuple(
-        _of_rank(plan, runtime, rank, timeline.actions[rank], costs.activation_bytes,
-                 [(float(a), float(b)) for a, b in zip(timeline.start_s[rank], timeline.end_s[rank], strict=True)])
-        for rank in range(timeline.ranks)
-    )  # fmt: skip
+    kept = costs.activation_bytes
+    return tuple(_of_rank(plan, traits, rank, timeline.spans(rank), kept) for rank in range(timeline.ranks))
 
 
 def _of_rank(
-    plan: Plan,
-    runtime: Capabilities | None,
-    rank: int,
-    actions: Sequence[Action],
-    kept: Sequence[int],
-    times: Sequence[tuple[float, float]],
+    plan: Plan, traits: MemoryTraits, rank: int, spans: Sequence[Span], kept: Sequence[int]
 ) -> tuple[Moment, ...]:
     most = plan.predicted.memory_by_stage_rank[rank]
     share = _gradient_bytes(plan, rank, most.gradients_bytes)
+    sizes = {stage: StageMemory(kept[stage], gradients=size, copies=size) for stage, size in share.items()}
+    made_anew = most.apart_bytes > 0 or traits.gradients_when_made
+    bucket = traits.bucket_bytes if plan.decision.dp > 1 and plan.decision.shard < 2 else 0
+    memories = tuple(walk_memory([span.action for span in spans], sizes, bucket))
     # What several units of a stage share is counted once in the peak, which costs of single units do not show.
-    peak = max(1, peak_live(actions, kept))
-    anew = most.apart_bytes > 0 or (runtime is not None and runtime.gradients_when_made)
-    bucket = runtime.bucket_bytes if runtime is not None and plan.decision.dp > 1 and plan.decision.shard < 2 else 0
-    live, gradients, copies = 0, 0 if anew else most.gradients_bytes, 0
-    last = {p.stage: n for n, action in enumerate(actions) for p in action.flat if p.kind in (B, W)}
-    made: set[int] = set()
+    peak = max(1, *(memory.activations for memory in memories))
     found: list[Moment] = []
-    clock = 0.0
 
-    def until(end_s: float, buffers_bytes: int, copies_bytes: int) -> None:
-        nonlocal clock
-        if end_s > clock:
-            use = replace(
-                most,
-                activations_bytes=live * most.activations_bytes // peak,
-                gradients_bytes=gradients,
-                buffers_bytes=buffers_bytes,
-                copies_bytes=copies_bytes,
-                apart_bytes=0,
-            )
-            found.append(Moment(clock, end_s, replace(use, apart_bytes=max(0, use.total_bytes - most.total_bytes))))
-            clock = end_s
+    def until(end_s: float, activations: int, buffers_bytes: int, gradients: int, copies: int) -> None:
+        start_s = found[-1].end_s if found else 0.0
+        if end_s <= start_s:
+            return
+        use = replace(
+            most,
+            activations_bytes=activations * most.activations_bytes // peak,
+            gradients_bytes=gradients if made_anew else most.gradients_bytes,
+            buffers_bytes=buffers_bytes,
+            copies_bytes=copies,
+            apart_bytes=0,
+        )
+        found.append(Moment(start_s, end_s, replace(use, apart_bytes=max(0, use.total_bytes - most.total_bytes))))
 
-    for number, (action, (start_s, end_s)) in enumerate(zip(actions, times, strict=True)):
-        until(start_s, 0, copies)
-        freed = 0
-        for part in action.parts or (action,):
-            if part.kind is F:
-                live += kept[part.stage]
-            elif part.kind is B or part.kind is W:
-                freed += kept[part.stage]
-                if anew and part.stage not in made:
-                    made.add(part.stage)
-                    gradients += share[part.stage]
-        if most.gradients_bytes > bucket > 0:  # fewer leave at the end
-            copies += sum(share[p.stage] for p in action.flat if p.kind in (B, W) and last[p.stage] == number)
-        until(end_s, most.buffers_bytes, copies if bucket else most.copies_bytes)
-        live -= freed
-    until(plan.predicted.step_time_s, *((most.buffers_bytes, most.gradients_bytes) if bucket else (0, 0)))
+    live = gradients = copies = 0
+    for span, memory in zip(spans, memories, strict=False):  # the last memory is that of the step's end
+        until(span.start_s, live, 0, gradients, copies)
+        _, _, live, gradients, copies = memory
+        until(span.end_s, memory.activations, most.buffers_bytes, gradients, copies if bucket else most.copies_bytes)
+    until(plan.predicted.step_time_s, live, most.buffers_bytes if bucket else 0, gradients, memories[-1].copies)
     return tuple(found)
 
 

@@ -6,12 +6,13 @@ A failed check raises ScheduleError with the reason and the grid, the failing ce
 from collections.abc import Sequence
 
 from shardwright.core.errors import ScheduleError
-from shardwright.core.schedule.actions import TRANSFER, Action, B, F, Kind, W
+from shardwright.core.schedule.actions import TRANSFER, Action, B, Kind, W
 from shardwright.core.schedule.costs import StageCosts, per_rank_limit
 from shardwright.core.schedule.legality import report
 from shardwright.core.schedule.passes.transfers import insert_transfers
+from shardwright.core.schedule.peak_memory import walk_activations
 from shardwright.core.schedule.schedule import Schedule
-from shardwright.core.schedule.simulate import Engine, explain_stop, simulate_schedule
+from shardwright.core.schedule.simulate import Engine, explain_stop
 
 
 def check(
@@ -119,18 +120,12 @@ def check_memory(schedule: Schedule, memory_limit_bytes: int | Sequence[int], co
     costs = costs or StageCosts.uniform(schedule.stages)
     costs.require_stages(schedule.stages)
     for rank, order in enumerate(schedule.table):
-        held = 0
-        for position, action in enumerate(order):
-            held += sum(costs.activation_bytes[part.stage] for part in action.flat if part.kind is F)
+        walk = walk_activations(order, costs.activation_bytes, costs.freed_by_input_grad_bytes)
+        for position, (held, _) in enumerate(walk):
             if held > limits[rank]:
+                action = order[position]
                 problem = f"rank {rank} holds {held} bytes of activations during {action}: its limit is {limits[rank]}"
                 raise ScheduleError(report(schedule.name, schedule.table, problem, rank, position))
-            held -= sum(costs.activation_bytes[part.stage] for part in action.flat if part.kind in (B, W))
-
-
-def peak_live_activations(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank, the most (stage, microbatch) pairs that are live at once; see `Timeline`."""
-    return simulate_schedule(schedule).peak_live_activations
 
 
 def has_transfers(schedule: Schedule) -> bool:

@@ -30,11 +30,14 @@ class StageCosts:
             long as one after the other) to 1 (as long as the longer).
         whole_backward_s: seconds of a full backward, one per stage, where that is not the sum of its halves: splitting
             costs something on most devices. Default: the sum.
+        freed_by_input_grad_bytes: those of ``activation_bytes`` that the input gradient of a split backward is the last
+            to read, and frees at its end; one per stage. Default: none, all are held until the weight gradient ends.
         idle_lent: how much of what idle ranks leave unused those at work get, from 0 (each has a device of its own) to
             1 (they share one machine, and each is as fast as its part of it is large).
 
     Raises:
-        ScheduleError: lengths differ, a cost is negative or not finite, or a share is none.
+        ScheduleError: lengths differ, a cost is negative or not finite, a share is none, or an input gradient frees
+            more than there is.
     """
 
     forward_s: tuple[float, ...]
@@ -45,6 +48,7 @@ class StageCosts:
     overlap: float = 0.0
     whole_backward_s: tuple[float, ...] | None = None
     idle_lent: float = 0.0
+    freed_by_input_grad_bytes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -52,8 +56,14 @@ class StageCosts:
             if field.name in ("overlap", "idle_lent"):
                 if not _is_number(values) or not 0 <= values <= 1:
                     raise ScheduleError(f"{field.name}={values!r}: expected a share between 0 and 1")
-            elif values is not None or field.name != "whole_backward_s":
+            elif values is not None or field.name not in ("whole_backward_s", "freed_by_input_grad_bytes"):
                 object.__setattr__(self, field.name, self._checked(field.name, values))
+        for stage, freed in enumerate(self.freed_by_input_grad_bytes or ()):
+            if freed > self.activation_bytes[stage]:
+                raise ScheduleError(
+                    f"freed_by_input_grad_bytes[{stage}]={freed} of stage {stage}: expected at most its "
+                    f"activation_bytes, {self.activation_bytes[stage]}"
+                )
 
     def _checked(self, name: str, values: object) -> tuple[float, ...]:
         """The entries of one field. Raises ScheduleError for one that cannot be."""
@@ -69,7 +79,7 @@ class StageCosts:
             raise ScheduleError(
                 f"{name} has {len(entries)} entries: expected {expected}, one per {what} of {stages} stages"
             )
-        whole = name == "activation_bytes"
+        whole = name in ("activation_bytes", "freed_by_input_grad_bytes")
         most = MOST_BYTES if whole else MOST_SECONDS
         for index, value in enumerate(entries):
             if not _is_number(value) or not 0 <= value <= most or (whole and value != int(value)):

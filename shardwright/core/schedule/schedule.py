@@ -9,7 +9,7 @@ from shardwright.core.schedule.auto import shortest
 from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.costs import StageCosts, per_rank_limit
 from shardwright.core.schedule.family import Sizes
-from shardwright.core.schedule.peak_activations import peak_live
+from shardwright.core.schedule.peak_memory import peak_live
 
 AUTO = "auto"
 """The schedule that is searched for the costs and the memory given, instead of following a pattern."""
@@ -90,9 +90,9 @@ def require_buildable(stages: int, microbatches: int) -> None:
 
 
 def _require_memory(schedule: Schedule, limits: tuple[int, ...], costs: StageCosts | None) -> None:
-    bytes_per_stage = costs.activation_bytes if costs else (1,) * schedule.stages
+    sizes = (costs.activation_bytes, costs.freed_by_input_grad_bytes) if costs else ()
     for rank, order in enumerate(schedule.table):
-        held = peak_live(order, bytes_per_stage)
+        held = peak_live(order, *sizes)
         if held > limits[rank]:
             raise ScheduleError(
                 f"memory_limit_bytes={limits[rank]} on rank {rank} is too little for {schedule.name} with these sizes: "

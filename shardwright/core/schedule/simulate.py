@@ -135,6 +135,7 @@ class Engine:
             self.costs.activation_bytes,
             tuple(np.array(self.cause[row], dtype=np.int64) for row in rows),
             np.array(self.transfer_cause, dtype=np.int64),
+            self.costs.freed_by_input_grad_bytes,
         )
 
     def _advance(self, rank: int) -> None:

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.errors import ScheduleError
-from shardwright.core.schedule.actions import Action, B, F, Kind, W
-from shardwright.core.schedule.peak_activations import peak_live
+from shardwright.core.schedule.actions import Action, Kind
+from shardwright.core.schedule.peak_memory import peak_live, walk_activations
 
 Seconds = NDArray[np.float64]
 Bytes = NDArray[np.int64]
@@ -76,13 +76,12 @@ class Timeline:
         cause: for each rank, int64 array of shape [actions of the rank]: what each action waited for last. -1: nothing;
             n >= 0: the action with that number, counted over all ranks in order; -2 - t: transfer t. Simulated only.
         transfer_cause: the same for each transfer.
+        freed_by_input_grad_bytes: as in `StageCosts`.
 
     Fields computed from these:
         makespan_s: from the first start to the last end.
         bubble_fraction: for each rank, idle time / makespan.
         bubble_s: for each rank, last end - first start - time at work.
-        peak_live_activations: for each rank, the most (stage, microbatch) pairs whose forward had started and whose
-            backward (weight gradient, where split) had not ended. A microbatch counts once on each stage of the rank.
 
     Raises:
         ScheduleError: lengths differ, or an action ends before it starts.
@@ -95,10 +94,10 @@ class Timeline:
     activation_bytes: tuple[int, ...] | None = None
     cause: tuple[NDArray[np.int64], ...] | None = None
     transfer_cause: NDArray[np.int64] | None = None
+    freed_by_input_grad_bytes: tuple[int, ...] | None = None
     makespan_s: float = field(init=False)
     bubble_fraction: tuple[float, ...] = field(init=False)
     bubble_s: tuple[float, ...] = field(init=False)
-    peak_live_activations: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         for rank, (actions, starts, ends) in enumerate(zip(self.actions, self.start_s, self.end_s, strict=True)):
@@ -121,7 +120,6 @@ class Timeline:
         put(self, "bubble_s", tuple(span - busy for span, busy in zip(reach, work, strict=True)))
         idle = tuple((makespan - busy) / makespan if makespan > 0 else 0.0 for busy in work)
         put(self, "bubble_fraction", tuple(max(0.0, float(share)) for share in idle))
-        put(self, "peak_live_activations", tuple(peak_live(actions, None) for actions in self.actions))
 
     @classmethod
     def measured(
@@ -161,22 +159,28 @@ class Timeline:
     def memory(self, rank: int) -> tuple[Seconds, Bytes]:
         """Activation memory over time on a rank: the seconds at which it changes, and the bytes held from then on."""
         times: list[float] = []
-        changes: list[int] = []
-        for span in self.spans(rank):
-            for part in span.action.flat:
-                size = 1 if self.activation_bytes is None or part.stage < 0 else self.activation_bytes[part.stage]
-                if part.kind is F:
-                    times.append(span.start_s)
-                    changes.append(size)
-                elif part.kind is B or part.kind is W:
-                    times.append(span.end_s)
-                    changes.append(-size)
-        return np.array(times, dtype=np.float64), np.cumsum(np.array(changes, dtype=np.int64))
+        sizes: list[int] = []
+        before = 0
+        walk = walk_activations(self.actions[rank], self.activation_bytes, self.freed_by_input_grad_bytes)
+        for span, (live, remaining) in zip(self.spans(rank), walk, strict=True):
+            for time, size in ((span.start_s, live), (span.end_s, remaining)):
+                if size != before:
+                    times.append(time)
+                    sizes.append(size)
+                    before = size
+        return np.array(times, dtype=np.float64), np.array(sizes, dtype=np.int64)
+
+    @property
+    def peak_live_activations(self) -> tuple[int, ...]:
+        """The most (stage, microbatch) pairs, for each rank, whose forward had started and whose backward (weight
+        gradient, where split) had not ended. A microbatch counts once on each stage of the rank."""
+        return tuple(peak_live(actions) for actions in self.actions)
 
     @property
     def peak_activation_bytes(self) -> tuple[int, ...]:
         """The most bytes of activations held at once, for each rank."""
-        return tuple(peak_live(actions, self.activation_bytes) for actions in self.actions)
+        sizes = self.activation_bytes, self.freed_by_input_grad_bytes
+        return tuple(peak_live(actions, *sizes) for actions in self.actions)
 
     def critical_path(self) -> tuple[Span | Transfer, ...]:
         """The chain of actions and transfers that sets the makespan: each waited for the one before it, from the first

@@ -67,8 +67,7 @@ class Bounds:
     def memory_request(self, policy: Policy, dp: int, microbatches: int) -> MemoryRequest:
         """What decides the bytes of a parameter under a policy, and of the batch."""
         ways = policy.shard_group or dp
-        request = self.request
-        travels = dp > 1 and policy.shard < 2
+        request, traits = self.request, self.tables.graph.memory_traits
         return MemoryRequest(
             0,
             self.tables.precision,
@@ -76,16 +75,11 @@ class Bounds:
             policy.shard,
             ways,
             request.gradient_precision,
-            self.tables.graph.capabilities.bucket_bytes if travels else 0,
-            travels,
+            traits.bucket_bytes if dp > 1 and policy.shard < 2 else 0,
             microbatches,
             dp > 1,
+            traits.gradients_when_made,
         )
-
-    @property
-    def when_made(self) -> bool:
-        """Whether gradients take memory from when they are made."""
-        return self.tables.graph.capabilities.gradients_when_made
 
     def undivided(self, shape: Shape, policy: Policy) -> Decision:
         """Degrees and policy as a decision, before there is a cut: what the end of a step depends on."""
@@ -169,7 +163,8 @@ class Bounds:
         do not get: without the gradient where a step is so short that activations may be gone when it is made."""
         pp, dp, _ = shape.degrees
         request = self.memory_request(policy, dp, shape.microbatches)
-        may_be_apart = self.when_made and policy.shard < 2 and shape.microbatches <= 2 * pp * virtual_stages
+        is_short = shape.microbatches <= 2 * pp * virtual_stages
+        may_be_apart = request.gradients_when_made and policy.shard < 2 and is_short
         return request.held_bytes, request.trained_bytes - (request.gradient_width if may_be_apart else 0)
 
     def _lending_s(self, shape: Shape, recompute: Recompute, pipeline_s: float) -> float:

@@ -1,26 +1,29 @@
-"""What ranks hold at their peak, nearer than cuts are made by: by stage, and gradients only while they are there."""
+"""The memory of every rank at its peak, more exact than the estimate that cuts are made by: activations by stage, and
+gradients only while they are there."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from shardwright.core.plan.decision import Decision
 from shardwright.core.schedule.actions import Action, B, W
+from shardwright.core.schedule.peak_memory import peak_below_sum
+from shardwright.core.search.space import splits_backward
 from shardwright.core.tables.memory import MemoryUse, live_bytes, named_schedule
-from shardwright.core.tables.peak_memory import apart_bytes, stages_bytes
 from shardwright.core.tables.rank_tables import RankTables
+from shardwright.core.tables.stage_memory import stage_memories
 from shardwright.core.tables.unit_table import MemoryRequest
 
 
 def by_stage(
     decision: Decision, ranked: RankTables, memory: tuple[MemoryUse, ...], request: MemoryRequest
 ) -> tuple[MemoryUse, ...]:
-    """Where ranks hold several stages, activations by the stage that each belongs to: a cut is made as if all were
-    those of the largest."""
-    if decision.virtual_stages == 1:
+    """Activations by the stage that each belongs to, and without what input gradients have freed: a cut is made as if
+    all were those of a rank's largest stage, and held until the backward has ended."""
+    if decision.virtual_stages == 1 and not splits_backward(decision.schedule, 1):
         return memory
-    kept = ranked.stage_costs(decision.stage_starts, decision.stage_ranks).activation_bytes
-    early = ranked.given_up_bytes(decision.stage_starts, decision.stage_ranks)
-    live = live_bytes(decision.schedule, decision.pp, decision.microbatches, decision.virtual_stages, kept, early)
+    costs = ranked.stage_costs(decision.stage_starts, decision.stage_ranks)
+    sizes = costs.activation_bytes, costs.freed_by_input_grad_bytes
+    live = live_bytes(decision.schedule, decision.pp, decision.microbatches, decision.virtual_stages, *sizes)
     return with_activations(decision, ranked, memory, live, request)
 
 
@@ -46,19 +49,15 @@ def is_long(decision: Decision) -> bool:
 
 
 def less_apart(
-    decision: Decision,
-    ranked: RankTables,
-    memory: tuple[MemoryUse, ...],
-    request: MemoryRequest,
-    when_made: bool,
+    decision: Decision, ranked: RankTables, memory: tuple[MemoryUse, ...], request: MemoryRequest
 ) -> tuple[MemoryUse, ...]:
-    """Memory less what is never there at once, where gradients take memory ``when_made``; with what copies of gradients
-    take beside activations of other stages.
+    """Memory less what is never there at once, where gradients take memory when they are made; with what copies of
+    gradients take beside activations of other stages.
 
     Where a step has many microbatches nothing is less, and copies are as in a step that has as many as settle it.
     """
     closes_in_turn = decision.virtual_stages > 1 and request.bucket_bytes > 0
-    if not when_made or decision.shard >= 2 or (is_long(decision) and not closes_in_turn):
+    if not request.gradients_when_made or decision.shard >= 2 or (is_long(decision) and not closes_in_turn):
         return memory
     ends, placement = ranked.ends(decision.stage_starts), decision.stage_ranks
     if decision.generated:
@@ -70,14 +69,14 @@ def less_apart(
     buffers = ranked.buffers(decision.stage_starts, placement, request)
     for rank, (use, beside) in enumerate(zip(memory, buffers, strict=True)):
         order = schedule.table[rank]
-        held = stages_bytes(
+        stages = stage_memories(
             ranked.tables[rank],
             {stage: ends[stage] for stage, on in enumerate(placement) if on == rank},
             _backward_order(order),
             _backward_order(reversed(order)),
             request.gradient_width,
         )
-        less = apart_bytes(order, held, request.bucket_bytes)
+        less = peak_below_sum(order, stages, request.bucket_bytes)
         found.append(
             replace(
                 use,

@@ -9,7 +9,7 @@ from shardwright.core.partition.partitioners import DEFAULT, cut_units
 from shardwright.core.plan.decision import Decision, placement_of
 from shardwright.core.plan.record import Predicted
 from shardwright.core.schedule import AUTO, Schedule
-from shardwright.core.schedule.peak_activations import peak_live
+from shardwright.core.schedule.peak_memory import peak_live
 from shardwright.core.search.bounds import SAFE, Bounds
 from shardwright.core.search.partition_input import partition_input
 from shardwright.core.search.predict import least_makespan_s, simulated_makespan_s
@@ -87,7 +87,7 @@ class Scorer:
             least = tuple(replace(use, gradients_bytes=0) for use in least)
         if ranked.over_bytes(least):
             return memory  # too much before any copies
-        return less_apart(decision, ranked, memory, request, self.bounds.when_made)
+        return less_apart(decision, ranked, memory, request)
 
     # Cuts --------------------------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class Scorer:
         decision = self.bounds.decision(shape, policy, pipelining, starts)
         request = self._request_of(decision)
         memory = by_stage(decision, ranked, ranked.memory(starts, placement, live, request), request)
-        memory = less_apart(decision, ranked, memory, request, self.bounds.when_made)
+        memory = less_apart(decision, ranked, memory, request)
         pipeline = _least_pipeline_s(shape, pipelining, starts, ranked)
         predicted = self.step.predicted(decision, ranked, memory, pipeline, placement)
         return Scored(decision, ranked, predicted, ranked.over_bytes(memory))
@@ -257,7 +257,7 @@ class Scorer:
     def with_peaks(self, scored: Scored) -> Scored:
         """The same with its memory less what is never there at once."""
         decision, memory = scored.decision, scored.predicted.memory_by_stage_rank
-        memory = less_apart(decision, scored.tables, memory, self._request_of(decision), self.bounds.when_made)
+        memory = less_apart(decision, scored.tables, memory, self._request_of(decision))
         return replace(scored, predicted=replace(scored.predicted, memory_by_stage_rank=memory))
 
     def generated(self, scored: Scored) -> Scored | None:
@@ -287,7 +287,8 @@ class Scorer:
         rows = tuple(",".join(action.text for action in order) for order in schedule.table)
         made = replace(decision, schedule=AUTO, generated=rows)
         costs = ranked.stage_costs(made.stage_starts, schedule.placement)
-        live = [peak_live(order, costs.activation_bytes) for order in schedule.table]
+        sizes = costs.activation_bytes, costs.freed_by_input_grad_bytes
+        live = [peak_live(order, *sizes) for order in schedule.table]
         memory = scored.predicted.memory_by_stage_rank
         memory = with_activations(made, ranked, memory, live, self._request_of(made))
         pipeline = simulated_makespan_s(made, costs)

@@ -234,7 +234,7 @@ class CostTables:
         def size_bytes(tensor: int) -> int:
             return self.counter.size_bytes(tensor, microbatch, self.precision)
 
-        units = tuple(classes[variant] for variant in chosen.variants)
+        units, traits = tuple(classes[variant] for variant in chosen.variants), self.graph.memory_traits
         return UnitTable(
             units,
             boundary,
@@ -245,21 +245,21 @@ class CostTables:
             self.repeated,
             host_bytes_per_s=place.device.host_link_bandwidth_bytes_per_s * HOST_LINK_EFFICIENCY,
             shared=tuple((value, size_bytes(value.tensor) // ways) for value, ways in self._shared(tp)),
-            arrivals=() if self.graph.capabilities.stages_are_programs else self._arrivals(tp, microbatch),
+            arrivals=() if traits.stages_are_programs else self._arrivals(tp, microbatch),
             twice_bytes=self._twice(units, microbatch) if self.graph.footprints else (),
             batch=tuple(
                 (given.size_bytes(microbatch), given.has_batch, by)
                 for given, by in ((self.graph.tensors[t], by) for t, by in self._read.batch_readers)
             ),
             model_buffers=tuple((self.graph.tensors[t].size_bytes(1), by) for t, by in self._read.buffer_users),
-            remembered_bytes=self._read.remembered_bytes if self.graph.capabilities.replicas_norm_apart else (),
+            remembered_bytes=self._read.remembered_bytes if traits.replicas_norm_apart else (),
             batch_is_everywhere=not self.graph.capabilities.single_controller,
             waiting_bytes=tuple(sum(map(size_bytes, values)) for values in self._read.passing_by),
             constant_bytes=tuple(fixed + slope * microbatch for fixed, slope in self._boundaries(flowing=False)),
-            given_stay=not self.graph.capabilities.stages_are_programs,
-            ties_have_one_home=self.graph.capabilities.ties_have_one_home,
-            found_bytes=PRECISION_BYTES[self.precision] if self.graph.capabilities.stages_are_programs else 0,
-            looked_up=self._looked_up(tp) if self.graph.capabilities.stages_are_programs else (),
+            given_stay=not traits.stages_are_programs,
+            ties_have_one_home=traits.ties_have_one_home,
+            found_bytes=PRECISION_BYTES[self.precision] if traits.stages_are_programs else 0,
+            looked_up=self._looked_up(tp) if traits.stages_are_programs else (),
         )
 
     def _looked_up(self, tp: int) -> tuple[int, ...]:

@@ -1,6 +1,5 @@
 """Bytes per rank, by class: parameters, gradients, optimizer state, live activations, buffers."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -9,7 +8,7 @@ from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.errors import PlanError, nearest
 from shardwright.core.schedule import Schedule
-from shardwright.core.schedule.peak_activations import peak_live
+from shardwright.core.schedule.peak_memory import peak_live
 from shardwright.core.values.fields import Amount
 
 Recompute = Literal["none", "selective", "full"]
@@ -34,7 +33,7 @@ class MemoryUse:
     """What a pass holds for a while: values and gradients under way, what is computed again, tensors sent."""
     apart_bytes: Amount = 0
     """How much less the peak is than all of the above, which are not there at once: gradients that the first backward
-    makes as it gives activations up (`core.tables.peak_memory`)."""
+    makes as it gives activations up (`core.schedule.peak_memory`)."""
     host_bytes: Amount = 0
     """Activations that are offloaded to the host's memory: no part of the total."""
     batch_bytes: Amount = 0
@@ -136,14 +135,8 @@ def collectives_s(unit: UnitCost, recompute: Mode) -> float:
 
 
 def live_microbatches(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
-    """For every rank how many activations of one stage are live at most. Schedules settle: beyond a few rounds of the
-    pipeline the count is constant or grows evenly, so long ones are extrapolated from short ones."""
-    first, second = 4 * ranks, 5 * ranks
-    if microbatches <= second:
-        return _peaks(name, ranks, microbatches, virtual_stages)
-    growth = (microbatches - second) / (second - first)
-    early, late = (_peaks(name, ranks, count, virtual_stages) for count in (first, second))
-    return tuple(int(b + (b - a) * growth + 0.5) for a, b in zip(early, late, strict=True))
+    """For every rank how many activations of one stage are live at most; long schedules as in `live_bytes`."""
+    return live_bytes(name, ranks, microbatches, virtual_stages, None)
 
 
 def live_bytes(
@@ -151,17 +144,17 @@ def live_bytes(
     ranks: int,
     microbatches: int,
     virtual_stages: int,
-    kept_bytes: Sequence[int],
-    given_up: Sequence[int] | None = None,
+    sizes: tuple[int, ...] | None,
+    freed_by_input_grad: tuple[int, ...] | None = None,
 ) -> tuple[int, ...]:
-    """For every rank the most bytes of activations that it keeps at once; ``kept_bytes`` are those of one microbatch of
-    every stage, ``given_up`` as in `peak_live`. Long schedules as in `live_microbatches`."""
+    """For every rank the most bytes of activations that it keeps at once; the sizes are as in `peak_live`. Schedules
+    settle: beyond a few rounds of the pipeline the peak is constant or grows evenly, so long ones are extrapolated from
+    short ones."""
     first, second = 4 * ranks, 5 * ranks
-    sizes = tuple(kept_bytes), None if given_up is None else tuple(given_up)
     if microbatches <= second:
-        return _peak_bytes(name, ranks, microbatches, virtual_stages, *sizes)
+        return _peaks(name, ranks, microbatches, virtual_stages, sizes, freed_by_input_grad)
     growth = (microbatches - second) / (second - first)
-    early, late = (_peak_bytes(name, ranks, count, virtual_stages, *sizes) for count in (first, second))
+    early, late = (_peaks(name, ranks, count, virtual_stages, sizes, freed_by_input_grad) for count in (first, second))
     return tuple(int(b + (b - a) * growth + 0.5) for a, b in zip(early, late, strict=True))
 
 
@@ -172,19 +165,13 @@ def named_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int
 
 
 @lru_cache(maxsize=4096)
-def _peak_bytes(
+def _peaks(
     name: str,
     ranks: int,
     microbatches: int,
     virtual_stages: int,
-    sizes: tuple[int, ...],
-    given_up: tuple[int, ...] | None,
+    sizes: tuple[int, ...] | None,
+    freed_by_input_grad: tuple[int, ...] | None,
 ) -> tuple[int, ...]:
     schedule = named_schedule(name, ranks, microbatches, virtual_stages)
-    return tuple(peak_live(order, sizes, given_up) for order in schedule.table)
-
-
-@lru_cache(maxsize=4096)
-def _peaks(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
-    schedule = named_schedule(name, ranks, microbatches, virtual_stages)
-    return tuple(peak_live(order) for order in schedule.table)
+    return tuple(peak_live(order, sizes, freed_by_input_grad) for order in schedule.table)

@@ -15,7 +15,7 @@ from shardwright.core.errors import PlanError
 from shardwright.core.partition.exact import Matrix, min_max_cut, spread_cut
 from shardwright.core.schedule import StageCosts
 from shardwright.core.tables.memory import MemoryUse, collectives_s, state_bytes
-from shardwright.core.tables.peak_memory import stages_bytes
+from shardwright.core.tables.stage_memory import stage_memories
 from shardwright.core.tables.unit_table import MemoryRequest, UnitTable
 
 EVEN_SHARE = 1.15
@@ -311,7 +311,7 @@ class RankTables:
             for rank, table in enumerate(self.tables):
                 held = {stage: ends for stage, ends in enumerate(self.ends(starts)) if placement[stage] == rank}
                 # Backward passes come to later stages first.
-                stages = stages_bytes(table, held, sorted(held, reverse=True), sorted(held), width).values()
+                stages = stage_memories(table, held, sorted(held, reverse=True), sorted(held), width).values()
                 copied = sum(stage.copies for stage in stages)
                 closing = [copied - stage.copies + stage.last_backward for stage in stages]
                 found.append(max([copied, *(closing if copied > bucket_bytes else ())]))
@@ -386,14 +386,9 @@ class RankTables:
         """What the fullest rank lacks, 0 when all fits."""
         return max(0, *(use.total_bytes - limit for use, limit in zip(memory, self.limits_bytes, strict=True)))
 
-    def given_up_bytes(self, starts: Sequence[int], placement: Sequence[int]) -> list[int]:
-        """What the first half of a split backward of every stage gives up."""
-        ends = enumerate(self.ends(starts))
-        return [self.tables[placement[stage]].given_up_bytes(a, b) for stage, (a, b) in ends]
-
     def stage_costs(self, starts: Sequence[int], placement: Sequence[int]) -> StageCosts:
         """What the stages of a cut cost for one microbatch."""
-        forward, input_grad, weight_grad, kept = [], [], [], []
+        forward, input_grad, weight_grad, kept, freed = [], [], [], [], []
         for stage, (a, b) in enumerate(self.ends(starts)):
             table = self.tables[placement[stage]]
             ahead, back = table.passes_s(a, b)
@@ -402,9 +397,12 @@ class RankTables:
             input_grad.append(back - weights)
             weight_grad.append(weights)
             kept.append(int(table.range_kept[a, b]))
+            freed.append(int(table.range_freed_by_input_grad[a, b]))
         transfer = tuple(self.tables[placement[stage]].boundary_s[start] for stage, start in enumerate(starts) if stage)
         passes = tuple(forward), tuple(input_grad), tuple(weight_grad)
-        return StageCosts(*passes, transfer, tuple(kept), idle_lent=self.idle_lent)
+        return StageCosts(
+            *passes, transfer, tuple(kept), idle_lent=self.idle_lent, freed_by_input_grad_bytes=tuple(freed)
+        )
 
     def work(self, starts: Sequence[int], placement: Sequence[int]) -> list["RankWork"]:
         """What every rank does and holds, its stages together."""

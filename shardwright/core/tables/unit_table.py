@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from shardwright.core.cost.unit_seconds import UnitCost
 from shardwright.core.cost.unit_work import PRECISION_BYTES, SharedValue
 from shardwright.core.partition.exact import Matrix, range_sums
+from shardwright.core.schedule.peak_memory import StageMemory
 from shardwright.core.tables.memory import (
     Mode,
     Recompute,
@@ -31,28 +32,6 @@ class Tie:
     elements: int
     """Its entries on one rank."""
     is_trained: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StageBytes:
-    """One stage of a rank, in bytes. Of its first, its last and its only backward the most that it holds of
-    activations, of what is under way and of what it makes, gradients or their copies."""
-
-    kept: int
-    """Activations of one microbatch."""
-    working: int
-    """What the passes of one microbatch hold beside them."""
-    gradients: int
-    """Those that no other stage of the rank has made before."""
-    copies: int
-    """Of the gradients that are whole when this stage's are, for no other stage of the rank adds to them later."""
-    first_backward: int
-    last_backward: int = 0
-    """Where copies leave as gradients are whole."""
-    only_backward: int = 0
-    """The same of a backward that is the first one too."""
-    given_up: int = 0
-    """Of what is kept, what the first half of a split backward is the last to read."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +79,7 @@ class UnitTable:
     given_stay: bool = False
     """Whether the gradients that a stage is given by the next stay to the end of its backward."""
     ties_have_one_home: bool = False
-    """As in `Capabilities`."""
+    """As in `MemoryTraits`."""
     found_bytes: int = 0
     """Of the gradient of one parameter entry that waits until a stage's backward is done and its gradients are added up
     together; 0 where each is added as soon as it is there."""
@@ -199,8 +178,8 @@ class UnitTable:
         )
 
     @cached_property
-    def stages_bytes(self) -> dict[object, StageBytes]:
-        """What stages hold, as far as it was counted (`core.tables.peak_memory`): many cuts have the same."""
+    def stage_memories(self) -> dict[object, StageMemory]:
+        """The memory of stages, as far as it was counted (`core.tables.stage_memory`): many cuts have the same."""
         return {}
 
     @cached_property
@@ -224,15 +203,17 @@ class UnitTable:
             self._add_arrival(kept, value, size)
         return kept
 
-    def given_up_bytes(self, first: int, end: int) -> int:
-        """Of the activations that a stage keeps for one microbatch, those that the first half of a split backward is
-        the last to read: the second needs the factors of the gradients of weights. Counted where nothing is recomputed,
-        and what arrived from another rank as if it stayed."""
-        units = self.units[first:end]
-        if any(mode != "none" for mode in self.modes[first:end]):
-            return 0
-        put_off = sum(u.saved_bytes if u.put_off_bytes is None else u.put_off_bytes for u in units)
-        return max(0, int(self.range_kept[first, end]) - put_off - (self.boundary_bytes[first] if first else 0))
+    @cached_property
+    def range_freed_by_input_grad(self) -> Matrix:
+        """Bytes of the activations that a stage of units a … b-1 keeps for one microbatch, of those that the input
+        gradient of a split backward is the last to read: the weight gradient needs the factors of the gradients of
+        weights. Counted where nothing is recomputed, and what arrived from another rank as if it stayed."""
+        put_off = range_sums([u.saved_bytes if u.put_off_bytes is None else u.put_off_bytes for u in self.units])
+        recomputed = range_sums([mode != "none" for mode in self.modes])
+        arrived = np.array([0, *self.boundary_bytes[1:], 0])[:, None]
+        with np.errstate(invalid="ignore"):  # there are no stages below the diagonal
+            freed: Matrix = np.where(recomputed == 0, np.maximum(0, self.range_kept - put_off - arrived), 0)
+        return freed
 
     def _add_arrival(self, kept: Matrix, value: SharedValue, size: int) -> None:
         """Count a value in stages that it enters and of which no unit keeps it."""
@@ -366,13 +347,18 @@ class MemoryRequest:
     """Ranks that share the sharded part."""
     gradient_precision: str | None = None
     bucket_bytes: int = 0
-    """Of the copies in which gradients are summed over the data axis (`Capabilities.bucket_bytes`); 0: none."""
-    is_summed: bool = False
-    """Whether whole gradients are summed over a data axis."""
+    """Of the copies in which gradients are summed over the data axis (`MemoryTraits.bucket_bytes`); 0: none."""
     microbatches: int = 1
     """Whose part of the batch lies on a rank all through a step."""
     is_replicated: bool = False
     """Whether there are several replicas."""
+    gradients_when_made: bool = False
+    """As in `MemoryTraits`."""
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether whole gradients are summed over a data axis."""
+        return self.is_replicated and self.shard < 2
 
     @property
     def gradient_width(self) -> int:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from shardwright import Cluster
+from shardwright.core.capabilities import MemoryTraits
 from shardwright.core.cluster.cluster import NodeGroup
 from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.cluster.hardware.device import MeasuredUnit
@@ -13,13 +14,13 @@ from shardwright.core.errors import ScheduleError
 from shardwright.core.model.structure import measured_name
 from shardwright.core.plan.decision import Decision, placement_of
 from shardwright.core.schedule import Schedule, schedule_names
+from shardwright.core.schedule.peak_memory import StageMemory, peak_below_sum
 from shardwright.core.search.best_first import Search
 from shardwright.core.search.predict import StepModel
 from shardwright.core.search.request import VIRTUAL_STAGES, Request
 from shardwright.core.search.search import tables_of
 from shardwright.core.search.space import Policy, splits_backward
 from shardwright.core.tables.mesh_links import Links
-from shardwright.core.tables.peak_memory import StageBytes, apart_bytes
 from shardwright.core.tables.rank_tables import RankWork
 from tests.core.toy import decoder
 
@@ -68,8 +69,8 @@ def lending(share: float) -> Cluster:
     ids=["lending", "lending all", "roomy", "tight", "tight and frozen", "mixed and frozen"],
 )
 def test_no_bound_is_above_what_it_bounds(cluster: Cluster, frozen: bool) -> None:
-    capabilities = replace(GRAPH.capabilities, bucket_bytes=2**20, gradients_when_made=True)
-    graph = replace(GRAPH, capabilities=capabilities, parameters=FROZEN if frozen else GRAPH.parameters)
+    traits = MemoryTraits(bucket_bytes=2**20, gradients_when_made=True)
+    graph = replace(GRAPH, memory_traits=traits, parameters=FROZEN if frozen else GRAPH.parameters)
     request = Request(batch=8, precision="fp32")
     search = Search(tables_of(graph, cluster, request), cluster, request)
     scorer, space = search.scorer, search.space
@@ -162,12 +163,12 @@ def test_no_more_than_all_gradients_is_ever_apart() -> None:
         schedule = Schedule.build(name, ranks=4, microbatches=8, virtual_stages=virtual)
         for order in schedule.table:
             stages = {
-                stage: StageBytes(*(int(size) for size in random.integers(0, 100, 7)))
+                stage: StageMemory(*(int(size) for size in random.integers(0, 100, 7)))
                 for stage in {part.stage for action in order for part in action.flat}
             }
             for bucket_bytes in (0, 50, 1000):
                 gradients = sum(held.gradients for held in stages.values())
-                assert apart_bytes(order, stages, bucket_bytes) <= gradients
+                assert peak_below_sum(order, stages, bucket_bytes) <= gradients
 
 
 @pytest.mark.parametrize("name", schedule_names())

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 
 import shardwright as sw
+from shardwright.core.capabilities import MemoryTraits
 from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.errors import PlanError
 from shardwright.core.model.fold import fold
@@ -21,9 +22,7 @@ PINS = {"tp": 1, "microbatch": 1, "precision": "fp32", "recompute": "none", "sha
 
 
 def able(graph: Graph) -> Graph:
-    return replace(
-        graph, capabilities=replace(graph.capabilities, gradients_when_made=True, bucket_bytes=MIB, split_backward=True)
-    )
+    return replace(graph, memory_traits=MemoryTraits(gradients_when_made=True, bucket_bytes=MIB))
 
 
 TIED = able(decoder(layers=14, hidden=128, heads=4, vocabulary=4096, sequence=32))
@@ -129,8 +128,8 @@ def test_a_tied_parameter_is_held_by_every_rank_that_uses_it(
     table = TIED.parameters[0].name
     trained = {"": lambda name: True, "table": lambda name: name != table, "layers": lambda name: "h." not in name}
     parameters = tuple(replace(p, trainable=trained[frozen](p.name)) for p in TIED.parameters)
-    able_to = replace(TIED.capabilities, ties_have_one_home=one_home)
-    graph = replace(TIED, parameters=parameters, capabilities=able_to)
+    traits = replace(TIED.memory_traits, ties_have_one_home=one_home)
+    graph = replace(TIED, parameters=parameters, memory_traits=traits)
     plan = planned(graph, 2, 1, 16, schedule=schedule, virtual_stages=virtual)
     assert len(plan.parameter_stages("toy")[table]) == 2
     size = {p.name: graph.tensors[p.tensor].elements(1) for p in parameters if p.trainable}
@@ -155,7 +154,7 @@ def test_as_many_units_keep_their_activations_as_fit_beside_copies() -> None:
     place = Place(device, cluster.group([0]), None, in_stages=False)
     table = CostTables(graph, cluster, "fp32", "adamw").table(1, microbatch, "full", place)
     ranked = RankTables((table,), (device.memory_bytes,))
-    request = MemoryRequest(0, "fp32", "adamw", 0, 2, None, graph.capabilities.bucket_bytes, microbatches=8)
+    request = MemoryRequest(0, "fp32", "adamw", 0, 2, None, graph.memory_traits.bucket_bytes, microbatches=8)
     layers = [unit for unit, mode in enumerate(table.modes) if mode == "full"]
     for wanted in (7, 9):
         (use,) = ranked.keeping(layers[-wanted:]).memory([0], [0], [1], request)
@@ -188,9 +187,9 @@ def test_copies_beside_what_is_under_way_are_counted_before_a_plan_is_given() ->
 @pytest.mark.parametrize("dp", [1, 2])
 def test_gradients_of_programs_wait_once_and_twice_where_replicas_sum_them(dp: int, frozen: bool) -> None:
     """Beside the sums, which are there all through a step, where stages are compiled programs."""
-    programs = replace(TIED.capabilities, gradients_when_made=False, bucket_bytes=0, stages_are_programs=True)
+    programs = MemoryTraits(stages_are_programs=True)
     few = tuple(replace(p, trainable=not frozen or ".fc" in p.name) for p in TIED.parameters)
-    plan = planned(replace(TIED, capabilities=programs, parameters=few), 2, dp, 4, schedule="1f1b")
+    plan = planned(replace(TIED, memory_traits=programs, parameters=few), 2, dp, 4, schedule="1f1b")
     crossing = plan.costs.boundary_bytes[plan.decision.stage_starts[1]]
     # A value and its gradient; the gradient that the second stage makes for the first is among what its backward holds.
     for use, sent in zip(plan.predicted.memory_by_stage_rank, (2 * crossing, crossing), strict=True):

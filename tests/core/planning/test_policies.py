@@ -8,13 +8,13 @@ import pytest
 
 import shardwright as sw
 from shardwright import Cluster
+from shardwright.core.capabilities import MemoryTraits
 from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.errors import PlanError
 from shardwright.core.schedule import Action
-from shardwright.core.schedule.peak_activations import peak_live
+from shardwright.core.schedule.peak_memory import StageMemory, peak_below_sum, peak_live
 from shardwright.core.tables.cost_tables import CostTables, Place
 from shardwright.core.tables.memory import MemoryUse
-from shardwright.core.tables.peak_memory import StageBytes, apart_bytes
 from tests.core.toy import decoder
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
@@ -109,7 +109,7 @@ def test_the_file_keeps_the_policies(tmp_path: Path) -> None:
 
 def test_gradients_are_not_there_before_the_first_backward() -> None:
     """By hand, one stage and one microbatch: the first backward goes from the last unit to the first one."""
-    able = replace(GRAPH, capabilities=replace(GRAPH.capabilities, gradients_when_made=True))
+    able = replace(GRAPH, memory_traits=MemoryTraits(gradients_when_made=True))
     pins = {"microbatch": MICROBATCH, "pp": 1, "dp": 1, "tp": 1, "precision": "fp16", "recompute": "none"}
 
     def memory(graph: sw.Graph, microbatches: int) -> MemoryUse:
@@ -133,10 +133,10 @@ def test_gradients_are_not_there_before_the_first_backward() -> None:
 
 
 def test_schedules_say_when_gradients_are_made() -> None:
-    held = {0: StageBytes(kept=10, working=1, gradients=6, copies=6, first_backward=12)}
+    held = {0: StageMemory(activations=10, working=1, gradients=6, copies=6, first_backward=12)}
 
     def apart(*texts: str) -> int:
-        return apart_bytes([Action.parse(text) for text in texts], held)
+        return peak_below_sum([Action.parse(text) for text in texts], held)
 
     # Peak: 20 kept at the first backward, of which it gives 10 up (12 with gradients); in all 20 + 1 + 6.
     assert apart("0F0", "0F1", "0B0", "0B1") == 27 - 22
@@ -144,28 +144,48 @@ def test_schedules_say_when_gradients_are_made() -> None:
     assert apart("0F0", "0F1", "0B0", "0F2", "0B1", "0B2") == 0
     # Copies of gradients for other replicas: all at the end, where the bucket holds them, else as they are made.
     few = {
-        0: StageBytes(
-            kept=10, working=1, gradients=30, copies=30, first_backward=32, last_backward=35, only_backward=62
+        0: StageMemory(
+            activations=10, working=1, gradients=30, copies=30, first_backward=32, last_backward=35, only_backward=62
         )
     }
     actions = [Action.parse(text) for text in ("0F0", "0B0", "0F1", "0B1")]
-    assert apart_bytes(actions, few) == 41 - 41
-    assert apart_bytes(actions, few, bucket_bytes=30) == 41 - 60
-    assert apart_bytes(actions, few, bucket_bytes=8) == 41 - (30 + 35)
-    assert apart_bytes(actions[:2], few, bucket_bytes=8) == 41 - 62
+    assert peak_below_sum(actions, few) == 41 - 41
+    assert peak_below_sum(actions, few, bucket_bytes=30) == 41 - 60
+    assert peak_below_sum(actions, few, bucket_bytes=8) == 41 - (30 + 35)
+    assert peak_below_sum(actions[:2], few, bucket_bytes=8) == 41 - 62
     # Input gradients make none, and free nothing before the second half but what they are the last to read.
     assert apart("0F0", "0I0", "0W0") == 17 - 11
     split = [Action.parse(text) for text in ("0F0", "0I0", "0F1", "0W0", "0I1", "0W1")]
     assert [peak_live(split), peak_live(split, [10]), peak_live(split, [10], [4])] == [2, 20, 16]
-    early = {0: StageBytes(kept=10, working=1, gradients=6, copies=6, first_backward=12, given_up=4)}
+    early = {0: StageMemory(activations=10, working=1, gradients=6, copies=6, first_backward=12, freed_by_input_grad=4)}
     # The second microbatch beside what the first one's second half needs, before and after there are gradients.
-    assert apart_bytes(split[:3], early) == 17 - 17
-    assert apart_bytes(split, early) == 23 - 17
+    assert peak_below_sum(split[:3], early) == 17 - 17
+    assert peak_below_sum(split, early) == 23 - 17
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pins"), [("zb-h1", {}), ("zb-h2", {}), ("auto", {}), ("zbv", {"virtual_stages": 2})]
+)
+def test_activations_are_those_of_the_walk_under_every_split_schedule(schedule: str, pins: dict[str, int]) -> None:
+    """Whether ranks hold one stage or several, and whether the schedule has a name or was made for the stages."""
+    fixed = {"microbatch": 1, "dp": 1, "tp": 1, "precision": "fp32", "recompute": "none"} | pins
+    graph = decoder(layers=8, hidden=256, heads=8, vocabulary=8192, sequence=128)
+    plan = sw.plan(graph, Cluster("a100-80gb", devices_per_node=2), batch=8, pp=2, schedule=schedule, **fixed)
+    cluster, starts = Cluster("a100-80gb"), plan.decision.stage_starts
+    table = CostTables(graph, cluster, "fp32", "adamw").table(
+        1, 1, "none", Place(cluster.device(0), cluster.group([0]), None, in_stages=True)
+    )
+    ends = list(zip(starts, (*starts[1:], len(table.units)), strict=True))
+    sizes = [int(table.range_kept[a, b]) for a, b in ends]
+    freed = [int(table.range_freed_by_input_grad[a, b]) for a, b in ends]
+    assert any(freed)
+    peaks = [peak_live(order, sizes, freed) for order in plan.build_schedule().table]
+    assert [use.activations_bytes for use in plan.predicted.memory_by_stage_rank] == peaks
 
 
 def test_gradients_on_their_way_to_replicas_are_there_twice() -> None:
     """By hand: at the end of a step the activations are gone, and every gradient is there with its copy."""
-    able = replace(GRAPH, capabilities=replace(GRAPH.capabilities, gradients_when_made=True, bucket_bytes=25 * 2**20))
+    able = replace(GRAPH, memory_traits=MemoryTraits(gradients_when_made=True, bucket_bytes=25 * 2**20))
     pins = {"microbatch": 1, "pp": 1, "tp": 1, "precision": "fp32", "recompute": "full", "shard": 0}
 
     def memory(dp: int, microbatches: int) -> MemoryUse:
@@ -184,7 +204,7 @@ def test_gradients_on_their_way_to_replicas_are_there_twice() -> None:
 def test_what_fits_by_the_order_of_a_step_alone_is_planned() -> None:
     """With one microbatch the gradients are not there before the activations go: a device with room for what is there
     at once, and for no more, has a plan."""
-    able = replace(GRAPH, capabilities=replace(GRAPH.capabilities, gradients_when_made=True))
+    able = replace(GRAPH, memory_traits=MemoryTraits(gradients_when_made=True))
     pins = {"microbatch": MICROBATCH, "pp": 1, "dp": 1, "tp": 1, "precision": "fp16", "recompute": "none"}
     device = replace(load_profile("a100-80gb").device, reserved_memory_bytes=0)
 

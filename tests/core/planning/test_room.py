@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 import shardwright as sw
+from shardwright.core.capabilities import MemoryTraits
 from shardwright.core.cluster.hardware import Device, load_profile
 from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.errors import PlanError
@@ -113,9 +114,9 @@ def test_a_rank_holds_what_its_stages_read_of_the_batch_or_all_of_it(everywhere:
 def test_classes_add_up_to_what_a_rank_holds(microbatches: int) -> None:
     """With gradients that are made in the step, of which some are never there at once, and copies of them."""
     graph = with_input(decoder(layers=8, hidden=128), (0, 512), (1, 0))
-    able = replace(graph.capabilities, gradients_when_made=True, bucket_bytes=2**16)
+    traits = MemoryTraits(gradients_when_made=True, bucket_bytes=2**16)
     pins = {**ONE, "pp": 2, "dp": 2, "batch": 2 * microbatches, "microbatch": 1, "schedule": "1f1b"}
-    plan = sw.plan(replace(graph, capabilities=able), sw.Cluster("a100-80gb", devices_per_node=4), **pins)
+    plan = sw.plan(replace(graph, memory_traits=traits), sw.Cluster("a100-80gb", devices_per_node=4), **pins)
     for use in plan.predicted.memory_by_stage_rank:
         assert sum(use.classes.values()) == use.total_bytes + use.apart_bytes
         assert sorted(size for size in use.classes.values()) == sorted(

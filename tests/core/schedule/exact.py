@@ -80,9 +80,10 @@ def solve(problem: Problem, start: list[Word], time_limit_s: float = 60.0, worke
             continue
         changes, sizes = [], []
         for stage in problem.stages_of(rank):
+            held, freed = problem.activation_bytes[stage], problem.freed_by_input_grad_bytes[stage]
             for k in range(m):
-                changes += [begin[(3 * stage, k)], end[(3 * stage + 2, k)]]
-                sizes += [problem.activation_bytes[stage], -problem.activation_bytes[stage]]
+                changes += [begin[(3 * stage, k)], end[(3 * stage + 1, k)], end[(3 * stage + 2, k)]]
+                sizes += [held, -freed, freed - held]
         model.add_reservoir_constraint(changes, sizes, 0, int(problem.limit_bytes[rank]))
     makespan = model.new_int_var(0, horizon, "")
     for variable in end.values():

@@ -1,6 +1,7 @@
 """`auto`: never longer than what is named, close to proven optima, within its memory, and refused only with proof."""
 
 import time
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -111,6 +112,25 @@ def test_the_solvers_words_are_what_it_says() -> None:
     assert simulate(schedule, costs).makespan_s == optimum.makespan_s <= Evaluator(problem).makespan_s(start)
     with pytest.raises(ScheduleError, match="keep the memory"):
         solve(problem, [[0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]] * 3)
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_memory_that_input_gradients_free_is_used_and_bounds_stay_below_the_optimum(p: int) -> None:
+    m, size = 4, 10
+    for seed in range(2):
+        whole = replace(costs_of(p, seed), activation_bytes=(size,) * p)
+        part = replace(whole, freed_by_input_grad_bytes=(8,) * p)
+        limits = [14] * p
+        best_s = {}
+        for costs in (whole, part):
+            problem = Problem.of(looped(p, 1), m, costs, limits)
+            auto = Schedule.build("auto", ranks=p, microbatches=m, costs=costs, memory_limit_bytes=limits)
+            check(auto, limits, costs)
+            optimum = solve(problem, problem.words(split_backward(auto).table))
+            assert problem.lower_bound_s() <= optimum.makespan_s * (1 + 1e-3)
+            best_s[costs] = simulate(auto, costs).makespan_s
+            assert best_s[costs] <= 1.01 * optimum.makespan_s
+        assert best_s[part] < best_s[whole]
 
 
 @pytest.mark.parametrize(("p", "v"), [(3, 1), (3, 2), (2, 3)])

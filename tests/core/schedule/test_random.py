@@ -18,7 +18,7 @@ from shardwright.core.schedule.checks import check
 from shardwright.core.schedule.family import Sizes
 from shardwright.core.schedule.files import from_csv, to_csv
 from shardwright.core.schedule.passes import insert_sharding, insert_transfers
-from shardwright.core.schedule.peak_activations import peak_live
+from shardwright.core.schedule.peak_memory import peak_live
 from shardwright.core.schedule.simulate import simulate, simulate_schedule
 
 SECONDS = st.floats(0.0, 10.0, allow_nan=False, width=32)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
-from shardwright.backends.capabilities import JAX as CAPABILITIES
+from shardwright.backends.capabilities import JAX, JAX_MEMORY
 from shardwright.backends.jax.capture.loss_results import Weighted
 from shardwright.backends.jax.capture.ops import translate
 from shardwright.backends.jax.capture.partitioning import LogicalAxes, linen_axes, nnx_axes
@@ -313,7 +313,7 @@ def _graph(source: Source, first: Program, second: Program, inputs: Any, sample_
         if trainable is not None
     )
     return Graph(
-        CAPABILITIES,
+        JAX,
         source.name,
         tensors,
         tuple(ops),
@@ -323,4 +323,5 @@ def _graph(source: Source, first: Program, second: Program, inputs: Any, sample_
         tuple(index[value] for value in results),
         sample_batch,
         logical_axes=tuple((name, dims) for name, dims in source.logical_axes if name in {p.name for p in parameters}),
+        memory_traits=JAX_MEMORY,
     )

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from shardwright.backends.capabilities import TORCH_MEMORY
 from shardwright.backends.torch.capture import tensor_parallel_marks as marks
 from shardwright.backends.torch.capture.autograd_calls import AutogradQuestions
 from shardwright.backends.torch.capture.batch_dims import Leaf, Sample
@@ -295,6 +296,7 @@ class _Session:
             outputs,
             self.sample.batch,
             marks.pins(self.model, parameters),
+            memory_traits=TORCH_MEMORY,
         )
 
     def _parameters(self, first: int) -> tuple[Parameter, ...]:

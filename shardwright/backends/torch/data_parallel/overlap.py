@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup, Work
 
-from shardwright.backends.capabilities import TORCH
+from shardwright.backends.capabilities import TORCH_MEMORY
 from shardwright.backends.torch.machine.watchdog import Watch
 from shardwright.core.errors import ShardwrightError
 
-BUCKET_BYTES = TORCH.bucket_bytes
+BUCKET_BYTES = TORCH_MEMORY.bucket_bytes
 """Gradients are reduced in pieces of about this size."""
 
 

@@ -74,6 +74,9 @@ def construct(problem: Problem, habit: Habits, mirrored: bool = False) -> list[W
     """The words that these habits lead to; in the mirror they are played from the end."""
     m, last, placement, move = problem.microbatches, problem.stages - 1, problem.placement, problem.transfer_s
     sizes, limits, weigh = problem.activation_bytes, problem.limit_bytes, problem.weight_grad_s
+    # In the mirror a weight gradient takes all the memory of its microbatch at once, which is too much, but leaves its
+    # input gradient room.
+    freed = (0,) * len(sizes) if mirrored else problem.freed_by_input_grad_bytes
     enter, leave = problem.forward_s, problem.input_grad_s
     enter_code, leave_code = 0, 1
     if mirrored:
@@ -106,7 +109,7 @@ def construct(problem: Problem, habit: Habits, mirrored: bool = False) -> list[W
             for s in stages:
                 if gives[s] <= mb:
                     if takes[s] > mb or (s == stage and taken == mb):
-                        returned += sizes[s]
+                        returned += sizes[s] - (freed[s] if left[s] > mb else 0)
                     else:
                         needed += sizes[s]
             if needed > spare:
@@ -173,7 +176,7 @@ def construct(problem: Problem, habit: Habits, mirrored: bool = False) -> list[W
         if kind == 2:
             end = now + weigh[s]
             weighed[s] += 1
-            live[rank] += sizes[s] if mirrored else -sizes[s]
+            live[rank] += sizes[s] if mirrored else freed[s] - sizes[s]
         elif kind == enter_code:
             end = now + enter[s]
             entered[s] += 1
@@ -186,8 +189,7 @@ def construct(problem: Problem, habit: Habits, mirrored: bool = False) -> list[W
         else:
             end = now + leave[s]
             left[s] += 1
-            if mirrored:
-                live[rank] -= sizes[s]
+            live[rank] -= sizes[s] if mirrored else freed[s]
             to = s - 1
         if to >= 0:
             queue = coming_in[to] if kind == enter_code else coming_out[to]

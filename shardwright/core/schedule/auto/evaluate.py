@@ -23,6 +23,7 @@ class Evaluator:
         self.problem = problem
         last, placement, move = problem.stages - 1, problem.placement, problem.transfer_s
         self.seconds: list[float] = []
+        self.changes = problem.held_changes()
         # Where what a letter makes goes: the letter that needs it, the link it takes (-1: none), and the seconds there.
         self.goes: list[tuple[int, int, float]] = []
         for s in range(last + 1):
@@ -101,16 +102,11 @@ class Evaluator:
 
     def legal(self, rank: int, word: Word) -> bool:
         """Whether a rank may run its letters in this order: F before I before W of a stage, and within its memory."""
-        sizes, limit = self.problem.activation_bytes, self.problem.limit_bytes[rank]
+        changes, limit = self.changes, self.problem.limit_bytes[rank]
         live, seen = 0, [0] * len(self.goes)
         for code in word:
             seen[code] += 1
-            if code % 3 == 0:
-                live += sizes[code // 3]
-                if live > limit:
-                    return False
-            elif seen[code - 1] < seen[code]:
+            live += changes[code]
+            if live > limit or (code % 3 and seen[code - 1] < seen[code]):
                 return False
-            elif code % 3 == 2:
-                live -= sizes[code // 3]
         return True

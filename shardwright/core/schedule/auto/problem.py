@@ -30,6 +30,7 @@ class Problem:
     transfer_s: tuple[float, ...]
     activation_bytes: tuple[int, ...]
     limit_bytes: tuple[float, ...]
+    freed_by_input_grad_bytes: tuple[int, ...]
 
     @classmethod
     def of(
@@ -54,6 +55,7 @@ class Problem:
             transfer,
             costs.activation_bytes,
             tuple(limits) if limits is not None else (float("inf"),) * ranks,
+            costs.freed_by_input_grad_bytes or (0,) * len(placement),
         )
         for rank, (least, limit) in enumerate(zip(problem.least_bytes(), problem.limit_bytes, strict=True)):
             if limit < least:
@@ -76,6 +78,14 @@ class Problem:
         for stage, rank in enumerate(self.placement):
             least[rank] += self.activation_bytes[stage]
         return least
+
+    def held_changes(self) -> list[int]:
+        """For each letter by how many bytes it changes the activations that its rank holds: forwards as they begin,
+        gradients as they end. The rule is that of `core.schedule.peak_memory.walk_activations`."""
+        found: list[int] = []
+        for size, freed in zip(self.activation_bytes, self.freed_by_input_grad_bytes, strict=True):
+            found += [size, -freed, freed - size]
+        return found
 
     def lower_bound_s(self) -> float:
         """A makespan that no schedule beats.
@@ -105,13 +115,17 @@ class Problem:
             if len(held) > 1:
                 best = max(best, arrive[first] + work)
                 continue
-            room = m
-            if self.activation_bytes[first]:
-                room = int(min(m, self.limit_bytes[rank] // self.activation_bytes[first]))
+            room = owed = m
+            limit, size = self.limit_bytes[rank], self.activation_bytes[first]
+            if size:
+                room = int(min(m, limit // size))
+            # The last input gradient holds all of its own activations, and of the others what is owed to weights.
+            if put_off := size - self.freed_by_input_grad_bytes[first]:
+                owed = int(min(m, (limit - size) // put_off + 1))
             trip = arrive[-1] + f[-1] + back[first] - arrive[first]
             idle = max(0.0, trip - room * f[first])
             best = max(best, arrive[first] + work + idle)
-            best = max(best, arrive[first] + work + idle - room * w[first] + leave[first])
+            best = max(best, arrive[first] + work + idle - owed * w[first] + leave[first])
         return best
 
     def table(self, words: Sequence[Word]) -> Table:

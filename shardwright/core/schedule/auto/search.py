@@ -15,7 +15,7 @@ from shardwright.core.schedule.catalogue import FAMILIES
 from shardwright.core.schedule.costs import StageCosts
 from shardwright.core.schedule.family import Sizes, Table
 from shardwright.core.schedule.passes.backward import merge_backward
-from shardwright.core.schedule.peak_activations import peak_live
+from shardwright.core.schedule.peak_memory import peak_live
 from shardwright.core.schedule.placement import looped, vee
 from shardwright.core.schedule.simulate import simulate_schedule
 
@@ -126,7 +126,7 @@ def _named(problem: Problem, sizes: Sizes, costs: StageCosts) -> list[tuple[floa
         if family.placement(sizes.ranks, sizes.virtual_stages) != problem.placement:
             continue
         table = family.generate(sizes)
-        held = (peak_live(order, problem.activation_bytes) for order in table)
+        held = (peak_live(order, problem.activation_bytes, problem.freed_by_input_grad_bytes) for order in table)
         if all(peak <= limit for peak, limit in zip(held, problem.limit_bytes, strict=True)):
             stages = problem.stages
             schedule = ActionTable(family.name, (), sizes.ranks, stages, sizes.microbatches, problem.placement, table)

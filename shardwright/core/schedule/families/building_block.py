@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from shardwright.core.schedule.actions import Action, F, I, Kind, W, cell
 from shardwright.core.schedule.family import Sizes, Table
+from shardwright.core.schedule.peak_memory import peak_live
 
 PERIOD = 6
 Block = Sequence[tuple[int, int, int, int]]
@@ -27,7 +28,7 @@ def repeat(block: Block, sizes: Sizes) -> Table:
         batches = range(sizes.microbatches)
         ranks.append({slot + PERIOD * mb: cell(stage, kind, mb) for slot, stage, kind in passes for mb in batches})
     filled = [fill(cells) for cells in ranks]
-    limit = max(peak(cells) for cells in filled)
+    limit = max(peak_live([cells[slot] for slot in sorted(cells)]) for cells in filled)
     squeezed = _squeeze(filled, limit, last)
     bare = [{slot: action for slot, action in cells.items() if action.kind is not W} for cells in squeezed]
     tail = max(slot for slot, action in bare[0].items() if action.kind is F and action.stage == 0)
@@ -49,17 +50,6 @@ def fill(cells: Cells) -> Cells:
             owed.append(action)
         slot += 1
     return filled
-
-
-def peak(cells: Cells) -> int:
-    """The most activations held: from the slot of a forward to the end of that of its weight gradient."""
-    live = most = 0
-    for slot in sorted(cells):
-        kind = cells[slot].kind
-        live += kind is F
-        most = max(most, live)
-        live -= kind is W
-    return most
 
 
 def _needs(action: Action, last: int) -> tuple[int, Kind, int | None] | None:

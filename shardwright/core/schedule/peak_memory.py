@@ -1,0 +1,157 @@
+"""The memory of one pipeline rank from action to action, and its peak.
+
+Every figure of what a rank holds in the course of a step comes from here: the peaks that the search compares with the
+memory of devices, the moments of `core.plan.memory_over_time`, the check of a schedule against a limit, the live
+activations of a timeline. Only `core.schedule.auto` counts activations by itself, by the same rule, for speed.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwright.core.schedule.actions import Action, B, F, I, W
+
+Sizes = Sequence[int] | Mapping[int, int]
+"""Bytes by stage."""
+
+
+def walk_activations(
+    order: Sequence[Action], sizes: Sizes | None = None, freed_by_input_grad: Sizes | None = None
+) -> Iterator[tuple[int, int]]:
+    """The saved activations of one rank, in bytes, while each of its actions runs and from the end of the action on.
+
+    The forward of a microbatch takes its activations on the stage, and the backward frees them at its end. Of a split
+    backward the input gradient frees what it is the last to read, and the weight gradient the rest, which are the
+    factors of the gradients of weights. Both halves of an overlapped pair hold theirs together.
+
+    Args:
+        order: what the rank runs, in order.
+        sizes: bytes of one microbatch on every stage; by default 1 each, for a count.
+        freed_by_input_grad: those of them that an input gradient is the last to read; by default none.
+    """
+    held: Sizes = defaultdict(lambda: 1) if sizes is None else sizes
+    early: Sizes = defaultdict(int) if freed_by_input_grad is None else freed_by_input_grad
+    live = 0
+    for action in order:
+        freed = 0
+        for part in action.parts or (action,):
+            kind, stage = part.kind, part.stage
+            if kind is F:
+                live += held[stage]
+            elif kind is B:
+                freed += held[stage]
+            elif kind is I:
+                freed += early[stage]
+            elif kind is W:
+                freed += held[stage] - early[stage]
+        yield live, live - freed
+        live -= freed
+
+
+def peak_live(order: Sequence[Action], sizes: Sizes | None = None, freed_by_input_grad: Sizes | None = None) -> int:
+    """The most saved activations that one rank holds at once; the arguments are those of `walk_activations`."""
+    return max((live for live, _ in walk_activations(order, sizes, freed_by_input_grad)), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """The sizes of one stage, in bytes."""
+
+    activations: int
+    """Saved for the backward of one microbatch."""
+    working: int = 0
+    """Temporary values of the passes of one microbatch, beside the saved activations."""
+    gradients: int = 0
+    """Those that no other stage of the rank has made before."""
+    copies: int = 0
+    """Copies of the gradients that are complete when this stage's are, as no other stage of the rank adds to them."""
+    first_backward: int = 0
+    """The most that the first backward has at once of activations, temporary values and the gradients that it makes."""
+    last_backward: int = 0
+    """The most that the last backward has at once of activations, temporary values and copies, where copies are made as
+    gradients become complete."""
+    only_backward: int = 0
+    """The same of a backward that is the first and the last one, with both gradients and copies."""
+    freed_by_input_grad: int = 0
+    """Of the activations, those that the input gradient of a split backward is the last to read."""
+
+
+class RankMemory(NamedTuple):
+    """The memory of one rank while an action runs and from its end on, in bytes."""
+
+    activations: int
+    """While the action runs, with those that it gives up at its end."""
+    most: int
+    """While the action runs: activations, gradients, copies and temporary values at their fullest."""
+    remaining: int
+    """Activations from the end of the action on."""
+    gradients: int
+    """From the end of the action on."""
+    copies: int
+    """From the end of the action on: copies of gradients on their way to other replicas."""
+
+    @property
+    def peak(self) -> int:
+        """The most while the action runs and from its end on."""
+        return max(self.most, self.remaining + self.gradients + self.copies)
+
+
+def walk_memory(
+    order: Sequence[Action], stages: Mapping[int, StageMemory], bucket_bytes: int = 0
+) -> Iterator[RankMemory]:
+    """The memory of one rank at each of its actions, in order, and at the end of the step.
+
+    Args:
+        order: what the rank runs, in order.
+        stages: the sizes of every stage that the rank holds.
+        bucket_bytes: as in `MemoryTraits`; 0 where no gradients travel to other replicas. Copies of a stage are made at
+            its last backward, or all at the end of the step where they fit into one bucket.
+    """
+    working = _working(stages)
+    copied = sum(stage.copies for stage in stages.values()) if bucket_bytes else 0
+    last: dict[int, int] = {}
+    if copied > bucket_bytes:
+        last = {part.stage: n for n, action in enumerate(order) for part in action.flat if part.kind in (B, W)}
+    sizes = {at: stage.activations for at, stage in stages.items()}
+    freed = {at: stage.freed_by_input_grad for at, stage in stages.items()}
+    gradients = copies = remaining = 0
+    began: set[int] = set()
+    for number, (action, (live, remaining)) in enumerate(
+        zip(order, walk_activations(order, sizes, freed), strict=True)
+    ):
+        made = complete = 0
+        for part in action.parts or (action,):
+            if part.kind is B or part.kind is W:
+                stage = stages[part.stage]
+                is_first, is_last = part.stage not in began, last.get(part.stage) == number
+                if is_first:
+                    began.add(part.stage)
+                    made += stage.gradients
+                if is_last:
+                    complete += stage.copies
+        most = live + gradients + copies + working
+        if action.kind is B:  # its gradients come unit by unit as its activations go
+            others = live - stage.activations + gradients + copies
+            if is_first:
+                most = others + (stage.only_backward if is_last else stage.first_backward)
+            elif is_last:
+                most = max(most, others + stage.last_backward)
+        gradients, copies = gradients + made, copies + complete
+        yield RankMemory(live, most, remaining, gradients, copies)
+    yield RankMemory(remaining, remaining + gradients + copied, remaining, gradients, copied)
+
+
+def peak_below_sum(order: Sequence[Action], stages: Mapping[int, StageMemory], bucket_bytes: int = 0) -> int:
+    """Bytes by which the peak of one rank is below the sum of all gradients, the most activations and the most
+    temporary values, which are not there at once; negative where copies of gradients make it higher. The arguments are
+    those of `walk_memory`.
+    """
+    memories = tuple(walk_memory(order, stages, bucket_bytes))
+    together = memories[-1].gradients + max(memory.activations for memory in memories) + _working(stages)
+    return together - max(memory.peak for memory in memories)
+
+
+def _working(stages: Mapping[int, StageMemory]) -> int:
+    """The most temporary values of any stage."""
+    return max((stage.working for stage in stages.values()), default=0)

@@ -1,0 +1,69 @@
+"""The memory of every stage of a rank, counted from its units: the sizes that `core.schedule.peak_memory` walks with.
+
+Gradients and activations are not all there at once: a backward goes unit by unit, and makes gradients as it gives
+activations up. So the first and the last backward of every stage are counted unit by unit: the gradients of one unit,
+and the copies of those behind it, beside its activations.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from shardwright.core.schedule.peak_memory import StageMemory
+from shardwright.core.tables.unit_table import UnitTable
+
+
+def stage_memories(
+    table: UnitTable,
+    ends: Mapping[int, tuple[int, int]],
+    first: Sequence[int],
+    last: Sequence[int],
+    gradient_width: int,
+) -> dict[int, StageMemory]:
+    """The memory of each stage of a rank, with gradients of ``gradient_width`` bytes an entry.
+
+    ``ends`` are the (first unit, end) of every stage, ``first`` the stages in the order of their first backward,
+    ``last`` from the one that is done last to the one that is done first. A parameter that several of them use has one
+    gradient, which the first of them makes and the last makes whole.
+    """
+
+    def that_share(stage: int, others: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Of ``others`` those that use a trained parameter of ``stage`` too, each by its (first unit, end): a stage's
+        bytes depend on no others, so that cuts which differ elsewhere share what was counted."""
+        return tuple(ends[other] for other in others if table.shares_parameters(ends[stage], ends[other]))
+
+    found = {}
+    for stage in ends:
+        before, after = that_share(stage, first[: first.index(stage)]), that_share(stage, last[: last.index(stage)])
+        key = ends[stage], before, after, gradient_width
+        if key not in table.stage_memories:
+            table.stage_memories[key] = _stage_memory(table, ends[stage], before, after, gradient_width)
+        found[stage] = table.stage_memories[key]
+    return found
+
+
+def _stage_memory(
+    table: UnitTable,
+    units: tuple[int, int],
+    before: Sequence[tuple[int, int]],
+    after: Sequence[tuple[int, int]],
+    gradient_width: int,
+) -> StageMemory:
+    """The memory of one stage; ``before`` are other stages whose first backward comes before its own, and ``after``
+    those whose last backward comes after its own."""
+    first, end = units
+    saved = table.range_kept[first, first + 1 : end + 1]
+    made = table.trained_from(first, end, before) * gradient_width
+    whole = table.trained_from(first, end, after) * gradient_width
+    passes = saved + table.beside_bytes[first:end] + table.given_bytes(first, end)
+    copied = np.append(whole[1:], 0)
+    return StageMemory(
+        activations=int(saved[-1]),
+        working=int(table.range_working[first, end]),
+        gradients=int(made[0]),
+        copies=int(whole[0]),
+        first_backward=int((passes + made).max()),
+        last_backward=int((passes + copied).max()),
+        only_backward=int((passes + made + copied).max()),
+        freed_by_input_grad=int(table.range_freed_by_input_grad[first, end]),
+    )
