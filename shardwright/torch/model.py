@@ -24,6 +24,7 @@ from shardwright.core.errors import ShardwrightError
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.torch import session as sessions
 from shardwright.torch.run_agreement import optimizers_claim
+from shardwright.torch.step_mode import ConfiguredMode
 
 
 class DistributedModel(nn.Module):
@@ -50,23 +51,17 @@ class DistributedModel(nn.Module):
         if session.bound.size("tp") > 1:
             replace_registered(module)
         self.session = session
+        config, bound, watch = session.config, session.bound, session.watch
+        compiler = "inductor" if config.compile is True else config.compile
         self.runtime = Runtime(
-            module,
-            session.bound,
-            session.watch,
-            seed=session.seed,
-            weights=weights,
-            agreement=session.agreement,
-        )
+            module, bound, watch, seed=session.seed, weights=weights, agreement=session.agreement,
+            loss_scope=session.loss_scope,
+            sentinel=Sentinel(config.nonfinite, config.debug == "numerics", watch, bound.device),
+            compiler=Compiler(compiler) if compiler else None,
+            mode=ConfiguredMode(config, bound),
+        )  # fmt: skip
         self.module = module  # last: what is set from here on is the module's own
-        config = session.config
-        self.runtime.sentinel = Sentinel(
-            config.nonfinite, config.debug == "numerics", session.watch, session.bound.device
-        )
-        if session.config.compile:
-            self.runtime.compiler = Compiler("inductor" if session.config.compile is True else session.config.compile)
-        self.runtime.semantics.scope = session.loss_scope
-        self.runtime.listeners.append(self._watch_clipping)
+        self.runtime.split_model.listeners.append(self._watch_clipping)
         session.runtime = self.runtime
         self._agree(module, weights)
         if session.plan is not None:
@@ -120,7 +115,7 @@ class DistributedModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Inside ``@sw.step``: the model. Outside, only where one rank holds all of it."""
-        if not self.runtime.in_body and max(self.session.bound.size("pp"), self.session.bound.size("tp")) > 1:
+        if not self.runtime.in_step_body and max(self.session.bound.size("pp"), self.session.bound.size("tp")) > 1:
             raise ShardwrightError(
                 "a model that is split over pipeline stages or the tensor axis runs inside a function decorated with "
                 "@sw.step; for evaluation call such a function, without model.backward, under torch.no_grad()"
@@ -152,7 +147,7 @@ class DistributedModel(nn.Module):
             LossError: when the step is first run: there are several microbatches, and what the loss is to the batch
                 cannot be told.
         """
-        if self.runtime.recorder is None:
+        if not self.runtime.in_step_body:
             raise ShardwrightError("model.backward(loss) belongs inside a function decorated with @sw.step")
         if reduction not in (None, "mean", "sum"):
             raise ShardwrightError(f"reduction={reduction!r}: expected 'mean', 'sum', or None to have it told")
@@ -160,7 +155,7 @@ class DistributedModel(nn.Module):
             raise ShardwrightError(
                 "model.backward takes a weight or a reduction: a weight says that it is a weighted mean"
             )
-        self.runtime.recorder.backward(_one_loss(tensors, grad_tensors), weight, reduction)
+        self.runtime.backward(_one_loss(tensors, grad_tensors), weight, reduction)
 
     def use_schedule(self, schedule: str | Schedule, costs: StageCosts | None = None) -> None:
         """Run the steps from now on under another schedule of the same stages; every rank calls this.

@@ -39,8 +39,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._note_groups()
         self._rebind()
         self._steps = 0
-        runtime.listeners.append(self._rebind)
-        runtime.before_whole.append(self._put_together)
+        runtime.split_model.listeners.append(self._rebind)
+        runtime.split_model.before_whole.append(self._put_together)
         session.optimizers.append(weakref.ref(self))
         share_overflows()
 

@@ -29,8 +29,8 @@ from shardwright.core.plan.decision import LossScope
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import AUTO
 from shardwright.torch.config import Config, read_config
-from shardwright.torch.message_options import require_carried_out
 from shardwright.torch.run_agreement import said_at_start
+from shardwright.torch.step_mode import require_carried_out
 
 
 class OptimizerSettings(Protocol):
@@ -46,7 +46,8 @@ class Session:
         self, config: Config, plan: Plan | None, bound: BoundMesh, watch: Watch, agreement: Agreement, owns_group: bool
     ) -> None:
         self.agreement = agreement
-        self.config, self.plan, self.bound, self.watch = config, plan, bound, watch
+        self.config, self.bound, self.watch = config, bound, watch
+        self._given_plan = plan
         self.owns_group = owns_group
         self.seed = config.seed
         self.runtime: Runtime | None = None
@@ -57,6 +58,13 @@ class Session:
         """Which state dicts were loaded, in words."""
         self.optimizers: list[Callable[[], OptimizerSettings | None]] = []
         """References to the optimizers that were made, which give their settings in words."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that `init` was given, or the one by which the model was split at the first step."""
+        if self._given_plan is not None or self.runtime is None or self.runtime.stage_map is None:
+            return self._given_plan
+        return self.runtime.stage_map.plan
 
     @property
     def loss_scope(self) -> LossScope | None:
@@ -284,7 +292,7 @@ def set_seed(seed: int) -> None:
     session = current()
     session.seed = int(seed)
     if session.runtime is not None:
-        session.runtime.seed = session.seed
+        session.runtime.split_model.seed = session.seed
 
 
 def rank() -> int:
