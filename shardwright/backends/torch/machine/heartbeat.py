@@ -12,20 +12,19 @@ import contextlib
 import json
 import math
 import os
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
 from shardwright.backends.torch.compat import Store
+from shardwright.backends.torch.machine.host_processes import birth_of, host_name, is_at_work, state_of
 from shardwright.backends.torch.machine.watchdog import Fault, Watch, report
 
 BEAT_S = 1.0
@@ -105,7 +104,7 @@ class Pulse:
         store: Any = self.store  # whose annotation leaves that out
         self._own: Any = store.clone()
         self._own.set_timeout(timedelta(days=1))  # whose host is stopped is for the other thread to say
-        self._host, self._born = _host_name(), _born(os.getpid())
+        self._host, self._born = host_name(), birth_of(os.getpid())
         self._peers: dict[int, _Peer] = {}
         self._faults: list[Fault] = []
         self._untold: deque[Fault] = deque()
@@ -341,7 +340,7 @@ class Pulse:
         for rank, peer in tuple(self._peers.items()):
             if rank in self._left or now - peer.heard < seconds:
                 continue
-            if peer.beat.host == self._host and _is_at_work(peer.beat.process, peer.beat.born):
+            if peer.beat.host == self._host and is_at_work(peer.beat.process, peer.beat.born):
                 peer.heard = now  # it holds the interpreter, and cannot tell
                 continue
             found.append(rank)
@@ -352,7 +351,7 @@ class Pulse:
         return sorted(
             rank
             for rank, peer in tuple(self._peers.items())
-            if peer.beat.host == self._host and _state(peer.beat.process, peer.beat.born) in ("", "Z", "X")
+            if peer.beat.host == self._host and state_of(peer.beat.process, peer.beat.born) in ("", "Z", "X")
         )
 
     def _of_silent(self, ranks: Iterable[int]) -> str:
@@ -440,36 +439,3 @@ def _break_group(group: ProcessGroup) -> None:
 def _ranks(ranks: Iterable[int]) -> str:
     found = sorted(ranks)
     return f"rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"
-
-
-def _host_name() -> str:
-    """This host, as processes that see each other's numbers call it."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return f"{socket.gethostname()} {os.getpid()}"  # nobody else's
-
-
-def _stat(process: int) -> list[str]:
-    try:
-        text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return []
-    return text.rpartition(")")[2].split()
-
-
-def _born(process: int) -> str:
-    found = _stat(process)
-    return found[19] if found else ""
-
-
-def _state(process: int, born: str) -> str:
-    """The state of a process on this host, by Linux's letters; empty when it is gone."""
-    found = _stat(process)
-    return found[0] if found and found[19] == born else ""
-
-
-def _is_at_work(process: int, born: str) -> bool:
-    """Whether a process that says nothing is neither stopped nor gone: then something holds its interpreter."""
-    return _state(process, born) not in ("", "T", "t", "Z", "X")

@@ -6,7 +6,6 @@ modules until it tells them that the step is over. At most ``active`` microbatch
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -25,8 +24,9 @@ from shardwright.backends.torch.messages.calls import Calls
 from shardwright.backends.torch.messages.microbatch_threads import StoppedError, Strand, Threads, Turns, current_strand
 from shardwright.backends.torch.messages.owners import Owners
 from shardwright.backends.torch.messages.random_by_call import Draws
-from shardwright.backends.torch.messages.remote_errors import Failure, StepFailedError, describe
+from shardwright.backends.torch.messages.remote_errors import describe
 from shardwright.backends.torch.messages.remote_parameters import make_ghosts
+from shardwright.backends.torch.messages.step_failures import StepFailures
 from shardwright.backends.torch.messages.step_outcome import MicrobatchResult, Outcome
 from shardwright.backends.torch.messages.thread_modes import Modes
 from shardwright.backends.torch.messages.transport import Envelope, Kind, Wire
@@ -50,15 +50,6 @@ FORWARD_FIRST = frozenset({"simple", "gpipe"})
 
 BACKWARD_FIRST = frozenset({"interleaved", "1f1b"})
 """Schedules that start a backward as soon as there is one."""
-
-LOOK_S = 1.0
-"""How often a waiting rank looks whether its peers still answer."""
-
-IDLE_S = 5.0
-"""How much longer a rank waits that is waiting for no answer, but for calls."""
-
-UNWIND_S = 30.0
-"""How long a failed step may take to unwind on this rank and to be heard of on the others."""
 
 
 class Messages:
@@ -92,7 +83,8 @@ class Messages:
             wait_longer(group)
             if watch.pulse is not None:
                 watch.pulse.groups.append(group)
-        self.wire = Wire(group, self.me, self.size, self._deliver, self._lost)
+        self.failures = StepFailures(bound, watch, self.turns)
+        self.wire = self.failures.wire = Wire(group, self.me, self.size, self._deliver, self.failures.lose)
         self.draws = Draws(bound.device)
         self.calls = Calls(
             owners, holding, self.wire, self.turns, self.draws, bound.device, bound.describe(), bound.groups["pp"],
@@ -106,10 +98,6 @@ class Messages:
         overlap. Not known before the first step, which is run in order."""
         self._strands: dict[int, Strand] = {}
         self._lock = threading.Lock()
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-        self._failure: Failure | None = None
-        self._broken: str | None = None
         self._begun = False
         self._shares = Shares(((1,),), 0)
         self._loss_shares: LossShares | LossError | None = None
@@ -149,8 +137,7 @@ class Messages:
             StepFailedError: a module, or the body, failed on some rank. The next step may be run.
             PeerError: a peer died, or did not answer in time.
         """
-        if self._broken is not None:
-            raise PeerError(f"an earlier step has lost a peer, and none can be run: {self._broken}")
+        self.failures.require_peers()
         self._begin(body, microbatches)
         self._shares, self._loss_shares = shares, loss_shares
         self.draws.seed, self.draws.step = seed, step
@@ -162,8 +149,10 @@ class Messages:
                 self.wire.open()  # only now: calls are served from here on
                 outcome = self._run(len(microbatches))
             except BaseException as error:
-                self._fail(error)
-                self._unwind()
+                self.failures.fail(error)
+                self.failures.unwind()
+                if self._begun:
+                    self.gradients.abandon()
                 if self.bound.mesh.size == self.size:
                     error._shardwright_heard = True  # type: ignore[attr-defined]
                 else:  # the replicas of this pipeline do not hear of it over the wire
@@ -183,9 +172,8 @@ class Messages:
         versions = self._buffer_versions()
         if self.me == DRIVER:
             self._admit()
-        self._wait_for(self._done)
-        self._raise_if_failed()
-        if not self._comes(self.turns.ended):
+        self.failures.wait()
+        if not self.failures.comes(self.turns.ended):
             raise PeerError(f"{self.bound.describe()}: a microbatch that was over did not end")
         wrote = self._buffer_versions() != versions
         if not self.draws.end():
@@ -199,9 +187,9 @@ class Messages:
             self.wire.say_last(Kind.END, *self._outcome.packed())
         else:
             self.wire.say_last(Kind.BYE, wrote)
-        if not self._comes(self.wire.quiet):
+        if not self.failures.comes(self.wire.quiet):
             raise PeerError(f"{self.bound.describe()}: a peer did not end its step in time")
-        self._raise_if_failed()
+        self.failures.raise_if_failed()
         self.wire.drain()
         self._note_writes(wrote or self._wrote)
         assert self._outcome is not None
@@ -298,7 +286,7 @@ class Messages:
             self._under_way -= 1
             finished = not self._under_way and self._next_microbatch == len(self.calls.microbatches)
         if finished:
-            self._done.set()
+            self.failures.done.set()
         else:
             self._admit()
 
@@ -337,14 +325,14 @@ class Messages:
 
     def _begin(self, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]]) -> None:
         self._modes = Modes.here(self.bound.device)
-        self._error, self._failure, self._outcome = None, None, None
+        self._outcome = None
         self._begun = self._wrote = False
         self._ordered = self._writes.get(self.holding.model.training, True)
         self._clear()
         self._body, self.calls.microbatches = body, microbatches
         self.losses = []
         self._next_microbatch = self._under_way = 0
-        self._done.clear()
+        self.failures.begin()
         self.turns.begin()
 
     def _clear(self) -> None:
@@ -375,23 +363,17 @@ class Messages:
             except StoppedError:
                 raise
             except BaseException as error:  # sys.exit in a model, too, must not leave the others waiting
-                self._fail(error, describe(error, self.bound.describe(), strand.microbatch))
+                self.failures.fail(error, describe(error, self.bound.describe(), strand.microbatch))
 
         return run
 
     def _deliver(self, envelope: Envelope) -> None:
         """A message has come; on the thread that receives from its sender."""
         if envelope.kind is Kind.ABORT:
-            failure: Failure = envelope.body
-            if failure.lost:
-                self._give_up(
-                    f"{self.watch.describe()}; told by rank {self.bound.peer('pp', envelope.source)}", failure
-                )
-            else:
-                self._fail(StepFailedError(failure.text), failure)
+            self.failures.hear(envelope.body, envelope.source)
         elif envelope.kind is Kind.END:
             self._outcome = Outcome.unpacked(envelope.body, envelope.tensors, self.bound.device)
-            self._done.set()
+            self.failures.done.set()
         elif envelope.kind is Kind.BYE:
             self._wrote = self._wrote or bool(envelope.body)
         else:
@@ -408,88 +390,6 @@ class Messages:
             if envelope.kind is Kind.DONE:
                 with self._lock:
                     del self._strands[envelope.microbatch]
-
-    # Failure -----------------------------------------------------------------------------------------------------
-
-    def _lost(self, peer: int, error: Exception) -> None:
-        """The connection with a peer is broken."""
-        pulse = self.watch.pulse
-        fault = self.watch.told or (None if pulse is None else pulse.inquest())
-        cause = (str(error).splitlines() or [""])[0] if fault is None else fault.text
-        self._give_up(
-            f"{self.watch.describe()}; the connection with rank {self.bound.peer('pp', peer)} is lost: {cause}"
-        )
-
-    def _give_up(self, said: str, told: Failure | None = None) -> None:
-        """A peer is gone: neither this step nor a later one can be run."""
-        if told is not None:
-            said = f"{said}: {told.text}"
-        with self._lock:
-            if self._broken is not None:
-                return
-            self._broken = said
-        report(said)
-        self._fail(PeerError(said), told or Failure(said, lost=True))
-
-    def _fail(self, error: BaseException, failure: Failure | None = None) -> None:
-        """The step has failed here, or was told to have failed elsewhere: the first reason stands."""
-        with self._lock:
-            if self._error is None:
-                text = f"{self.bound.describe()}: {type(error).__name__}: {error}"
-                self._error, self._failure = error, failure or Failure(text)
-            failure = self._failure
-        self.turns.fail()
-        with contextlib.suppress(RuntimeError):  # a peer that is gone needs no telling
-            self.wire.say_last(Kind.ABORT, failure)
-        self._done.set()
-
-    def _raise_if_failed(self) -> None:
-        error = self._error
-        if error is None:
-            return
-        if isinstance(error, ShardwrightError) and not hasattr(error, "_shardwright_text"):
-            raise error
-        assert self._failure is not None
-        raise StepFailedError(self._failure.text) from error
-
-    def _unwind(self) -> None:
-        """Wait until nothing of a failed step is under way, so that the next may be run. First no message, since one
-        that comes late begins a strand."""
-        if self._broken is None and not (self.wire.quiet(UNWIND_S) and self.turns.ended(UNWIND_S)):
-            self._broken = f"{self.bound.describe()}: a failed step did not end on every rank"
-        if self._broken is not None:
-            self.wire.abandon()
-        if self._begun:
-            self.gradients.abandon()
-
-    def _wait_for(self, event: threading.Event) -> None:
-        """Wait for the end of the step's work; raises PeerError when nothing comes from any peer for too long."""
-        waited_s, seen = 0.0, None
-        while not event.wait(LOOK_S):
-            now = self.turns.progress()
-            waited_s = waited_s + LOOK_S if now is not None and now == seen else 0.0
-            seen = now
-            self._look()
-            # A rank that waits for an answer knows more than one that only serves, and speaks first.
-            limit_s = self.watch.longest_s if self.turns.waits() else self.watch.longest_s + IDLE_S
-            if waited_s >= limit_s:
-                self._give_up(f"{self.watch.describe()}; nothing came for {limit_s:.0f} s")
-
-    def _look(self) -> None:
-        """Give up once it is known that a peer has failed or is gone."""
-        fault = self.watch.told
-        if fault is not None and self._broken is None:
-            self._give_up(f"{self.watch.describe()}; {fault.text}")
-
-    def _comes(self, is_there: Callable[[float], bool]) -> bool:
-        """Wait for the end of something, as long as peers live. Raises PeerError when one does not."""
-        begun = time.monotonic()
-        while not is_there(LOOK_S):
-            self._look()
-            self._raise_if_failed()
-            if time.monotonic() - begun > self.watch.longest_s:
-                return False
-        return True
 
 
 class _Waits:

@@ -79,7 +79,7 @@ class Recording:
                 f"{name} is recomputed in the backward pass, and {name_of(written)} is done for "
                 f"each microbatch anew, so that it would be that of another one then: take recompute='none'"
             )
-        missing = [call for held in stage_map.calls for call in held if call not in recorder.seen_calls]
+        missing = [call for held in stage_map.calls for call in held if call not in recorder.modules.seen]
         if missing and program.losses and not program.is_one_of_many:
             path, occurrence = missing[0]
             if program.guards:

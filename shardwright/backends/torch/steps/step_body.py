@@ -56,7 +56,7 @@ class StepBodies:
         """Whether a body, recorded for no plan, calls modules of the model. Raises CaptureError."""
         with self.heard_by(None):
             _, recorder = record(self.model, {}, self.device, body, list(inputs), self._listen_to)
-        return bool(recorder.counts)
+        return bool(recorder.modules.counts)
 
     def run_forward(self, body: StepBody, inputs: Sequence[torch.Tensor]) -> None:
         """Run a body on tensors, on a model that is not split, without a backward pass."""
