@@ -51,12 +51,12 @@ class DistributedModel(nn.Module):
         if session.bound.size("tp") > 1:
             replace_registered(module)
         self.session = session
-        config, bound, watch = session.config, session.bound, session.watch
+        config, bound, watchdog = session.config, session.bound, session.watchdog
         compiler = "inductor" if config.compile is True else config.compile
         self.runtime = Runtime(
-            module, bound, watch, seed=session.seed, weights=weights, agreement=session.agreement,
+            module, bound, watchdog, seed=session.seed, weights=weights, agreement=session.agreement,
             loss_scope=session.loss_scope,
-            sentinel=Sentinel(config.nonfinite, config.debug == "numerics", watch, bound.device),
+            sentinel=Sentinel(config.nonfinite, config.debug == "numerics", watchdog, bound.device),
             compiler=Compiler(compiler) if compiler else None,
             mode=ConfiguredMode(config, bound),
         )  # fmt: skip
@@ -99,7 +99,7 @@ class DistributedModel(nn.Module):
                     "checkpoint): all of them take those of rank 0",
                     stacklevel=4,
                 )
-            take_values(module, 0, session.bound, session.watch)
+            take_values(module, 0, session.bound, session.watchdog)
 
     def _warn_of_precision(self, planned: str) -> None:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[planned]
@@ -197,15 +197,15 @@ class DistributedModel(nn.Module):
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that this rank holds, by original names."""
-        yield from self.runtime.holding.local_parameters().items()
+        yield from self.runtime.ownership.local_parameters().items()
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that this rank holds."""
-        yield from self.runtime.holding.local_parameters().values()
+        yield from self.runtime.ownership.local_parameters().values()
 
     def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The buffers that this rank holds, by original names."""
-        yield from self.runtime.holding.local_buffers().items()
+        yield from self.runtime.ownership.local_buffers().items()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, which are those of the parameters that this rank holds."""
@@ -233,20 +233,20 @@ class DistributedModel(nn.Module):
             claims = [optimizers_claim(self.session)]
             self.session.agreement.meet(f"model.state_dict({rank0_only=})", claims, in_replica=True)
         return checkpoint.gather(
-            self.runtime.holding,
+            self.runtime.ownership,
             self.session.bound,
-            self.session.watch,
+            self.session.watchdog,
             rank0_only=rank0_only,
             shards=self.runtime.gradients.shards,
         )
 
     def local_state_dict(self) -> dict[str, Any]:
         """The part of the state dict that this rank holds."""
-        holding = self.runtime.holding
+        ownership = self.runtime.ownership
         return {
             key: entry
             for key, entry in self.module.state_dict().items()
-            if key not in holding.first_name or holding.holds(holding.first_name[key])
+            if key not in ownership.first_name or ownership.holds(ownership.first_name[key])
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -254,7 +254,7 @@ class DistributedModel(nn.Module):
         if assign:
             raise ShardwrightError("assign=True would replace the parameters that optimizers know: leave it False")
         missing, unexpected = checkpoint.load(
-            self.runtime.holding, state_dict, strict=strict, shards=self.runtime.gradients.shards
+            self.runtime.ownership, state_dict, strict=strict, shards=self.runtime.gradients.shards
         )
         self.session.note_loaded(f"weights {digest_of_state(state_dict)}")
         return IncompatibleKeys(missing, unexpected)

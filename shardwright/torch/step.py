@@ -100,7 +100,7 @@ class _Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session = sessions.current()
-        with session.watch.step():
+        with session.watchdog.step():
             return self._agreed(args, kwargs, session)
 
     def _agreed(self, args: Any, kwargs: Any, session: sessions.Session) -> Any:
@@ -172,7 +172,7 @@ class _Step:
             for p in positions:
                 axis = self._axis(leaves[p], names[p])
                 if axis is not None:
-                    leaves[p] = of_all_peers(leaves[p].to(device), axis, session.bound, session.watch)
+                    leaves[p] = of_all_peers(leaves[p].to(device), axis, session.bound, session.watchdog)
         literals = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         numbers = self._numbers.setdefault(call.form, {})
         numbers.update({(names[p], p): leaf for p, leaf in enumerate(leaves) if type(leaf) in (int, float)})
@@ -244,7 +244,7 @@ class _Step:
                 return id(item)
             return (type(item), None if type(item) in (int, float) else item)
 
-        modes = tuple([module.training for module in runtime.holding.modules.values()])
+        modes = tuple([module.training for module in runtime.ownership.modules.values()])
         kind = runtime.bound.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         shapes = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs)

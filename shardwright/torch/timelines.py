@@ -31,6 +31,6 @@ def record_timeline() -> Iterator[list[Timeline]]:
     try:
         yield found
         session.agreement.meet("the end of sw.record_timeline", notes=(len(model.recorders),))
-        found += gather(model.recorders, session.bound.size("pp"), session.bound, session.watch)
+        found += gather(model.recorders, session.bound.size("pp"), session.bound, session.watchdog)
     finally:
         model.recorders = None

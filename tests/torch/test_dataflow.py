@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwright.backends.torch.machine.mesh import bind
 from shardwright.backends.torch.machine.process import Launch, start
-from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.steps.call import Result, StepBody, StepCall
@@ -36,7 +36,7 @@ def make_runtime(model: nn.Module, calls: list[list[tuple[str, int]]], stages: d
     """Stages that all lie on this rank, so that values travel through the mailbox and not through a network."""
     schedule = Schedule.build("looped-bfs", ranks=1, microbatches=MICROBATCHES, virtual_stages=len(calls))
     bound = bind(Mesh.of(pp=1, dp=1, tp=1))
-    runtime = Runtime(model, bound, Watch("rank 0", 30.0), seed=0, weights=None)
+    runtime = Runtime(model, bound, Watchdog("rank 0", 30.0), seed=0, weights=None)
     runtime.split(StageMap(schedule, tuple(map(tuple, calls)), stages))
     return runtime
 

@@ -69,7 +69,7 @@ class TorchExecutable:
         if self._optimizer is not None:
             self._optimizer.zero_grad()
         shapes = tuple((tuple(t.shape), t.dtype) for t in microbatches[0])
-        with runtime.watch.step():
+        with runtime.watchdog.step():
             samples = max((leaf.shape[0] for leaf in leaves), default=count) // count
             shares = runtime.begin("a step", [samples] * count)
             call = StepCall((str(spec), shapes), body, microbatches, shares, [0] * len(leaves))
@@ -80,7 +80,7 @@ class TorchExecutable:
                 raise
             _, returned = prepared.run()
         if self._optimizer is None:
-            self._optimizer = self._make_optimizer(list(runtime.holding.local_parameters().values()))
+            self._optimizer = self._make_optimizer(list(runtime.ownership.local_parameters().values()))
         self._optimizer.step()
         assert isinstance(prepared.losses, tuple)
         every, (each,) = returned[0].everywhere, prepared.losses
@@ -95,16 +95,16 @@ class TorchExecutable:
         try:
             for _ in range(steps):
                 self.step(batch)
-            return gather(model.recorders, runtime.bound.size("pp"), runtime.bound, runtime.watch)
+            return gather(model.recorders, runtime.bound.size("pp"), runtime.bound, runtime.watchdog)
         finally:
             model.recorders = None
 
     def whole_parameters(self) -> Mapping[str, torch.Tensor]:
         """Every parameter, whole, by its first name, on every rank."""
         state = checkpoint.gather(
-            self._runtime.holding, self._runtime.bound, self._runtime.watch, shards=self._runtime.gradients.shards
+            self._runtime.ownership, self._runtime.bound, self._runtime.watchdog, shards=self._runtime.gradients.shards
         )
-        return {name: state[name] for name in sorted(self._runtime.holding.parameter_names)}
+        return {name: state[name] for name in sorted(self._runtime.ownership.parameter_names)}
 
 
 def compile(
@@ -138,10 +138,10 @@ def compile(
     device = choose_device(launch)
     plan.require_world(dist.get_world_size() if dist.is_initialized() else launch.world_size)
     plan.require_model("torch", tuple(name for name, _ in model.named_parameters()), type(model).__name__)
-    bound, watch = watch_over(start(launch, device, wait_timeout_s), plan.mesh, device, wait_timeout_s)
-    if watch.pulse is not None:
-        atexit.register(watch.pulse.stop, Fault(bound.rank, "left", f"{watch.who} left"))
-    runtime = Runtime(model, bound, watch, seed=seed, weights=weights, loss_scope=plan.decision.loss_scope)
+    bound, watchdog = watch_over(start(launch, device, wait_timeout_s), plan.mesh, device, wait_timeout_s)
+    if watchdog.pulse is not None:
+        atexit.register(watchdog.pulse.stop, Fault(bound.rank, "left", f"{watchdog.who} left"))
+    runtime = Runtime(model, bound, watchdog, seed=seed, weights=weights, loss_scope=plan.decision.loss_scope)
     runtime.split(stage_map)
     make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     return TorchExecutable(runtime, loss or _own_loss, make, reduction)

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwright.backends.torch.machine.agreement import Agreement, Claim
 from shardwright.backends.torch.machine.mesh import BoundMesh
-from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.messages.engine import Messages
 from shardwright.backends.torch.messages.owners import Owners
 from shardwright.backends.torch.pipeline.compiling import Compiler
@@ -78,17 +78,17 @@ class Runtime:
     """
 
     def __init__(
-        self, model: nn.Module, bound: BoundMesh, watch: Watch, *, seed: int, weights: Weights | None,
+        self, model: nn.Module, bound: BoundMesh, watchdog: Watchdog, *, seed: int, weights: Weights | None,
         agreement: Agreement | None = None, loss_scope: LossScope | None = None, sentinel: Sentinel | None = None,
         compiler: Compiler | None = None, mode: StepMode | None = None,
     ) -> None:  # fmt: skip
-        self.agreement = agreement or Agreement(bound, watch)
-        self.model, self.bound, self.watch = model, bound, watch
-        sentinel = sentinel or Sentinel("warn", False, watch, bound.device)
+        self.agreement = agreement or Agreement(bound, watchdog)
+        self.model, self.bound, self.watchdog = model, bound, watchdog
+        sentinel = sentinel or Sentinel("warn", False, watchdog, bound.device)
         self.split_model = SplitModel(
-            model, bound, watch, self.agreement, seed=seed, weights=weights, sentinel=sentinel
+            model, bound, watchdog, self.agreement, seed=seed, weights=weights, sentinel=sentinel
         )
-        self.holding, self.gradients = self.split_model.holding, self.split_model.gradients
+        self.ownership, self.gradients = self.split_model.ownership, self.split_model.gradients
         self.compiler = compiler
         self.steps: Steps | None = None
         self._mode = mode
@@ -138,7 +138,7 @@ class Runtime:
             DisagreementError: on every rank; see `Agreement.meet`.
             Exception: ``failure``, on this rank.
         """
-        self.watch.doing("the start of the step")
+        self.watchdog.doing("the start of the step")
         try:
             self.split_model.tree.require_same()
         except PlanError as error:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from shardwright.backends.torch.machine.mesh import BoundMesh
-from shardwright.backends.torch.machine.watchdog import PeerError, Watch, report
+from shardwright.backends.torch.machine.watchdog import PeerError, Watchdog, report
 from shardwright.backends.torch.messages.microbatch_threads import Turns
 from shardwright.backends.torch.messages.remote_errors import Failure, StepFailedError
 from shardwright.backends.torch.messages.transport import Kind, Wire
@@ -32,8 +32,8 @@ class StepFailures:
 
     wire: Wire
 
-    def __init__(self, bound: BoundMesh, watch: Watch, turns: Turns) -> None:
-        self.bound, self.watch, self.turns = bound, watch, turns
+    def __init__(self, bound: BoundMesh, watchdog: Watchdog, turns: Turns) -> None:
+        self.bound, self.watchdog, self.turns = bound, watchdog, turns
         self.done = threading.Event()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -68,17 +68,17 @@ class StepFailures:
     def hear(self, failure: Failure, source: int) -> None:
         """The peer at pp coordinate ``source`` has told that the step has failed."""
         if failure.lost:
-            self._give_up(f"{self.watch.describe()}; told by rank {self.bound.peer('pp', source)}", failure)
+            self._give_up(f"{self.watchdog.describe()}; told by rank {self.bound.peer('pp', source)}", failure)
         else:
             self.fail(StepFailedError(failure.text), failure)
 
     def lose(self, peer: int, error: Exception) -> None:
         """The connection with a peer is broken."""
-        pulse = self.watch.pulse
-        fault = self.watch.told or (None if pulse is None else pulse.inquest())
+        pulse = self.watchdog.pulse
+        fault = self.watchdog.told or (None if pulse is None else pulse.inquest())
         cause = (str(error).splitlines() or [""])[0] if fault is None else fault.text
         self._give_up(
-            f"{self.watch.describe()}; the connection with rank {self.bound.peer('pp', peer)} is lost: {cause}"
+            f"{self.watchdog.describe()}; the connection with rank {self.bound.peer('pp', peer)} is lost: {cause}"
         )
 
     def _give_up(self, said: str, told: Failure | None = None) -> None:
@@ -104,7 +104,7 @@ class StepFailures:
 
     def unwind(self) -> None:
         """Wait until nothing of a failed step is under way, so that the next may be run. First no message, since one
-        that comes late begins a strand."""
+        that comes late begins a fiber."""
         if self._broken is None and not (self.wire.quiet(UNWIND_S) and self.turns.ended(UNWIND_S)):
             self._broken = f"{self.bound.describe()}: a failed step did not end on every rank"
         if self._broken is not None:
@@ -124,9 +124,9 @@ class StepFailures:
             seen = now
             self._look()
             # A rank that waits for an answer knows more than one that only serves, and speaks first.
-            limit_s = self.watch.longest_s if self.turns.waits() else self.watch.longest_s + IDLE_S
+            limit_s = self.watchdog.longest_s if self.turns.waits() else self.watchdog.longest_s + IDLE_S
             if waited_s >= limit_s:
-                self._give_up(f"{self.watch.describe()}; nothing came for {limit_s:.0f} s")
+                self._give_up(f"{self.watchdog.describe()}; nothing came for {limit_s:.0f} s")
         self.raise_if_failed()
 
     def comes(self, is_there: Callable[[float], bool]) -> bool:
@@ -135,12 +135,12 @@ class StepFailures:
         while not is_there(LOOK_S):
             self._look()
             self.raise_if_failed()
-            if time.monotonic() - begun > self.watch.longest_s:
+            if time.monotonic() - begun > self.watchdog.longest_s:
                 return False
         return True
 
     def _look(self) -> None:
         """Give up once it is known that a peer has failed or is gone."""
-        fault = self.watch.told
+        fault = self.watchdog.told
         if fault is not None and self._broken is None:
-            self._give_up(f"{self.watch.describe()}; {fault.text}")
+            self._give_up(f"{self.watchdog.describe()}; {fault.text}")

@@ -32,8 +32,8 @@ class MessageSteps:
         split_model.split_whole_modules(owners.placement(split_model.model))
         self._split_model, self._losses = split_model, losses
         self.engine = Messages(
-            owners, split_model.holding, split_model.gradients, split_model.bound, split_model.watch,
-            timeout_s=split_model.watch.timeout_s, active=active, schedule=schedule,
+            owners, split_model.ownership, split_model.gradients, split_model.bound, split_model.watchdog,
+            timeout_s=split_model.watchdog.timeout_s, active=active, schedule=schedule,
         )  # fmt: skip
 
     @property
@@ -77,7 +77,7 @@ class PreparedMessageStep:
         for text, loss in engine.losses:
             split_model.sentinel.loss(text, loss)
         if trained:
-            split_model.sentinel.finish(split_model.holding.local_parameters())
+            split_model.sentinel.finish(split_model.ownership.local_parameters())
         return tree, returned
 
 
@@ -95,9 +95,9 @@ def owners_by_module_tree(split_model: SplitModel, call: StepCall) -> dict[str, 
 
     Raises PlanError where the model cannot be divided.
     """
-    model, bound, watch = split_model.model, split_model.bound, split_model.watch
+    model, bound, watchdog = split_model.model, split_model.bound, split_model.watchdog
     found: list[Any] = [None]
-    watch.doing("dividing the model")
+    watchdog.doing("dividing the model")
     if bound.rank == 0:
         flops: dict[str, int] = {}
         if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
@@ -111,7 +111,7 @@ def owners_by_module_tree(split_model: SplitModel, call: StepCall) -> dict[str, 
         except PlanError as error:
             found = [str(error)]
     if bound.mesh.size > 1:
-        with watch.waiting("rank 0, which divides the model"):
+        with watchdog.waiting("rank 0, which divides the model"):
             dist.broadcast_object_list(found, 0)
     if isinstance(found[0], str):
         raise PlanError(found[0])

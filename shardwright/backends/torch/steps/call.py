@@ -1,7 +1,7 @@
 """One call of a training step, and what every form of steps does with it."""
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +29,7 @@ class StepCall:
             gives none.
         axes: of each input, the dim that is its batch; None where every microbatch gets it whole. Default: losses are
             means over samples.
+        shapes: the shapes and dtypes of each microbatch.
     """
 
     signature: Hashable
@@ -36,11 +37,10 @@ class StepCall:
     microbatches: Sequence[Sequence[torch.Tensor]]
     shares: Shares
     axes: Sequence[int | None] | None = None
+    shapes: tuple[Hashable, ...] = field(init=False)
 
-    @property
-    def shapes(self) -> tuple[Hashable, ...]:
-        """The shapes and dtypes of each microbatch."""
-        return tuple(map(shapes_of, self.microbatches))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shapes", tuple(map(shapes_of, self.microbatches)))
 
 
 def shapes_of(inputs: Sequence[torch.Tensor]) -> Hashable:

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from shardwright.backends.torch.machine.pipeline_messages import Mailroom
+from shardwright.backends.torch.machine.pipeline_messages import PipelineTransport
 from shardwright.backends.torch.pipeline.actions import Pipeline, closing_order
 from shardwright.backends.torch.pipeline.compiling import Compiler
 from shardwright.backends.torch.pipeline.step_results import homes_of
@@ -46,8 +46,8 @@ class CompiledSteps:
         compiler: compiles the units of this rank's stages; None: they run as they are.
     """
 
-    def __init__(self, split_model: SplitModel, mailroom: Mailroom, compiler: Compiler | None) -> None:
-        self._split_model, self._mailroom, self._compiler = split_model, mailroom, compiler
+    def __init__(self, split_model: SplitModel, transport: PipelineTransport, compiler: Compiler | None) -> None:
+        self._split_model, self._transport, self._compiler = split_model, transport, compiler
         self._ready: dict[Hashable, list[CompiledStep]] = {}
 
     def find(self, key: Hashable, divisions: Sequence[Division]) -> CompiledStep | None:
@@ -73,7 +73,9 @@ class CompiledSteps:
                 require_alike(programs)
                 for program in programs:
                     require_results(program, bound.size("pp"))
-                require_hooks_fire(split_model.holding.modules, {path for held in stage_map.calls for path, _ in held})
+                require_hooks_fire(
+                    split_model.ownership.modules, {path for held in stage_map.calls for path, _ in held}
+                )
                 if programs[0].losses:
                     require_whole_gradients(split_model.model, len(divisions), bound.mesh.size, bound.size("tp"))
                 if any(program.losses for program in programs):
@@ -89,7 +91,7 @@ class CompiledSteps:
         schedule = keep_microbatches(stage_map.schedule, len(divisions))
         for division in used:
             split_model.place_needs(division, schedule)
-        modules, tensor = split_model.holding.modules, split_model.tensor
+        modules, tensor = split_model.ownership.modules, split_model.tensor
         rank = split_model.bound.coordinate("pp")
         streams = Streams(programs, modules, split_model.seed, split_model.bound.device)
         if tensor is not None:
@@ -98,10 +100,12 @@ class CompiledSteps:
             self._compiler.require(stage_map, used)
             modules = {**modules, **self._compiler.units(modules, used, stage_map.schedule.stages_of(rank))}
         recompute = stage_map.recompute if tensor is None else stage_map.recompute | tensor.recompute
-        pipeline = Pipeline(divisions, schedule, modules, rank, self._mailroom, split_model.watch, streams, recompute)
+        pipeline = Pipeline(
+            divisions, schedule, modules, rank, self._transport, split_model.watchdog, streams, recompute
+        )
         stage_rank = [schedule.stage_to_rank(stage) for stage in range(schedule.stages)]
         pipeline.open(set[int]().union(*(homes_of(division, stage_rank) for division in used)))
-        names = tuple(split_model.holding.local_parameters())
+        names = tuple(split_model.ownership.local_parameters())
         return CompiledStep(pipeline, programs[0].result, closing_order(stage_map.schedule, rank, used[0], names))
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from shardwright.backends.torch.loss.shares import LossSemantics, LossShares, Mi
 from shardwright.backends.torch.program.program import Loss
 from shardwright.backends.torch.program.python_reads import left_as_it_is
 from shardwright.backends.torch.program.stages import Division
-from shardwright.backends.torch.steps.call import StepBody, StepCall, shapes_of
+from shardwright.backends.torch.steps.call import StepBody, StepCall
 from shardwright.backends.torch.steps.split_model import SplitModel
 from shardwright.core.errors import LossError
 from shardwright.core.plan.decision import LossScope
@@ -24,7 +24,7 @@ class StepLosses:
 
     def __init__(self, split_model: SplitModel, scope: LossScope | None) -> None:
         self._split_model = split_model
-        self._semantics = LossSemantics(split_model.bound, split_model.watch, scope)
+        self._semantics = LossSemantics(split_model.bound, split_model.watchdog, scope)
 
     def shares(
         self, losses: Sequence[Loss], call: StepCall, divisions: Sequence[Division | None] | None = None
@@ -61,7 +61,7 @@ class StepLosses:
         which = None if division is None else division.program.python.serial
         axes = tuple(call.axes) if call.axes is not None else (None,) * len(inputs)
         read = partial(self._read, call.body, inputs, Batching(axes, call.shares.own[number], whole))
-        return Microbatch(inputs, (call.signature, shapes_of(inputs), which, whole), read)
+        return Microbatch(inputs, (call.signature, call.shapes[number], which, whole), read)
 
     def _read(self, body: StepBody, inputs: Sequence[torch.Tensor], batching: Batching) -> list[LossReading]:
         split_model = self._split_model

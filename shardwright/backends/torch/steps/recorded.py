@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.backends.torch.loss.shares import LossShares, of_own
-from shardwright.backends.torch.machine.pipeline_messages import Mailroom
+from shardwright.backends.torch.machine.pipeline_messages import PipelineTransport
 from shardwright.backends.torch.pipeline.action_times import Recorder
 from shardwright.backends.torch.pipeline.compiling import Compiler
 from shardwright.backends.torch.pipeline.step_results import share, total_weight
@@ -36,12 +36,12 @@ class RecordedSteps:
         self._split_model, self._losses = split_model, losses
         bound, group = split_model.bound, dist.group.WORLD
         assert group is not None
-        self._mailroom = Mailroom(
-            bound.groups["pp"], bound.coordinate("pp"), bound.device, split_model.watch, peers=bound.handles["pp"],
+        self._transport = PipelineTransport(
+            bound.groups["pp"], bound.coordinate("pp"), bound.device, split_model.watchdog, peers=bound.handles["pp"],
             group=group,
         )  # fmt: skip
         self.recordings = StepRecordings(split_model, ahead)
-        self.compiled = CompiledSteps(split_model, self._mailroom, compiler)
+        self.compiled = CompiledSteps(split_model, self._transport, compiler)
 
     @property
     def _stage_map(self) -> StageMap:
@@ -75,12 +75,12 @@ class RecordedSteps:
         shares = self._losses.shares(losses, call, divisions)
         for division in divisions:
             division.program.python.leave()
-        return PreparedRecordedStep(self._split_model, self._mailroom, call, compiled, shares, tuple(found.numbers))
+        return PreparedRecordedStep(self._split_model, self._transport, call, compiled, shares, tuple(found.numbers))
 
     def close(self) -> None:
         """Take the hooks off the model, and let the process groups go."""
         self.compiled.close()
-        self._mailroom.close()
+        self._transport.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class PreparedRecordedStep:
     """
 
     split_model: SplitModel
-    mailroom: Mailroom
+    transport: PipelineTransport
     call: StepCall
     compiled: CompiledStep
     losses: LossShares
@@ -108,7 +108,7 @@ class PreparedRecordedStep:
     def run(self) -> Result:
         """Run the step; every rank calls this at the same time."""
         split_model, pipeline, shares = self.split_model, self.compiled.pipeline, self.call.shares
-        stage_map, gradients, watch = split_model.stage_map, split_model.gradients, split_model.watch
+        stage_map, gradients, watchdog = split_model.stage_map, split_model.gradients, split_model.watchdog
         assert stage_map is not None
         split_model.synchronize()
         self._require_as_many_microbatches(stage_map)
@@ -128,14 +128,14 @@ class PreparedRecordedStep:
             values = pipeline.run(
                 self.call.microbatches, split_model.steps_run, shares.first, training and torch.is_grad_enabled(),
                 of_own(self.losses, shares), recorder, exchange,
-                split_model.holding.local_parameters() if exchange is not None else None,
+                split_model.ownership.local_parameters() if exchange is not None else None,
                 split_model.sentinel if training else None,
             )  # fmt: skip
             if split_model.statistics is not None:
                 split_model.statistics.finish()
-            watch.doing("the end of the step")
+            watchdog.doing("the end of the step")
             total, weights = total_weight(
-                pipeline.divisions, values, stage_rank, split_model.bound, self.mailroom, shares
+                pipeline.divisions, values, stage_rank, split_model.bound, self.transport, shares
             )
             if training:
                 gradients.finish(total)
@@ -144,15 +144,15 @@ class PreparedRecordedStep:
                 gradients.abandon()
             raise
         split_model.steps_run += int(training)
-        watch.doing("the results of the step")
+        watchdog.doing("the results of the step")
         returned = share(
-            pipeline.divisions, values, stage_rank, split_model.bound, self.mailroom, shares, weights, self.losses
+            pipeline.divisions, values, stage_rank, split_model.bound, self.transport, shares, weights, self.losses
         )
         if training:
             for text, loss in values.losses:
                 split_model.sentinel.loss(text, loss)
-            split_model.sentinel.finish(split_model.holding.local_parameters())
-        watch.doing("between steps")
+            split_model.sentinel.finish(split_model.ownership.local_parameters())
+        watchdog.doing("between steps")
         return self.result, returned
 
     def _require_as_many_microbatches(self, stage_map: StageMap) -> None:

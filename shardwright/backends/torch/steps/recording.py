@@ -53,7 +53,7 @@ class Recording:
             CaptureError: the body cannot be recorded.
         """
         split_model, stage_map = self._split_model, self._stage_map
-        split_model.watch.doing("recording the step")
+        split_model.watchdog.doing("recording the step")
         tensor = split_model.tensor
         if tensor is not None and not tensor.by_calls_because:
             try:

@@ -8,14 +8,14 @@ from shardwright.backends.torch.data_parallel.batch_norm import RunningStatistic
 from shardwright.backends.torch.data_parallel.gradients import Gradients
 from shardwright.backends.torch.machine.agreement import Agreement, Claim
 from shardwright.backends.torch.machine.mesh import BoundMesh
-from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.pipeline.action_times import Recorder
 from shardwright.backends.torch.pipeline.sentinels import Sentinel
 from shardwright.backends.torch.program.early_checks import ModuleTree
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.program.stages import Division
 from shardwright.backends.torch.state.model_agreement import LiveFlags, module_claim, parameters_claim
-from shardwright.backends.torch.state.ownership import Holding, Placement, place
+from shardwright.backends.torch.state.ownership import Ownership, Placement, place
 from shardwright.backends.torch.state.parameter_shards import Shards
 from shardwright.backends.torch.state.weight_transfer import add_holders, synchronize
 from shardwright.backends.torch.state.weights import Weights, materialize
@@ -47,15 +47,15 @@ class SplitModel:
     """
 
     def __init__(
-        self, model: nn.Module, bound: BoundMesh, watch: Watch, agreement: Agreement, *, seed: int,
+        self, model: nn.Module, bound: BoundMesh, watchdog: Watchdog, agreement: Agreement, *, seed: int,
         weights: Weights | None, sentinel: Sentinel,
     ) -> None:  # fmt: skip
-        self.model, self.bound, self.watch, self.agreement = model, bound, watch, agreement
+        self.model, self.bound, self.watchdog, self.agreement = model, bound, watchdog, agreement
         self.seed, self.sentinel = seed, sentinel
-        self.holding = Holding(model, bound.coordinate("pp"))
-        self.tree = ModuleTree(self.holding.modules)
-        self.flags = LiveFlags(self.holding.modules)
-        self.gradients = Gradients(self.holding, bound, watch)
+        self.ownership = Ownership(model, bound.coordinate("pp"))
+        self.tree = ModuleTree(self.ownership.modules)
+        self.flags = LiveFlags(self.ownership.modules)
+        self.gradients = Gradients(self.ownership, bound, watchdog)
         self.bodies = StepBodies(model, bound.device)
         self.stage_map: StageMap | None = None
         self.schedule_digest = ""
@@ -77,13 +77,13 @@ class SplitModel:
         placement = place(self.model, calls, stage_map.parameter_stages, schedule.stage_to_rank, schedule.ranks)
         if self.bound.size("tp") > 1 and stage_map.plan is not None:
             layouts = stage_map.plan.parameter_layouts("torch")
-            planned = {self.holding.first_name[name]: layout.on("tp") for name, layout in layouts.items()}
-            shards = Shards(self.holding, self.bound, self.watch, planned)
+            planned = {self.ownership.first_name[name]: layout.on("tp") for name, layout in layouts.items()}
+            shards = Shards(self.ownership, self.bound, self.watchdog, planned)
             self.tensor = TensorParallel(self.model, shards, stage_map.plan)
             self.gradients.shards = shards
         self._hold(placement)
         if self.bound.size("dp") > 1 and stage_map.loss_scope == "global":
-            self._undo_norms = norm_over_replicas(self.model, self.bound, self.watch, lambda: self.bodies.is_running)
+            self._undo_norms = norm_over_replicas(self.model, self.bound, self.watchdog, lambda: self.bodies.is_running)
         else:
             self._share_statistics()
 
@@ -94,7 +94,7 @@ class SplitModel:
     def split_whole_modules(self, placement: Placement) -> None:
         """Make modules whole, as message passing calls them: split the model by ``placement`` unless it is split
         already, and put together the parameters that lie in shards."""
-        if self.holding.placement is None:
+        if self.ownership.placement is None:
             self._hold(placement)
         if self.tensor is not None:
             for listener in self.before_whole:
@@ -105,14 +105,14 @@ class SplitModel:
 
     def _share_statistics(self) -> None:
         if self.bound.size("dp") > 1:
-            self.statistics = RunningStatistics(self.model, self.bound, self.watch)
+            self.statistics = RunningStatistics(self.model, self.bound, self.watchdog)
 
     def _hold(self, placement: Placement) -> None:
-        wanting = self.holding.split(placement)
+        wanting = self.ownership.split(placement)
         cutter = self.tensor.shards if self.tensor is not None else None
-        materialize(self.holding, wanting, self._weights, self.bound.device, self.seed, cutter)
+        materialize(self.ownership, wanting, self._weights, self.bound.device, self.seed, cutter)
         self._weights = None
-        self.holding.to(self.bound.device)
+        self.ownership.to(self.bound.device)
         self._tell_of_change()
 
     def _tell_of_change(self) -> None:
@@ -127,7 +127,7 @@ class SplitModel:
         needs: dict[int, set[str]] = {}
         for part in division.parts:
             needs.setdefault(schedule.stage_to_rank(part.stage), set()).update(part.parameters, part.buffers)
-        placement = self.holding.placement
+        placement = self.ownership.placement
         assert placement is not None
         lacking = {r: sorted(n for n in names if r not in placement.holders(n)) for r, names in needs.items()}
         if not any(lacking.values()):
@@ -138,21 +138,21 @@ class SplitModel:
                 f"this step uses {names[0]} on pp rank {rank}, which has no copy of it, and training has begun: run "
                 f"every kind of step once before the first optimizer step"
             )
-        if add_holders(self.holding, lacking, self.bound, self.watch):
+        if add_holders(self.ownership, lacking, self.bound, self.watchdog):
             self._tell_of_change()
 
     def synchronize(self, axes: Sequence[str] = ("dp",)) -> None:
         """Start all peers on ``axes``, and all holders of a tied parameter, from the same numbers: once."""
         if not self._synchronized:
-            synchronize(self.holding, self.bound, self.watch, axes)
+            synchronize(self.ownership, self.bound, self.watchdog, axes)
             self._synchronized = True
 
     def claims_in_full(self) -> list[Claim]:
         """Of what takes too long to compare in every step: what the modules are, and the values of parameters that
         other replicas hold too."""
-        claims = [module_claim(self.holding.modules)]
+        claims = [module_claim(self.ownership.modules)]
         if self._synchronized:
-            claims.append(parameters_claim(self.holding.local_parameters()))
+            claims.append(parameters_claim(self.ownership.local_parameters()))
         return claims
 
     def close(self) -> None:
