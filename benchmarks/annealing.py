@@ -76,7 +76,7 @@ def annealed() -> tuple[int, float]:
         off.append(abs(found - wanted) / abs(wanted))
         for optimizer in optimizers:
             optimizer.step()
-    recordings = model.runtime.recorded
+    recordings = model.runtime.split_model.bodies.recorded
     sw.shutdown()
     return recordings, max(off) if all(one == one for one in off) else float("inf")
 

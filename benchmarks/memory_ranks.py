@@ -24,8 +24,8 @@ import tracked
 
 import shardwright as sw
 from shardwright.backends.capabilities import TORCH_MEMORY
-from shardwright.backends.torch import runtime
 from shardwright.backends.torch.pipeline.action_times import Recorder
+from shardwright.backends.torch.steps import recorded
 from shardwright.core.plan.memory_over_time import memory_over_time
 from shardwright.core.schedule.actions import Kind
 
@@ -106,7 +106,7 @@ def rank(name: str, plan: str) -> None:
             optimizer.step()
     peak = tracker.peak_bytes()
     optimizer.zero_grad()
-    runtime.Recorder, model.runtime.recorders = Sampler, []  # type: ignore[misc]
+    recorded.Recorder, model.runtime.split_model.recorders = Sampler, []  # type: ignore[misc]
     with tracked.tracking(there, plain, batch.values()) as tracker:
         Sampler.tracker, Sampler.parameters, Sampler.samples = tracker, held, []
         train_step(model, **batch)

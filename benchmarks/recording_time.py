@@ -30,6 +30,8 @@ import torch
 from torch import nn
 
 import shardwright.torch as sw
+from shardwright.backends.torch.steps.microbatches import RecordedAhead
+from shardwright.backends.torch.steps.recorded import RecordedSteps
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = (16, 24, 20, 28, 12, 32)
@@ -100,9 +102,9 @@ def tower_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def _timed(runtime: Any, method: str, taken: dict[str, float]) -> None:
+def _timed(owner: type, method: str, taken: dict[str, float]) -> None:
     """Add up what calls of a method take."""
-    plain = getattr(runtime, method)
+    plain = getattr(owner, method)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         cpu, wall = time.process_time(), time.perf_counter()
@@ -112,7 +114,7 @@ def _timed(runtime: Any, method: str, taken: dict[str, float]) -> None:
             taken["cpu"] += time.process_time() - cpu
             taken["wall"] += time.perf_counter() - wall
 
-    setattr(runtime, method, timed)
+    setattr(owner, method, timed)
 
 
 def run(name: str, ranks: int, layers: int, profiled: int) -> dict[str, Any]:
@@ -121,14 +123,14 @@ def run(name: str, ranks: int, layers: int, profiled: int) -> dict[str, Any]:
     model = sw.DistributedModel(built(name, layers))
     train_step = gpt2_step if name == "gpt2" else tower_step
     first = {"cpu": 0.0, "wall": 0.0}
-    for method in ("prepare", "record_ahead"):
-        _timed(model.runtime, method, first)
+    _timed(RecordedSteps, "prepare", first)
+    _timed(RecordedAhead, "of", first)
     profile = cProfile.Profile(time.process_time)
     found: dict[str, Any] = {"cpu": [], "wall": [], "recorded": 0}
     for number, length in enumerate(LENGTHS):
         ids = torch.randint(0, VOCABULARY, (BATCH, length))
         taken = []
-        before = model.runtime.recorded
+        before = model.runtime.split_model.bodies.recorded
         for again in range(3):
             if profiled and number and not again:
                 profile.enable()
@@ -139,7 +141,7 @@ def run(name: str, ranks: int, layers: int, profiled: int) -> dict[str, Any]:
             if not number and not again:
                 found["cpu"].append(first["cpu"])
                 found["wall"].append(first["wall"])
-        found["recorded"] += model.runtime.recorded - before
+        found["recorded"] += model.runtime.split_model.bodies.recorded - before
         for kind, position in (("cpu", 0), ("wall", 1)) if number else ():
             found[kind].append(taken[0][position] - min(other[position] for other in taken[1:]))
     if profiled and int(os.environ.get("RANK", "0")) == 0:

@@ -24,6 +24,7 @@ from shardwright.core.errors import ShardwrightError
 from shardwright.core.schedule import Schedule, StageCosts
 from shardwright.torch import session as sessions
 from shardwright.torch.run_agreement import optimizers_claim
+from shardwright.torch.step_mode import ConfiguredMode
 
 
 class DistributedModel(nn.Module):
@@ -50,23 +51,17 @@ class DistributedModel(nn.Module):
         if session.bound.size("tp") > 1:
             replace_registered(module)
         self.session = session
+        config, bound, watchdog = session.config, session.bound, session.watchdog
+        compiler = "inductor" if config.compile is True else config.compile
         self.runtime = Runtime(
-            module,
-            session.bound,
-            session.watch,
-            seed=session.seed,
-            weights=weights,
-            agreement=session.agreement,
-        )
+            module, bound, watchdog, seed=session.seed, weights=weights, agreement=session.agreement,
+            loss_scope=session.loss_scope,
+            sentinel=Sentinel(config.nonfinite, config.debug == "numerics", watchdog, bound.device),
+            compiler=Compiler(compiler) if compiler else None,
+            mode=ConfiguredMode(config, bound),
+        )  # fmt: skip
         self.module = module  # last: what is set from here on is the module's own
-        config = session.config
-        self.runtime.sentinel = Sentinel(
-            config.nonfinite, config.debug == "numerics", session.watch, session.bound.device
-        )
-        if session.config.compile:
-            self.runtime.compiler = Compiler("inductor" if session.config.compile is True else session.config.compile)
-        self.runtime.semantics.scope = session.loss_scope
-        self.runtime.listeners.append(self._watch_clipping)
+        self.runtime.split_model.listeners.append(self._watch_clipping)
         session.runtime = self.runtime
         self._agree(module, weights)
         if session.plan is not None:
@@ -104,7 +99,7 @@ class DistributedModel(nn.Module):
                     "checkpoint): all of them take those of rank 0",
                     stacklevel=4,
                 )
-            take_values(module, 0, session.bound, session.watch)
+            take_values(module, 0, session.bound, session.watchdog)
 
     def _warn_of_precision(self, planned: str) -> None:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[planned]
@@ -120,7 +115,7 @@ class DistributedModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Inside ``@sw.step``: the model. Outside, only where one rank holds all of it."""
-        if not self.runtime.in_body and max(self.session.bound.size("pp"), self.session.bound.size("tp")) > 1:
+        if not self.runtime.in_step_body and max(self.session.bound.size("pp"), self.session.bound.size("tp")) > 1:
             raise ShardwrightError(
                 "a model that is split over pipeline stages or the tensor axis runs inside a function decorated with "
                 "@sw.step; for evaluation call such a function, without model.backward, under torch.no_grad()"
@@ -152,7 +147,7 @@ class DistributedModel(nn.Module):
             LossError: when the step is first run: there are several microbatches, and what the loss is to the batch
                 cannot be told.
         """
-        if self.runtime.recorder is None:
+        if not self.runtime.in_step_body:
             raise ShardwrightError("model.backward(loss) belongs inside a function decorated with @sw.step")
         if reduction not in (None, "mean", "sum"):
             raise ShardwrightError(f"reduction={reduction!r}: expected 'mean', 'sum', or None to have it told")
@@ -160,7 +155,7 @@ class DistributedModel(nn.Module):
             raise ShardwrightError(
                 "model.backward takes a weight or a reduction: a weight says that it is a weighted mean"
             )
-        self.runtime.recorder.backward(_one_loss(tensors, grad_tensors), weight, reduction)
+        self.runtime.backward(_one_loss(tensors, grad_tensors), weight, reduction)
 
     def use_schedule(self, schedule: str | Schedule, costs: StageCosts | None = None) -> None:
         """Run the steps from now on under another schedule of the same stages; every rank calls this.
@@ -202,15 +197,15 @@ class DistributedModel(nn.Module):
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that this rank holds, by original names."""
-        yield from self.runtime.holding.local_parameters().items()
+        yield from self.runtime.ownership.local_parameters().items()
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that this rank holds."""
-        yield from self.runtime.holding.local_parameters().values()
+        yield from self.runtime.ownership.local_parameters().values()
 
     def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The buffers that this rank holds, by original names."""
-        yield from self.runtime.holding.local_buffers().items()
+        yield from self.runtime.ownership.local_buffers().items()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, which are those of the parameters that this rank holds."""
@@ -238,20 +233,20 @@ class DistributedModel(nn.Module):
             claims = [optimizers_claim(self.session)]
             self.session.agreement.meet(f"model.state_dict({rank0_only=})", claims, in_replica=True)
         return checkpoint.gather(
-            self.runtime.holding,
+            self.runtime.ownership,
             self.session.bound,
-            self.session.watch,
+            self.session.watchdog,
             rank0_only=rank0_only,
             shards=self.runtime.gradients.shards,
         )
 
     def local_state_dict(self) -> dict[str, Any]:
         """The part of the state dict that this rank holds."""
-        holding = self.runtime.holding
+        ownership = self.runtime.ownership
         return {
             key: entry
             for key, entry in self.module.state_dict().items()
-            if key not in holding.first_name or holding.holds(holding.first_name[key])
+            if key not in ownership.first_name or ownership.holds(ownership.first_name[key])
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -259,7 +254,7 @@ class DistributedModel(nn.Module):
         if assign:
             raise ShardwrightError("assign=True would replace the parameters that optimizers know: leave it False")
         missing, unexpected = checkpoint.load(
-            self.runtime.holding, state_dict, strict=strict, shards=self.runtime.gradients.shards
+            self.runtime.ownership, state_dict, strict=strict, shards=self.runtime.gradients.shards
         )
         self.session.note_loaded(f"weights {digest_of_state(state_dict)}")
         return IncompatibleKeys(missing, unexpected)

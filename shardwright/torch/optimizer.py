@@ -32,15 +32,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if runtime is None:
             raise ShardwrightError("wrap the model first: sw.DistributedModel(model), then the optimizer")
         self.optimizer = optimizer
-        self._holding, self._bound, self._watch = runtime.holding, session.bound, session.watch
+        self._ownership, self._bound, self._watchdog = runtime.ownership, session.bound, session.watchdog
         self._gradients = runtime.gradients
         self._uncut: Mapping[str, Any] | None = None
         self._names: list[list[str | torch.Tensor]] = []
         self._note_groups()
         self._rebind()
         self._steps = 0
-        runtime.listeners.append(self._rebind)
-        runtime.before_whole.append(self._put_together)
+        runtime.split_model.listeners.append(self._rebind)
+        runtime.split_model.before_whole.append(self._put_together)
         session.optimizers.append(weakref.ref(self))
         share_overflows()
 
@@ -97,12 +97,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         current.agreement.meet(f"optimizer.state_dict({rank0_only=})", claims, in_replica=True)
         shards = self._gradients.shards
         return gather_states(
-            self._holding, self.optimizer, self._named_groups(), self._bound, self._watch, rank0_only, shards
+            self._ownership, self.optimizer, self._named_groups(), self._bound, self._watchdog, rank0_only, shards
         )
 
     def local_state_dict(self) -> dict[str, Any]:
         """The states of this rank's parameters, or of its pieces of them, by their original names."""
-        return local_states(self._holding, self.optimizer, self._named_groups())
+        return local_states(self._ownership, self.optimizer, self._named_groups())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's share of what `state_dict` gave under any plan, or of what torch's own optimizer gave for
@@ -111,7 +111,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises PlanError for parameters and shapes that do not fit.
         """
         shards = self._gradients.shards
-        load_states(self._holding, self.optimizer, self._named_groups(), state_dict, shards)
+        load_states(self._ownership, self.optimizer, self._named_groups(), state_dict, shards)
         # The first step cuts parameters along the tensor axis; states are cut after it.
         self._uncut = state_dict if self._bound.size("tp") > 1 and (shards is None or not shards.is_cut) else None
         sessions.current().note_loaded("states of the optimizer")
@@ -119,11 +119,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _cut_states(self) -> None:
         shards = self._gradients.shards
         if self._uncut is not None and shards is not None and shards.is_cut:
-            load_states(self._holding, self.optimizer, self._named_groups(), self._uncut, shards, with_options=False)
+            load_states(self._ownership, self.optimizer, self._named_groups(), self._uncut, shards, with_options=False)
             self._uncut = None
 
     def _put_together(self, shards: Shards) -> None:
-        put_together(self._holding, self.optimizer, self._names, shards)
+        put_together(self._ownership, self.optimizer, self._names, shards)
 
     def _named_groups(self) -> list[list[str]]:
         foreign = [p for names in self._names for p in names if not isinstance(p, str)]
@@ -137,14 +137,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _note_groups(self) -> None:
         """Remember every group by names; parameters that are not the model's by themselves."""
         for group in self.param_groups[len(self._names) :]:
-            self._names.append([self._holding.name_of(p) or p for p in group["params"]])
+            self._names.append([self._ownership.name_of(p) or p for p in group["params"]])
 
     def _rebind(self) -> None:
-        old = {self._holding.name_of(p): p for group in self.param_groups for p in group["params"]}
+        old = {self._ownership.name_of(p): p for group in self.param_groups for p in group["params"]}
         for group, names in zip(self.param_groups, self._names, strict=True):
             kept: list[torch.Tensor] = []
             for name in names:
-                parameter = self._holding.parameter(name) if isinstance(name, str) else name
+                parameter = self._ownership.parameter(name) if isinstance(name, str) else name
                 before = old.get(name) if isinstance(name, str) else None
                 if before is not None and before is not parameter and before in self.state:
                     state = self.state.pop(before)

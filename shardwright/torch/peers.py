@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.pipeline_messages import as_carried
-from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.machine.watchdog import Watchdog
 
 
-def of_all_peers(tensor: torch.Tensor, axis: int, bound: BoundMesh, watch: Watch) -> torch.Tensor:
+def of_all_peers(tensor: torch.Tensor, axis: int, bound: BoundMesh, watchdog: Watchdog) -> torch.Tensor:
     """The samples of all tensor-parallel peers, in order of their coordinate, joined along ``axis``.
 
     Every rank of the tensor axis calls this, with a tensor of the same shape.
@@ -19,7 +19,7 @@ def of_all_peers(tensor: torch.Tensor, axis: int, bound: BoundMesh, watch: Watch
     peers = bound.groups["tp"]
     mine = tensor.contiguous()
     pieces = [torch.empty_like(mine) for _ in peers]
-    with watch.waiting(f"the batches of tp peers, ranks {list(peers)}"):
+    with watchdog.waiting(f"the batches of tp peers, ranks {list(peers)}"):
         dist.all_gather([as_carried(p) for p in pieces], as_carried(mine), group=bound.handles["tp"])
     return torch.cat(pieces, axis)
 

@@ -1,4 +1,4 @@
-"""Planning at the first step, when `init` was given degrees and no plan: capture, then cut with the degrees pinned."""
+"""Planning at the first step, when `init` was given degrees and no plan: the captured model with the degrees pinned."""
 
 import os
 from dataclasses import replace
@@ -7,9 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardwright.backends.torch.program.python_reads import left_as_it_is
+from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.program.stage_map import StageMap
-from shardwright.backends.torch.runtime import Runtime, StepBody
 from shardwright.core.cluster.cluster import Cluster
 from shardwright.core.cluster.hardware import Device, load_profile
 from shardwright.core.errors import ShardwrightError
@@ -17,15 +16,6 @@ from shardwright.core.model.graph import Graph
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import AUTO, Schedule, schedule_names
 from shardwright.torch.config import Config
-from shardwright.torch.session import Session
-
-
-def capture_at_first_step(runtime: Runtime, body: StepBody, microbatch: list[torch.Tensor]) -> Graph:
-    """The model as the step calls it. Raises CaptureError."""
-    from shardwright.backends.torch import TorchBackend
-
-    with left_as_it_is(runtime.model, getattr(body, "python_roots", ())):
-        return TorchBackend().capture(runtime.model, runtime.sample_of(body, microbatch), require_loss=False)
 
 
 def _layouts(asked: Any, module: nn.Module) -> Any:
@@ -41,14 +31,13 @@ def _layouts(asked: Any, module: nn.Module) -> Any:
     return shipped
 
 
-def plan_at_first_step(session: Session, model: nn.Module, graph: Graph) -> StageMap:
+def plan_at_first_step(config: Config, bound: BoundMesh, model: nn.Module, graph: Graph) -> StageMap:
     """Plan the captured model with the configuration's degrees. Every rank calls this and comes to the same plan.
 
     Raises PlanError when no plan satisfies the degrees.
     """
     from shardwright.api import plan as search
 
-    config, bound = session.config, session.bound
     samples = graph.sample_batch
     dp, pp = bound.size("dp"), bound.size("pp")
     plan: Plan = search(
@@ -61,9 +50,7 @@ def plan_at_first_step(session: Session, model: nn.Module, graph: Graph) -> Stag
         loss_scope=config.loss_scope, shard=0, precision=_precision(model),
         layouts=_layouts(config.layouts, model),
     )  # fmt: skip
-    session.plan = plan
-    schedule = config.schedule(plan.stage_costs())
-    return StageMap.of_plan(plan, schedule)
+    return StageMap.of_plan(plan, config.schedule(plan.stage_costs()))
 
 
 def _divides_sequence(config: Config) -> bool | None:

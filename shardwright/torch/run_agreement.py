@@ -91,7 +91,8 @@ def session_claims(session: "Session") -> list[Claim]:
     claims = [
         Claim.of("the seed", str(session.seed), fix),
         Claim.of(
-            "the number of training steps so far", str(runtime.steps_run), "Run the same steps on every rank."
+            "the number of training steps so far", str(runtime.split_model.steps_run),
+            "Run the same steps on every rank.",
         ),
         Claim.of(
             "the schedule", runtime.schedule_text, "Call model.use_schedule with the same schedule on every rank."

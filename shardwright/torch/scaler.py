@@ -27,7 +27,9 @@ def _looked_at_together(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) 
     if session is None or session.runtime is None or session.bound.mesh.size == 1:
         return found
     if not hasattr(optimizer, "holds_a_split_model"):
-        of_model = any(session.runtime.holding.name_of(p) for group in optimizer.param_groups for p in group["params"])
+        of_model = any(
+            session.runtime.ownership.name_of(p) for group in optimizer.param_groups for p in group["params"]
+        )
         if of_model and max(session.bound.size("pp"), session.bound.size("tp")) > 1:
             raise ShardwrightError(
                 "a gradient scaler is used with an optimizer of this rank's parameters alone, which would skip an "

@@ -20,7 +20,7 @@ from shardwright.backends.torch.machine.digests import digest_of
 from shardwright.backends.torch.machine.handshake import shake_hands
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.process import choose_device, start, this_launch, watch_over
-from shardwright.backends.torch.machine.watchdog import Fault, Watch, watch_for_stop
+from shardwright.backends.torch.machine.watchdog import Fault, Watchdog, watch_for_stop
 from shardwright.backends.torch.program.stage_map import require_whole_backward
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError
@@ -29,8 +29,8 @@ from shardwright.core.plan.decision import LossScope
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule import AUTO
 from shardwright.torch.config import Config, read_config
-from shardwright.torch.message_options import require_carried_out
 from shardwright.torch.run_agreement import said_at_start
+from shardwright.torch.step_mode import require_carried_out
 
 
 class OptimizerSettings(Protocol):
@@ -43,10 +43,17 @@ class Session:
     """One process's run. There is one per process, as there is one default process group."""
 
     def __init__(
-        self, config: Config, plan: Plan | None, bound: BoundMesh, watch: Watch, agreement: Agreement, owns_group: bool
+        self,
+        config: Config,
+        plan: Plan | None,
+        bound: BoundMesh,
+        watchdog: Watchdog,
+        agreement: Agreement,
+        owns_group: bool,
     ) -> None:
         self.agreement = agreement
-        self.config, self.plan, self.bound, self.watch = config, plan, bound, watch
+        self.config, self.bound, self.watchdog = config, bound, watchdog
+        self._given_plan = plan
         self.owns_group = owns_group
         self.seed = config.seed
         self.runtime: Runtime | None = None
@@ -57,6 +64,13 @@ class Session:
         """Which state dicts were loaded, in words."""
         self.optimizers: list[Callable[[], OptimizerSettings | None]] = []
         """References to the optimizers that were made, which give their settings in words."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that `init` was given, or the one by which the model was split at the first step."""
+        if self._given_plan is not None or self.runtime is None or self.runtime.stage_map is None:
+            return self._given_plan
+        return self.runtime.stage_map.plan
 
     @property
     def loss_scope(self) -> LossScope | None:
@@ -150,12 +164,12 @@ def init(
 
     joined = start(launch, place, settings.wait_timeout_s, backend, handshake)
     assert asked is not None
-    bound, watch = watch_over(joined, asked.mesh, place, settings.wait_timeout_s)
+    bound, watchdog = watch_over(joined, asked.mesh, place, settings.wait_timeout_s)
     if bound.mesh.size > 1:
-        watch_for_stop(watch)
+        watch_for_stop(watchdog)
         _tell_of_uncaught_errors()
-    agreement = Agreement(bound, watch)
-    _session = Session(settings, asked.plan, bound, watch, agreement, owns_group)
+    agreement = Agreement(bound, watchdog)
+    _session = Session(settings, asked.plan, bound, watchdog, agreement, owns_group)
     atexit.register(_leave_at_exit)
 
 
@@ -201,8 +215,8 @@ def shutdown() -> None:
     if session is None:
         return
     session.agreement.leave("it called sw.shutdown, or its script ended")
-    if session.watch.pulse is not None:
-        session.watch.pulse.stop(Fault(session.bound.rank, "left", f"{session.watch.who} left"))
+    if session.watchdog.pulse is not None:
+        session.watchdog.pulse.stop(Fault(session.bound.rank, "left", f"{session.watchdog.who} left"))
     if session.runtime is not None:
         session.runtime.close()
     session.agreement.close()
@@ -235,8 +249,8 @@ def _tell(error: BaseException) -> None:
     """Tell the other ranks that this one ends, and why."""
     if _session is not None:
         _session.agreement.leave(f"its script ended with {type(error).__name__}: {error}")
-        if _session.watch.pulse is not None:
-            _session.watch.pulse.stop(_session.watch.fault_of(error))
+        if _session.watchdog.pulse is not None:
+            _session.watchdog.pulse.stop(_session.watchdog.fault_of(error))
 
 
 _are_told = False
@@ -284,7 +298,7 @@ def set_seed(seed: int) -> None:
     session = current()
     session.seed = int(seed)
     if session.runtime is not None:
-        session.runtime.seed = session.seed
+        session.runtime.split_model.seed = session.seed
 
 
 def rank() -> int:
@@ -379,9 +393,9 @@ def get_tp_process_group() -> ProcessGroup:
 def barrier(group: ProcessGroup | None = None) -> None:
     """Wait until every rank of the group, by default of the world, has come here."""
     session = current()
-    session.watch.doing("barrier")
+    session.watchdog.doing("barrier")
     if group is None or group is dist.group.WORLD:
         session.agreement.meet("sw.barrier")
-    with session.watch.waiting("the other ranks", () if group is None else dist.get_process_group_ranks(group)):
+    with session.watchdog.waiting("the other ranks", () if group is None else dist.get_process_group_ranks(group)):
         dist.barrier(group)
-    session.watch.doing("between steps")
+    session.watchdog.doing("between steps")

@@ -17,6 +17,7 @@ from shardwright.backends.torch.machine.digests import code_of, digest_of
 from shardwright.backends.torch.pipeline.step_results import Shares
 from shardwright.backends.torch.program.program import tensors_in
 from shardwright.backends.torch.runtime import Runtime
+from shardwright.backends.torch.steps.call import StepCall
 from shardwright.core.errors import ShardwrightError
 from shardwright.torch import session as sessions
 from shardwright.torch.batch import Batch
@@ -24,7 +25,6 @@ from shardwright.torch.model import DistributedModel
 from shardwright.torch.output import StepOutput
 from shardwright.torch.peers import of_all_peers, of_this_rank
 from shardwright.torch.run_agreement import batch_claims, mode_claim, session_claims
-from shardwright.torch.step_mode import run_step
 
 StepFunction = Callable[..., Any]
 
@@ -100,7 +100,7 @@ class _Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session = sessions.current()
-        with session.watch.step():
+        with session.watchdog.step():
             return self._agreed(args, kwargs, session)
 
     def _agreed(self, args: Any, kwargs: Any, session: sessions.Session) -> Any:
@@ -159,7 +159,8 @@ class _Step:
             "the form of the arguments", given.form, "Pass the same arguments on every rank of a replica.", "replica"
         )
         batch = batch_claims(self._labels[given.form], given.leaves, session, in_full=in_full)
-        of_model = [*runtime.flags.claims(), *(runtime.claims_in_full() if in_full else ())]
+        split_model = runtime.split_model
+        of_model = [*split_model.flags.claims(), *(split_model.claims_in_full() if in_full else ())]
         return [function, mode_claim(), *batch, form, *of_model, *session_claims(session)]
 
     def _run(self, call: "_Given", session: sessions.Session, runtime: Runtime, shares: Shares) -> Any:
@@ -171,7 +172,7 @@ class _Step:
             for p in positions:
                 axis = self._axis(leaves[p], names[p])
                 if axis is not None:
-                    leaves[p] = of_all_peers(leaves[p].to(device), axis, session.bound, session.watch)
+                    leaves[p] = of_all_peers(leaves[p].to(device), axis, session.bound, session.watchdog)
         literals = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         numbers = self._numbers.setdefault(call.form, {})
         numbers.update({(names[p], p): leaf for p, leaf in enumerate(leaves) if type(leaf) in (int, float)})
@@ -201,7 +202,7 @@ class _Step:
         axes = [self._axis(leaves[p], names[p]) for p in positions]
         body.axes = tuple(axes)  # type: ignore[attr-defined]
         key = self._key(runtime, call.form, literals, microbatches[0])
-        tree, returned = run_step(session, runtime, key, body, microbatches, shares, axes)
+        tree, returned = runtime.run(StepCall(key, body, microbatches, shares, axes))
         if own and batch.whole_axis:
             returned = {
                 position: replace(found, outputs=of_this_rank(found.outputs, batch.samples, session.bound))
@@ -243,7 +244,7 @@ class _Step:
                 return id(item)
             return (type(item), None if type(item) in (int, float) else item)
 
-        modes = tuple([module.training for module in runtime.holding.modules.values()])
+        modes = tuple([module.training for module in runtime.ownership.modules.values()])
         kind = runtime.bound.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         shapes = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs)

@@ -23,13 +23,14 @@ def record_timeline() -> Iterator[list[Timeline]]:
     runtime = session.runtime
     if runtime is None:
         raise ShardwrightError("wrap the model first: sw.DistributedModel(model)")
-    if runtime.recorders is not None:
+    model = runtime.split_model
+    if model.recorders is not None:
         raise ShardwrightError("timelines are being recorded already: leave the other record_timeline() first")
-    runtime.recorders = []
+    model.recorders = []
     found: list[Timeline] = []
     try:
         yield found
-        session.agreement.meet("the end of sw.record_timeline", notes=(len(runtime.recorders),))
-        found += gather(runtime.recorders, session.bound.size("pp"), session.bound, session.watch)
+        session.agreement.meet("the end of sw.record_timeline", notes=(len(model.recorders),))
+        found += gather(model.recorders, session.bound.size("pp"), session.bound, session.watchdog)
     finally:
-        runtime.recorders = None
+        model.recorders = None

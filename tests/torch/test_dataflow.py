@@ -12,9 +12,10 @@ from torch import nn
 
 from shardwright.backends.torch.machine.mesh import bind
 from shardwright.backends.torch.machine.process import Launch, start
-from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.runtime import Runtime
+from shardwright.backends.torch.steps.call import Result, StepBody, StepCall
 from shardwright.core.errors import CaptureError, PlanError, UnrecordableError
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.schedule import Schedule
@@ -35,9 +36,14 @@ def make_runtime(model: nn.Module, calls: list[list[tuple[str, int]]], stages: d
     """Stages that all lie on this rank, so that values travel through the mailbox and not through a network."""
     schedule = Schedule.build("looped-bfs", ranks=1, microbatches=MICROBATCHES, virtual_stages=len(calls))
     bound = bind(Mesh.of(pp=1, dp=1, tp=1))
-    runtime = Runtime(model, bound, Watch("rank 0", 30.0), seed=0, weights=None)
+    runtime = Runtime(model, bound, Watchdog("rank 0", 30.0), seed=0, weights=None)
     runtime.split(StageMap(schedule, tuple(map(tuple, calls)), stages))
     return runtime
+
+
+def run_step(runtime: Runtime, body: StepBody, microbatches: list[list[torch.Tensor]]) -> Result:
+    shares = runtime.begin("a step", [1] * len(microbatches))
+    return runtime.run(StepCall("a", body, microbatches, shares))
 
 
 def compare(
@@ -67,11 +73,10 @@ def compare(
 
     def body(given: list[torch.Tensor]) -> torch.Tensor:
         loss = loss_of(runtime.model, given)
-        assert runtime.recorder is not None
-        runtime.recorder.backward(loss, None)
+        runtime.backward(loss)
         return loss
 
-    _, returned = runtime.step("a", body, [[t.clone() for t in m] for m in microbatches])
+    _, returned = run_step(runtime, body, [[t.clone() for t in m] for m in microbatches])
     same = Comparison().values(returned[0].outputs, losses, relative=1e-5, absolute=1e-5, what="losses")
     same.gradients(gradients(split), gradients(plain), none_is_zero=True).require()
     return runtime
@@ -112,7 +117,7 @@ def mean_square(model: nn.Module, given: list[torch.Tensor]) -> torch.Tensor:
 
 def test_a_skip_connection_goes_straight_to_its_stage() -> None:
     runtime = compare(Skip, [["a"], ["b"], ["c"]], mean_square, [samples(WIDTH)])
-    ((compiled,),) = runtime._compiled.values()
+    ((compiled,),) = runtime.steps.compiled._ready.values()
     assert {(e.source, e.target) for e in compiled.pipeline.divisions[0].edges} == {(0, 1), (0, 2), (1, 2)}
 
 
@@ -311,12 +316,11 @@ def test_several_losses_and_a_loss_of_an_early_stage() -> None:
     def body(given: list[torch.Tensor]) -> dict[str, Any]:
         main = runtime.model(given[0]).mean()
         early = runtime.model.a(given[0]).pow(2).mean()
-        assert runtime.recorder is not None
-        runtime.recorder.backward(main, None)
-        runtime.recorder.backward(early, None)
+        runtime.backward(main)
+        runtime.backward(early)
         return {"main": main, "early": [early, "text"], "twice": main * 2}
 
-    tree, returned = runtime.step("a", body, microbatches)
+    tree, returned = run_step(runtime, body, microbatches)
     assert len(returned) == 3
     assert len(tree.leaves) == 4
     Comparison().gradients(gradients(split), gradients(plain)).require()
@@ -328,11 +332,10 @@ def refused(loss_of: Callable[[nn.Module, list[torch.Tensor]], Any], kind: type[
 
     def body(given: list[torch.Tensor]) -> Any:
         loss = loss_of(runtime.model, given)
-        assert runtime.recorder is not None
-        runtime.recorder.backward(loss, None)
+        runtime.backward(loss)
 
     with pytest.raises(kind, match=match):
-        runtime.step("a", body, [[samples(WIDTH)[:2]] for _ in range(MICROBATCHES)])
+        run_step(runtime, body, [[samples(WIDTH)[:2]] for _ in range(MICROBATCHES)])
 
 
 def test_reading_a_value_is_refused_by_name() -> None:
@@ -361,7 +364,7 @@ def test_a_model_that_needs_values_is_told_from_a_step_that_does() -> None:
     def outcome(loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> CaptureError:
         runtime = make_runtime(Branching(), [[("a", 0)], [("b", 0)]], {})
         with pytest.raises(CaptureError, match="reads the value of a tensor") as caught:
-            runtime.step("a", lambda given: loss_of(runtime.model, given[0]), [[samples(WIDTH)]] * MICROBATCHES)
+            run_step(runtime, lambda given: loss_of(runtime.model, given[0]), [[samples(WIDTH)]] * MICROBATCHES)
         return caught.value
 
     of_model = outcome(lambda model, x: model(x).mean())
@@ -414,10 +417,9 @@ def test_a_hook_that_cannot_fire_is_refused(path: str, register: str) -> None:
         runtime = make_runtime(model, [[("inner.a", 0)], [("inner.b", 0)], [("inner.c", 0)]], {})
 
         def body(given: list[torch.Tensor]) -> None:
-            assert runtime.recorder is not None
-            runtime.recorder.backward(runtime.model(given[0]).mean(), None)
+            runtime.backward(runtime.model(given[0]).mean())
 
-        runtime.step("a", body, [[samples(WIDTH)[:2]] for _ in range(MICROBATCHES)])
+        run_step(runtime, body, [[samples(WIDTH)[:2]] for _ in range(MICROBATCHES)])
 
     run("inner.b")  # fires: one stage holds it whole
     with pytest.raises(CaptureError, match=r"cannot fire: .*'inner.a'"):
@@ -428,13 +430,12 @@ def test_a_module_replaced_after_planning_is_refused() -> None:
     runtime = make_runtime(Holder(), [[("inner.a", 0)], [("inner.b", 0)], [("inner.c", 0)]], {})
 
     def body(given: list[torch.Tensor]) -> None:
-        assert runtime.recorder is not None
-        runtime.recorder.backward(runtime.model(given[0]).mean(), None)
+        runtime.backward(runtime.model(given[0]).mean())
 
-    runtime.step("a", body, [[samples(WIDTH)[:2]] for _ in range(MICROBATCHES)])
+    run_step(runtime, body, [[samples(WIDTH)[:2]] for _ in range(MICROBATCHES)])
     runtime.model.inner.b.linear = nn.Linear(WIDTH, WIDTH)
     with pytest.raises(PlanError, match=r"inner.b.linear was replaced by Linear"):
-        runtime.step("a", body, [[samples(WIDTH)[:2]] for _ in range(MICROBATCHES)])
+        run_step(runtime, body, [[samples(WIDTH)[:2]] for _ in range(MICROBATCHES)])
 
 
 def test_stages_against_the_order_of_the_model_are_refused() -> None:
@@ -442,8 +443,7 @@ def test_stages_against_the_order_of_the_model_are_refused() -> None:
     runtime = make_runtime(Skip(), [[("b", 0)], [("a", 0)], [("c", 0)]], {})
 
     def body(given: list[torch.Tensor]) -> Any:
-        assert runtime.recorder is not None
-        runtime.recorder.backward(runtime.model(given[0]).mean(), None)
+        runtime.backward(runtime.model(given[0]).mean())
 
     with pytest.raises(PlanError, match="do not follow the order"):
-        runtime.step("a", body, [[samples(WIDTH)[:2]] for _ in range(MICROBATCHES)])
+        run_step(runtime, body, [[samples(WIDTH)[:2]] for _ in range(MICROBATCHES)])

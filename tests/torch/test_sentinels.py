@@ -112,7 +112,7 @@ def test_a_gradient_is_named_where_the_loss_is_finite() -> None:
 def test_infinities_that_are_meant_are_no_reason(debug: str | None) -> None:
     model = begin(masked, nonfinite="error", debug=debug)
     train_step(model, batch())
-    assert model.runtime.sentinel.answer == "error"
+    assert model.runtime.split_model.sentinel.answer == "error"
 
 
 def test_large_and_finite_gradients_are_no_reason() -> None:

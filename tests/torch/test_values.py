@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,20 @@ from shardwright.backends.torch.program.unsplit import seeded_by_rule
 from shardwright.backends.torch.program.value_guards import holds
 from shardwright.backends.torch.program.value_names import text_of, value_names
 from shardwright.backends.torch.runtime import Runtime
+from shardwright.backends.torch.steps.recording import Recording
 from shardwright.core.errors import CaptureError, UnrecordableError
 from tests.comparison import Comparison
-from tests.torch.test_dataflow import MICROBATCHES, WIDTH, Block, compare, gradients, make_runtime, mean_square, samples
+from tests.torch.test_dataflow import (
+    MICROBATCHES,
+    WIDTH,
+    Block,
+    compare,
+    gradients,
+    make_runtime,
+    mean_square,
+    run_step,
+    samples,
+)
 
 STAGES = [["a"], ["b"]]
 
@@ -81,11 +93,10 @@ def test_dropout_inside_a_unit_that_runs_differently_each_time() -> None:
 
     def body(given: list[torch.Tensor]) -> torch.Tensor:
         loss = mean_square(runtime.model, given)
-        assert runtime.recorder is not None
-        runtime.recorder.backward(loss, None)
+        runtime.backward(loss)
         return loss
 
-    runtime.step("a", body, [[x] for x in inputs])
+    run_step(runtime, body, [[x] for x in inputs])
     Comparison().gradients(gradients(runtime.model), gradients(plain), none_is_zero=True).require()
 
 
@@ -109,7 +120,7 @@ def test_what_the_batch_decides_is_recorded_for_each_outcome() -> None:
     """The two microbatches differ in all of it."""
     x, mask, turns = samples(WIDTH), torch.tensor([True, True, True, False]), torch.tensor([1, 2, 3, 0])
     runtime = compare(lambda: ByTheBatch(Block(), Block()), STAGES, by_the_batch, [x, mask, turns])
-    ((compiled,),) = runtime._compiled.values()
+    ((compiled,),) = runtime.steps.compiled._ready.values()
     first, second = (division.program for division in compiled.pipeline.divisions)
     assert first is not second
     assert len(first.guards) >= 3
@@ -126,15 +137,15 @@ def test_other_batches_are_recorded_anew() -> None:
     x, mask = samples(WIDTH)[:2], torch.ones(2, dtype=torch.bool)
     for turns in (1, 2, 1):
         given = [x, mask, torch.full((2,), turns)]
-        _, returned = runtime.step("a", lambda inputs: by_the_batch(runtime.model, inputs), [given] * MICROBATCHES)
+        _, returned = run_step(runtime, lambda inputs: by_the_batch(runtime.model, inputs), [given] * MICROBATCHES)
         Comparison().losses(returned[0].outputs[0], by_the_batch(plain, given)).require()
-    assert [len(variants) for variants in runtime._compiled.values()] == [2]
+    assert [len(variants) for variants in runtime.steps.compiled._ready.values()] == [2]
 
 
 def unrecordable(model: nn.Module, match: str) -> None:
     runtime = make_runtime(model, [[("a", 0)], [("b", 0)]], {})
     with pytest.raises(UnrecordableError, match=match):
-        runtime.step("a", lambda given: mean_square(runtime.model, given), [[samples(WIDTH)[:2]]] * MICROBATCHES)
+        run_step(runtime, lambda given: mean_square(runtime.model, given), [[samples(WIDTH)[:2]]] * MICROBATCHES)
 
 
 def follow(build: Callable[[], nn.Module], paths: list[str], steps: int) -> Runtime:
@@ -146,8 +157,7 @@ def follow(build: Callable[[], nn.Module], paths: list[str], steps: int) -> Runt
 
     def body(given: list[torch.Tensor]) -> torch.Tensor:
         loss = mean_square(runtime.model, given)
-        assert runtime.recorder is not None
-        runtime.recorder.backward(loss, None)
+        runtime.backward(loss)
         return loss
 
     for step in range(steps):
@@ -157,7 +167,7 @@ def follow(build: Callable[[], nn.Module], paths: list[str], steps: int) -> Runt
             with seeded_by_rule(plain, seed=0, step=step, microbatch=m):
                 losses.append(mean_square(plain, part))
             (losses[-1] / MICROBATCHES).backward()
-        _, returned = runtime.step("a", body, parts)
+        _, returned = run_step(runtime, body, parts)
         same = Comparison(f"step {step}").losses(returned[0].outputs, losses)
         same.gradients(gradients(runtime.model), gradients(plain), none_is_zero=True).require()
         plain.zero_grad()
@@ -183,7 +193,7 @@ class DropsLayers(nn.Module):
 
 def test_layers_that_are_dropped_at_random_are_recorded_by_pattern() -> None:
     runtime = follow(DropsLayers, [f"layers.{i}" for i in range(3)], 12)
-    made = [division.program for held in runtime._recordings._made.values() for division in held]
+    made = [division.program for held in runtime.steps.recordings.cache._made.values() for division in held]
     assert all(program.is_one_of_many for program in made)
     assert 4 <= len(made) <= 8, "one for each pattern that came up"
     assert len({sum(step.path is not None for step in program.steps) for program in made}) >= 3
@@ -191,10 +201,10 @@ def test_layers_that_are_dropped_at_random_are_recorded_by_pattern() -> None:
 
 def test_recordings_by_pattern_are_dropped_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recordings, "DRAWN", 3)
-    monkeypatch.setattr("shardwright.backends.torch.runtime.COMPILED", 2)
+    monkeypatch.setattr("shardwright.backends.torch.steps.compiled.COMPILED", 2)
     runtime = follow(DropsLayers, [f"layers.{i}" for i in range(3)], 8)
-    assert [len(held) for held in runtime._recordings._made.values()] == [3]
-    assert [len(held) for held in runtime._compiled.values()] == [2]
+    assert [len(held) for held in runtime.steps.recordings.cache._made.values()] == [3]
+    assert [len(held) for held in runtime.steps.compiled._ready.values()] == [2]
 
 
 def test_capture_calls_layers_that_are_dropped_at_random() -> None:
@@ -227,7 +237,7 @@ class Masks(Two):
 
 def test_masks_that_numpy_draws_are_drawn_again_in_each_step() -> None:
     runtime = follow(Masks, ["a", "b"], 4)
-    assert [len(held) for held in runtime._recordings._made.values()] == [1]
+    assert [len(held) for held in runtime.steps.recordings.cache._made.values()] == [1]
 
 
 class Ragged(Two):
@@ -244,7 +254,7 @@ def drawn_rows(rows: int) -> np.ndarray:
 
 def test_shapes_that_numpy_draws_are_recorded_one_by_one() -> None:
     runtime = follow(lambda: Ragged(Block(), Block()), ["a", "b"], 4)
-    assert [len(held) for held in runtime._recordings._made.values()] == [2]
+    assert [len(held) for held in runtime.steps.recordings.cache._made.values()] == [2]
 
 
 @pytest.mark.parametrize("turn", [np.logical_not, lambda m: m[::-1], lambda m: np.zeros(m.shape) if m.any() else m])
@@ -297,7 +307,7 @@ def test_a_step_that_draws_on_the_host_is_refused_in_every_mode() -> None:
         return runtime.model(given[0] * random.random()).mean()
 
     with pytest.raises(CaptureError, match="before the step") as caught:
-        runtime.step("a", body, [[samples(WIDTH)[:2]]] * MICROBATCHES)
+        run_step(runtime, body, [[samples(WIDTH)[:2]]] * MICROBATCHES)
     assert not isinstance(caught.value, UnrecordableError)
 
 
@@ -317,7 +327,7 @@ def test_draws_between_units_follow_each_other() -> None:
     x = samples(WIDTH)[:2]
     with seeded_by_rule(plain, seed=0, step=0, microbatch=0):
         expected = mean_square(plain, [x]).detach()
-    _, returned = runtime.step("a", lambda given: mean_square(runtime.model, given), [[x]] * MICROBATCHES)
+    _, returned = run_step(runtime, lambda given: mean_square(runtime.model, given), [[x]] * MICROBATCHES)
     Comparison().losses(returned[0].outputs[0], expected).require()
 
 
@@ -436,9 +446,9 @@ def test_ranks_that_record_in_another_order_agree() -> None:
         model.kinds = kinds
         runtime = make_runtime(model, [[("a", 0), ("a", 1)], [("b", 0)]], {})
         assert runtime.stage_map is not None
-        division = runtime.record(
-            runtime.stage_map, lambda g, r=runtime: mean_square(r.model, g), [samples(WIDTH)], Moment(), Varying()
-        )
+        body = partial(mean_square, runtime.model)
+        recording = Recording(runtime.split_model, runtime.stage_map, body, [samples(WIDTH)], Moment())
+        division = recording.divided(Varying())
         names = value_names(division.program)
         (edge,) = division.edges
         found.append((text_of(division.program), [names[value] for value in edge.values]))

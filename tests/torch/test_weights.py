@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.backends.torch.state.ownership import Holding, Placement
+from shardwright.backends.torch.state.ownership import Ownership, Placement
 from shardwright.backends.torch.state.weights import materialize
 from tests.comparison import Comparison
 
@@ -56,13 +56,13 @@ def reads_whole(module: nn.Module) -> None:
         module.inner.up.weight[7].zero_()
 
 
-def made(init: Callable[[nn.Module], None], cutter: Alone | None) -> Holding:
+def made(init: Callable[[nn.Module], None], cutter: Alone | None) -> Ownership:
     with torch.device("meta"):
         model = Outer()
-    holding = Holding(model, 0)
-    wanting = holding.split(Placement(dict.fromkeys(holding.parameter_names, (0,)), {}))
-    materialize(holding, wanting, init, torch.device("cpu"), 3, cutter)
-    return holding
+    ownership = Ownership(model, 0)
+    wanting = ownership.split(Placement(dict.fromkeys(ownership.parameter_names, (0,)), {}))
+    materialize(ownership, wanting, init, torch.device("cpu"), 3, cutter)
+    return ownership
 
 
 @pytest.mark.parametrize("peers_wrote", [False, True])
@@ -85,8 +85,8 @@ def test_no_two_modules_are_whole_at_a_time() -> None:
     holder: list[nn.Module] = []
     with torch.device("meta"):
         holder.append(Outer())
-    holding = Holding(holder[0], 0)
-    wanting = holding.split(Placement(dict.fromkeys(holding.parameter_names, (0,)), {}))
-    materialize(holding, wanting, plain, torch.device("cpu"), 3, Alone(keep))
+    ownership = Ownership(holder[0], 0)
+    wanting = ownership.split(Placement(dict.fromkeys(ownership.parameter_names, (0,)), {}))
+    materialize(ownership, wanting, plain, torch.device("cpu"), 3, Alone(keep))
     sizes = {"up": 6 * 8 + 8, "down": 8 * 6 + 6, "scale": 6}
     assert max(held) <= sum(sizes.values()) / 2 + max(sizes.values()) / 2

@@ -16,6 +16,7 @@ from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.state import checkpoint
 from shardwright.backends.torch.state.weights import Weights
+from shardwright.backends.torch.steps.call import StepCall
 from shardwright.core.errors import LossError, ShardwrightError
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule.timeline import Timeline
@@ -62,26 +63,26 @@ class TorchExecutable:
             else:
                 output = runtime.model(*given) if isinstance(given, (tuple, list)) else runtime.model(given)
             loss = self._loss(output)
-            assert runtime.recorder is not None
-            runtime.recorder.backward(loss, None, self._reduction)
+            runtime.backward(loss, None, self._reduction)
             return loss
 
         if self._optimizer is not None:
             self._optimizer.zero_grad()
         shapes = tuple((tuple(t.shape), t.dtype) for t in microbatches[0])
-        with runtime.watch.step():
+        with runtime.watchdog.step():
             samples = max((leaf.shape[0] for leaf in leaves), default=count) // count
             shares = runtime.begin("a step", [samples] * count)
-            signature, axes = (str(spec), shapes), [0] * len(leaves)
+            call = StepCall((str(spec), shapes), body, microbatches, shares, [0] * len(leaves))
             try:
-                prepared = runtime.prepare(signature, body, microbatches, shares, axes)
+                prepared = runtime.prepare(call)
             except LossError as error:
                 error.add_note("The executable of a plan takes compile(..., reduction='mean') or 'sum' for that.")
                 raise
-            _, returned = runtime.step(signature, body, microbatches, shares, prepared, axes)
+            _, returned = prepared.run()
         if self._optimizer is None:
-            self._optimizer = self._make_optimizer(list(runtime.holding.local_parameters().values()))
+            self._optimizer = self._make_optimizer(list(runtime.ownership.local_parameters().values()))
         self._optimizer.step()
+        assert isinstance(prepared.losses, tuple)
         every, (each,) = returned[0].everywhere, prepared.losses
         assert every is not None
         assert each is not None
@@ -89,21 +90,21 @@ class TorchExecutable:
 
     def timelines(self, batch: Any, steps: int) -> tuple[Timeline, ...]:
         """When each action of this replica's pipeline ran in each of some training steps; every rank calls this."""
-        runtime = self._runtime
-        runtime.recorders = []
+        runtime, model = self._runtime, self._runtime.split_model
+        model.recorders = []
         try:
             for _ in range(steps):
                 self.step(batch)
-            return gather(runtime.recorders, runtime.bound.size("pp"), runtime.bound, runtime.watch)
+            return gather(model.recorders, runtime.bound.size("pp"), runtime.bound, runtime.watchdog)
         finally:
-            runtime.recorders = None
+            model.recorders = None
 
     def whole_parameters(self) -> Mapping[str, torch.Tensor]:
         """Every parameter, whole, by its first name, on every rank."""
         state = checkpoint.gather(
-            self._runtime.holding, self._runtime.bound, self._runtime.watch, shards=self._runtime.gradients.shards
+            self._runtime.ownership, self._runtime.bound, self._runtime.watchdog, shards=self._runtime.gradients.shards
         )
-        return {name: state[name] for name in sorted(self._runtime.holding.parameter_names)}
+        return {name: state[name] for name in sorted(self._runtime.ownership.parameter_names)}
 
 
 def compile(
@@ -137,11 +138,10 @@ def compile(
     device = choose_device(launch)
     plan.require_world(dist.get_world_size() if dist.is_initialized() else launch.world_size)
     plan.require_model("torch", tuple(name for name, _ in model.named_parameters()), type(model).__name__)
-    bound, watch = watch_over(start(launch, device, wait_timeout_s), plan.mesh, device, wait_timeout_s)
-    if watch.pulse is not None:
-        atexit.register(watch.pulse.stop, Fault(bound.rank, "left", f"{watch.who} left"))
-    runtime = Runtime(model, bound, watch, seed=seed, weights=weights)
-    runtime.semantics.scope = plan.decision.loss_scope
+    bound, watchdog = watch_over(start(launch, device, wait_timeout_s), plan.mesh, device, wait_timeout_s)
+    if watchdog.pulse is not None:
+        atexit.register(watchdog.pulse.stop, Fault(bound.rank, "left", f"{watchdog.who} left"))
+    runtime = Runtime(model, bound, watchdog, seed=seed, weights=weights, loss_scope=plan.decision.loss_scope)
     runtime.split(stage_map)
     make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     return TorchExecutable(runtime, loss or _own_loss, make, reduction)

@@ -138,7 +138,7 @@ def timelines_are_measured_and_predict() -> None:
             spans = timeline.spans(rank)
             assert all(a.end_s <= b.start_s for a, b in pairwise(spans))
     # Processes of one machine share its clock, so the offset between them is what the comparison is off by.
-    offset, error = clock_offset_s(sw.session.current().bound, sw.session.current().watch)
+    offset, error = clock_offset_s(sw.session.current().bound, sw.session.current().watchdog)
     assert abs(offset) <= error, (offset, error)
     assert (error > 0) == (sw.pp_rank() > 0)
     every: list[Any] = [None, None]

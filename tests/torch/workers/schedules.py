@@ -62,8 +62,9 @@ def sizes(name: str, ranks: int) -> int | None:
 PLANS: dict[int, Plan] = {}
 """By virtual stages: the model is captured and cut once for each."""
 GRAPHS: list[Graph] = []
-mode = import_module("shardwright.torch.step_mode")
-plan_anew, capture_anew = mode.plan_at_first_step, mode.capture_at_first_step
+capturing = import_module("shardwright.backends.torch.steps.first_plan")
+planning = import_module("shardwright.torch.step_mode")
+plan_anew, capture_anew = planning.plan_at_first_step, capturing.captured
 
 
 def capture_once(*args) -> Graph:
@@ -72,14 +73,14 @@ def capture_once(*args) -> Graph:
     return GRAPHS[0]
 
 
-def plan_once(session, *args) -> StageMap:
-    virtual = session.config.virtual_stages
+def plan_once(config, *args) -> StageMap:
+    virtual = config.virtual_stages
     if virtual not in PLANS:
-        stage_map = plan_anew(session, *args)
-        PLANS[virtual] = session.plan
+        stage_map = plan_anew(config, *args)
+        PLANS[virtual] = stage_map.plan
         return stage_map
     plan = PLANS[virtual]
-    return StageMap.of_plan(plan, session.config.schedule(plan.stage_costs()))
+    return StageMap.of_plan(plan, config.schedule(plan.stage_costs()))
 
 
 def run(name: str, virtual: int, loss: float, expected: dict[str, torch.Tensor | None]) -> dict[str, object]:
@@ -113,7 +114,7 @@ def run(name: str, virtual: int, loss: float, expected: dict[str, torch.Tensor |
 
 def main() -> None:
     dist.init_process_group("gloo")
-    mode.plan_at_first_step, mode.capture_at_first_step = plan_once, capture_once
+    planning.plan_at_first_step, capturing.captured = plan_once, capture_once
     loss, expected = reference()
     results = {}
     for name in (*schedule_names(), AUTO):

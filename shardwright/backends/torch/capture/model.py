@@ -21,7 +21,8 @@ from shardwright.backends.capabilities import TORCH_MEMORY
 from shardwright.backends.torch.capture import tensor_parallel_marks as marks
 from shardwright.backends.torch.capture.autograd_calls import AutogradQuestions
 from shardwright.backends.torch.capture.batch_dims import Leaf, Sample
-from shardwright.backends.torch.capture.recorder import Recorder, dtype_name
+from shardwright.backends.torch.capture.op_schemas import dtype_name
+from shardwright.backends.torch.capture.recorder import Recorder
 from shardwright.backends.torch.capture.stand_in import (
     fake_like,
     no_remembered_results,

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from shardwright.backends.torch.capture.op_schemas import Func, argument_of, bind, dtype_name, key_of, ref_of
 from shardwright.backends.torch.capture.ops import RULES, OpCall, Ref, Template
 from shardwright.backends.torch.capture.ops.products import WITHOUT_KERNEL, is_plain_einsum
-from shardwright.backends.torch.capture.ops.template import Rule
 from shardwright.backends.torch.capture.remembered_results import Inferred
 from shardwright.backends.torch.capture.value_reads import masks_of
 from shardwright.backends.torch.compat import TorchDispatchMode
@@ -21,12 +21,8 @@ from shardwright.core.model.graph import Call, OpKind, TensorRole
 from shardwright.core.rules import op_rules as labels
 from shardwright.core.rules.op_rules import Labelled
 
-PASSING = frozenset({"detach", "alias", "lift", "lift_fresh", "lift_fresh_copy", "view_of", "set_data"})
-"""Ops that hand their input on: same memory, same values."""
 BOOLEAN = frozenset({"aten.is_nonzero", "aten.item", "aten._local_scalar_dense"})
 """Ops by which a tensor decides a branch."""
-SILENT = frozenset({"detach_", "requires_grad_", "retain_grad", "_version", "set_", "resize_", "_assert_async"})
-"""Ops that neither make nor change a value that the graph names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,35 +59,6 @@ class View:
     call: int
     output: int
     parent_value: int
-
-
-class Func:
-    """What is known about one overload of an op, found out once."""
-
-    __slots__ = (
-        "arguments", "composite", "draws", "name", "passing", "pointwise", "reads", "reshapes", "rule", "silent",
-        "views", "writes",
-    )  # fmt: skip
-
-    def __init__(self, func: Any) -> None:
-        schema = func._schema
-        namespace, _, base = schema.name.partition("::")
-        self.name = f"{namespace}.{base}"
-        self.arguments = schema.arguments
-        known = RULES.get(base) or (RULES.get(base[:-1]) if base.endswith("_") else None)
-        self.rule: Rule | None = known[1] if known and namespace == "aten" else None
-        self.pointwise = torch.Tag.pointwise in func.tags
-        self.reads = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
-        self.draws = torch.Tag.nondeterministic_seeded in func.tags
-        self.reshapes = torch.Tag.inplace_view in func.tags
-        self.passing = base in PASSING
-        self.silent = base in SILENT or namespace == "prim"
-        infos = [a.alias_info for a in schema.arguments]
-        self.writes = tuple(
-            a.name for a, i in zip(schema.arguments, infos, strict=True) if i is not None and i.is_write
-        )
-        self.views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-        self.composite = not self.silent and not self.passing and func._can_decompose()
 
 
 class Recorder(TorchDispatchMode):
@@ -265,16 +232,16 @@ class Recorder(TorchDispatchMode):
         inputs: list[torch.Tensor] = []
         key: list[Any] = [func]
         for value in args:
-            key.append(_key(value, inputs))
+            key.append(key_of(value, inputs))
         for name, value in kwargs.items():
             if name not in known.writes:  # an ``out=`` tensor's old value is not an input
-                key.append((name, _key(value, inputs)))
-        refs = [_ref(i, t) for i, t in enumerate(inputs)] if known.reshapes else None
+                key.append((name, key_of(value, inputs)))
+        refs = [ref_of(i, t) for i, t in enumerate(inputs)] if known.reshapes else None
         without_kernel = WITHOUT_KERNEL.get(known.name)
         result = (
             self._inferred.run(func, args, kwargs) if without_kernel is None else without_kernel(func, *args, **kwargs)
         )
-        written = [t for name in known.writes for t in _tensors(_argument(known, name, args, kwargs))]
+        written = [t for name in known.writes for t in _tensors(argument_of(known, name, args, kwargs))]
         outputs = list(_tensors(result))
         self._note_flow(known, inputs, outputs, written)
         if all(id(t) in self._drawn for t in inputs) if inputs else known.draws:
@@ -301,7 +268,7 @@ class Recorder(TorchDispatchMode):
         key.append(shares)
         key.extend((out.shape, out.dtype) for out in outputs)
         cache_key = tuple(key)
-        refs = refs or [_ref(i, t) for i, t in enumerate(inputs)]
+        refs = refs or [ref_of(i, t) for i, t in enumerate(inputs)]
         template = self._template(cache_key, known, args, kwargs, refs, outputs, shares)
         made = self._emit(template, known.name, numbers, self._stack[-1])
         for i, out in enumerate(outputs):
@@ -345,7 +312,7 @@ class Recorder(TorchDispatchMode):
         found = self._templates.get(key)
         if found is not None:
             return found
-        outs = [_ref(len(refs) + i, t) for i, t in enumerate(outputs)]
+        outs = [ref_of(len(refs) + i, t) for i, t in enumerate(outputs)]
         call = OpCall(known.name.rpartition(".")[2], bind(known, args, kwargs, refs), refs, outs, shares_memory=shares)
         if known.rule is not None:
             if call.name not in RULES and call.name.endswith("_"):
@@ -378,15 +345,6 @@ class Recorder(TorchDispatchMode):
         return made
 
 
-def _ref(number: int, tensor: torch.Tensor) -> Ref:
-    return Ref(number, tuple(tensor.shape), dtype_name(tensor.dtype))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
-    return str(dtype).removeprefix("torch.")
-
-
 def shares_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors, fake or real, lie in one storage."""
     try:
@@ -410,47 +368,9 @@ def _is_whole(name: str, args: tuple[Any, ...]) -> bool:
     return name != "aten.einsum" or is_plain_einsum(args[0], len(args[1]))
 
 
-def _key(value: Any, inputs: list[torch.Tensor]) -> Any:
-    """A hashable form of an argument; its tensors are appended to ``inputs``."""
-    if isinstance(value, torch.Tensor):
-        inputs.append(value)
-        return value.shape, value.dtype
-    if isinstance(value, (list, tuple)):
-        return tuple([_key(item, inputs) for item in value])
-    return value if value.__hash__ is not None else repr(value)
-
-
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
-
-
-def _argument(known: Func, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if name in kwargs:
-        return kwargs[name]
-    for given, argument in zip(args, known.arguments, strict=False):
-        if argument.name == name:
-            return given
-    return None
-
-
-def bind(known: Func, args: tuple[Any, ...], kwargs: dict[str, Any], refs: Sequence[Ref]) -> dict[str, Any]:
-    """Arguments by name, defaults filled in, Refs in place of tensors in the order in which `_key` met them."""
-    remaining = iter(refs)
-
-    def replaced(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return next(remaining)
-        if isinstance(value, (list, tuple)):
-            return [replaced(item) for item in value]
-        return value
-
-    bound = {a.name: replaced(value) for value, a in zip(args, known.arguments, strict=False)}
-    bound.update({name: replaced(value) for name, value in kwargs.items() if name not in known.writes})
-    for argument in known.arguments:
-        if argument.name not in bound and argument.has_default_value():
-            bound[argument.name] = argument.default_value
-    return bound

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwright.backends.torch.compat import BatchNorm
 from shardwright.backends.torch.machine.mesh import BoundMesh
-from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.machine.watchdog import Watchdog
 
 
 def batch_norms(model: nn.Module) -> dict[str, BatchNorm]:
@@ -35,8 +35,8 @@ class RunningStatistics:
     from where it began and ended. Without a momentum r is the mean of all x so far.
     """
 
-    def __init__(self, model: nn.Module, bound: BoundMesh, watch: Watch) -> None:
-        self.bound, self.watch = bound, watch
+    def __init__(self, model: nn.Module, bound: BoundMesh, watchdog: Watchdog) -> None:
+        self.bound, self.watchdog = bound, watchdog
         self._norms = {
             path: m
             for path, m in batch_norms(model).items()
@@ -59,8 +59,8 @@ class RunningStatistics:
         size = self.bound.size("dp")
         every = [torch.empty_like(own) for _ in range(size)]
         times = [torch.empty_like(counts) for _ in range(size)]
-        self.watch.doing("combining running statistics over dp")
-        with self.watch.waiting(f"dp peers, ranks {list(self.bound.groups['dp'])}"):
+        self.watchdog.doing("combining running statistics over dp")
+        with self.watchdog.waiting(f"dp peers, ranks {list(self.bound.groups['dp'])}"):
             dist.all_gather(times, counts, group=self.bound.handles["dp"])
             dist.all_gather(every, own, group=self.bound.handles["dp"])
         sizes = [before.numel() for _, before in self._before.values()]
@@ -101,13 +101,13 @@ def _unpack(module: BatchNorm, packed: torch.Tensor) -> None:
 
 
 def norm_over_replicas(
-    model: nn.Module, bound: BoundMesh, watch: Watch, recording: Callable[[], bool]
+    model: nn.Module, bound: BoundMesh, watchdog: Watchdog, recording: Callable[[], bool]
 ) -> Callable[[], None]:
     """From now on the batch norms of this rank norm by the microbatches of all replicas together, where they train.
     While ``recording`` says so they do what they did. Returns what undoes it."""
     found = list(batch_norms(model).values())
     for module in found:
-        module.forward = _Synchronized(module, bound, watch, recording)  # type: ignore[method-assign,assignment]
+        module.forward = _Synchronized(module, bound, watchdog, recording)  # type: ignore[method-assign,assignment]
 
     def undo() -> None:
         for module in found:
@@ -117,8 +117,8 @@ def norm_over_replicas(
 
 
 class _Synchronized:
-    def __init__(self, module: BatchNorm, bound: BoundMesh, watch: Watch, recording: Callable[[], bool]) -> None:
-        self.module, self.group, self.watch, self.recording = module, bound.handles["dp"], watch, recording
+    def __init__(self, module: BatchNorm, bound: BoundMesh, watchdog: Watchdog, recording: Callable[[], bool]) -> None:
+        self.module, self.group, self.watchdog, self.recording = module, bound.handles["dp"], watchdog, recording
         self.peers = f"dp peers, ranks {list(bound.groups['dp'])}, to norm by the batch of all"
         self.plain = module.forward
 
@@ -148,7 +148,7 @@ class _Synchronized:
         return scaled
 
     def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        with self.watch.waiting(self.peers):
+        with self.watchdog.waiting(self.peers):
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group)
         return tensor
 

@@ -10,8 +10,8 @@ from torch import nn
 from shardwright.backends.torch.data_parallel.overlap import Exchange
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.pipeline_messages import as_carried
-from shardwright.backends.torch.machine.watchdog import Watch
-from shardwright.backends.torch.state.ownership import Holding
+from shardwright.backends.torch.machine.watchdog import Watchdog
+from shardwright.backends.torch.state.ownership import Ownership
 from shardwright.backends.torch.state.parameter_shards import Shards
 from shardwright.core.errors import ShardwrightError
 
@@ -19,8 +19,8 @@ from shardwright.core.errors import ShardwrightError
 class Gradients:
     """Takes one step's gradients from what the backward passes left to what the unsplit model would have."""
 
-    def __init__(self, holding: Holding, bound: BoundMesh, watch: Watch) -> None:
-        self.holding, self.bound, self.watch = holding, bound, watch
+    def __init__(self, ownership: Ownership, bound: BoundMesh, watchdog: Watchdog) -> None:
+        self.ownership, self.bound, self.watchdog = ownership, bound, watchdog
         self.shards: Shards | None = None
         """Where parameters lie in pieces along the tensor axis."""
         self._before: dict[str, torch.Tensor] = {}
@@ -40,20 +40,20 @@ class Gradients:
         if order is not None and self.bound.size("dp") > 1 and self.shards is None:
             self._order = self._order or tuple(order)
             self._exchange = self._exchange_of(self._trainable())
-        for name, parameter in self.holding.local_parameters().items():
+        for name, parameter in self.ownership.local_parameters().items():
             if parameter.grad is not None:
                 self._before[name] = parameter.grad
                 parameter.grad = None
         return self._exchange
 
     def _trainable(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self.holding.local_parameters().items() if p.requires_grad}
+        return {name: p for name, p in self.ownership.local_parameters().items() if p.requires_grad}
 
     def _exchange_of(self, trainable: dict[str, nn.Parameter]) -> Exchange:
         names = dict.fromkeys((*self._order, *reversed(trainable)))
         peers = f"dp peers, ranks {list(self.bound.groups['dp'])}"
         chosen = {name: trainable[name] for name in names if name in trainable}
-        return Exchange(chosen, self.bound.handles["dp"], self.watch, peers)
+        return Exchange(chosen, self.bound.handles["dp"], self.watchdog, peers)
 
     def finish(self, total_weight: float | None) -> None:
         """Sum over the holders of tied parameters and over dp, divide by the total weight if there is one, and add what
@@ -66,7 +66,7 @@ class Gradients:
         self._sum_ties()
         if total_weight is None and not self._before:
             return
-        for name, parameter in self.holding.local_parameters().items():
+        for name, parameter in self.ownership.local_parameters().items():
             if parameter.grad is not None and total_weight is not None:
                 parameter.grad.div_(total_weight)
             before = self._before.get(name)
@@ -76,22 +76,22 @@ class Gradients:
 
     def abandon(self) -> None:
         """Put back what was set aside: the step has failed."""
-        for name, parameter in self.holding.local_parameters().items():
+        for name, parameter in self.ownership.local_parameters().items():
             parameter.grad = self._before.get(name)
         self._before = {}
 
     def _sum_ties(self) -> None:
-        for name, holders in self.holding.ties:
-            parameter = self.holding.parameter(name)
-            if self.holding.rank not in holders or not parameter.requires_grad:
+        for name, holders in self.ownership.ties:
+            parameter = self.ownership.parameter(name)
+            if self.ownership.rank not in holders or not parameter.requires_grad:
                 continue
-            self.watch.doing(f"summing the gradients of {name} over pp ranks {holders}")
-            with self.watch.waiting(f"its holders, ranks {[self.bound.peer('pp', h) for h in holders]}"):
+            self.watchdog.doing(f"summing the gradients of {name} over pp ranks {holders}")
+            with self.watchdog.waiting(f"its holders, ranks {[self.bound.peer('pp', h) for h in holders]}"):
                 self._sum_tie(parameter, holders)
 
     def _sum_tie(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
         """To the home, summed there in the order of holders, and back: the same bits on every holder."""
-        me, home = self.holding.rank, holders[0]
+        me, home = self.ownership.rank, holders[0]
         present = torch.tensor([0 if parameter.grad is None else 1], dtype=torch.int32, device=parameter.device)
         own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         total = own.resolve_conj().resolve_neg().contiguous()
@@ -119,11 +119,11 @@ class Gradients:
 
         A tied parameter counts once, at its home. Raises ShardwrightError for a norm that is not finite, if asked to.
         """
-        placement = self.holding.placement
-        local = self.holding.local_parameters()
+        placement = self.ownership.placement
+        local = self.ownership.local_parameters()
         counted = [
             p.grad for name, p in local.items()
-            if p.grad is not None and (placement is None or placement.parameters[name][0] == self.holding.rank)
+            if p.grad is not None and (placement is None or placement.parameters[name][0] == self.ownership.rank)
             and (self.shards is None or self.shards.counts(name))
         ]  # fmt: skip
         device = self.bound.device
@@ -135,8 +135,8 @@ class Gradients:
         for axis in ("pp", "tp"):
             if self.bound.size(axis) == 1:
                 continue
-            self.watch.doing("the norm of all gradients")
-            with self.watch.waiting(f"{axis} peers, ranks {list(self.bound.groups[axis])}"):
+            self.watchdog.doing("the norm of all gradients")
+            with self.watchdog.waiting(f"{axis} peers, ranks {list(self.bound.groups[axis])}"):
                 op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
                 dist.all_reduce(own, op=op, group=self.bound.handles[axis])
         norm = own if infinite else own.pow(1.0 / norm_type)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed import ProcessGroup, Work
 
 from shardwright.backends.capabilities import TORCH_MEMORY
-from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.core.errors import ShardwrightError
 
 BUCKET_BYTES = TORCH_MEMORY.bucket_bytes
@@ -62,8 +62,8 @@ class Exchange:
             replicas.
     """
 
-    def __init__(self, order: Mapping[str, nn.Parameter], group: ProcessGroup, watch: Watch, peers: str) -> None:
-        self._group, self._watch, self._peers = group, watch, peers
+    def __init__(self, order: Mapping[str, nn.Parameter], group: ProcessGroup, watchdog: Watchdog, peers: str) -> None:
+        self._group, self._watchdog, self._peers = group, watchdog, peers
         self._buckets = [Bucket(held) for held in _grouped(order.items())]
         self._bucket_of = {name: i for i, bucket in enumerate(self._buckets) for name, _ in bucket.parameters}
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
@@ -78,7 +78,7 @@ class Exchange:
         self._done.add(name)
         self._missing[number] -= 1
         while self._sent < len(self._buckets) and not self._missing[self._sent]:
-            with self._watch.waiting(f"the start of a sum over {self._peers}"):
+            with self._watchdog.waiting(f"the start of a sum over {self._peers}"):
                 self._buckets[self._sent].send(self._group)
             self._sent += 1
 
@@ -113,8 +113,8 @@ class Exchange:
         for bucket in self._buckets:
             for name, _ in bucket.parameters:
                 self.ready(name)
-        self._watch.doing("reducing gradients over dp")
-        with self._watch.waiting(self._peers):
+        self._watchdog.doing("reducing gradients over dp")
+        with self._watchdog.waiting(self._peers):
             for bucket in self._buckets:
                 bucket.receive()
 

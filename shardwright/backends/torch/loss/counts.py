@@ -8,8 +8,8 @@ import torch
 
 from shardwright.backends.torch.capture.ops import Ref
 from shardwright.backends.torch.compat import pytree
-from shardwright.backends.torch.loss.ops import Counted
 from shardwright.backends.torch.loss.trace import LossTrace, Made
+from shardwright.backends.torch.loss.traced_op import Counted
 
 
 class NotOfBatchError(Exception):

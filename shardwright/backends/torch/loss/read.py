@@ -14,8 +14,9 @@ from shardwright.backends.torch.capture.stand_in import no_remembered_results
 from shardwright.backends.torch.capture.value_reads import require_room_for_values
 from shardwright.backends.torch.compat import FakeTensorMode, below_autograd
 from shardwright.backends.torch.loss.counts import Counting, NotOfBatchError
-from shardwright.backends.torch.loss.ops import DifferentRunsError, Translation, require_alike_alone
 from shardwright.backends.torch.loss.trace import LossTrace
+from shardwright.backends.torch.loss.trace_pairs import DifferentRunsError, require_alike_alone
+from shardwright.backends.torch.loss.translation import Translation
 from shardwright.core.errors import CaptureError, ShardwrightError
 from shardwright.core.model.loss import Finding, Verdict, read_loss
 

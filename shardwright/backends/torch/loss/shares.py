@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from shardwright.backends.torch.loss.read import LossReading
 from shardwright.backends.torch.machine.mesh import BoundMesh
-from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.pipeline.step_results import Shares
 from shardwright.backends.torch.program.program import Literal, Loss
 from shardwright.core.errors import LossError
@@ -44,8 +44,8 @@ class LossSemantics:
             ("global"); None: nobody has said so.
     """
 
-    def __init__(self, bound: BoundMesh, watch: Watch, scope: str | None) -> None:
-        self.bound, self.watch, self.scope = bound, watch, scope
+    def __init__(self, bound: BoundMesh, watchdog: Watchdog, scope: str | None) -> None:
+        self.bound, self.watchdog, self.scope = bound, watchdog, scope
         self._read: dict[Hashable, list[LossReading]] = {}
 
     def shares(
@@ -84,7 +84,7 @@ class LossSemantics:
     def _reading(self, microbatch: Microbatch) -> list[LossReading]:
         known = self._read.get(microbatch.key)
         if known is None:
-            self.watch.doing("reading the loss of the step")
+            self.watchdog.doing("reading the loss of the step")
             if len(self._read) >= REMEMBERED:
                 self._read.pop(next(iter(self._read)))
             known = self._read[microbatch.key] = microbatch.read()
@@ -121,8 +121,8 @@ class LossSemantics:
         mine[: len(own)] = torch.tensor(own, dtype=torch.float64)
         mine = mine.to(self.bound.device)
         every = [torch.empty_like(mine) for _ in range(self.bound.size("dp"))]
-        self.watch.doing("the start of the step")
-        with self.watch.waiting(f"dp peers, ranks {list(self.bound.groups['dp'])}, to tell what their losses count"):
+        self.watchdog.doing("the start of the step")
+        with self.watchdog.waiting(f"dp peers, ranks {list(self.bound.groups['dp'])}, to tell what their losses count"):
             dist.all_gather(every, mine, group=self.bound.handles["dp"])
         return [row for held, rows in zip(shares.samples, every, strict=True) for row in rows.tolist()[: len(held)]]
 

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwright.backends.torch.capture.host_draws import host_state
+from shardwright.backends.torch.capture.op_schemas import Func, bind, dtype_name
 from shardwright.backends.torch.capture.ops import Ref, Template
-from shardwright.backends.torch.capture.recorder import Func, Recorded, Recorder, bind, dtype_name
+from shardwright.backends.torch.capture.recorder import Recorded, Recorder
 from shardwright.backends.torch.capture.remembered_results import unwatched
 from shardwright.backends.torch.compat import FakeTensor
 from shardwright.core.rules import op_rules as labels

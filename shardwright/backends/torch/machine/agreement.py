@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn
 from shardwright.backends.torch.machine.control_channel import ControlChannel, different_calls, ranks_text
 from shardwright.backends.torch.machine.digests import digest_of
 from shardwright.backends.torch.machine.mesh import BoundMesh
-from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.core.errors import DisagreementError, UnrecordableError
 
 Said = str | Mapping[str, str]
@@ -55,9 +55,9 @@ class Claim:
 class Agreement:
     """One rank's part of all comparisons. Every rank of the run makes one at the same time."""
 
-    def __init__(self, bound: BoundMesh, watch: Watch) -> None:
+    def __init__(self, bound: BoundMesh, watchdog: Watchdog) -> None:
         self.bound = bound
-        self.channel = ControlChannel(bound, watch) if bound.mesh.size > 1 else None
+        self.channel = ControlChannel(bound, watchdog) if bound.mesh.size > 1 else None
         self.replicas = bound.mesh.groups("pp", "tp")
         """The ranks of each dp coordinate, in order."""
         everyone = (tuple(range(bound.mesh.size)),)

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from shardwright.backends.torch.compat import Store, default_store
 from shardwright.backends.torch.machine.local_links import LocalLink, LocalLinks
 from shardwright.backends.torch.machine.mesh import BoundMesh
-from shardwright.backends.torch.machine.watchdog import PeerError, Watch
+from shardwright.backends.torch.machine.watchdog import PeerError, Watchdog
 from shardwright.core.errors import DisagreementError
 
 LOOK_S = 1.0
@@ -40,8 +40,8 @@ class ControlChannel:
         replica: the ranks that share this rank's batch: its pp and tp peers.
     """
 
-    def __init__(self, bound: BoundMesh, watch: Watch) -> None:
-        self.bound, self.watch = bound, watch
+    def __init__(self, bound: BoundMesh, watchdog: Watchdog) -> None:
+        self.bound, self.watchdog = bound, watchdog
         self.everyone = tuple(range(bound.mesh.size))
         self.replicas = bound.mesh.groups("pp", "tp")
         self.replica = next(ranks for ranks in self.replicas if bound.rank in ranks)
@@ -66,7 +66,7 @@ class ControlChannel:
             assert isinstance(made, ProcessGroup)
             whole = made
         others = [rank for rank in self.everyone if rank != self.bound.rank]
-        links = LocalLinks(self.bound.rank, whole, self.watch.longest_s, self.watch.require_peers)
+        links = LocalLinks(self.bound.rank, whole, self.watchdog.longest_s, self.watchdog.require_peers)
         links.open(others)
         if all(links.reach(rank, [peer for peer in self.everyone if peer != rank]) for rank in self.everyone):
             self._links = links
@@ -93,7 +93,7 @@ class ControlChannel:
         if self.broken:
             raise DisagreementError(self.broken)
         own = torch.tensor(list(row), dtype=torch.int64)
-        with self.watch.waiting(f"{self._named(ranks)}, for {call}"):
+        with self.watchdog.waiting(f"{self._named(ranks)}, for {call}"):
             wait = _Wait(self, ranks, call)
             table = self._over_links(own, ranks, wait) if self._links else self._over_gloo(own, ranks, wait)
             wait.over()
@@ -104,7 +104,7 @@ class ControlChannel:
     def tell(self, said: Any, ranks: tuple[int, ...]) -> dict[int, Any]:
         """What each of ``ranks`` has to say, as JSON carries it; all of them call this."""
         data = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
-        with self.watch.waiting(f"{self._named(ranks)}, to say what differs"):
+        with self.watchdog.waiting(f"{self._named(ranks)}, to say what differs"):
             wait = _Wait(self, ranks, "to say what differs")
             if self._links is None:
                 every: list[Any] = [None] * len(ranks)
@@ -273,10 +273,10 @@ class _Wait:
             self.channel.write_place(self.ranks, self.call)
         if reason := self.channel.conflict(self.ranks, self.call):
             raise DisagreementError(reason)
-        self.channel.watch.require_peers()
-        if waited_s > self.channel.watch.longest_s:
+        self.channel.watchdog.require_peers()
+        if waited_s > self.channel.watchdog.longest_s:
             whom = "a rank" if rank is None else f"rank {rank}"
-            raise RuntimeError(f"{whom} lives, and did not come within {self.channel.watch.longest_s:g} s")
+            raise RuntimeError(f"{whom} lives, and did not come within {self.channel.watchdog.longest_s:g} s")
 
     def lost(self, rank: int, error: RuntimeError) -> None:
         """The connection to a rank broke. Raises DisagreementError when it is known why."""
@@ -284,7 +284,7 @@ class _Wait:
             raise error
         if reason := self.channel.conflict(self.ranks, self.call):
             raise DisagreementError(reason) from error
-        raise error  # the watch finds out who is gone
+        raise error  # the watchdog finds out who is gone
 
     def over(self) -> None:
         if self._written:

@@ -12,21 +12,20 @@ import contextlib
 import json
 import math
 import os
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
 from shardwright.backends.torch.compat import Store
-from shardwright.backends.torch.machine.watchdog import Fault, Watch, report
+from shardwright.backends.torch.machine.host_processes import birth_of, host_name, is_at_work, state_of
+from shardwright.backends.torch.machine.watchdog import Fault, Watchdog, report
 
 BEAT_S = 1.0
 STILL_S = 2.0
@@ -96,7 +95,7 @@ class Pulse:
     store: Store
     rank: int
     size: int
-    watch: Watch
+    watchdog: Watchdog
     host: str
     host_rank: int | None
     groups: list[ProcessGroup] = field(default_factory=list)
@@ -105,7 +104,7 @@ class Pulse:
         store: Any = self.store  # whose annotation leaves that out
         self._own: Any = store.clone()
         self._own.set_timeout(timedelta(days=1))  # whose host is stopped is for the other thread to say
-        self._host, self._born = _host_name(), _born(os.getpid())
+        self._host, self._born = host_name(), birth_of(os.getpid())
         self._peers: dict[int, _Peer] = {}
         self._faults: list[Fault] = []
         self._untold: deque[Fault] = deque()
@@ -210,7 +209,7 @@ class Pulse:
             others = self.size - 1
             unseen = len(self._peers) + len(self._left) < others
             now_and_then = self._beats % (1 + others // 64) == 0  # what all ask for is asked for less often
-            if self._curious or (now_and_then and (unseen or self.watch.still_s() > STILL_S)):
+            if self._curious or (now_and_then and (unseen or self.watchdog.still_s() > STILL_S)):
                 self._read_peers()
             self._beats += 1
 
@@ -229,10 +228,10 @@ class Pulse:
         if used - used_before > IDLE_SHARE * (now - before):
             self._moves += 1  # bytes flow, or it computes
         self._cpu = now, used
-        watch = self.watch
+        watchdog = self.watchdog
         return Beat(
-            self._beats, self._moves + watch.moves, watch.is_waiting, watch.describe(), self._host, os.getpid(),
-            self._born,
+            self._beats, self._moves + watchdog.moves, watchdog.is_waiting, watchdog.describe(), self._host,
+            os.getpid(), self._born,
         )  # fmt: skip
 
     def _read_faults(self) -> None:
@@ -277,31 +276,31 @@ class Pulse:
         known: float | None = None
         place = -1
         while not self._stop.wait(BEAT_S / 2):
-            watch = self.watch
-            if watch.moves != place:
-                place, known = watch.moves, None
+            watchdog = self.watchdog
+            if watchdog.moves != place:
+                place, known = watchdog.moves, None
             fault = self.fault()
             if fault is None:
                 continue
-            watch.hear(fault)
-            if not watch.is_waiting and not watch.is_on_accelerator:
+            watchdog.hear(fault)
+            if not watchdog.is_waiting and not watchdog.is_on_accelerator:
                 continue
             known = known or time.monotonic()
             if time.monotonic() - known > GRACE_S:
                 self._break()
             if time.monotonic() - known > GRACE_S + LAST_S:
-                report(f"{watch.describe()}; {fault.text}. The process could not be woken, and ends")
+                report(f"{watchdog.describe()}; {fault.text}. The process could not be woken, and ends")
                 os._exit(1)
 
     def fault(self) -> Fault | None:
         """Why the step of this rank cannot go on, as far as that is known now."""
         for fault in self._faults:
-            if self.watch.concerns(fault):
+            if self.watchdog.concerns(fault):
                 return fault
-        watch, now = self.watch, time.monotonic()
-        if not watch.is_waiting and not watch.is_on_accelerator:
+        watchdog, now = self.watchdog, time.monotonic()
+        if not watchdog.is_waiting and not watchdog.is_on_accelerator:
             return None
-        still_s, limit_s = watch.still_s(), watch.timeout_s
+        still_s, limit_s = watchdog.still_s(), watchdog.timeout_s
         if still_s < STILL_S:
             return None
         asked = self._asked.since
@@ -311,7 +310,7 @@ class Pulse:
         if asked is not None and now - asked > limit_s:
             said = f"{self.host}, which holds the store of the run, has given no sign of life for {now - asked:.0f} s"
             return self._lost(said, [] if self.host_rank is None else [self.host_rank])
-        waited_for = watch.waits_for(self.size)
+        waited_for = watchdog.waits_for(self.size)
         left = [r for r, when in self._left.items() if r in waited_for and now - when > LEAVE_S]
         if left and still_s > LEAVE_S:
             return self._lost(f"{_ranks(left)} left the run: the script ended there, or called sw.shutdown()", left)
@@ -324,7 +323,7 @@ class Pulse:
 
     def told(self) -> Fault | None:
         """What another rank has told; nothing is looked for."""
-        return next((fault for fault in self._faults if self.watch.concerns(fault)), None)
+        return next((fault for fault in self._faults if self.watchdog.concerns(fault)), None)
 
     def _lost(self, text: str, ranks: Sequence[int], is_certain: bool = True) -> Fault | None:
         if not is_certain:
@@ -341,7 +340,7 @@ class Pulse:
         for rank, peer in tuple(self._peers.items()):
             if rank in self._left or now - peer.heard < seconds:
                 continue
-            if peer.beat.host == self._host and _is_at_work(peer.beat.process, peer.beat.born):
+            if peer.beat.host == self._host and is_at_work(peer.beat.process, peer.beat.born):
                 peer.heard = now  # it holds the interpreter, and cannot tell
                 continue
             found.append(rank)
@@ -352,7 +351,7 @@ class Pulse:
         return sorted(
             rank
             for rank, peer in tuple(self._peers.items())
-            if peer.beat.host == self._host and _state(peer.beat.process, peer.beat.born) in ("", "Z", "X")
+            if peer.beat.host == self._host and state_of(peer.beat.process, peer.beat.born) in ("", "Z", "X")
         )
 
     def _of_silent(self, ranks: Iterable[int]) -> str:
@@ -368,7 +367,7 @@ class Pulse:
         """Every rank waits, and no bytes flow."""
         now = time.monotonic()
         others = [self._peers.get(r) for r in range(self.size) if r != self.rank and r not in self._left]
-        if self.watch.still_s() < limit_s or not self.watch.is_waiting:
+        if self.watchdog.still_s() < limit_s or not self.watchdog.is_waiting:
             return None
         fresh_s = LATE_BEATS * BEAT_S  # what a rank said before it fell silent is no evidence
         if any(
@@ -390,7 +389,7 @@ class Pulse:
         self._curious = True
         while time.monotonic() - begun < INQUEST_S:
             for fault in self._faults:
-                if self.watch.concerns(fault):
+                if self.watchdog.concerns(fault):
                     return fault
             looked_for_s = time.monotonic() - begun
             # What a rank told before it ended is in the store by then.
@@ -440,36 +439,3 @@ def _break_group(group: ProcessGroup) -> None:
 def _ranks(ranks: Iterable[int]) -> str:
     found = sorted(ranks)
     return f"rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"
-
-
-def _host_name() -> str:
-    """This host, as processes that see each other's numbers call it."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return f"{socket.gethostname()} {os.getpid()}"  # nobody else's
-
-
-def _stat(process: int) -> list[str]:
-    try:
-        text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return []
-    return text.rpartition(")")[2].split()
-
-
-def _born(process: int) -> str:
-    found = _stat(process)
-    return found[19] if found else ""
-
-
-def _state(process: int, born: str) -> str:
-    """The state of a process on this host, by Linux's letters; empty when it is gone."""
-    found = _stat(process)
-    return found[0] if found and found[19] == born else ""
-
-
-def _is_at_work(process: int, born: str) -> bool:
-    """Whether a process that says nothing is neither stopped nor gone: then something holds its interpreter."""
-    return _state(process, born) not in ("", "T", "t", "Z", "X")

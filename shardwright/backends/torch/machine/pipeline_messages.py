@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from shardwright.backends.torch.machine.local_links import LocalLink, LocalLinks
-from shardwright.backends.torch.machine.watchdog import PeerError, Watch
+from shardwright.backends.torch.machine.watchdog import PeerError, Watchdog
 
 SMALL_BYTES = 256 * 2**10
 """Messages up to this size go over local links. Both ends know the size from the program."""
@@ -71,7 +71,7 @@ class _Posted:
     """On a local link: how many tensors it has filled when these are there."""
 
 
-class Mailroom:
+class PipelineTransport:
     """Sends and receives the messages of one rank.
 
     Args:
@@ -82,15 +82,15 @@ class Mailroom:
     """
 
     def __init__(
-        self, ranks: Sequence[int], me: int, device: torch.device, watch: Watch, *, peers: ProcessGroup,
+        self, ranks: Sequence[int], me: int, device: torch.device, watchdog: Watchdog, *, peers: ProcessGroup,
         group: ProcessGroup,
     ) -> None:  # fmt: skip
-        self.ranks, self.me, self.device, self.watch = tuple(ranks), me, device, watch
-        self.timeout = timedelta(seconds=watch.longest_s)
+        self.ranks, self.me, self.device, self.watchdog = tuple(ranks), me, device, watchdog
+        self.timeout = timedelta(seconds=watchdog.longest_s)
         self.group: ProcessGroup | None = group
         self.peers: ProcessGroup | None = peers
         self.by_order = device.type == "cuda"
-        self.links = None if self.by_order else LocalLinks(me, peers, watch.longest_s, watch.require_peers)
+        self.links = None if self.by_order else LocalLinks(me, peers, watchdog.longest_s, watchdog.require_peers)
         self._linked: set[frozenset[int]] = set()
         self._channels: dict[tuple[int, int], ProcessGroup] = {}
         self._expected: dict[int, deque[Message]] = {}
@@ -105,7 +105,7 @@ class Mailroom:
             wanted = {frozenset(pair) for pair in (*pairs, *((a, b) for a in homes for b in range(len(self.ranks))))}
             wanted = {pair for pair in wanted if len(pair) == 2} - self._linked
             if wanted:
-                with self.watch.waiting("pipeline peers to open their links"):
+                with self.watchdog.waiting("pipeline peers to open their links"):
                     self.links.open(sorted(sum(pair) - self.me for pair in wanted if self.me in pair))
                 self._linked |= wanted
             return
@@ -156,7 +156,7 @@ class Mailroom:
         """Wait for a message. Raises PeerError when it does not come."""
         self.post(message)
         posted = self._posted.pop(message.key)
-        with self.watch.waiting(f"{message.text} from rank {self.ranks[message.source]}"):
+        with self.watchdog.waiting(f"{message.text} from rank {self.ranks[message.source]}"):
             if posted.link is not None and self.links is not None:
                 self.links.wait(posted.link, posted.filled)
             for work in posted.works:
@@ -170,7 +170,7 @@ class Mailroom:
         """Send without waiting. The tensors must not change afterwards, and need no gradient."""
         link = self._link(message)
         target = self.ranks[message.target]
-        with self.watch.waiting(f"the start of a send of {message.text} to rank {target}"):
+        with self.watchdog.waiting(f"the start of a send of {message.text} to rank {target}"):
             if link is not None:
                 link.send(tensors)
                 return
@@ -189,7 +189,7 @@ class Mailroom:
     def spread(self, tensor: torch.Tensor, home: int, what: str) -> torch.Tensor:
         """Give all pp peers, which call this together between steps, the contiguous tensor of the one at ``home``; the
         others pass one of its shape and dtype, into which it comes. Raises PeerError when it does not come."""
-        with self.watch.waiting(f"{what} from rank {self.ranks[home]}"):
+        with self.watchdog.waiting(f"{what} from rank {self.ranks[home]}"):
             everyone = [peer for peer in range(len(self.ranks)) if peer != home]
             if self.links is None or tensor.nbytes > SMALL_BYTES or not self.links.reach(home, everyone):
                 dist.broadcast(as_carried(tensor), self.ranks[home], group=self.peers)
@@ -213,7 +213,7 @@ class Mailroom:
     def _settle(self, key: Key) -> None:
         """Let go of what a peer has taken."""
         for work, _ in self._sending.pop(key, ()):
-            with self.watch.waiting("the end of a send that was taken"):
+            with self.watchdog.waiting("the end of a send that was taken"):
                 self._wait(work)
 
     def close(self) -> None:
@@ -225,8 +225,8 @@ class Mailroom:
 
     def drain(self) -> None:
         """End a step: every send is over. Raises PeerError when one failed."""
-        self.watch.doing("end of the step")
-        with self.watch.waiting("peers to receive what this rank sent"):
+        self.watchdog.doing("end of the step")
+        with self.watchdog.waiting("peers to receive what this rank sent"):
             for going in self._sending.values():
                 for work, _ in going:
                     self._wait(work)
@@ -237,7 +237,7 @@ class Mailroom:
     def _receive(self, message: Message, buffer: torch.Tensor, offset: int) -> Work:
         source = self.ranks[message.source]
         flat = as_carried(buffer)
-        with self.watch.waiting(f"the start of a receive of {message.text} from rank {source}"):
+        with self.watchdog.waiting(f"the start of a receive of {message.text} from rank {source}"):
             if self.by_order:
                 work = dist.irecv(flat, source, self._channels[message.source, message.target])
             else:

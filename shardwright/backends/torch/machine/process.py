@@ -15,7 +15,7 @@ from shardwright.backends.torch.compat import HashStore, PrefixStore, Store, def
 from shardwright.backends.torch.machine.heartbeat import Pulse
 from shardwright.backends.torch.machine.mesh import BoundMesh, bind
 from shardwright.backends.torch.machine.rendezvous import LOOPBACK, Meeting, meet
-from shardwright.backends.torch.machine.watchdog import LONGEST_WAIT_S, Watch
+from shardwright.backends.torch.machine.watchdog import LONGEST_WAIT_S, Watchdog
 from shardwright.core.errors import ClusterError
 from shardwright.core.layout.mesh import Mesh
 
@@ -219,27 +219,27 @@ def _joined_before() -> Joined | None:
     return Joined(PrefixStore(f"shardwright/over/{_runs}", store), named, host_rank)
 
 
-def watch_over(joined: Joined | None, mesh: Mesh, device: torch.device, timeout_s: float) -> tuple[BoundMesh, Watch]:
+def watch_over(joined: Joined | None, mesh: Mesh, device: torch.device, timeout_s: float) -> tuple[BoundMesh, Watchdog]:
     """Lay the mesh over the ranks of the run, and watch over this one and the others. Every rank calls this."""
-    watch = Watch(f"rank {dist.get_rank()}", timeout_s, device.type == "cuda")
+    watchdog = Watchdog(f"rank {dist.get_rank()}", timeout_s, device.type == "cuda")
     if joined is None:
         bound = bind(mesh, device)
-        watch.who = bound.describe()
-        return bound, watch
+        watchdog.who = bound.describe()
+        return bound, watchdog
     pulse = Pulse(
-        joined.store, dist.get_rank(), dist.get_world_size(), watch, joined.host, joined.host_rank,
+        joined.store, dist.get_rank(), dist.get_world_size(), watchdog, joined.host, joined.host_rank,
         [group for group in (dist.group.WORLD,) if group is not None],
     )  # fmt: skip
     pulse.start()
-    watch.pulse = pulse
+    watchdog.pulse = pulse
     try:
-        watch.doing("making process groups")
-        with watch.waiting("all ranks"):
+        watchdog.doing("making process groups")
+        with watchdog.waiting("all ranks"):
             bound = bind(mesh, device)
     except BaseException as error:
-        pulse.stop(watch.fault_of(error))
+        pulse.stop(watchdog.fault_of(error))
         raise
-    watch.doing("between steps")
-    watch.who = bound.describe()
+    watchdog.doing("between steps")
+    watchdog.who = bound.describe()
     pulse.groups += [group for group in bound.handles.values() if all(group is not g for g in pulse.groups)]
-    return bound, watch
+    return bound, watchdog

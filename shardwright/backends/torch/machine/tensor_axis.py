@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from shardwright.backends.torch.compat import functional_collectives as functional
 from shardwright.backends.torch.machine.pipeline_messages import as_carried
 from shardwright.backends.torch.machine.tensor_shards import piece_of, whole_of
-from shardwright.backends.torch.machine.watchdog import LONGEST_WAIT_S, Watch
+from shardwright.backends.torch.machine.watchdog import LONGEST_WAIT_S, Watchdog
 from shardwright.core.errors import LayoutError
 from shardwright.core.layout.conversion_bytes import table_bytes
 from shardwright.core.layout.placements import Partial, Placement, Replicate, Split
@@ -43,10 +43,12 @@ class Traffic:
 class Axis:
     """This rank's place on the tensor axis, and the collectives along it."""
 
-    def __init__(self, group: ProcessGroup, ranks: Sequence[int], coordinate: int, watch: Watch | None = None) -> None:
+    def __init__(
+        self, group: ProcessGroup, ranks: Sequence[int], coordinate: int, watchdog: Watchdog | None = None
+    ) -> None:
         """``ranks`` are the group's global ranks in order of their coordinate."""
         self.group, self.ranks, self.coordinate = group, tuple(ranks), coordinate
-        self.watch = watch or Watch("this rank", LONGEST_WAIT_S)
+        self.watchdog = watchdog or Watchdog("this rank", LONGEST_WAIT_S)
         self.name = group.group_name
         self._peers = f"tp peers, ranks {list(self.ranks)}"
         self.traffic = Traffic()
@@ -60,9 +62,9 @@ class Axis:
         if not torch.compiler.is_compiling():
             self.traffic.note(key, size_bytes)
 
-    def _waiting(self, what: str, key: tuple[str, str] = ("", "")) -> Watch:
+    def _waiting(self, what: str, key: tuple[str, str] = ("", "")) -> Watchdog:
         where = f" of the {key[1]} of {key[0]}" if key[0] else ""
-        return self.watch.waiting(f"{self._peers}, in the {what}{where}", self.ranks)
+        return self.watchdog.waiting(f"{self._peers}, in the {what}{where}", self.ranks)
 
     def all_reduce(self, tensor: torch.Tensor, reduction: str, key: tuple[str, str]) -> torch.Tensor:
         """The sum or maximum over all ranks; ``tensor`` is overwritten."""

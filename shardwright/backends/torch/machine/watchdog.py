@@ -75,7 +75,7 @@ class SignsOfLife(Protocol):
         """End the threads, with a last word to the others."""
 
 
-class Watch:
+class Watchdog:
     """The current action and wait of one rank. Written by the main thread, read by others.
 
     Args:
@@ -109,8 +109,8 @@ class Watch:
         self.moves += 1
         self._since = time.monotonic()
 
-    def waiting(self, what: object, ranks: Sequence[int] = ()) -> "Watch":
-        """Note a wait, and turn its failure into a PeerError that says who waited for what: ``with watch.waiting(…)``.
+    def waiting(self, what: object, ranks: Sequence[int] = ()) -> "Watchdog":
+        """Note a wait, and turn its failure into a PeerError that says who waited for what: ``with self.waiting(…)``.
 
         ``what`` is made text when it is said. ``ranks`` are those that are waited for; by default all.
         """
@@ -272,17 +272,17 @@ def _first_line(error: BaseException) -> str:
 _reporter: "_StopReporter | None" = None
 
 
-def watch_for_stop(watch: Watch) -> bool:
-    """Print what the watch says when SIGTERM arrives, even while the main thread is blocked in C++.
+def watch_for_stop(watchdog: Watchdog) -> bool:
+    """Print what the watchdog says when SIGTERM arrives, even while the main thread is blocked in C++.
 
-    There is one SIGTERM per process, so the latest watch is the one that speaks. Returns False outside the main thread,
-    where Python allows no handler.
+    There is one SIGTERM per process, so the latest watchdog is the one that speaks. Returns False outside the main
+    thread, where Python allows no handler.
     """
     global _reporter
     if _reporter is not None:
-        _reporter.watch = watch
+        _reporter.watchdog = watchdog
         return True
-    reporter = _StopReporter(watch)
+    reporter = _StopReporter(watchdog)
     if not reporter.start():
         return False
     _reporter = reporter
@@ -290,8 +290,8 @@ def watch_for_stop(watch: Watch) -> bool:
 
 
 class _StopReporter:
-    def __init__(self, watch: Watch) -> None:
-        self.watch = watch
+    def __init__(self, watchdog: Watchdog) -> None:
+        self.watchdog = watchdog
         self._handled = threading.Event()
         self._said = threading.Event()
         self._previous: signal.Handlers | object = None
@@ -319,7 +319,7 @@ class _StopReporter:
 
     def _why(self) -> str:
         """What another rank told before this one was stopped."""
-        pulse = self.watch.pulse
+        pulse = self.watchdog.pulse
         if pulse is None:
             return ""
         pulse.look_now(LOOK_S)
@@ -329,7 +329,7 @@ class _StopReporter:
     def _read(self) -> None:
         while data := self._reader.recv(64):
             if signal.SIGTERM in data:
-                report(f"{self.watch.describe()} when it was told to stop{self._why()}")
+                report(f"{self.watchdog.describe()} when it was told to stop{self._why()}")
                 self._said.set()
                 if not self._handled.wait(GRACE_S):
                     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""How the calls of a strand come to `Calls`: those of modules, and of autograd functions that are handed modules."""
+"""How the calls of a fiber come to `Calls`: those of modules, and of autograd functions that are handed modules."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,24 +8,24 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.messages.calls import Calls
-from shardwright.backends.torch.messages.microbatch_threads import current_strand
+from shardwright.backends.torch.messages.microbatch_threads import current_fiber
 
 
 @contextmanager
 def patched_calls(calls: Calls) -> Iterator[None]:
-    """Module calls of strands go through ``calls``; those of other threads are as ever."""
+    """Module calls of fibers go through ``calls``; those of other threads are as ever."""
     original = nn.Module.__call__
     apply: Any = torch.autograd.Function.__dict__.get("apply")
     inherited = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        strand = current_strand()
-        if strand is None:
+        fiber = current_fiber()
+        if fiber is None:
             return original(module, *args, **kwargs)
-        return calls.module(original, strand, module, args, kwargs)
+        return calls.module(original, fiber, module, args, kwargs)
 
     def apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if current_strand() is not None:
+        if current_fiber() is not None:
             calls.require_here(cls.__name__, args)
         return inherited(cls, *args, **kwargs)
 

@@ -10,11 +10,11 @@ from torch import nn
 
 from shardwright.backends.torch.compat import keeps_current_graph
 from shardwright.backends.torch.messages.autograd_across_ranks import Gradients, as_inputs, as_outputs
-from shardwright.backends.torch.messages.microbatch_threads import Strand, Turns
+from shardwright.backends.torch.messages.microbatch_threads import Fiber, Turns
 from shardwright.backends.torch.messages.owners import Owners
 from shardwright.backends.torch.messages.random_by_call import Draws
 from shardwright.backends.torch.messages.remote_errors import Failure, again, describe, note_place
-from shardwright.backends.torch.messages.remote_parameters import GhostBuffer
+from shardwright.backends.torch.messages.remote_parameters import ProxyBuffer
 from shardwright.backends.torch.messages.serialization import (
     Reference,
     State,
@@ -27,7 +27,7 @@ from shardwright.backends.torch.messages.serialization import (
 )
 from shardwright.backends.torch.messages.thread_modes import Modes
 from shardwright.backends.torch.messages.transport import Envelope, Kind, Wire
-from shardwright.backends.torch.state.ownership import Holding
+from shardwright.backends.torch.state.ownership import Ownership
 from shardwright.core.errors import ShardwrightError
 
 Original = Callable[..., Any]
@@ -74,7 +74,7 @@ class Calls:
     def __init__(
         self,
         owners: Owners,
-        holding: Holding,
+        ownership: Ownership,
         wire: Wire,
         turns: Turns,
         draws: Draws,
@@ -83,31 +83,31 @@ class Calls:
         ranks: Sequence[int],
         before_backward: Callable[[], None],
     ) -> None:
-        self.owners, self.holding, self.wire, self.turns, self.draws = owners, holding, wire, turns, draws
+        self.owners, self.ownership, self.wire, self.turns, self.draws = owners, ownership, wire, turns, draws
         self.device, self.who, self.ranks = device, who, tuple(ranks)
         self.before_backward = before_backward
         self.microbatches: Sequence[Sequence[torch.Tensor]] = ()
-        self._paths = {id(module): path for path, module in holding.model.named_modules()}
+        self._paths = {id(module): path for path, module in ownership.model.named_modules()}
         self._original: Original = nn.Module.__call__
         self.crossings = 0
 
     # The caller's side -------------------------------------------------------------------------------------------
 
-    def module(self, original: Original, strand: Strand, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A call of any module by the code of a strand."""
+    def module(self, original: Original, fiber: Fiber, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A call of any module by the code of a fiber."""
         path = self._paths.get(id(module))
         if path is None:
             return original(module, *args, **kwargs)
-        recomputing = strand.backward_depth > 0
+        recomputing = fiber.backward_depth > 0
         if self.owners.of_path[path] == self.wire.me:
-            with self.draws.call(strand, path, recomputing):
+            with self.draws.call(fiber, path, recomputing):
                 try:
                     return original(module, *args, **kwargs)
                 except Exception as error:
                     note_place(error, _module(path))
                     raise
-        result = self._ask(strand, self.owners.of_path[path], path, args, kwargs)
-        self.draws.resume(strand)
+        result = self._ask(fiber, self.owners.of_path[path], path, args, kwargs)
+        self.draws.resume(fiber)
         return result
 
     def require_here(self, function: str, args: Sequence[Any]) -> None:
@@ -124,19 +124,19 @@ class Calls:
                     f"(pipeline_parallel_degree=1), or let the function take tensors alone"
                 )
 
-    def fetch(self, strand: Strand, name: str) -> torch.Tensor:
+    def fetch(self, fiber: Fiber, name: str) -> torch.Tensor:
         """The values of a parameter or buffer that another rank holds."""
-        first = self.holding.first_name[name]
+        first = self.ownership.first_name[name]
         key = (first, torch.is_grad_enabled())
-        if key not in strand.fetched:
-            placement = self.holding.placement
+        if key not in fiber.fetched:
+            placement = self.ownership.placement
             assert placement is not None
-            strand.fetched[key] = self._ask(strand, placement.holders(first)[0], first, (), {}, is_tensor=True)
-        return strand.fetched[key]
+            fiber.fetched[key] = self._ask(fiber, placement.holders(first)[0], first, (), {}, is_tensor=True)
+        return fiber.fetched[key]
 
-    def _ask(self, strand: Strand, owner: int, path: str, args: Any, kwargs: Any, *, is_tensor: bool = False) -> Any:
+    def _ask(self, fiber: Fiber, owner: int, path: str, args: Any, kwargs: Any, *, is_tensor: bool = False) -> Any:
         objects = mutable_objects((*args, *kwargs.values()))
-        batch = {id(tensor): index for index, tensor in strand.batch.items() if _untouched(tensor)}
+        batch = {id(tensor): index for index, tensor in fiber.batch.items() if _untouched(tensor)}
 
         def refer(item: Any) -> Reference | None:
             if isinstance(item, torch.Tensor) and id(item) in batch:
@@ -144,18 +144,18 @@ class Calls:
             return self._reference(item)
 
         packed = pack((args, kwargs), refer, f"the arguments of {path!r}")
-        modes = Modes.here(self.device, recomputing=strand.backward_depth > 0)
+        modes = Modes.here(self.device, recomputing=fiber.backward_depth > 0)
         needs = tuple(modes.grad and tensor.requires_grad for tensor in packed.tensors)
         request = _Request(path, is_tensor, modes, packed.data, needs, len(objects))
-        strand.calls_made += 1
-        call = strand.calls_made
+        fiber.calls_made += 1
+        call = fiber.calls_made
         self.crossings += 1
-        self.wire.send(owner, Kind.CALL, strand.microbatch, call, request, packed.tensors)
-        answer = self._await(strand, owner, call, f"the answer of {path!r}")
-        return self._receive(strand, owner, call, path, answer, packed.tensors, needs, objects)
+        self.wire.send(owner, Kind.CALL, fiber.microbatch, call, request, packed.tensors)
+        answer = self._await(fiber, owner, call, f"the answer of {path!r}")
+        return self._receive(fiber, owner, call, path, answer, packed.tensors, needs, objects)
 
     def _receive(
-        self, strand: Strand, owner: int, call: int, path: str, answer: Envelope, given: Sequence[torch.Tensor],
+        self, fiber: Fiber, owner: int, call: int, path: str, answer: Envelope, given: Sequence[torch.Tensor],
         needs: Sequence[bool], objects: Sequence[Any],
     ) -> Any:  # fmt: skip
         """The result of a call, in the graph of this rank; what the call wrote to is written here."""
@@ -166,7 +166,7 @@ class Calls:
             inputs = [tensor for tensor, needed in zip(given, needs, strict=True) if needed]
 
             def back(gradients: Gradients) -> Gradients:
-                return self._ask_gradients(strand, owner, call, path, gradients)
+                return self._ask_gradients(fiber, owner, call, path, gradients)
 
             made = as_outputs([tensors[position] for position in with_grad], inputs, back)
             for position, tensor in zip(with_grad, made, strict=True):
@@ -179,7 +179,7 @@ class Calls:
             if kind == "object":
                 return objects[value]
             if kind == "batch":
-                return strand.batch[value]
+                return fiber.batch[value]
             return self._named(reference)
 
         result, written, changed = unpack(body.data, tensors, resolve)
@@ -189,8 +189,8 @@ class Calls:
             put_state(target, state)
         return result
 
-    def _ask_gradients(self, strand: Strand, owner: int, call: int, path: str, gradients: Gradients) -> Gradients:
-        if not strand.backward_depth:
+    def _ask_gradients(self, fiber: Fiber, owner: int, call: int, path: str, gradients: Gradients) -> Gradients:
+        if not fiber.backward_depth:
             raise ShardwrightError(
                 "gradients are asked for inside the step, of what another rank computed: torch.autograd.grad and "
                 "Tensor.backward do not work there; give the loss to model.backward"
@@ -198,39 +198,39 @@ class Calls:
         present = tuple(gradient is not None for gradient in gradients)
         tensors = [gradient for gradient in gradients if gradient is not None]
         keep = keeps_current_graph()
-        self.wire.send(owner, Kind.GRADIENT, strand.microbatch, call, (present, keep), tensors)
-        answer = self._await(strand, owner, call, f"the gradients of {path!r}")
+        self.wire.send(owner, Kind.GRADIENT, fiber.microbatch, call, (present, keep), tensors)
+        answer = self._await(fiber, owner, call, f"the gradients of {path!r}")
         return _spread(answer.body, [tensor.to(self.device) for tensor in answer.tensors])
 
-    def _await(self, strand: Strand, owner: int, call: int, what: str) -> Envelope:
+    def _await(self, fiber: Fiber, owner: int, call: int, what: str) -> Envelope:
         """The answer of a call. Calls of this microbatch that come in the meantime are served."""
         while True:
-            strand.waits_for = (what, owner, time.monotonic())
-            envelope = self.turns.take(strand)
-            strand.waits_for = None
+            fiber.waits_for = (what, owner, time.monotonic())
+            envelope = self.turns.take(fiber)
+            fiber.waits_for = None
             if envelope.kind is Kind.RETURN and envelope.source == owner and envelope.call == call:
                 return envelope
             if envelope.kind is Kind.RAISED:
                 raise again(envelope.body)
-            self.serve(strand, envelope)
+            self.serve(fiber, envelope)
 
     # The owner's side --------------------------------------------------------------------------------------------
 
-    def serve(self, strand: Strand, envelope: Envelope) -> None:
+    def serve(self, fiber: Fiber, envelope: Envelope) -> None:
         """Answer a call or a request for gradients."""
         try:
             if envelope.kind is Kind.CALL:
-                with self.draws.served(strand):
-                    self._serve_call(strand, envelope)
+                with self.draws.served(fiber):
+                    self._serve_call(fiber, envelope)
             elif envelope.kind is Kind.GRADIENT:
-                self._serve_gradients(strand, envelope)
+                self._serve_gradients(fiber, envelope)
             else:
                 raise ShardwrightError(f"a message {envelope.kind.name} came out of order from pp {envelope.source}")
         except Exception as error:
-            failure: Failure = describe(error, self.who, strand.microbatch)
-            self.wire.send(envelope.source, Kind.RAISED, strand.microbatch, envelope.call, failure)
+            failure: Failure = describe(error, self.who, fiber.microbatch)
+            self.wire.send(envelope.source, Kind.RAISED, fiber.microbatch, envelope.call, failure)
 
-    def _serve_call(self, strand: Strand, envelope: Envelope) -> None:
+    def _serve_call(self, fiber: Fiber, envelope: Envelope) -> None:
         request: _Request = envelope.body
         with request.modes.applied(self.device):
             tensors = [tensor.to(self.device) for tensor in envelope.tensors]
@@ -240,41 +240,41 @@ class Calls:
                 made, gradients = as_inputs([tensors[position] for position in with_grad])
                 for position, tensor in zip(with_grad, made, strict=True):
                     tensors[position] = tensor
-            args, kwargs = unpack(request.data, tensors, lambda reference: self._resolve(strand, reference))
+            args, kwargs = unpack(request.data, tensors, lambda reference: self._resolve(fiber, reference))
             objects = mutable_objects((*args, *kwargs.values()))
             if len(objects) != request.objects:
                 objects = []  # classes that pickle only a part of what they hold: they cannot be written back
             before = [state_of(item) for item in objects]
-            watched = [*tensors, *strand.batch.values()]
+            watched = [*tensors, *fiber.batch.values()]
             versions = [_version(tensor) for tensor in watched]
-            result = self._run(strand, request, args, kwargs)
+            result = self._run(fiber, request, args, kwargs)
             written = [t for t, version in zip(watched, versions, strict=True) if _version(t) != version]
             after = [state_of(item) for item in objects]
-            answer, outputs = self._answer(strand, request.path, result, tensors, written, objects, before, after)
+            answer, outputs = self._answer(fiber, request.path, result, tensors, written, objects, before, after)
         needs = tuple(request.modes.grad and tensor.requires_grad for tensor in outputs)
         if any(needs):
             roots = [tensor for tensor, needed in zip(outputs, needs, strict=True) if needed]
-            strand.served[envelope.source, envelope.call] = _Served(request.path, roots, gradients)
-        self.wire.send(envelope.source, Kind.RETURN, strand.microbatch, envelope.call, _Answer(answer, needs), outputs)
+            fiber.served[envelope.source, envelope.call] = _Served(request.path, roots, gradients)
+        self.wire.send(envelope.source, Kind.RETURN, fiber.microbatch, envelope.call, _Answer(answer, needs), outputs)
 
-    def _run(self, strand: Strand, request: _Request, args: Any, kwargs: Any) -> Any:
+    def _run(self, fiber: Fiber, request: _Request, args: Any, kwargs: Any) -> Any:
         if request.is_tensor:
-            tensor = self.holding.tensor(request.path)
+            tensor = self.ownership.tensor(request.path)
             return tensor.view_as(tensor)
-        strand_depth = strand.backward_depth
-        strand.backward_depth = strand_depth + int(request.modes.recomputing)
+        fiber_depth = fiber.backward_depth
+        fiber.backward_depth = fiber_depth + int(request.modes.recomputing)
         try:
-            return self.module(self._original, strand, self.holding.modules[request.path], args, kwargs)
+            return self.module(self._original, fiber, self.ownership.modules[request.path], args, kwargs)
         finally:
-            strand.backward_depth = strand_depth
+            fiber.backward_depth = fiber_depth
 
     def _answer(
-        self, strand: Strand, path: str, result: Any, given: Sequence[torch.Tensor], written: Sequence[torch.Tensor],
+        self, fiber: Fiber, path: str, result: Any, given: Sequence[torch.Tensor], written: Sequence[torch.Tensor],
         objects: Sequence[Any], before: Sequence[State], after: Sequence[State],
     ) -> tuple[bytes, list[torch.Tensor]]:  # fmt: skip
         """(result, tensors written to with their new values, objects changed with their new states), packed."""
         known: dict[int, Reference] = {id(item): ("object", number) for number, item in enumerate(objects)}
-        known |= {id(tensor): ("batch", index) for index, tensor in strand.batch.items()}
+        known |= {id(tensor): ("batch", index) for index, tensor in fiber.batch.items()}
         known |= {id(tensor): ("given", number) for number, tensor in enumerate(given)}
         changed = [
             (item, new) for item, old, new in zip(objects, before, after, strict=True) if not same_state(old, new)
@@ -287,43 +287,43 @@ class Calls:
         packed = pack((result, aliases, changed), refer, f"the result of {path!r}")
         return packed.data, packed.tensors
 
-    def _serve_gradients(self, strand: Strand, envelope: Envelope) -> None:
+    def _serve_gradients(self, fiber: Fiber, envelope: Envelope) -> None:
         present, keep = envelope.body
         tensors = [tensor.to(self.device) for tensor in envelope.tensors]
         key = (envelope.source, envelope.call)
-        served: _Served = strand.served[key] if keep else strand.served.pop(key)
+        served: _Served = fiber.served[key] if keep else fiber.served.pop(key)
         gradients = _spread(present, tensors)
         roots = [(t, g) for t, g in zip(served.outputs, gradients, strict=True) if g is not None]
         self.before_backward()
         try:
-            self.backward(strand, [root for root, _ in roots], [gradient for _, gradient in roots], keep)
+            self.backward(fiber, [root for root, _ in roots], [gradient for _, gradient in roots], keep)
         except Exception as error:
             note_place(error, f"the backward pass of {_module(served.path)}")
             raise
         back = served.gradients
         answer = tuple(gradient is not None for gradient in back)
         self.wire.send(
-            envelope.source, Kind.RETURN, strand.microbatch, envelope.call, answer, [g for g in back if g is not None]
+            envelope.source, Kind.RETURN, fiber.microbatch, envelope.call, answer, [g for g in back if g is not None]
         )
 
     def backward(
-        self, strand: Strand, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], keep: bool = False
+        self, fiber: Fiber, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], keep: bool = False
     ) -> None:
-        """A backward pass of a strand, on its own thread whatever the device: it may wait for other ranks inside."""
-        strand.backward_depth += 1
+        """A backward pass of a fiber, on its own thread whatever the device: it may wait for other ranks inside."""
+        fiber.backward_depth += 1
         try:
             with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
                 torch.autograd.backward(list(roots), list(gradients), retain_graph=keep)
         finally:
-            strand.backward_depth -= 1
+            fiber.backward_depth -= 1
 
     # Names -------------------------------------------------------------------------------------------------------
 
     def _reference(self, item: Any) -> Reference | None:
         if isinstance(item, nn.Parameter):
-            name = self.holding.name_of(item)
+            name = self.ownership.name_of(item)
             return None if name is None else ("tensor of the model", name)
-        if isinstance(item, GhostBuffer):
+        if isinstance(item, ProxyBuffer):
             return ("tensor of the model", item._shardwright_name)
         if isinstance(item, nn.Module):
             path = self._paths.get(id(item))
@@ -332,14 +332,14 @@ class Calls:
 
     def _named(self, reference: Reference) -> Any:
         kind, value = reference
-        return self.holding.modules[value] if kind == "module" else self.holding.tensor(value)
+        return self.ownership.modules[value] if kind == "module" else self.ownership.tensor(value)
 
-    def _resolve(self, strand: Strand, reference: Reference) -> Any:
+    def _resolve(self, fiber: Fiber, reference: Reference) -> Any:
         kind, value = reference
         if kind == "batch":
-            if value not in strand.batch:
-                strand.batch[value] = self.microbatches[strand.microbatch][value].clone()
-            return strand.batch[value]
+            if value not in fiber.batch:
+                fiber.batch[value] = self.microbatches[fiber.microbatch][value].clone()
+            return fiber.batch[value]
         return self._named(reference)
 
 

@@ -6,7 +6,6 @@ modules until it tells them that the step is over. At most ``active`` microbatch
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,14 +18,15 @@ from shardwright.backends.torch.data_parallel.gradients import Gradients
 from shardwright.backends.torch.loss.shares import LossShares
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.process import wait_longer
-from shardwright.backends.torch.machine.watchdog import PeerError, Watch, report
+from shardwright.backends.torch.machine.watchdog import PeerError, Watchdog, report
 from shardwright.backends.torch.messages.call_patches import patched_calls
 from shardwright.backends.torch.messages.calls import Calls
-from shardwright.backends.torch.messages.microbatch_threads import StoppedError, Strand, Threads, Turns, current_strand
+from shardwright.backends.torch.messages.microbatch_threads import Fiber, StoppedError, Threads, Turns, current_fiber
 from shardwright.backends.torch.messages.owners import Owners
 from shardwright.backends.torch.messages.random_by_call import Draws
-from shardwright.backends.torch.messages.remote_errors import Failure, StepFailedError, describe
-from shardwright.backends.torch.messages.remote_parameters import make_ghosts
+from shardwright.backends.torch.messages.remote_errors import describe
+from shardwright.backends.torch.messages.remote_parameters import make_proxies
+from shardwright.backends.torch.messages.step_failures import StepFailures
 from shardwright.backends.torch.messages.step_outcome import MicrobatchResult, Outcome
 from shardwright.backends.torch.messages.thread_modes import Modes
 from shardwright.backends.torch.messages.transport import Envelope, Kind, Wire
@@ -34,7 +34,7 @@ from shardwright.backends.torch.pipeline.step_results import Returned, Shares
 from shardwright.backends.torch.program.program import Tree
 from shardwright.backends.torch.program.python_reads import Reads
 from shardwright.backends.torch.program.randomness import kept_generators
-from shardwright.backends.torch.state.ownership import Holding
+from shardwright.backends.torch.state.ownership import Ownership
 from shardwright.core.errors import LossError, ShardwrightError
 
 StepBody = Callable[[list[torch.Tensor]], Any]
@@ -51,21 +51,12 @@ FORWARD_FIRST = frozenset({"simple", "gpipe"})
 BACKWARD_FIRST = frozenset({"interleaved", "1f1b"})
 """Schedules that start a backward as soon as there is one."""
 
-LOOK_S = 1.0
-"""How often a waiting rank looks whether its peers still answer."""
-
-IDLE_S = 5.0
-"""How much longer a rank waits that is waiting for no answer, but for calls."""
-
-UNWIND_S = 30.0
-"""How long a failed step may take to unwind on this rank and to be heard of on the others."""
-
 
 class Messages:
     """One rank's part of the steps. Every rank of the run makes one at the same time.
 
     Args:
-        holding: the model, split by ``owners``.
+        ownership: of the parameters, split by ``owners``.
         active: how many microbatches are under way at once; None for the number of ranks and two more.
         schedule: the name of the schedule; it says whether forwards or backwards come first.
     """
@@ -73,16 +64,16 @@ class Messages:
     def __init__(
         self,
         owners: Owners,
-        holding: Holding,
+        ownership: Ownership,
         gradients: Gradients,
         bound: BoundMesh,
-        watch: Watch,
+        watchdog: Watchdog,
         *,
         timeout_s: float,
         active: int | None,
         schedule: str,
     ) -> None:
-        self.holding, self.gradients, self.bound, self.watch = holding, gradients, bound, watch
+        self.ownership, self.gradients, self.bound, self.watchdog = ownership, gradients, bound, watchdog
         self.me, self.size = bound.coordinate("pp"), bound.size("pp")
         self.active = active or self.size + MORE_THAN_RANKS
         self.turns = Turns(schedule not in FORWARD_FIRST)
@@ -90,26 +81,23 @@ class Messages:
         group = _group(bound, timedelta(seconds=timeout_s))
         if group is not None:
             wait_longer(group)
-            if watch.pulse is not None:
-                watch.pulse.groups.append(group)
-        self.wire = Wire(group, self.me, self.size, self._deliver, self._lost)
+            if watchdog.pulse is not None:
+                watchdog.pulse.groups.append(group)
+        self.failures = StepFailures(bound, watchdog, self.turns)
+        self.wire = self.failures.wire = Wire(group, self.me, self.size, self._deliver, self.failures.lose)
         self.draws = Draws(bound.device)
         self.calls = Calls(
-            owners, holding, self.wire, self.turns, self.draws, bound.device, bound.describe(), bound.groups["pp"],
+            owners, ownership, self.wire, self.turns, self.draws, bound.device, bound.describe(), bound.groups["pp"],
             self._begin_gradients,
         )  # fmt: skip
-        held = {*holding.local_parameters(), *holding.local_buffers()}
-        absent = [n for n in (*holding.parameter_names, *holding.buffer_names) if n not in held]
-        make_ghosts(((name, holding.tensor(name)) for name in sorted(absent)), self.calls.fetch, bound.device)
+        held = {*ownership.local_parameters(), *ownership.local_buffers()}
+        absent = [n for n in (*ownership.parameter_names, *ownership.buffer_names) if n not in held]
+        make_proxies(((name, ownership.tensor(name)) for name in sorted(absent)), self.calls.fetch, bound.device)
         self._writes: dict[bool, bool] = {}
         """Whether modules write to their buffers, in training and else: then the forwards of two microbatches may not
         overlap. Not known before the first step, which is run in order."""
-        self._strands: dict[int, Strand] = {}
+        self._fibers: dict[int, Fiber] = {}
         self._lock = threading.Lock()
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-        self._failure: Failure | None = None
-        self._broken: str | None = None
         self._begun = False
         self._shares = Shares(((1,),), 0)
         self._loss_shares: LossShares | LossError | None = None
@@ -149,33 +137,34 @@ class Messages:
             StepFailedError: a module, or the body, failed on some rank. The next step may be run.
             PeerError: a peer died, or did not answer in time.
         """
-        if self._broken is not None:
-            raise PeerError(f"an earlier step has lost a peer, and none can be run: {self._broken}")
+        self.failures.require_peers()
         self._begin(body, microbatches)
         self._shares, self._loss_shares = shares, loss_shares
         self.draws.seed, self.draws.step = seed, step
         self.draws.first_microbatch = self._shares.first
-        self.draws.begin(training=self.holding.model.training)
-        self.watch.doing(f"step {step}, by messages")
-        with kept_generators(True, self.bound.device), patched_calls(self.calls), self.watch.waiting(_Waits(self)):
+        self.draws.begin(training=self.ownership.model.training)
+        self.watchdog.doing(f"step {step}, by messages")
+        with kept_generators(True, self.bound.device), patched_calls(self.calls), self.watchdog.waiting(_Waits(self)):
             try:
                 self.wire.open()  # only now: calls are served from here on
                 outcome = self._run(len(microbatches))
             except BaseException as error:
-                self._fail(error)
-                self._unwind()
+                self.failures.fail(error)
+                self.failures.unwind()
+                if self._begun:
+                    self.gradients.abandon()
                 if self.bound.mesh.size == self.size:
                     error._shardwright_heard = True  # type: ignore[attr-defined]
                 else:  # the replicas of this pipeline do not hear of it over the wire
-                    self.watch.under_way()
+                    self.watchdog.under_way()
                 raise
             finally:
                 self._clear()
-        self.watch.doing("the end of the step")
+        self.watchdog.doing("the end of the step")
         if outcome.training:
             self._begin_gradients()
             self.gradients.finish(outcome.total_weight)
-        self.watch.doing("between steps")
+        self.watchdog.doing("between steps")
         given = loss_shares if isinstance(loss_shares, tuple) else ()
         return *outcome.returned(given, shares), outcome.training
 
@@ -183,9 +172,8 @@ class Messages:
         versions = self._buffer_versions()
         if self.me == DRIVER:
             self._admit()
-        self._wait_for(self._done)
-        self._raise_if_failed()
-        if not self._comes(self.turns.ended):
+        self.failures.wait()
+        if not self.failures.comes(self.turns.ended):
             raise PeerError(f"{self.bound.describe()}: a microbatch that was over did not end")
         wrote = self._buffer_versions() != versions
         if not self.draws.end():
@@ -195,13 +183,13 @@ class Messages:
             )
         if self.me == DRIVER:
             results = [self._results[m] for m in range(count)]
-            self._outcome = Outcome.of(results).over_dp(self._shares, self.bound, self.watch)
+            self._outcome = Outcome.of(results).over_dp(self._shares, self.bound, self.watchdog)
             self.wire.say_last(Kind.END, *self._outcome.packed())
         else:
             self.wire.say_last(Kind.BYE, wrote)
-        if not self._comes(self.wire.quiet):
+        if not self.failures.comes(self.wire.quiet):
             raise PeerError(f"{self.bound.describe()}: a peer did not end its step in time")
-        self._raise_if_failed()
+        self.failures.raise_if_failed()
         self.wire.drain()
         self._note_writes(wrote or self._wrote)
         assert self._outcome is not None
@@ -215,7 +203,7 @@ class Messages:
                 f"{self.bound.describe()}: a module wrote to its buffers for the first time, in a step whose "
                 f"microbatches overlapped: they may have come to it in another order; from now on they do not overlap"
             )
-        training = self.holding.model.training
+        training = self.ownership.model.training
         self._writes[training] = wrote or self._writes.get(training, False)
 
     def backward(self, loss: Any, weight: Any = None, reduction: str | None = None) -> None:
@@ -223,8 +211,8 @@ class Messages:
 
         Raises ShardwrightError for what is no loss.
         """
-        strand = current_strand()
-        if strand is None:
+        fiber = current_fiber()
+        if fiber is None:
             raise ShardwrightError("model.backward(loss) belongs inside a function decorated with @sw.step")
         if not isinstance(loss, torch.Tensor):
             raise ShardwrightError(f"model.backward takes the loss, a tensor: given a {type(loss).__name__}")
@@ -238,8 +226,8 @@ class Messages:
             weight = weight.detach()
         elif weight is not None:
             weight = float(weight)
-        strand.losses.append((loss, weight))
-        strand.reductions.append(reduction)
+        fiber.losses.append((loss, weight))
+        fiber.reductions.append(reduction)
 
     def close(self) -> None:
         """End the threads. Nothing is run afterwards."""
@@ -255,50 +243,50 @@ class Messages:
                 limit = 1 if self._ordered and self._forwards_open() else self.active
                 if self._next_microbatch >= len(self.calls.microbatches) or self._under_way >= limit:
                     return
-                strand = Strand(self._next_microbatch)
-                self._strands[strand.microbatch] = strand
+                fiber = Fiber(self._next_microbatch)
+                self._fibers[fiber.microbatch] = fiber
                 self._next_microbatch += 1
                 self._under_way += 1
-            self.turns.add(strand, self._guarded(self._drive), self.threads)
+            self.turns.add(fiber, self._guarded(self._drive), self.threads)
 
     def _forwards_open(self) -> bool:
         return len(self._results) < self._next_microbatch
 
-    def _drive(self, strand: Strand) -> None:
+    def _drive(self, fiber: Fiber) -> None:
         """One microbatch on the driver: the body, then the backward pass."""
-        m = strand.microbatch
-        strand.batch = {i: _copied(tensor) for i, tensor in enumerate(self.calls.microbatches[m])}
-        self.draws.body(strand)
+        m = fiber.microbatch
+        fiber.batch = {i: _copied(tensor) for i, tensor in enumerate(self.calls.microbatches[m])}
+        self.draws.body(fiber)
         assert self._body is not None
         with self._modes.applied(self.bound.device), self._noting_python_writes(self._body):
-            result = self._body([strand.batch[i] for i in range(len(strand.batch))])
-        losses, strand.losses = strand.losses, []
-        reductions, strand.reductions = strand.reductions, []
+            result = self._body([fiber.batch[i] for i in range(len(fiber.batch))])
+        losses, fiber.losses = fiber.losses, []
+        reductions, fiber.reductions = fiber.reductions, []
         found = self._results[m] = MicrobatchResult.of(result, losses)
         self.losses += [(f"loss of microbatch {m}", loss.detach()) for loss, _ in losses]
         del result
         if self._ordered:
             self._admit()
         if losses and self._modes.grad:
-            strand.backward_depth += 1
-            self.turns.rest(strand)
+            fiber.backward_depth += 1
+            self.turns.rest(fiber)
             self._begin_gradients()
             scales = self._scales(m, reductions) if found.weight is None else [found.weight] * len(losses)
             counted = [(loss, scale) for (loss, _), scale in zip(losses, scales, strict=True) if scale != 0.0]
             gradients = [torch.full_like(loss, scale) for loss, scale in counted]
             if counted:
-                self.calls.backward(strand, [loss for loss, _ in counted], gradients)
+                self.calls.backward(fiber, [loss for loss, _ in counted], gradients)
             del counted
-            strand.backward_depth -= 1
+            fiber.backward_depth -= 1
         del losses
         for peer in self.wire.peers:
             self.wire.send(peer, Kind.DONE, m, 0, None)
         with self._lock:
-            del self._strands[m]
+            del self._fibers[m]
             self._under_way -= 1
             finished = not self._under_way and self._next_microbatch == len(self.calls.microbatches)
         if finished:
-            self._done.set()
+            self.failures.done.set()
         else:
             self._admit()
 
@@ -324,10 +312,10 @@ class Messages:
     def _noting_python_writes(self, body: StepBody) -> Iterator[None]:
         """In the first step, which is run in order: whether the body, or modules that run here, write to Python values
         such as counters. Two microbatches would then see each other's."""
-        if self.holding.model.training in self._writes or self._wrote:
+        if self.ownership.model.training in self._writes or self._wrote:
             yield
             return
-        reads = Reads(self.holding.model, lambda: False)
+        reads = Reads(self.ownership.model, lambda: False)
         with reads.watching(getattr(body, "python_roots", ())):
             yield
         reads.close()
@@ -337,20 +325,20 @@ class Messages:
 
     def _begin(self, body: StepBody, microbatches: Sequence[Sequence[torch.Tensor]]) -> None:
         self._modes = Modes.here(self.bound.device)
-        self._error, self._failure, self._outcome = None, None, None
+        self._outcome = None
         self._begun = self._wrote = False
-        self._ordered = self._writes.get(self.holding.model.training, True)
+        self._ordered = self._writes.get(self.ownership.model.training, True)
         self._clear()
         self._body, self.calls.microbatches = body, microbatches
         self.losses = []
         self._next_microbatch = self._under_way = 0
-        self._done.clear()
+        self.failures.begin()
         self.turns.begin()
 
     def _clear(self) -> None:
         """Let go of everything that belongs to one step."""
         self._body, self.calls.microbatches = None, ()
-        self._strands, self._results = {}, {}
+        self._fibers, self._results = {}, {}
 
     def _begin_gradients(self) -> None:
         if not self._begun:
@@ -358,138 +346,50 @@ class Messages:
             self.gradients.begin()
 
     def _buffer_versions(self) -> list[tuple[int, int]]:
-        return [(id(b), 0 if b.is_inference() else b._version) for b in self.holding.local_buffers().values()]
+        return [(id(b), 0 if b.is_inference() else b._version) for b in self.ownership.local_buffers().values()]
 
-    def _serve(self, strand: Strand) -> None:
+    def _serve(self, fiber: Fiber) -> None:
         """One microbatch on a rank that is not the driver."""
         while True:
-            envelope = self.turns.take(strand)
+            envelope = self.turns.take(fiber)
             if envelope.kind is Kind.DONE:
                 break
-            self.calls.serve(strand, envelope)
+            self.calls.serve(fiber, envelope)
 
-    def _guarded(self, work: Callable[[Strand], None]) -> Callable[[Strand], None]:
-        def run(strand: Strand) -> None:
+    def _guarded(self, work: Callable[[Fiber], None]) -> Callable[[Fiber], None]:
+        def run(fiber: Fiber) -> None:
             try:
-                work(strand)
+                work(fiber)
             except StoppedError:
                 raise
             except BaseException as error:  # sys.exit in a model, too, must not leave the others waiting
-                self._fail(error, describe(error, self.bound.describe(), strand.microbatch))
+                self.failures.fail(error, describe(error, self.bound.describe(), fiber.microbatch))
 
         return run
 
     def _deliver(self, envelope: Envelope) -> None:
         """A message has come; on the thread that receives from its sender."""
         if envelope.kind is Kind.ABORT:
-            failure: Failure = envelope.body
-            if failure.lost:
-                self._give_up(
-                    f"{self.watch.describe()}; told by rank {self.bound.peer('pp', envelope.source)}", failure
-                )
-            else:
-                self._fail(StepFailedError(failure.text), failure)
+            self.failures.hear(envelope.body, envelope.source)
         elif envelope.kind is Kind.END:
             self._outcome = Outcome.unpacked(envelope.body, envelope.tensors, self.bound.device)
-            self._done.set()
+            self.failures.done.set()
         elif envelope.kind is Kind.BYE:
             self._wrote = self._wrote or bool(envelope.body)
         else:
             with self._lock:
-                strand = self._strands.get(envelope.microbatch)
-                is_new = strand is None
-                if strand is None:
+                fiber = self._fibers.get(envelope.microbatch)
+                is_new = fiber is None
+                if fiber is None:
                     if envelope.kind is Kind.DONE:
                         return
-                    strand = self._strands[envelope.microbatch] = Strand(envelope.microbatch)
-            self.turns.deliver(strand, envelope)
+                    fiber = self._fibers[envelope.microbatch] = Fiber(envelope.microbatch)
+            self.turns.deliver(fiber, envelope)
             if is_new:
-                self.turns.add(strand, self._guarded(self._serve), self.threads)
+                self.turns.add(fiber, self._guarded(self._serve), self.threads)
             if envelope.kind is Kind.DONE:
                 with self._lock:
-                    del self._strands[envelope.microbatch]
-
-    # Failure -----------------------------------------------------------------------------------------------------
-
-    def _lost(self, peer: int, error: Exception) -> None:
-        """The connection with a peer is broken."""
-        pulse = self.watch.pulse
-        fault = self.watch.told or (None if pulse is None else pulse.inquest())
-        cause = (str(error).splitlines() or [""])[0] if fault is None else fault.text
-        self._give_up(
-            f"{self.watch.describe()}; the connection with rank {self.bound.peer('pp', peer)} is lost: {cause}"
-        )
-
-    def _give_up(self, said: str, told: Failure | None = None) -> None:
-        """A peer is gone: neither this step nor a later one can be run."""
-        if told is not None:
-            said = f"{said}: {told.text}"
-        with self._lock:
-            if self._broken is not None:
-                return
-            self._broken = said
-        report(said)
-        self._fail(PeerError(said), told or Failure(said, lost=True))
-
-    def _fail(self, error: BaseException, failure: Failure | None = None) -> None:
-        """The step has failed here, or was told to have failed elsewhere: the first reason stands."""
-        with self._lock:
-            if self._error is None:
-                text = f"{self.bound.describe()}: {type(error).__name__}: {error}"
-                self._error, self._failure = error, failure or Failure(text)
-            failure = self._failure
-        self.turns.fail()
-        with contextlib.suppress(RuntimeError):  # a peer that is gone needs no telling
-            self.wire.say_last(Kind.ABORT, failure)
-        self._done.set()
-
-    def _raise_if_failed(self) -> None:
-        error = self._error
-        if error is None:
-            return
-        if isinstance(error, ShardwrightError) and not hasattr(error, "_shardwright_text"):
-            raise error
-        assert self._failure is not None
-        raise StepFailedError(self._failure.text) from error
-
-    def _unwind(self) -> None:
-        """Wait until nothing of a failed step is under way, so that the next may be run. First no message, since one
-        that comes late begins a strand."""
-        if self._broken is None and not (self.wire.quiet(UNWIND_S) and self.turns.ended(UNWIND_S)):
-            self._broken = f"{self.bound.describe()}: a failed step did not end on every rank"
-        if self._broken is not None:
-            self.wire.abandon()
-        if self._begun:
-            self.gradients.abandon()
-
-    def _wait_for(self, event: threading.Event) -> None:
-        """Wait for the end of the step's work; raises PeerError when nothing comes from any peer for too long."""
-        waited_s, seen = 0.0, None
-        while not event.wait(LOOK_S):
-            now = self.turns.progress()
-            waited_s = waited_s + LOOK_S if now is not None and now == seen else 0.0
-            seen = now
-            self._look()
-            # A rank that waits for an answer knows more than one that only serves, and speaks first.
-            limit_s = self.watch.longest_s if self.turns.waits() else self.watch.longest_s + IDLE_S
-            if waited_s >= limit_s:
-                self._give_up(f"{self.watch.describe()}; nothing came for {limit_s:.0f} s")
-
-    def _look(self) -> None:
-        """Give up once it is known that a peer has failed or is gone."""
-        fault = self.watch.told
-        if fault is not None and self._broken is None:
-            self._give_up(f"{self.watch.describe()}; {fault.text}")
-
-    def _comes(self, is_there: Callable[[float], bool]) -> bool:
-        """Wait for the end of something, as long as peers live. Raises PeerError when one does not."""
-        begun = time.monotonic()
-        while not is_there(LOOK_S):
-            self._look()
-            self._raise_if_failed()
-            if time.monotonic() - begun > self.watch.longest_s:
-                return False
-        return True
+                    del self._fibers[envelope.microbatch]
 
 
 class _Waits:

@@ -1,7 +1,7 @@
-"""Strands: one thread of control for each microbatch on each rank, of which one runs at a time.
+"""Fibers: one thread of control for each microbatch on each rank, of which one runs at a time.
 
 A microbatch is a single program, whose calls pass from rank to rank; on each rank the part of it that is under way
-there is a stack on one thread. A strand that waits for a message lets another one run. Which one is the schedule: of
+there is a stack on one thread. A fiber that waits for a message lets another one run. Which one is the schedule: of
 those that have a message, a backward before a forward (or the other way round), then the earliest microbatch. Autograd
 runs a backward pass on the thread that asks for it, so that it may wait inside, too.
 """
@@ -22,10 +22,10 @@ JOIN_S = 5.0
 
 
 class StoppedError(BaseException):
-    """Unwinds a strand whose step has failed. No Exception, so that a model's own handlers do not catch it."""
+    """Unwinds a fiber whose step has failed. No Exception, so that a model's own handlers do not catch it."""
 
 
-class Strand:
+class Fiber:
     """What one rank keeps of one microbatch."""
 
     def __init__(self, microbatch: int) -> None:
@@ -34,7 +34,7 @@ class Strand:
         self.turn = threading.Semaphore(0)
         self.waiting = False
         self.waits_for: tuple[str, int, float] | None = None
-        """What this strand waits for, the peer's pp coordinate, and since when."""
+        """What this fiber waits for, the peer's pp coordinate, and since when."""
         self.backward_depth = 0
         self.calls_made = 0
         self.served: dict[tuple[int, int], Any] = {}
@@ -49,15 +49,15 @@ class Strand:
 
 
 class Turns:
-    """Says which strand of this rank runs."""
+    """Says which fiber of this rank runs."""
 
     def __init__(self, backward_first: bool) -> None:
         self.backward_first = backward_first
         self.failed = False
         self._lock = threading.Lock()
-        self._running: Strand | None = None
-        self._ready: list[Strand] = []
-        self._alive: set[Strand] = set()
+        self._running: Fiber | None = None
+        self._ready: list[Fiber] = []
+        self._alive: set[Fiber] = set()
         self._progress = 0
         self._changed = threading.Condition(self._lock)
 
@@ -66,73 +66,73 @@ class Turns:
         self.failed = False
         self._running, self._ready, self._alive = None, [], set()
 
-    def add(self, strand: Strand, work: Callable[[Strand], None], threads: "Threads") -> None:
-        """A strand that is ready to run ``work``."""
+    def add(self, fiber: Fiber, work: Callable[[Fiber], None], threads: "Threads") -> None:
+        """A fiber that is ready to run ``work``."""
         with self._lock:
-            self._alive.add(strand)
-            self._ready.append(strand)
-        threads.run(lambda: self._live(strand, work), lambda: self._leave(strand))
+            self._alive.add(fiber)
+            self._ready.append(fiber)
+        threads.run(lambda: self._live(fiber, work), lambda: self._leave(fiber))
         with self._lock:
             self._next()
 
-    def deliver(self, strand: Strand, envelope: Envelope) -> None:
-        """Give a strand a message."""
+    def deliver(self, fiber: Fiber, envelope: Envelope) -> None:
+        """Give a fiber a message."""
         with self._lock:
             self._progress += 1
-            strand.inbox.append(envelope)
-            if strand.waiting:
-                strand.waiting = False
-                self._ready.append(strand)
+            fiber.inbox.append(envelope)
+            if fiber.waiting:
+                fiber.waiting = False
+                self._ready.append(fiber)
                 self._next()
 
-    def take(self, strand: Strand) -> Envelope:
-        """The next message of the running strand; others run while it waits."""
+    def take(self, fiber: Fiber) -> Envelope:
+        """The next message of the running fiber; others run while it waits."""
         with self._lock:
-            if strand.inbox:
-                self._ready.append(strand)
+            if fiber.inbox:
+                self._ready.append(fiber)
             else:
-                strand.waiting = True
+                fiber.waiting = True
             self._running = None
             self._next()
-        self._resume(strand)
-        return strand.inbox.popleft()
+        self._resume(fiber)
+        return fiber.inbox.popleft()
 
-    def rest(self, strand: Strand) -> None:
-        """Let others that come first run before this strand goes on."""
+    def rest(self, fiber: Fiber) -> None:
+        """Let others that come first run before this fiber goes on."""
         with self._lock:
-            self._ready.append(strand)
+            self._ready.append(fiber)
             self._running = None
             self._next()
-        self._resume(strand)
+        self._resume(fiber)
 
     def fail(self) -> None:
-        """End every strand at its next wait."""
+        """End every fiber at its next wait."""
         with self._lock:
             self.failed = True
-            for strand in self._alive:
-                strand.turn.release()
+            for fiber in self._alive:
+                fiber.turn.release()
             self._changed.notify_all()
 
     def ended(self, timeout_s: float) -> bool:
-        """Wait until no strand is left."""
+        """Wait until no fiber is left."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._alive, timeout_s)
 
     def progress(self) -> int | None:
-        """A number that grows as messages come; None while a strand of this rank runs."""
+        """A number that grows as messages come; None while a fiber of this rank runs."""
         with self._lock:
             return None if self._running is not None or self._ready else self._progress
 
     def waits(self) -> list[tuple[int, str, int, float]]:
-        """(microbatch, what, peer, seconds) of every strand that waits for an answer. Takes no lock: it reports on
+        """(microbatch, what, peer, seconds) of every fiber that waits for an answer. Takes no lock: it reports on
         trouble."""
         now = time.monotonic()
         found = [(s.microbatch, s.waits_for) for s in sorted(self._alive, key=_number)]
         return [(m, waits[0], waits[1], now - waits[2]) for m, waits in found if waits is not None]
 
-    def _resume(self, strand: Strand) -> None:
+    def _resume(self, fiber: Fiber) -> None:
         if not self.failed:
-            strand.turn.acquire()
+            fiber.turn.acquire()
         if self.failed:
             raise StoppedError
 
@@ -143,43 +143,43 @@ class Turns:
             self._running = best
             best.turn.release()
 
-    def _rank(self, strand: Strand) -> tuple[bool, int]:
-        backward = strand.backward_depth > 0 or (bool(strand.inbox) and strand.inbox[0].kind is Kind.GRADIENT)
-        return backward != self.backward_first, strand.microbatch
+    def _rank(self, fiber: Fiber) -> tuple[bool, int]:
+        backward = fiber.backward_depth > 0 or (bool(fiber.inbox) and fiber.inbox[0].kind is Kind.GRADIENT)
+        return backward != self.backward_first, fiber.microbatch
 
-    def _live(self, strand: Strand, work: Callable[[Strand], None]) -> None:
+    def _live(self, fiber: Fiber, work: Callable[[Fiber], None]) -> None:
         try:
-            self._resume(strand)
-            _current.strand = strand
-            work(strand)
+            self._resume(fiber)
+            _current.fiber = fiber
+            work(fiber)
         except StoppedError:
             pass
         finally:
-            _current.strand = None
+            _current.fiber = None
 
-    def _leave(self, strand: Strand) -> None:
+    def _leave(self, fiber: Fiber) -> None:
         with self._changed:
-            self._alive.discard(strand)
-            if self._running is strand:
+            self._alive.discard(fiber)
+            if self._running is fiber:
                 self._running = None
                 self._next()
             self._changed.notify_all()
 
 
-def _number(strand: Strand) -> int:
-    return strand.microbatch
+def _number(fiber: Fiber) -> int:
+    return fiber.microbatch
 
 
 class _Current(threading.local):
-    strand: Strand | None = None
+    fiber: Fiber | None = None
 
 
 _current = _Current()
 
 
-def current_strand() -> Strand | None:
-    """The strand that runs on this thread."""
-    return _current.strand
+def current_fiber() -> Fiber | None:
+    """The fiber that runs on this thread."""
+    return _current.fiber
 
 
 class Threads:
@@ -220,7 +220,7 @@ class _Thread:
     def __init__(self, rest: Callable[["_Thread"], None]) -> None:
         self._given: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._rest = rest
-        self._thread = threading.Thread(target=self._loop, name="shardwright-strand", daemon=True)
+        self._thread = threading.Thread(target=self._loop, name="shardwright-fiber", daemon=True)
         self._thread.start()
 
     def give(self, work: _Work | None) -> None:

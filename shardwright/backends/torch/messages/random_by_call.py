@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwright.backends.torch.messages.microbatch_threads import Strand
+from shardwright.backends.torch.messages.microbatch_threads import Fiber
 from shardwright.backends.torch.program.randomness import seed_host, stream_seed
 from shardwright.core.errors import ShardwrightError
 
@@ -48,22 +48,22 @@ class Draws:
         self._draws_on_host[self._training] = self._drew or (self._host and self._training in self._draws_on_host)
         return known
 
-    def body(self, strand: Strand) -> None:
+    def body(self, fiber: Fiber) -> None:
         """The step body begins."""
-        strand.frames = [[BODY, 0, 0]]
-        self._seed(strand)
+        fiber.frames = [[BODY, 0, 0]]
+        self._seed(fiber)
 
     @contextmanager
-    def call(self, strand: Strand, path: str, recomputing: bool) -> Iterator[None]:
+    def call(self, fiber: Fiber, path: str, recomputing: bool) -> Iterator[None]:
         """A call of a module that this rank runs."""
-        count = strand.counts[path]
+        count = fiber.counts[path]
         if recomputing:
             occurrence, before = 0, self._generators[-1].get_state()
         else:
             occurrence, before = count, None
-            strand.counts[path] = count + 1
-        strand.frames.append([path, occurrence, 0])
-        self._seed(strand)
+            fiber.counts[path] = count + 1
+        fiber.frames.append([path, occurrence, 0])
+        self._seed(fiber)
         if recomputing and count > 1:
             before = self._generators[-1].get_state()
         try:
@@ -75,27 +75,27 @@ class Draws:
                     f"activation checkpointing, and which call is recomputed cannot be told: switch checkpointing off "
                     f"for it"
                 )
-            strand.frames.pop()
-            self.resume(strand)
+            fiber.frames.pop()
+            self.resume(fiber)
 
     @contextmanager
-    def served(self, strand: Strand) -> Iterator[None]:
+    def served(self, fiber: Fiber) -> Iterator[None]:
         """A call for another rank: no call that is under way here is around it."""
-        around, strand.frames = strand.frames, []
+        around, fiber.frames = fiber.frames, []
         try:
             yield
         finally:
-            strand.frames = around
+            fiber.frames = around
 
-    def resume(self, strand: Strand) -> None:
+    def resume(self, fiber: Fiber) -> None:
         """A call has ended, and the one around it goes on."""
-        if strand.frames:
-            strand.frames[-1][2] += 1
-            self._seed(strand)
+        if fiber.frames:
+            fiber.frames[-1][2] += 1
+            self._seed(fiber)
 
-    def _seed(self, strand: Strand) -> None:
-        path, occurrence, segment = strand.frames[-1]
-        seed = stream_seed(self.seed, self.step, self.first_microbatch + strand.microbatch, (path, occurrence, segment))
+    def _seed(self, fiber: Fiber) -> None:
+        path, occurrence, segment = fiber.frames[-1]
+        seed = stream_seed(self.seed, self.step, self.first_microbatch + fiber.microbatch, (path, occurrence, segment))
         for generator in self._generators:
             generator.manual_seed(seed)
         if self._host:

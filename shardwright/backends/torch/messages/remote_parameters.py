@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.compat import DisableTorchFunctionSubclass, pytree
-from shardwright.backends.torch.messages.microbatch_threads import current_strand
+from shardwright.backends.torch.messages.microbatch_threads import current_fiber
 
 _ABOUT = {
     getattr(torch.Tensor, name).__get__
@@ -28,20 +28,20 @@ _DEVICE = torch.Tensor.device.__get__
 
 
 def _use(function: Any, args: Any, kwargs: Any) -> Any:
-    strand = current_strand()
+    fiber = current_fiber()
     with DisableTorchFunctionSubclass():
-        if strand is None or function in _ABOUT:
+        if fiber is None or function in _ABOUT:
             return function(*args, **kwargs)
         if function is _DEVICE:
             return args[0]._shardwright_device
     given, kwgiven = pytree.tree_map(
-        lambda item: item._shardwright_fetch(strand) if isinstance(item, (GhostParameter, GhostBuffer)) else item,
+        lambda item: item._shardwright_fetch(fiber) if isinstance(item, (ProxyParameter, ProxyBuffer)) else item,
         (args, kwargs),
     )
     return function(*given, **kwgiven)
 
 
-class GhostParameter(nn.Parameter):
+class ProxyParameter(nn.Parameter):
     """A parameter that another rank holds."""
 
     _shardwright_fetch: Callable[[Any], torch.Tensor]
@@ -52,7 +52,7 @@ class GhostParameter(nn.Parameter):
         return _use(func, args, kwargs or {})
 
 
-class GhostBuffer(torch.Tensor):
+class ProxyBuffer(torch.Tensor):
     """A buffer that another rank holds."""
 
     _shardwright_fetch: Callable[[Any], torch.Tensor]
@@ -64,15 +64,15 @@ class GhostBuffer(torch.Tensor):
         return _use(func, args, kwargs or {})
 
 
-def make_ghosts(tensors: Iterable[tuple[str, torch.Tensor]], fetch: Any, device: torch.device) -> None:
+def make_proxies(tensors: Iterable[tuple[str, torch.Tensor]], fetch: Any, device: torch.device) -> None:
     """Let tensors on the meta device be fetched when they are used; they keep their identity.
 
     Args:
-        fetch: called with the strand and the name.
+        fetch: called with the fiber and the name.
         device: what they say their device is, inside a step.
     """
     for name, tensor in tensors:
-        tensor.__class__ = GhostParameter if isinstance(tensor, nn.Parameter) else GhostBuffer
-        tensor._shardwright_fetch = lambda strand, name=name: fetch(strand, name)  # type: ignore[attr-defined]
+        tensor.__class__ = ProxyParameter if isinstance(tensor, nn.Parameter) else ProxyBuffer
+        tensor._shardwright_fetch = lambda fiber, name=name: fetch(fiber, name)  # type: ignore[attr-defined]
         tensor._shardwright_device = device  # type: ignore[attr-defined]
         tensor._shardwright_name = name  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.loss.shares import LossShares
 from shardwright.backends.torch.machine.mesh import BoundMesh
-from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.messages.serialization import pack, unpack
 from shardwright.backends.torch.pipeline.step_results import Returned, Shares
 from shardwright.backends.torch.program.program import Literal, Tree, tensors_in
@@ -105,7 +105,7 @@ class Outcome:
     def total_weight(self) -> float | None:
         return None if self.weights is None else float(self.weights.sum())
 
-    def over_dp(self, shares: Shares, bound: BoundMesh, watch: Watch) -> "Outcome":
+    def over_dp(self, shares: Shares, bound: BoundMesh, watchdog: Watchdog) -> "Outcome":
         """The same with what the other replicas have; the drivers of all replicas call this together.
 
         Raises ShardwrightError when the replicas differ in what they return, or the weights add up to zero.
@@ -119,7 +119,7 @@ class Outcome:
         every: list[Any] = [mine]
         if bound.size("dp") > 1:
             every = [None] * bound.size("dp")
-            with watch.waiting(f"the results of dp peers, ranks {list(bound.groups['dp'])}"):
+            with watchdog.waiting(f"the results of dp peers, ranks {list(bound.groups['dp'])}"):
                 dist.all_gather_object(every, mine, group=bound.handles["dp"])
         if any(other[0] != mine[0] or (other[2] is None) != (mine[2] is None) for other in every):
             raise ShardwrightError(

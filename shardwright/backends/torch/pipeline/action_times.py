@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.backends.torch.machine.mesh import BoundMesh
-from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.core.schedule.actions import Action
 from shardwright.core.schedule.timeline import Span, Timeline
 
@@ -58,7 +58,7 @@ class Recorder:
         return self._actions, self._marks
 
 
-def clock_offset_s(bound: BoundMesh, watch: Watch) -> tuple[float, float]:
+def clock_offset_s(bound: BoundMesh, watchdog: Watchdog) -> tuple[float, float]:
     """What to add to this process's clock to have that of the peer at pp coordinate 0, and how far off that may be at
     most, in seconds. All pp peers call this.
 
@@ -69,8 +69,8 @@ def clock_offset_s(bound: BoundMesh, watch: Watch) -> tuple[float, float]:
     first = bound.peer("pp", 0)
     offset, error = 0.0, 0.0
     device = bound.device
-    watch.doing("comparing clocks")
-    with watch.waiting("pp peers, to compare clocks"):
+    watchdog.doing("comparing clocks")
+    with watchdog.waiting("pp peers, to compare clocks"):
         for other in range(1, size):
             if me == 0:
                 peer = bound.peer("pp", other)
@@ -90,13 +90,13 @@ def clock_offset_s(bound: BoundMesh, watch: Watch) -> tuple[float, float]:
                     if ended - begun < shortest:
                         shortest, offset = ended - begun, there - (begun + ended) / 2
                 error = shortest / 2
-    watch.doing("between steps")
+    watchdog.doing("between steps")
     return offset, error
 
 
-def gather(recorders: Sequence[Recorder], ranks: int, bound: BoundMesh, watch: Watch) -> tuple[Timeline, ...]:
+def gather(recorders: Sequence[Recorder], ranks: int, bound: BoundMesh, watchdog: Watchdog) -> tuple[Timeline, ...]:
     """One timeline for each recorded step, the same on all pp peers, which call this together."""
-    offset, _ = clock_offset_s(bound, watch)
+    offset, _ = clock_offset_s(bound, watchdog)
     own = []
     for recorder in recorders:
         actions, marks = recorder.times()
@@ -104,7 +104,7 @@ def gather(recorders: Sequence[Recorder], ranks: int, bound: BoundMesh, watch: W
     every: list[list[tuple[list[str], list[float]]]] = [own]
     if ranks > 1:
         every = [[] for _ in range(ranks)]
-        with watch.waiting(f"pp peers, ranks {list(bound.groups['pp'])}, to gather timelines"):
+        with watchdog.waiting(f"pp peers, ranks {list(bound.groups['pp'])}, to gather timelines"):
             dist.all_gather_object(every, own, group=bound.handles["pp"])
     found = []
     for number in range(len(recorders)):

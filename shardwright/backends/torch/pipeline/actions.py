@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.data_parallel.overlap import Exchange
-from shardwright.backends.torch.machine.pipeline_messages import Key, Mailroom, Message
-from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.machine.pipeline_messages import Key, Message, PipelineTransport
+from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.memory.recompute import Call, Recompute
 from shardwright.backends.torch.memory.weight_gradients import collecting, deferrable
 from shardwright.backends.torch.pipeline.action_times import Recorder
@@ -67,18 +67,18 @@ class Pipeline:
         schedule: Schedule,
         modules: Mapping[str, nn.Module],
         rank: int,
-        mailroom: Mailroom,
-        watch: Watch,
+        transport: PipelineTransport,
+        watchdog: Watchdog,
         streams: Streams,
         recompute: frozenset[Call],
     ) -> None:
         self.divisions, self.schedule = tuple(divisions), schedule
-        self.mailroom, self.watch, self.streams = mailroom, watch, streams
+        self.transport, self.watchdog, self.streams = transport, watchdog, streams
         self.traffic = Traffic(self.divisions, schedule, rank)
         self.trains = self.traffic.trains
         self.actions = self.traffic.actions
         self.modules = modules
-        means = Means(modules, streams, mailroom.device, Recompute(recompute, modules, streams), watch)
+        means = Means(modules, streams, transport.device, Recompute(recompute, modules, streams), watchdog)
         replays: dict[tuple[int, int], Replay] = {}
         for action in self.actions:
             division = self.divisions[microbatch_of(action)]
@@ -107,10 +107,10 @@ class Pipeline:
     def open(self, homes: Collection[int]) -> None:
         """Open the ways to other ranks: those of the schedule, and to all from ``homes``, which have results. All pp
         peers call this together."""
-        self.mailroom.open(self.traffic.pairs, homes)
+        self.transport.open(self.traffic.pairs, homes)
         for position, task in enumerate(self._tasks):
             needed = [m for later in self._tasks[position : position + POSTED_AHEAD] for m in later.messages]
-            task.ahead = tuple(m for m in needed if m is not None and self.mailroom.gains_by_posting(m))
+            task.ahead = tuple(m for m in needed if m is not None and self.transport.gains_by_posting(m))
 
     def run(
         self,
@@ -135,25 +135,25 @@ class Pipeline:
             exchange: is told when gradients are whole: those of ``parameters``, what this rank holds by first name.
         """
         out = StepValues()
-        self.watch.under_way()
+        self.watchdog.under_way()
         self._kept.clear()
         self._arrivals.clear()
-        mailroom, streams = self.mailroom, self.streams
-        mailroom.expect(self.traffic.incoming, self.traffic.taken)
+        transport, streams = self.transport, self.streams
+        transport.expect(self.traffic.incoming, self.traffic.taken)
         streams.enabled = streams.active
         ops = sentinel.ops if sentinel is not None else None
         looking = _NOTHING if ops is None else ops.watching(self.modules)
         try:
-            with torch.set_grad_enabled(grad), kept_generators(streams.active, mailroom.device), looking:
+            with torch.set_grad_enabled(grad), kept_generators(streams.active, transport.device), looking:
                 for position, task in enumerate(self._tasks):
                     mb = task.microbatch
-                    self.watch.doing(task.text)
+                    self.watchdog.doing(task.text)
                     for message in task.ahead:
-                        mailroom.post(message)
+                        transport.post(message)
                     arrived = [
                         self._arrivals.pop((edge.index, mb, task.action.kind is not Kind.FORWARD))
                         if message is None
-                        else mailroom.take(message)
+                        else transport.take(message)
                         for edge, message in zip(task.edges, task.messages, strict=True)
                     ]
                     if sentinel is not None:
@@ -171,15 +171,15 @@ class Pipeline:
                             self._run(task, inputs[mb], arrived, grad, loss_scales[mb], out)
                     if recorder is not None:
                         recorder.end()
-            mailroom.drain()
+            transport.drain()
         except BaseException as error:
-            self.watch.note(error)
+            self.watchdog.note(error)
             raise
         finally:
             streams.enabled = False
             self._kept.clear()
             self._arrivals.clear()
-            self.watch.doing("between steps")
+            self.watchdog.doing("between steps")
         return out
 
     def _run(
@@ -210,7 +210,7 @@ class Pipeline:
         if message is None:
             self._arrivals[edge.index, mb, gradient] = tensors
         else:
-            self.mailroom.send(message, tensors)
+            self.transport.send(message, tensors)
 
     def _closing(
         self, position: int, exchange: Exchange, parameters: Mapping[str, nn.Parameter]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules import module as modules
 
 from shardwright.backends.torch.compat import TorchDispatchMode, current_node, pytree, sequence_number
-from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.machine.watchdog import Watchdog
 
 _WITHOUT_VALUES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_")
 """Ops whose result is whatever the memory holds."""
@@ -19,9 +19,9 @@ _WITHOUT_VALUES = ("empty", "new_empty", "empty_like", "empty_strided", "new_emp
 class OpChecks(TorchDispatchMode):
     """While it is entered, looks at all inputs and outputs of every op, in the forward and in the backward."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watchdog: Watchdog) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.watch = watch
+        self.watchdog = watchdog
         self._nan = self._infinity = ""
         self._stack: list[str] = []
         self._numbers: list[int] = []
@@ -95,7 +95,7 @@ class OpChecks(TorchDispatchMode):
             place = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
             path, way = (self._paths[place] if place >= 0 else ""), f"backward, {node.name()}"
         where = f"in {path}" if path else "between modules"
-        return f"{name} {where} ({way}; {self.watch.described_action})"
+        return f"{name} {where} ({way}; {self.watchdog.described_action})"
 
 
 def _kinds(tree: Any) -> set[str]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.compat import norms_of
-from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.pipeline.first_bad_op import OpChecks
 from shardwright.core.errors import NonFiniteError
 
@@ -47,9 +47,9 @@ class Sentinel:
         ops: whether each op is looked at, to name the first that made one.
     """
 
-    def __init__(self, answer: Answer, ops: bool, watch: Watch, device: torch.device) -> None:
-        self.answer, self.watch, self.device = answer, watch, device
-        self.ops = OpChecks(watch) if ops else None
+    def __init__(self, answer: Answer, ops: bool, watchdog: Watchdog, device: torch.device) -> None:
+        self.answer, self.watchdog, self.device = answer, watchdog, device
+        self.ops = OpChecks(watchdog) if ops else None
         self._noted = Noted(0)
         self._pending: tuple[Noted, torch.Tensor, torch.cuda.Event] | None = None
         self._warnings = 0
@@ -127,7 +127,9 @@ class Sentinel:
             origin = f"{origin}; {noted.culprit}"
         elif self.ops is None:
             origin += "; sw.init(..., debug='numerics') names the op that made it"
-        text = f"{self.watch.who}, step {noted.step}: {' and '.join(said)}{f' ({more} more)' if more else ''}: {origin}"
+        text = (
+            f"{self.watchdog.who}, step {noted.step}: {' and '.join(said)}{f' ({more} more)' if more else ''}: {origin}"
+        )
         if self.answer == "error":
             raise NonFiniteError(text)
         self._warnings += 1

@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwright.backends.torch.compat import CustomFunctionNode, pytree
-from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.memory.recompute import Recompute
 from shardwright.backends.torch.memory.weight_gradients import Deferred
 from shardwright.backends.torch.program.program import (
@@ -71,7 +71,7 @@ class Means:
     streams: Streams
     device: torch.device
     recompute: Recompute
-    watch: Watch
+    watchdog: Watchdog
 
 
 @dataclass(slots=True)
@@ -147,7 +147,7 @@ class Replay:
                 for value in release:
                     values.pop(value, None)
         except BaseException as error:
-            self.means.watch.note(error, f"in {running.name}" if running is not None else "")
+            self.means.watchdog.note(error, f"in {running.name}" if running is not None else "")
             raise
         for edge in part.sends:
             tensors = [copies[v] if v in copies else values[v] for v in edge.values]

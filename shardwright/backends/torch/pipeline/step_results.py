@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from shardwright.backends.torch.machine.mesh import BoundMesh
-from shardwright.backends.torch.machine.pipeline_messages import Mailroom
-from shardwright.backends.torch.machine.watchdog import Watch
+from shardwright.backends.torch.machine.pipeline_messages import PipelineTransport
+from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.pipeline.stage_replay import StepValues
 from shardwright.backends.torch.program.program import ValueRef
 from shardwright.backends.torch.program.stages import Division
@@ -81,7 +81,7 @@ def total_weight(
     values: StepValues,
     stage_rank: Sequence[int],
     bound: BoundMesh,
-    mailroom: Mailroom,
+    transport: PipelineTransport,
     shares: Shares,
 ) -> tuple[float | None, torch.Tensor | None]:
     """The sum of the weights of all microbatches of all replicas, and each of them; None, None when none were given.
@@ -99,7 +99,7 @@ def total_weight(
             [torch.as_tensor(given[m], dtype=torch.float64).cpu().reshape(()) for m in range(len(shares.own))]
         )
     own = own.to(bound.device, torch.float32)
-    every = _over_dp(mailroom.spread(own, home, "the weights of the losses"), bound, mailroom.watch, shares)
+    every = _over_dp(transport.spread(own, home, "the weights of the losses"), bound, transport.watchdog, shares)
     total = float(every.sum())
     if total == 0.0:
         raise ShardwrightError(
@@ -114,7 +114,7 @@ def share(
     values: StepValues,
     stage_rank: Sequence[int],
     bound: BoundMesh,
-    mailroom: Mailroom,
+    transport: PipelineTransport,
     shares: Shares,
     weights: torch.Tensor | None,
     loss_shares: Sequence[Sequence[float] | None] = (),
@@ -127,7 +127,7 @@ def share(
         loss_shares: for each loss those of all microbatches, where no weights were given.
     """
     first = divisions[0]
-    outputs = _outputs(divisions, values, stage_rank, bound, mailroom)
+    outputs = _outputs(divisions, values, stage_rank, bound, transport)
     losses = {loss.value: number for number, loss in enumerate(first.program.losses)}
     by_samples = None
     if not shares.equal:
@@ -137,7 +137,7 @@ def share(
         leaf = first.program.result.leaves[position]
         everywhere = None
         if tensors[0].numel() == 1 and tensors[0].is_floating_point():
-            everywhere = _over_dp(torch.stack(tensors).reshape(-1), bound, mailroom.watch, shares)
+            everywhere = _over_dp(torch.stack(tensors).reshape(-1), bound, transport.watchdog, shares)
         own_weights, number = by_samples, losses.get(leaf.value) if isinstance(leaf, ValueRef) else None
         if number is not None and weights is not None:
             own_weights = weights
@@ -156,7 +156,11 @@ def homes_of(division: Division, stage_rank: Sequence[int]) -> set[int]:
 
 
 def _outputs(
-    divisions: Sequence[Division], values: StepValues, stage_rank: Sequence[int], bound: BoundMesh, mailroom: Mailroom
+    divisions: Sequence[Division],
+    values: StepValues,
+    stage_rank: Sequence[int],
+    bound: BoundMesh,
+    transport: PipelineTransport,
 ) -> dict[int, list[torch.Tensor]]:
     """For each tensor of the result its value in every microbatch, on every rank: one message for all of one dtype
     from one rank."""
@@ -181,7 +185,7 @@ def _outputs(
             packed = torch.stack(made) if not any(shapes) else torch.cat([tensor.reshape(-1) for tensor in made])
         else:
             packed = torch.empty(sum(map(math.prod, shapes)), dtype=dtype, device=bound.device)
-        mailroom.spread(packed, home, "the results of the step")
+        transport.spread(packed, home, "the results of the step")
         if any(shapes):
             cut = packed.split([math.prod(shape) for shape in shapes])
             pieces = [piece.view(shape) for piece, shape in zip(cut, shapes, strict=True)]
@@ -198,7 +202,7 @@ def _shape_of(division: Division, position: int) -> tuple[int, ...]:
     return division.program.values[leaf.value].shape
 
 
-def _over_dp(tensor: torch.Tensor, bound: BoundMesh, watch: Watch, shares: Shares) -> torch.Tensor:
+def _over_dp(tensor: torch.Tensor, bound: BoundMesh, watchdog: Watchdog, shares: Shares) -> torch.Tensor:
     """The values of all microbatches of all replicas, from those of this one."""
     size = bound.size("dp")
     if size == 1:
@@ -207,6 +211,6 @@ def _over_dp(tensor: torch.Tensor, bound: BoundMesh, watch: Watch, shares: Share
     own = torch.zeros(most, dtype=tensor.dtype, device=tensor.device)
     own[: len(shares.own)] = tensor
     every = [torch.empty_like(own) for _ in range(size)]
-    with watch.waiting(f"the results of dp peers, ranks {list(bound.groups['dp'])}"):
+    with watchdog.waiting(f"the results of dp peers, ranks {list(bound.groups['dp'])}"):
         dist.all_gather(every, own, group=bound.handles["dp"])
     return torch.cat([row[: len(held)] for row, held in zip(every, shares.samples, strict=True)])

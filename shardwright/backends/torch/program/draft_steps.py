@@ -1,6 +1,7 @@
-"""A step of a program while it is being recorded."""
+"""A step of a program while it is being recorded, and the calls under way meanwhile."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,3 +62,39 @@ class Draft:
             self.autocast, tuple(self.random), tuple((p, n) for p, n in self.counts.items() if p in random_paths),
             self.views_parameter, self.drawn_before, self.draws_on_host, self.stage,
         )  # fmt: skip
+
+
+class CallStack:
+    """What runs while a body is recorded.
+
+    Attributes:
+        frames: the module calls under way, the innermost last.
+        unit_depth: how many units, or functions, are under way that are recorded whole.
+        current: the step for which the innermost of these is recorded.
+    """
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.unit_depth = 0
+        self.current: Draft | None = None
+
+    @property
+    def path(self) -> str | None:
+        """The innermost module call; None in the step's own body."""
+        return self.frames[-1].path if self.frames else None
+
+    @contextmanager
+    def inside(self, draft: Draft) -> Iterator[None]:
+        """What runs inside is recorded as one step."""
+        self.unit_depth += 1
+        outer, self.current = self.current, draft
+        try:
+            yield
+        finally:
+            self.unit_depth -= 1
+            self.current = outer
+
+    def note_draw(self, draft: Draft) -> None:
+        """A step draws random numbers here."""
+        frame = self.frames[-1] if self.frames else Frame("", 0, 0)
+        draft.random[(frame.path, frame.occurrence, frame.segment)] = None

@@ -14,7 +14,7 @@ _HOOKS = {
     "_backward_hooks": "backward hook",
 }
 COMPUTING_LIBRARIES = ("torch", "transformers", "peft", "shardwright")
-"""Whose hooks compute something, which is recorded, and do not watch."""
+"""Whose hooks compute something, which is recorded, and do not watchdog."""
 
 
 def require_hooks_fire(modules: Mapping[str, nn.Module], unit_paths: Iterable[str]) -> None:

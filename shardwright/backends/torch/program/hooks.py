@@ -15,17 +15,21 @@ from shardwright.backends.torch.compat import FakeTensor, TorchDispatchMode, pyt
 from shardwright.backends.torch.program.value_ledger import Ledger, memory_of
 
 
-class Watching(Protocol):
-    """A recorder."""
-
-    real: bool
-    ledger: Ledger
+class ModuleHooks(Protocol):
+    """What a recorder does where modules come in."""
 
     def module_call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any: ...
 
     def assignment(self, module: nn.Module, name: str, value: Any) -> None: ...
 
     def autograd_function(self, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+
+
+class OpHooks(Protocol):
+    """What a recorder does where functions and ops come in."""
+
+    real: bool
+    ledger: Ledger
 
     def function_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
 
@@ -35,7 +39,7 @@ class Watching(Protocol):
 class Functions(TorchFunctionMode):
     """Every function of torch that is called, above autograd."""
 
-    def __init__(self, recorder: Watching) -> None:
+    def __init__(self, recorder: OpHooks) -> None:
         super().__init__()
         self.recorder = recorder
 
@@ -46,7 +50,7 @@ class Functions(TorchFunctionMode):
 class Ops(TorchDispatchMode):
     """Every op that runs, below autograd."""
 
-    def __init__(self, recorder: Watching) -> None:
+    def __init__(self, recorder: OpHooks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self._inferred = Inferred()
@@ -71,20 +75,20 @@ class Ops(TorchDispatchMode):
 
 
 @contextmanager
-def patched_modules(recorder: Watching) -> Iterator[None]:
-    """Calls of modules and of autograd functions, and assignments to attributes, go through the recorder."""
+def patched_modules(hooks: ModuleHooks) -> Iterator[None]:
+    """Calls of modules and of autograd functions, and assignments to attributes, go through these hooks."""
     original, assign = nn.Module.__call__, nn.Module.__setattr__
     apply: Any = torch.autograd.Function.__dict__.get("apply")
     inherited = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
     def apply_recorded(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return recorder.autograd_function(functools.partial(inherited, cls), args, kwargs)
+        return hooks.autograd_function(functools.partial(inherited, cls), args, kwargs)
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return recorder.module_call(original, module, args, kwargs)
+        return hooks.module_call(original, module, args, kwargs)
 
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-        recorder.assignment(module, name, value)
+        hooks.assignment(module, name, value)
         assign(module, name, value)
 
     nn.Module.__call__ = call  # type: ignore[method-assign]

@@ -15,11 +15,12 @@ from torch import nn
 
 from shardwright.backends.torch.capture.host_draws import CONSTRUCTORS, FROM_NUMPY, DrawnArray, HostFunction, of_array
 from shardwright.backends.torch.compat import DisableTorchFunction, pytree, without_dispatch_modes
-from shardwright.backends.torch.program.draft_steps import Draft, Frame
+from shardwright.backends.torch.program.draft_steps import CallStack, Draft
 from shardwright.backends.torch.program.program import Context, Guard, tensors_in
 from shardwright.backends.torch.program.python_numbers import Tape
 from shardwright.backends.torch.program.randomness import Moment, kept_generators
 from shardwright.backends.torch.program.refusals import draws_on_the_host, reads_what_it_computed
+from shardwright.backends.torch.program.step_drafts import StepDrafts
 from shardwright.backends.torch.program.value_guards import decide, what_was_read
 from shardwright.backends.torch.program.value_ledger import Ledger
 
@@ -32,18 +33,9 @@ class Recording(Protocol):
     real: bool
     ledger: Ledger
     tape: Tape
-    frames: list[Frame]
+    stack: CallStack
+    drafts: StepDrafts
     guards: list[Guard]
-    unit_depth: int
-
-    def make_draft(
-        self, path: str | None, occurrence: int, function: Callable[..., Any] | None, arguments: Any,
-        stage: int | None, kept: bool = True,
-    ) -> Draft: ...  # fmt: skip
-
-    def outputs_of(self, draft: Draft, result: Any) -> list[int | None]: ...
-
-    def note_draw(self, draft: Draft) -> None: ...
 
 
 class RecordedDraws:
@@ -77,7 +69,7 @@ class RecordedDraws:
         Raises CaptureError where it is the step's own body that reads.
         """
         recording = self.recording
-        if not recording.frames:
+        if not recording.stack.frames:
             raise reads_what_it_computed(recording.model, None, read.function)
         with without_dispatch_modes():
             result = decide(recording.ledger.values, recording.ledger.drafts, self.inputs, self.moment, read)
@@ -96,12 +88,12 @@ class RecordedDraws:
         Raises UnrecordableError when it gives something else than arrays.
         """
         recording = self.recording
-        if recording.unit_depth or not recording.frames:
+        if recording.stack.unit_depth or not recording.stack.frames:
             return function(*args, **kwargs)
         args, kwargs = recording.tape.plain((args, kwargs), fix=True)
         with DisableTorchFunction(), without_dispatch_modes():
-            draft = recording.make_draft(None, 0, HostFunction(function), (args, kwargs), None, kept=False)
-            recording.note_draw(draft)
+            draft = recording.drafts.make(None, 0, HostFunction(function), (args, kwargs), None, kept=False)
+            recording.stack.note_draw(draft)
             draft.draws_on_host = True
             without_values = bool(tensors_in((args, kwargs))) and not recording.real
             if not without_values and recording.ledger.follows_from_draws(draft):
@@ -112,25 +104,25 @@ class RecordedDraws:
         recording = self.recording
         self.note_order(draft)
         recording.ledger.drafts.append(draft)
-        recording.unit_depth += 1
+        recording.stack.unit_depth += 1
         try:
             with kept_generators(True, recording.device):
                 self.moment.draw_like(recording.ledger.values, recording.ledger.drafts, draft, recording.device)
                 result = function(*args, **kwargs)
         finally:
-            recording.unit_depth -= 1
+            recording.stack.unit_depth -= 1
         leaves, spec = pytree.tree_flatten(result)
         if not leaves or not all(isinstance(leaf, np.ndarray) for leaf in leaves):
-            raise draws_on_the_host(recording.model, recording.frames[-1].path)
+            raise draws_on_the_host(recording.model, recording.stack.path)
         leaves = [np.ascontiguousarray(leaf) for leaf in leaves]
         arrays, made = [leaf.view(DrawnArray) for leaf in leaves], [FROM_NUMPY(leaf) for leaf in leaves]
         for array, tensor in zip(arrays, made, strict=True):
             recording.ledger.note_made(tensor)
             self.arrays[id(array)] = tensor
         self._keep += arrays
-        draft.outputs = recording.outputs_of(draft, made)
+        draft.outputs = recording.drafts.outputs_of(draft, made)
         for tensor in made:
-            read = recording.make_draft(None, 0, _shape_of, ((tensor,), {}), None, kept=False)
+            read = recording.drafts.make(None, 0, _shape_of, ((tensor,), {}), None, kept=False)
             self._guard(read, _shape_of(tensor))
         return pytree.tree_unflatten(arrays, spec)
 
@@ -143,8 +135,7 @@ class RecordedDraws:
     def require_known(self, item: Any) -> None:
         """Raise UnrecordableError for an array that is used and may have been computed from one that was drawn."""
         if isinstance(item, np.ndarray) and self.arrays:
-            frames = self.recording.frames
-            raise draws_on_the_host(self.recording.model, frames[-1].path if frames else None)
+            raise draws_on_the_host(self.recording.model, self.recording.stack.path)
 
 
 def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -52,16 +52,11 @@ class Recordings:
             every.insert(0, found)
         return found
 
-    def find(
-        self, key: Hashable, inputs: Sequence[torch.Tensor], moment: Moment, make: Callable[[Varying], Division]
-    ) -> Division:
-        """The recording under ``key`` that holds for these inputs at this moment; by ``make`` if there is none.
+    def make(self, key: Hashable, record: Callable[[Varying], Division]) -> Division:
+        """Add a recording by ``record`` under ``key``, where `held` finds none.
 
         Raises UnrecordableError when what is read from batches has too many outcomes.
         """
-        found = self.held(key, inputs, moment)
-        if found is not None:
-            return found
         every, varying = self._made[key], self._varying.setdefault(key, Varying())
         known = [made for made in every if made.program.python.hold()]
         if every and not known:
@@ -71,7 +66,7 @@ class Recordings:
                 f"what {self._model_name} reads from the batch had {VARIANTS} outcomes, each recorded, and there are "
                 f"more: let the model run by message passing"
             )
-        found = make(varying)
+        found = record(varying)
         del every[DRAWN - 1 :]
         every.insert(0, found)
         return found

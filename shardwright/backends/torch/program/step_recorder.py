@@ -9,7 +9,6 @@ Inside a unit it may do what it likes with them, since units are replayed whole;
 from the batch alone, which becomes a guard of the program (`value_guards`).
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -27,8 +26,9 @@ from shardwright.backends.torch.capture.loss_scaler import real_scales
 from shardwright.backends.torch.capture.stand_in import no_remembered_results
 from shardwright.backends.torch.capture.value_reads import READING, masks_of, require_room_for_values
 from shardwright.backends.torch.compat import FakeTensorMode, pytree
-from shardwright.backends.torch.program.draft_steps import Draft, Frame
+from shardwright.backends.torch.program.draft_steps import CallStack, Draft
 from shardwright.backends.torch.program.hooks import Functions, Ops, patched_modules
+from shardwright.backends.torch.program.module_calls import ModuleCalls
 from shardwright.backends.torch.program.program import (
     BufferRef,
     ConstantRef,
@@ -36,16 +36,10 @@ from shardwright.backends.torch.program.program import (
     Leaf,
     Literal,
     Loss,
-    NumberRef,
-    ObjectRef,
     ParameterRef,
     Program,
-    SetAttribute,
-    Template,
     Tree,
     ValueRef,
-    is_plain,
-    make_template,
     tensors_in,
 )
 from shardwright.backends.torch.program.python_clocks import Clocks
@@ -63,12 +57,10 @@ from shardwright.backends.torch.program.refusals import (
     reads_what_it_computed,
     refuse_function,
     said,
-    sets_an_attribute,
     shares_a_value,
     takes_a_gradient,
-    where,
-    wraps_units,
 )
+from shardwright.backends.torch.program.step_drafts import StepDrafts
 from shardwright.backends.torch.program.value_guards import what_was_read
 from shardwright.backends.torch.program.value_ledger import Ledger, memory_of
 from shardwright.core.errors import CaptureError, UnrecordableError
@@ -108,30 +100,23 @@ class StepRecorder:
         self.units_run_again = units_run_again
         self.reads = Reads(model, self._runs_again)
         self.tape = Tape(places, self._is_heard, with_tensors=units_run_again)
-        self.clocks = self.reads.clocks = Clocks(self.tape, readings)
+        self.clocks = self.reads.reached.clocks = Clocks(self.tape, readings)
         self.ledger = Ledger()
-        self.paths = {id(module): path for path, module in model.named_modules()}
-        self.counts: defaultdict[str, int] = defaultdict(int)
-        self.frames: list[Frame] = []
-        self.unit_depth = 0
-        self.current: Draft | None = None
+        self.stack = CallStack()
         self.losses: list[Loss] = []
         self.guards: list[Guard] = []
-        self.templates: dict[tuple[int, int], Template] = {}
-        self.children: dict[str, dict[str, None]] = {}
-        self.seen_calls: set[tuple[str, int]] = set()
-        self.failed_path: str | None = None
-        """The innermost module call that an error left first; None when none was under way."""
         self.effects: list[Effect] = []
-        self._units_called = 0
-        self._objects: dict[int, int] = {}
-        self._keep: list[Any] = []
         self._host_state = host_state()
         self._draws = RecordedDraws(self, self.moment, [])
+        self.drafts = StepDrafts(self.ledger, self.tape, device, self._draws.require_known)
+        self.modules = ModuleCalls(
+            model, stage_of_call, self.stack, self.drafts, self.reads, units_run_again=units_run_again,
+            function_call=self.function_call, note_host_draws=self._note_host_draws,
+        )  # fmt: skip
 
     def _runs_again(self) -> bool:
         """Whether what runs now will run again at every replay."""
-        return self.units_run_again and self.current is not None
+        return self.units_run_again and self.stack.current is not None
 
     def _is_heard(self) -> bool:
         """Whether what is decided now is part of the recording."""
@@ -165,11 +150,11 @@ class StepRecorder:
                 self.ledger.new_value(stand_ins[-1], None, position)
             drawing = patched_functions(self.model, self._draws.host_function, self.function_call)
             reading = self.reads.watching(getattr(body, "python_roots", ()))
-            with reading, self.clocks.followed(), patched_modules(self), drawing, Functions(self), Ops(self):
+            with reading, self.clocks.followed(), patched_modules(self.modules), drawing, Functions(self), Ops(self):
                 try:
                     result = body(stand_ins)
                 except VALUE_DEPENDENT as error:
-                    raise reads_a_value(self.model, self.failed_path, error) from error
+                    raise reads_a_value(self.model, self.modules.failed_path, error) from error
                 self._note_host_draws()
             self.reads.close()
             self._note_python_writes()
@@ -185,11 +170,12 @@ class StepRecorder:
         undo(writes)
         for write in writes:
             if write.by_unit:
-                if not self.reads.is_of_module(write.holder) and not tensors_in(write.new):
+                if not self.reads.reached.is_of_module(write.holder) and not tensors_in(write.new):
                     raise shares_a_value(self.model, write.place)
             elif tensors_in(write.new):
                 if self.reads.may_be_read(write):
-                    raise keeps_a_tensor(self.model, write.place, by_model=self.reads.is_of_module(write.holder))
+                    by_model = self.reads.reached.is_of_module(write.holder)
+                    raise keeps_a_tensor(self.model, write.place, by_model=by_model)
             else:
                 value = write.new.expression if isinstance(write.new, Number) else write.new
                 self.effects.append(Effect(write.holder, write.key, value))
@@ -217,136 +203,22 @@ class StepRecorder:
         if isinstance(weight, torch.Tensor):
             if weight.numel() != 1:
                 raise CaptureError(f"the weight of a loss has one element: given shape {tuple(weight.shape)}")
-            leaf = self._leaf(weight, None)
+            leaf = self.drafts.leaf(weight, None)
         elif isinstance(weight, Number):
-            leaf = self._leaf(weight, None)
+            leaf = self.drafts.leaf(weight, None)
         elif weight is not None:
             leaf = Literal(float(weight))
         self.losses.append(Loss(self.ledger.use_value(loss), leaf, reduction))
 
-    # Module calls --------------------------------------------------------------------------------------------------
-
-    def module_call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        path = self.paths.get(id(module))
-        if path is None:
-            return original(module, *args, **kwargs)
-        self._note_host_draws()
-        occurrence = self.counts[path]
-        self.counts[path] += 1
-        if self.frames:
-            self.children.setdefault(self.frames[-1].path, {})[path] = None
-        self.frames.append(Frame(path, occurrence))
-        try:
-            stage = self.stage_of_call.get((path, occurrence))
-            self._units_called += stage is not None
-            if self.unit_depth:
-                stage = None
-            if stage is None:
-                result = original(module, *args, **kwargs)
-            else:
-                result = self._unit(original, module, path, occurrence, stage, args, kwargs)
-            self._note_host_draws()
-            return result
-        except VALUE_DEPENDENT:
-            if self.failed_path is None:
-                self.failed_path = path
-            raise
-        finally:
-            self.frames.pop()
-            if self.frames:
-                self.frames[-1].segment += 1
-
-    def _unit(
-        self, original: Callable[..., Any], module: nn.Module, path: str, occurrence: int, stage: int, args: Any,
-        kwargs: Any,
-    ) -> Any:  # fmt: skip
-        self.seen_calls.add((path, occurrence))
-        if (
-            not self.units_run_again
-        ):  # what the module does with a number is seen below torch's functions, as a constant
-            args, kwargs = self.tape.plain((args, kwargs), fix=True)
-        draft = self.make_draft(path, occurrence, None, (args, kwargs), stage)
-        draft.counts = dict(self.counts)
-        draft.counts[path] -= 1
-        objects = {
-            leaf.index: item
-            for leaf, item in zip(draft.arguments.leaves, pytree.tree_leaves((args, kwargs)), strict=True)
-            if isinstance(leaf, ObjectRef)
-        }
-        args, kwargs = self.tape.plain((args, kwargs))
-        given = tensors_in((args, kwargs))
-        versions = [tensor._version for tensor in given]
-        self.unit_depth += 1
-        outer, self.current = self.current, draft
-        try:
-            with self.reads.unit() if self.units_run_again else nullcontext():
-                result = original(module, *args, **kwargs)
-                if self.units_run_again:
-                    result = self._outputs_of_their_own(result)
-            self._note_host_draws()
-        finally:
-            self.unit_depth -= 1
-            self.current = outer
-        for parameter in module.parameters():
-            ref = self.ledger.ref(parameter)
-            if isinstance(ref, ParameterRef):
-                draft.parameters.add(ref.name)
-        self.ledger.note_writes(draft, given, versions)
-        draft.outputs = self.outputs_of(draft, result)
-        draft.object_outputs = [(index, tuple(self.outputs_of(draft, item))) for index, item in objects.items()]
-        return result
-
-    def _outputs_of_their_own(self, result: Any) -> Any:
-        """A unit's result with another tensor in place of each that it only hands on, as dropout of nothing does: when
-        it runs again it may not."""
-
-        def own(tensor: torch.Tensor) -> torch.Tensor:
-            passed = isinstance(self.ledger.ref(tensor), ValueRef) and tensor.is_floating_point()
-            return tensor.view_as(tensor) if passed else tensor
-
-        return pytree.tree_map_only(torch.Tensor, own, result)
-
-    def assignment(self, module: nn.Module, name: str, value: Any) -> None:
-        """An attribute of a module is about to be set. Between units, on a module that replay runs as part of one, that
-        is a step. Raises CaptureError where it cannot be: the value is no tensor of the step and no plain value, the
-        module's unit lies on several stages, or the step's own body sets it."""
-        path = self.paths.get(id(module))
-        if self.unit_depth or path is None:
-            return
-        stages = {stage for (unit, _), stage in self.stage_of_call.items() if _lies_in(path, unit)}
-        old, constant = getattr(module, name, None), _is_constant(value)
-        if not stages or (old is value and not constant) or (not self.frames and constant and old == value):
-            return
-        known = isinstance(value, torch.Tensor) and isinstance(self.ledger.ref(value), ValueRef)
-        if len(stages) > 1 or not self.frames or not (known or constant):
-            raise sets_an_attribute(self.model, self.frames[-1].path if self.frames else None, path, name)
-        self.reads.set_on_replay(module, name)
-        draft = self.make_draft(None, 0, SetAttribute(module, path, name), ((value,), {}), None)
-        (draft.stage,) = stages
-
-    def autograd_function(self, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call of a custom ``torch.autograd.Function``: one step, with the backward that it defines.
-
-        Raises UnrecordableError where it calls a unit.
-        """
-        if self.unit_depth:
-            return apply(*args, **kwargs)
-        frame, called = (self.frames[-1].path if self.frames else None), self._units_called
-        try:
-            return self.function_call(apply, args, kwargs)
-        finally:
-            if self._units_called != called:
-                raise wraps_units(self.model, frame, apply)
-
     # Functions -----------------------------------------------------------------------------------------------------
 
     def function_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self.unit_depth:
+        if self.stack.unit_depth:
             args, kwargs = self.tape.plain((args, kwargs), fix=not self.units_run_again)
             return function(*args, **kwargs)
         refuse_function(function, args)
         if any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values())):
-            raise draws_by_itself(self.model, self.frames[-1].path if self.frames else None)
+            raise draws_by_itself(self.model, self.stack.path)
         if function in (torch.autograd.grad, torch.autograd.backward) and len(set(self.stage_of_call.values())) > 1:
             raise takes_a_gradient(self.model, function)
         begins_gradients = function in _BEGINNING_GRADIENTS and bool((*args, True)[1]) and not args[0].requires_grad
@@ -357,18 +229,13 @@ class StepRecorder:
         args, kwargs = self.tape.plain(recorded)
         given = tensors_in((args, kwargs))
         if getattr(function, "__name__", "") in READING and any(self.ledger.is_drawn(tensor) for tensor in given):
-            draft = self.make_draft(None, 0, function, recorded, None, kept=False)
+            draft = self.drafts.make(None, 0, function, recorded, None, kept=False)
             if self._draws.decides(draft):
                 return self._draws.decide(draft)
         versions = [tensor._version for tensor in given]
         probe = Draft(-1, None, 0, function, _EMPTY, set())
-        outer, self.current = self.current, probe
-        self.unit_depth += 1
-        try:
+        with self.stack.inside(probe):
             result = function(*args, **kwargs)
-        finally:
-            self.unit_depth -= 1
-            self.current = outer
         made = tensors_in(result)
         if not made and not probe.scalars and getattr(function, "__name__", "") in READING:
             probe.reads_value = True
@@ -377,7 +244,7 @@ class StepRecorder:
         changed = any(tensor._version != version for tensor, version in zip(given, versions, strict=True))
         for read, tensors in ((torch.Tensor.item, probe.scalars), (_count, probe.masks)):
             for tensor in tensors:
-                asked = self.make_draft(None, 0, read, ((tensor,), {}), None, kept=False)
+                asked = self.drafts.make(None, 0, read, ((tensor,), {}), None, kept=False)
                 self._guard(asked, read(tensor))
         if made and not any(tensor.dim() for tensor in made):
             probe.reads_value = False  # as `ctc_loss` reads lengths: what it gives is one number whatever they are
@@ -385,7 +252,7 @@ class StepRecorder:
             return result
         if probe.random:  # how much is drawn may depend on it
             recorded = self.tape.plain(recorded, fix=True)
-        draft = self.make_draft(None, 0, function, recorded, None, kept=changed or bool(made))
+        draft = self.drafts.make(None, 0, function, recorded, None, kept=changed or bool(made))
         draft.parameters |= probe.parameters
         draft.buffers |= probe.buffers
         draft.random = probe.random
@@ -396,7 +263,7 @@ class StepRecorder:
         if not changed and not made:
             return result
         self.ledger.note_writes(draft, given, versions)
-        draft.outputs = self.outputs_of(draft, result)
+        draft.outputs = self.drafts.outputs_of(draft, result)
         known = [ref for tensor in given if (ref := self.ledger.ref(tensor)) is not None]
         if known and all(isinstance(ref, ParameterRef) for ref in known):
             memory = {memory_of(tensor) for tensor in given}
@@ -408,7 +275,7 @@ class StepRecorder:
 
         Raises UnrecordableError where it does not; CaptureError where it is the step's own body that reads.
         """
-        path = self.frames[-1].path if self.frames else None
+        path = self.stack.path
         if path is None or not self.ledger.depends_on_batch_alone(draft):
             raise reads_what_it_computed(self.model, path, draft.function)
         assert draft.function is not None
@@ -418,7 +285,7 @@ class StepRecorder:
     # What the dispatch mode sees -----------------------------------------------------------------------------------
 
     def observe(self, function: Any, args: Any, kwargs: Any) -> None:
-        draft = self.current
+        draft = self.stack.current
         if draft is None:
             return
         for item in pytree.tree_leaves((args, kwargs)):
@@ -431,7 +298,7 @@ class StepRecorder:
                 elif isinstance(ref, ValueRef) and draft.path is not None:
                     draft.reads.add(self.ledger.use_value(item))
         if draws(function, args, kwargs):
-            self.note_draw(draft)
+            self.stack.note_draw(draft)
         reads = torch.Tag.data_dependent_output in function.tags or torch.Tag.dynamic_output_shape in function.tags
         if reads or function is _PACKING:
             masks = masks_of(function, args)
@@ -442,16 +309,12 @@ class StepRecorder:
             else:
                 draft.reads_value = True
 
-    def note_draw(self, draft: Draft) -> None:
-        frame = self.frames[-1] if self.frames else Frame("", 0, 0)
-        draft.random[(frame.path, frame.occurrence, frame.segment)] = None
-
     def _note_host_draws(self) -> None:
         """Draws from Python's or NumPy's generator since the last look: a unit's are its own, as are torch's.
 
         Raises CaptureError for those between units: the result is a constant to the recording.
         """
-        state, generators = host_state(), self.reads.generators
+        state, generators = host_state(), self.reads.reached.generators
         drawn = False
         for number, (generator, known) in enumerate(generators):
             now = generator_state(generator)
@@ -460,74 +323,10 @@ class StepRecorder:
         if state == self._host_state and not drawn:
             return
         self._host_state = state
-        if self.current is None:
-            raise draws_on_the_host(self.model, self.frames[-1].path if self.frames else None)
-        self.note_draw(self.current)
-        self.current.draws_on_host = True
-
-    # Values --------------------------------------------------------------------------------------------------------
-
-    def _leaf(self, item: Any, stage: int | None) -> Leaf:
-        expression = self.tape.expression_of(item)
-        if expression is not None:
-            return NumberRef(self.tape.use(expression), expression)
-        if isinstance(item, torch.Tensor):
-            return self.ledger.use(item)
-        if is_plain(item):
-            return Literal(item)
-        self._draws.require_known(item)
-        if id(item) not in self._objects:
-            self._objects[id(item)] = len(self._objects)
-            self._keep.append(item)
-        index = self._objects[id(item)]
-        key = (index, -1 if stage is None else stage)
-        if key not in self.templates:
-            try:
-                self.templates[key] = make_template(item, self._name_or_none)
-            except CaptureError:
-                raise
-            except Exception as error:
-                raise CaptureError(
-                    f"an object of type {type(item).__name__} is passed to a unit at {where()}, and cannot be copied "
-                    f"for each stage and microbatch: {error}"
-                ) from error
-        return ObjectRef(index)
-
-    def _name_or_none(self, tensor: torch.Tensor) -> Any:
-        expression = self.tape.expression_of(tensor)
-        if expression is not None:  # inside an object, which keeps it
-            self.tape.conditions.append((expression, tensor))
-        if self.ledger.ref(tensor) is None:
-            return None if self.ledger.is_made(tensor) else ConstantRef(tensor)
-        return self.ledger.use(tensor)
-
-    def make_draft(
-        self, path: str | None, occurrence: int, function: Callable[..., Any] | None, arguments: Any,
-        stage: int | None, kept: bool = True,
-    ) -> Draft:  # fmt: skip
-        items, spec = pytree.tree_flatten(arguments)
-        leaves = tuple(self._leaf(item, stage) for item in items)
-        draft = Draft(len(self.ledger.drafts), path, occurrence, function, Tree(leaves, spec), set())
-        held: list[Leaf | None] = [*leaves]
-        for leaf, item in zip(leaves, items, strict=True):
-            if path is None and isinstance(leaf, ObjectRef):  # such as a slice; units read of objects what they need
-                held += [self._name_or_none(tensor) for tensor in tensors_in(item)]
-        draft.reads |= {leaf.value for leaf in held if isinstance(leaf, ValueRef)}
-        draft.parameters |= {leaf.name for leaf in held if isinstance(leaf, ParameterRef)}
-        draft.buffers |= {leaf.name for leaf in held if isinstance(leaf, BufferRef)}
-        draft.grad_enabled = torch.is_grad_enabled()
-        kind = self.device.type
-        draft.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        if kept:
-            self.ledger.drafts.append(draft)
-        return draft
-
-    def outputs_of(self, draft: Draft, result: Any) -> list[int | None]:
-        found: list[int | None] = []
-        for tensor in tensors_in(result):
-            known = self.ledger.ref(tensor) is not None or not self.ledger.is_made(tensor)
-            found.append(None if known else self.ledger.new_value(tensor, draft.index))
-        return found
+        if self.stack.current is None:
+            raise draws_on_the_host(self.model, self.stack.path)
+        self.stack.note_draw(self.stack.current)
+        self.stack.current.draws_on_host = True
 
     # The end -------------------------------------------------------------------------------------------------------
 
@@ -536,14 +335,14 @@ class StepRecorder:
         leaves: list[Leaf] = []
         for item in items:
             if isinstance(item, torch.Tensor):
-                leaves.append(self._leaf(item, None))
+                leaves.append(self.drafts.leaf(item, None))
             elif tensors_in(item):
                 raise CaptureError(
                     f"the step returns a {type(item).__name__}, which holds tensors: return tensors, or lists, tuples "
                     f"and dicts of them"
                 )
             else:
-                leaves.append(self._leaf(item, None) if isinstance(item, Number) else Literal(item))
+                leaves.append(self.drafts.leaf(item, None) if isinstance(item, Number) else Literal(item))
         drafts = self.ledger.drafts
         random_paths = {context[0] for draft in drafts for context in draft.random}
         late = {c[0] for draft in drafts for c in draft.random if c[2] > 0}
@@ -552,10 +351,10 @@ class StepRecorder:
             tuple(draft.finished(random_paths) for draft in drafts),
             tuple(self.losses),
             Tree(tuple(leaves), spec),
-            self.templates,
+            self.drafts.templates,
             tuple(self.guards),
-            {path: tuple(self.children.get(path, ())) for path in late},
-            {path: self.counts[path] for path in random_paths},
+            {path: tuple(self.modules.children.get(path, ())) for path in late},
+            {path: self.modules.counts[path] for path in random_paths},
             tuple(dict.fromkeys(d.path for d in drafts if d.path is not None and d.random and d.reads_value)),
             any(draft.draws_on_host for draft in drafts),
             PythonValues(
@@ -571,7 +370,7 @@ class StepRecorder:
     def _constants(self, result: Iterable[Leaf]) -> set[int]:
         """The ids of the tensors from outside the step that the program uses."""
         leaves = [leaf for draft in self.ledger.drafts for leaf in draft.arguments.leaves]
-        leaves += [ref for template in self.templates.values() for _, ref in template.markers if ref is not None]
+        leaves += [ref for template in self.drafts.templates.values() for _, ref in template.markers if ref is not None]
         leaves += [loss.weight for loss in self.losses if loss.weight is not None]
         return {id(leaf.tensor) for leaf in (*leaves, *result) if isinstance(leaf, ConstantRef)}
 
@@ -608,14 +407,6 @@ def record(
         )  # fmt: skip
         begin(recorder)
         return recorder.record(body, inputs), recorder
-
-
-def _is_constant(value: Any) -> bool:
-    return is_plain(value) and not isinstance(value, nn.Module)
-
-
-def _lies_in(path: str, unit: str) -> bool:
-    return not unit or path == unit or path.startswith(unit + ".")
 
 
 def _count(mask: torch.Tensor) -> int:

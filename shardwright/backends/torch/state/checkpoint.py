@@ -10,35 +10,40 @@ import torch.distributed as dist
 from shardwright.backends.torch.compat import EXTRA_STATE_KEY
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.pipeline_messages import as_carried
-from shardwright.backends.torch.machine.watchdog import Watch
-from shardwright.backends.torch.state.ownership import Holding
+from shardwright.backends.torch.machine.watchdog import Watchdog
+from shardwright.backends.torch.state.ownership import Ownership
 from shardwright.backends.torch.state.parameter_shards import Shards
 from shardwright.core.errors import PlanError, nearest
 
 
 def gather(
-    holding: Holding, bound: BoundMesh, watch: Watch, *, rank0_only: bool = False, shards: Shards | None = None
+    ownership: Ownership,
+    bound: BoundMesh,
+    watchdog: Watchdog,
+    *,
+    rank0_only: bool = False,
+    shards: Shards | None = None,
 ) -> "OrderedDict[str, Any]":
     """The state dict of the unsplit model: same keys, same order, tied names sharing one tensor.
 
     Tensors are copies on the CPU when the model is split over pp, else the model's own. Every rank calls this at the
     same time. With ``rank0_only`` rank 0 alone gets it and the others an empty one.
     """
-    own: OrderedDict[str, Any] = OrderedDict(holding.model.state_dict())
-    placement = holding.placement
+    own: OrderedDict[str, Any] = OrderedDict(ownership.model.state_dict())
+    placement = ownership.placement
     first = bound.rank == 0
     if shards is not None:
-        _put_together(own, holding, shards)
+        _put_together(own, ownership, shards)
     if placement is None or bound.size("pp") == 1:
         return own if first or not rank0_only else OrderedDict()
     if rank0_only and any(bound.coordinate(axis) for axis in bound.mesh.names if axis != "pp"):
         return OrderedDict()
-    watch.doing("gathering the state dict")
+    watchdog.doing("gathering the state dict")
     me, group = bound.coordinate("pp"), bound.handles["pp"]
     whole: OrderedDict[str, Any] = OrderedDict()
     gathered: dict[str, torch.Tensor] = {}
     for key, entry in own.items():
-        name = holding.first_name.get(key)
+        name = ownership.first_name.get(key)
         if name is None or not isinstance(entry, torch.Tensor):
             whole[key] = entry
             continue
@@ -49,7 +54,7 @@ def gather(
             if held:
                 tensor = entry.detach().contiguous()
             source = bound.peer("pp", home)
-            with watch.waiting(f"{name} from rank {source}"):
+            with watchdog.waiting(f"{name} from rank {source}"):
                 if not rank0_only:
                     dist.broadcast(as_carried(tensor), source, group=group)
                 elif me == 0 and not held:
@@ -60,33 +65,33 @@ def gather(
                 gathered[name] = tensor.to("cpu", copy=held)
         if name in gathered:
             whole[key] = gathered[name]
-    watch.doing("between steps")
+    watchdog.doing("between steps")
     return whole if first or not rank0_only else OrderedDict()
 
 
-def _put_together(state: "OrderedDict[str, Any]", holding: Holding, shards: Shards) -> None:
+def _put_together(state: "OrderedDict[str, Any]", ownership: Ownership, shards: Shards) -> None:
     """Whole tensors in place of pieces: copies for those held here, shapes for the others."""
     known: dict[str, torch.Tensor] = {}
     for key, entry in state.items():
-        name = holding.first_name.get(key)
+        name = ownership.first_name.get(key)
         if name is None or name not in shards.places:
             continue
         if name not in known:
             shape = shards.whole_shape(name, entry.shape)
-            held = holding.holds(name) and not entry.is_meta
+            held = ownership.holds(name) and not entry.is_meta
             known[name] = shards.whole(name, entry) if held else torch.empty(shape, dtype=entry.dtype, device="meta")
         state[key] = known[name]
 
 
 def load(
-    holding: Holding, state: Mapping[str, Any], *, strict: bool = True, shards: Shards | None = None
+    ownership: Ownership, state: Mapping[str, Any], *, strict: bool = True, shards: Shards | None = None
 ) -> tuple[list[str], list[str]]:
     """Copy this rank's share of a whole state dict into the model. Returns the missing and the unexpected names.
 
     Raises PlanError, with ``strict``, for missing and unexpected names (the nearest is named), and for shapes that
     differ. Nothing is copied then.
     """
-    expected = holding.model.state_dict()
+    expected = ownership.model.state_dict()
     missing = [key for key in expected if key not in state]
     unexpected = [key for key in state if key not in expected]
     if strict and (missing or unexpected):
@@ -100,15 +105,15 @@ def load(
         given = state.get(key)
         if not isinstance(tensor, torch.Tensor) or not isinstance(given, torch.Tensor):
             continue
-        shape = tensor.shape if shards is None else shards.whole_shape(holding.first_name.get(key, key), tensor.shape)
+        shape = tensor.shape if shards is None else shards.whole_shape(ownership.first_name.get(key, key), tensor.shape)
         if given.shape != shape:
             raise PlanError(f"the state dict has {key!r} of shape {tuple(given.shape)}: the model's is {tuple(shape)}")
     with torch.no_grad():
         for key in expected:
-            name = holding.first_name.get(key)
-            if name is not None and key in state and holding.holds(name):
-                holding.tensor(name).copy_(state[key] if shards is None else shards.piece(name, state[key]))
-    for path, module in holding.modules.items():
+            name = ownership.first_name.get(key)
+            if name is not None and key in state and ownership.holds(name):
+                ownership.tensor(name).copy_(state[key] if shards is None else shards.piece(name, state[key]))
+    for path, module in ownership.modules.items():
         extra = f"{path}.{_EXTRA}" if path else _EXTRA
         if extra in state and extra in expected:
             module.set_extra_state(state[extra])

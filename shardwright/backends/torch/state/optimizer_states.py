@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from shardwright.backends.torch.machine.mesh import BoundMesh
-from shardwright.backends.torch.machine.watchdog import Watch
-from shardwright.backends.torch.state.ownership import Holding
+from shardwright.backends.torch.machine.watchdog import Watchdog
+from shardwright.backends.torch.state.ownership import Ownership
 from shardwright.backends.torch.state.parameter_shards import Shards
 from shardwright.core.errors import MissingCapabilityError, PlanError, nearest
 
@@ -17,11 +17,11 @@ LOCAL = "of_this_rank"
 
 
 def gather_states(
-    holding: Holding,
+    ownership: Ownership,
     optimizer: torch.optim.Optimizer,
     groups: Sequence[Sequence[str]],
     bound: BoundMesh,
-    watch: Watch,
+    watchdog: Watchdog,
     rank0_only: bool,
     shards: Shards | None = None,
 ) -> dict[str, Any]:
@@ -34,26 +34,26 @@ def gather_states(
     Raises:
         MissingCapabilityError: a state of a parameter that lies in pieces has another shape than its piece.
     """
-    me, placement = bound.coordinate("pp"), holding.placement
+    me, placement = bound.coordinate("pp"), ownership.placement
     own: dict[str, Any] = {}
     for names in groups:
         for name in names:
-            parameter = holding.parameter(name)
+            parameter = ownership.parameter(name)
             at_home = placement is None or placement.holders(name)[0] == me
             if at_home and parameter in optimizer.state:
                 states = optimizer.state[parameter].items()
                 own[name] = {key: _on_cpu(_whole(name, key, entry, parameter, shards)) for key, entry in states}
     every: list[dict[str, Any] | None] = [own]
-    watch.doing("gathering the states of the optimizer")
+    watchdog.doing("gathering the states of the optimizer")
     if bound.size("pp") > 1:
         first = bound.peer("pp", 0)
         every = [None] * bound.size("pp")
-        with watch.waiting(f"pp peers, ranks {list(bound.groups['pp'])}"):
+        with watchdog.waiting(f"pp peers, ranks {list(bound.groups['pp'])}"):
             if rank0_only:
                 dist.gather_object(own, every if me == 0 else None, first, group=bound.handles["pp"])
             else:
                 dist.all_gather_object(every, own, group=bound.handles["pp"])
-    watch.doing("between steps")
+    watchdog.doing("between steps")
     if rank0_only and bound.rank != 0:
         return {}
     found = {name: state for states in every if states is not None for name, state in states.items()}
@@ -61,7 +61,10 @@ def gather_states(
 
 
 def put_together(
-    holding: Holding, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str | torch.Tensor]], shards: Shards
+    ownership: Ownership,
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Sequence[str | torch.Tensor]],
+    shards: Shards,
 ) -> None:
     """Make states whole whose parameters are about to be, along the tensor axis. Every rank of it calls this.
 
@@ -69,21 +72,23 @@ def put_together(
     """
     for names in groups:
         for name in names:
-            if isinstance(name, str) and (parameter := holding.parameter(name)) in optimizer.state:
+            if isinstance(name, str) and (parameter := ownership.parameter(name)) in optimizer.state:
                 states = optimizer.state[parameter]
                 for key in sorted(states):
                     states[key] = _whole(name, key, states[key], parameter, shards)
 
 
-def local_states(holding: Holding, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+def local_states(
+    ownership: Ownership, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]]
+) -> dict[str, Any]:
     """The states of this rank's parameters, or of its pieces of them, by names; marked as a part."""
     own = {
         name: {key: _on_cpu(entry) for key, entry in optimizer.state[parameter].items()}
         for names in groups
         for name in names
-        if holding.holds(name) and (parameter := holding.parameter(name)) in optimizer.state
+        if ownership.holds(name) and (parameter := ownership.parameter(name)) in optimizer.state
     }
-    held = [[name for name in names if holding.holds(name)] for names in groups]
+    held = [[name for name in names if ownership.holds(name)] for names in groups]
     return _by_names(own, optimizer, held) | {LOCAL: True}
 
 
@@ -113,7 +118,7 @@ def _whole(name: str, key: str, entry: Any, parameter: torch.Tensor, shards: Sha
 
 
 def load_states(
-    holding: Holding,
+    ownership: Ownership,
     optimizer: torch.optim.Optimizer,
     groups: Sequence[Sequence[str]],
     given: Mapping[str, Any],
@@ -133,7 +138,7 @@ def load_states(
             + (f" with {', '.join(map(repr, given))}" if isinstance(given, Mapping) else "")
         )
     if given.get(LOCAL):
-        groups, shards = [[name for name in names if holding.holds(name)] for names in groups], None
+        groups, shards = [[name for name in names if ownership.holds(name)] for names in groups], None
     given = _named(given, groups)
     saved = given["param_groups"]
     if len(saved) != len(groups):
@@ -149,9 +154,9 @@ def load_states(
         if with_options:
             own.update({key: entry for key, entry in group.items() if key != "params"})
         for name in names:
-            if not holding.holds(name):
+            if not ownership.holds(name):
                 continue
-            parameter = holding.parameter(name)
+            parameter = ownership.parameter(name)
             if name in given["state"]:
                 state = given["state"][name].items()
                 optimizer.state[parameter] = {

@@ -92,7 +92,7 @@ def _names(items: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ..
     return {name: tuple(names) for name, names in found.items()}
 
 
-class Holding:
+class Ownership:
     """The tensors of a model on one rank.
 
     Attributes:
@@ -186,13 +186,13 @@ class Holding:
         old = self.tensor(name)
         if old.is_meta:
             return
-        ghost: torch.Tensor = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="meta")
+        placeholder: torch.Tensor = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="meta")
         store = "_buffers"
         if isinstance(old, nn.Parameter):
-            ghost, store = nn.Parameter(ghost, requires_grad=old.requires_grad), "_parameters"
-            self._know(ghost, name)
+            placeholder, store = nn.Parameter(placeholder, requires_grad=old.requires_grad), "_parameters"
+            self._know(placeholder, name)
         for module, last in self._slots[name]:
-            getattr(module, store)[last] = ghost
+            getattr(module, store)[last] = placeholder
 
     def split(self, placement: Placement) -> list[str]:
         """Keep what this rank holds and drop the rest. Returns the names of what it holds and has no data for yet."""

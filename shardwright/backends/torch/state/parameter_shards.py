@@ -11,8 +11,8 @@ from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.pipeline_messages import as_carried
 from shardwright.backends.torch.machine.tensor_axis import Axis
 from shardwright.backends.torch.machine.tensor_shards import piece_of, whole_of
-from shardwright.backends.torch.machine.watchdog import Watch
-from shardwright.backends.torch.state.ownership import Holding
+from shardwright.backends.torch.machine.watchdog import Watchdog
+from shardwright.backends.torch.state.ownership import Ownership
 from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Placement, Split
 
@@ -27,11 +27,11 @@ class Shards:
     """
 
     def __init__(
-        self, holding: Holding, bound: BoundMesh, watch: Watch, planned: Mapping[str, Placement] | None = None
+        self, ownership: Ownership, bound: BoundMesh, watchdog: Watchdog, planned: Mapping[str, Placement] | None = None
     ) -> None:
-        self.holding, self.watch, self.planned = holding, watch, planned or {}
+        self.ownership, self.watchdog, self.planned = ownership, watchdog, planned or {}
         self.device = bound.device
-        self.axis = Axis(bound.handles["tp"], bound.groups["tp"], bound.coordinate("tp"), watch)
+        self.axis = Axis(bound.handles["tp"], bound.groups["tp"], bound.coordinate("tp"), watchdog)
         self.places: dict[str, Split] = {}
         """First name → placement, of those that are split."""
         self.summed: frozenset[str] = frozenset()
@@ -44,7 +44,7 @@ class Shards:
         if not isinstance(place, Split):
             return whole
         whole = whole.contiguous()
-        with self.watch.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
+        with self.watchdog.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
             dist.broadcast(as_carried(whole), self.axis.ranks[0], group=self.axis.group)
         self.places[name] = place
         piece = piece_of(whole, place, self.axis.size, self.axis.coordinate)
@@ -53,7 +53,7 @@ class Shards:
     def anywhere(self, here: bool) -> bool:
         """Whether something is so on any rank of the axis; every rank of it calls this."""
         flag = torch.tensor([int(here)], dtype=torch.int32, device=self.device)
-        with self.watch.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
+        with self.watchdog.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.axis.group)
         return bool(flag)
 
@@ -61,7 +61,7 @@ class Shards:
         """Put every weight and its gradient together again, for steps that need them whole on each rank of the axis;
         every rank calls this."""
         for name in sorted(self.places):
-            tensor = self.holding.tensor(name)
+            tensor = self.ownership.tensor(name)
             gradient, tensor.grad = tensor.grad, None
             tensor.data = self.whole(name, tensor)
             if gradient is not None:
@@ -80,16 +80,16 @@ class Shards:
                     f"{wanted.get(different[0], 'whole')}: run the steps with the same layouts"
                 )
             return
-        self.watch.doing("cutting parameters for the tensor axis")
-        for name in (*sorted(self.holding.parameter_names), *sorted(self.holding.buffer_names)):
-            tensor = self.holding.tensor(name)
+        self.watchdog.doing("cutting parameters for the tensor axis")
+        for name in (*sorted(self.ownership.parameter_names), *sorted(self.ownership.buffer_names)):
+            tensor = self.ownership.tensor(name)
             if name in self.places:  # as it was planned when it got its data
                 if self.places[name] == wanted.get(name):
                     continue
                 tensor.data = self.whole(name, tensor)
-            elif self.holding.holds(name) and not tensor.is_meta:
+            elif self.ownership.holds(name) and not tensor.is_meta:
                 carried = as_carried(tensor.detach())
-                with self.watch.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
+                with self.watchdog.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
                     dist.broadcast(carried, self.axis.ranks[0], group=self.axis.group)
                 if carried.data_ptr() != tensor.data_ptr():
                     tensor.detach().copy_(carried.view_as(tensor))
@@ -97,7 +97,7 @@ class Shards:
                 piece = piece_of(tensor.detach(), wanted[name], self.axis.size, self.axis.coordinate)
                 tensor.data = piece.clone(memory_format=torch.contiguous_format)
         self.places, self._is_cut = wanted, True
-        self.watch.doing("between steps")
+        self.watchdog.doing("between steps")
 
     @property
     def is_cut(self) -> bool:
@@ -113,11 +113,11 @@ class Shards:
         """The model with parameters of whole shapes, on the meta device, in place of pieces."""
         stand_ins: dict[int, nn.Parameter] = {}
         for name in self.places:
-            piece = self.holding.parameter(name)
+            piece = self.ownership.parameter(name)
             shape = self.whole_shape(name, piece.shape)
             whole = torch.empty(shape, dtype=piece.dtype, device="meta")
             stand_ins[id(piece)] = nn.Parameter(whole, requires_grad=piece.requires_grad)
-        tables = [(module._parameters, dict(module._parameters)) for module in self.holding.model.modules()]
+        tables = [(module._parameters, dict(module._parameters)) for module in self.ownership.model.modules()]
         try:
             for table, before in tables:
                 table.update({k: stand_ins.get(id(p), p) for k, p in before.items() if p is not None})
@@ -131,7 +131,7 @@ class Shards:
         place = self.places.get(name)
         if place is None:
             return piece
-        with self.watch.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
+        with self.watchdog.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
             return whole_of(self.axis.all_gather(piece.detach()), place)
 
     def piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
@@ -153,8 +153,8 @@ class Shards:
         terms = [p.grad for name, p in sorted(parameters.items()) if name in self.summed and p.grad is not None]
         if not terms:
             return
-        self.watch.doing("summing gradients of replicated parameters over tp")
-        with self.watch.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
+        self.watchdog.doing("summing gradients of replicated parameters over tp")
+        with self.watchdog.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
             for bucket in _buckets(terms):
                 flat = torch.cat([g.reshape(-1) for g in bucket])
                 flat = self.axis.all_reduce(flat, "sum", ("all units", "parameters"))

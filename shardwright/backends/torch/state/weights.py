@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from shardwright.backends.torch.state.ownership import Holding, buffer_names, parameter_names
+from shardwright.backends.torch.state.ownership import Ownership, buffer_names, parameter_names
 from shardwright.core.errors import PlanError, ShardwrightError, nearest
 
 Weights = str | Path | Mapping[str, torch.Tensor] | Callable[[nn.Module], Any]
@@ -74,7 +74,7 @@ class Cutter(Protocol):
 
 
 def materialize(
-    holding: Holding,
+    ownership: Ownership,
     wanting: Sequence[str],
     weights: Weights | None,
     device: torch.device,
@@ -101,38 +101,38 @@ def materialize(
             f"sw.DistributedModel(model, weights=...) a file, a state dict or an init function"
         )
     if callable(weights) and not isinstance(weights, Mapping):
-        if cutter is not None and _initialize(holding, wanting, weights, device, seed, cutter):
+        if cutter is not None and _initialize(ownership, wanting, weights, device, seed, cutter):
             return
-        _initialize(holding, wanting, weights, device, seed, None)
+        _initialize(ownership, wanting, weights, device, seed, None)
         if cutter is not None:
             for name in wanting:
-                holding.put(name, cutter.keep(name, holding.tensor(name).detach()))
+                ownership.put(name, cutter.keep(name, ownership.tensor(name).detach()))
         return
     source = _open(weights)
     known = set(source.names())
-    aliases = parameter_names(holding.model) | buffer_names(holding.model)
-    persistent = set(holding.model.state_dict(keep_vars=True))
+    aliases = parameter_names(ownership.model) | buffer_names(ownership.model)
+    persistent = set(ownership.model.state_dict(keep_vars=True))
     left = []
     for name in wanting:
         given = next((alias for alias in aliases[name] if alias in known), None)
-        if given is None and name in holding.buffer_names and name not in persistent:
+        if given is None and name in ownership.buffer_names and name not in persistent:
             left.append(name)
             continue
         if given is None:
             raise PlanError(f"the weights have no {name!r}: {_few(nearest(name, known))}")
-        tensor, expected = source.read(given), holding.tensor(name)
+        tensor, expected = source.read(given), ownership.tensor(name)
         if tensor.shape != expected.shape:
             raise PlanError(
                 f"the weights have {given!r} of shape {tuple(tensor.shape)}: expected {tuple(expected.shape)}"
             )
         # A copy: the tensor may be a view of a mapped file or belong to the caller.
         copied = tensor.detach().to(device=device, dtype=expected.dtype, copy=True)
-        holding.put(name, copied if cutter is None else cutter.keep(name, copied))
-    _rebuild_buffers(holding, left, device)
+        ownership.put(name, copied if cutter is None else cutter.keep(name, copied))
+    _rebuild_buffers(ownership, left, device)
 
 
 def _initialize(
-    holding: Holding,
+    ownership: Ownership,
     wanting: Sequence[str],
     init: Callable[[nn.Module], Any],
     device: torch.device,
@@ -144,40 +144,40 @@ def _initialize(
     own: dict[str, list[str]] = {}
     for name in wanting:
         own.setdefault(name.rpartition(".")[0], []).append(name)
-    shapes = {name: torch.empty_like(holding.tensor(name), device="meta") for name in wanting}
+    shapes = {name: torch.empty_like(ownership.tensor(name), device="meta") for name in wanting}
     if cutter is None:
         for name in wanting:
-            holding.put(name, torch.empty_like(shapes[name], device=device))
+            ownership.put(name, torch.empty_like(shapes[name], device=device))
     cut: dict[str, str] = {}
     state = torch.get_rng_state()
     try:
-        for path in _children_first(holding.model):
+        for path in _children_first(ownership.model):
             if path not in own:
                 continue
             if cutter is not None:
                 for name in own[path]:
-                    holding.put(name, torch.empty_like(shapes[name], device=device))
+                    ownership.put(name, torch.empty_like(shapes[name], device=device))
             text = hashlib.blake2b(f"{seed}/init/{path}".encode(), digest_size=8).digest()
             torch.manual_seed(int.from_bytes(text, "big") >> 1)
             inside = [name for name in cut if not path or name.startswith(f"{path}.")]
             failed = False
             try:
                 with torch.no_grad():
-                    init(holding.modules[path])
+                    init(ownership.modules[path])
             except (RuntimeError, IndexError):
                 if not inside:
                     raise
                 failed = True
             if cutter is None:
                 continue
-            written = failed or any(_mark(holding.tensor(name)) != cut[name] for name in inside)
+            written = failed or any(_mark(ownership.tensor(name)) != cut[name] for name in inside)
             if inside and cutter.anywhere(written):
                 for name in wanting:
-                    holding.put(name, shapes[name])
+                    ownership.put(name, shapes[name])
                 return False
             for name in own[path]:
-                holding.put(name, cutter.keep(name, holding.tensor(name).detach()))
-                cut[name] = _mark(holding.tensor(name))
+                ownership.put(name, cutter.keep(name, ownership.tensor(name).detach()))
+                cut[name] = _mark(ownership.tensor(name))
     finally:
         torch.set_rng_state(state)
     return True
@@ -192,23 +192,23 @@ def _mark(tensor: torch.Tensor) -> str:
     return f"{float(entries.sum(dtype=torch.float64))} {float(norm)}"  # as text, in which nan is equal to nan
 
 
-def _rebuild_buffers(holding: Holding, names: Sequence[str], device: torch.device) -> None:
+def _rebuild_buffers(ownership: Ownership, names: Sequence[str], device: torch.device) -> None:
     """Buffers that no checkpoint holds (rotary frequencies, masks): made by the model's own initialisation."""
     if not names:
         return
-    init = getattr(holding.model, "_init_weights", None)
+    init = getattr(ownership.model, "_init_weights", None)
     modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
     made = {}
     for name in names:
-        holding.put(name, torch.zeros_like(holding.tensor(name), device=device))
-        made[name] = (holding.tensor(name), holding.tensor(name)._version)
+        ownership.put(name, torch.zeros_like(ownership.tensor(name), device=device))
+        made[name] = (ownership.tensor(name), ownership.tensor(name)._version)
     if callable(init):
         for path in modules:
-            if next(holding.modules[path].parameters(recurse=False), None) is None:
-                init(holding.modules[path])
+            if next(ownership.modules[path].parameters(recurse=False), None) is None:
+                init(ownership.modules[path])
     missing = [
         name for name, (tensor, version) in made.items()
-        if holding.tensor(name) is tensor and tensor._version == version
+        if ownership.tensor(name) is tensor and tensor._version == version
     ]  # fmt: skip
     if missing:
         raise ShardwrightError(

@@ -147,7 +147,7 @@ class TensorParallel:
         require_own_version(self.plan, what, "plan anew")
         draws = _Draws()
         prefix = f"step {self._recorded} "
-        first_name = self.shards.holding.first_name
+        first_name = self.shards.ownership.first_name
         lowerer = Lowerer(self.model, self.plan, self.shards.axis, device, first_name, draws, prefix)
         found = lowerer.lower(program)
         self._recorded += 1

@@ -16,8 +16,9 @@ from shardwright.backends.torch import CAPABILITIES
 from shardwright.backends.torch.capture.batch_dims import Leaf, Sample
 from shardwright.backends.torch.capture.host_draws import host_state
 from shardwright.backends.torch.capture.model import _NeedsValuesError, _Run, _Session, own_loss
+from shardwright.backends.torch.capture.op_schemas import Func
 from shardwright.backends.torch.capture.ops import Ref, Template
-from shardwright.backends.torch.capture.recorder import Func, Recorder, View
+from shardwright.backends.torch.capture.recorder import Recorder, View
 from shardwright.backends.torch.capture.unflatten import unflatten_products, without_unused
 from shardwright.backends.torch.compat import FakeTensor
 from shardwright.backends.torch.program.program import Context, tensors_in

@@ -1,0 +1,92 @@
+"""The overloads of torch's ops: what their schemas say, and their arguments by name."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwright.backends.torch.capture.ops import RULES, Ref
+from shardwright.backends.torch.capture.ops.template import Rule
+
+PASSING = frozenset({"detach", "alias", "lift", "lift_fresh", "lift_fresh_copy", "view_of", "set_data"})
+"""Ops that hand their input on: same memory, same values."""
+SILENT = frozenset({"detach_", "requires_grad_", "retain_grad", "_version", "set_", "resize_", "_assert_async"})
+"""Ops that neither make nor change a value that the graph names."""
+
+
+class Func:
+    """What is known about one overload of an op, found out once."""
+
+    __slots__ = (
+        "arguments", "composite", "draws", "name", "passing", "pointwise", "reads", "reshapes", "rule", "silent",
+        "views", "writes",
+    )  # fmt: skip
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        namespace, _, base = schema.name.partition("::")
+        self.name = f"{namespace}.{base}"
+        self.arguments = schema.arguments
+        known = RULES.get(base) or (RULES.get(base[:-1]) if base.endswith("_") else None)
+        self.rule: Rule | None = known[1] if known and namespace == "aten" else None
+        self.pointwise = torch.Tag.pointwise in func.tags
+        self.reads = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+        self.draws = torch.Tag.nondeterministic_seeded in func.tags
+        self.reshapes = torch.Tag.inplace_view in func.tags
+        self.passing = base in PASSING
+        self.silent = base in SILENT or namespace == "prim"
+        infos = [a.alias_info for a in schema.arguments]
+        self.writes = tuple(
+            a.name for a, i in zip(schema.arguments, infos, strict=True) if i is not None and i.is_write
+        )
+        self.views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        self.composite = not self.silent and not self.passing and func._can_decompose()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def ref_of(number: int, tensor: torch.Tensor) -> Ref:
+    """A tensor of an op, by its place among the op's tensors."""
+    return Ref(number, tuple(tensor.shape), dtype_name(tensor.dtype))
+
+
+def key_of(value: Any, inputs: list[torch.Tensor]) -> Any:
+    """A hashable form of an argument; its tensors are appended to ``inputs``."""
+    if isinstance(value, torch.Tensor):
+        inputs.append(value)
+        return value.shape, value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple([key_of(item, inputs) for item in value])
+    return value if value.__hash__ is not None else repr(value)
+
+
+def argument_of(known: Func, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The argument of that name; None where it is not given."""
+    if name in kwargs:
+        return kwargs[name]
+    for given, argument in zip(args, known.arguments, strict=False):
+        if argument.name == name:
+            return given
+    return None
+
+
+def bind(known: Func, args: tuple[Any, ...], kwargs: dict[str, Any], refs: Sequence[Ref]) -> dict[str, Any]:
+    """Arguments by name, defaults filled in, Refs in place of tensors in the order in which `key_of` met them."""
+    remaining = iter(refs)
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return next(remaining)
+        if isinstance(value, (list, tuple)):
+            return [replaced(item) for item in value]
+        return value
+
+    bound = {a.name: replaced(value) for value, a in zip(args, known.arguments, strict=False)}
+    bound.update({name: replaced(value) for name, value in kwargs.items() if name not in known.writes})
+    for argument in known.arguments:
+        if argument.name not in bound and argument.has_default_value():
+            bound[argument.name] = argument.default_value
+    return bound

@@ -1,0 +1,165 @@
+"""Steps by recorded pipelines: the body is recorded once, and its parts run under a schedule."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.backends.torch.loss.shares import LossShares, of_own
+from shardwright.backends.torch.machine.pipeline_messages import PipelineTransport
+from shardwright.backends.torch.pipeline.action_times import Recorder
+from shardwright.backends.torch.pipeline.compiling import Compiler
+from shardwright.backends.torch.pipeline.step_results import share, total_weight
+from shardwright.backends.torch.program.program import Literal, NumberRef, Tree
+from shardwright.backends.torch.program.stage_map import StageMap
+from shardwright.backends.torch.steps.call import Result, StepCall
+from shardwright.backends.torch.steps.compiled import CompiledStep, CompiledSteps
+from shardwright.backends.torch.steps.losses import StepLosses
+from shardwright.backends.torch.steps.microbatches import RecordedAhead, StepRecordings
+from shardwright.backends.torch.steps.split_model import SplitModel
+from shardwright.core.errors import ShardwrightError
+
+
+class RecordedSteps:
+    """The steps of a model that is split by its stage map.
+
+    Args:
+        compiler: see `CompiledSteps`.
+        ahead: see `StepRecordings`.
+    """
+
+    def __init__(
+        self, split_model: SplitModel, losses: StepLosses, compiler: Compiler | None, ahead: RecordedAhead | None
+    ) -> None:
+        self._split_model, self._losses = split_model, losses
+        bound, group = split_model.bound, dist.group.WORLD
+        assert group is not None
+        self._transport = PipelineTransport(
+            bound.groups["pp"], bound.coordinate("pp"), bound.device, split_model.watchdog, peers=bound.handles["pp"],
+            group=group,
+        )  # fmt: skip
+        self.recordings = StepRecordings(split_model, ahead)
+        self.compiled = CompiledSteps(split_model, self._transport, compiler)
+
+    @property
+    def _stage_map(self) -> StageMap:
+        stage_map = self._split_model.stage_map
+        assert stage_map is not None
+        return stage_map
+
+    @property
+    def schedule_text(self) -> str:
+        """The schedule by which steps run, in words that two schedules share that do the same."""
+        return f"{self._stage_map.schedule.name} ({self._split_model.schedule_digest[:12]})"
+
+    def prepare(self, call: StepCall) -> "PreparedRecordedStep":
+        """The recording by which a step can be run, made now if there is none yet; every rank calls this.
+
+        Raises:
+            UnrecordableError: there is none, on this rank or on another.
+            DisagreementError: ranks run different recordings, or only some of a replica record the step anew.
+            LossError: see `LossSemantics.shares`.
+        """
+        stage_map = self._stage_map
+        key = (call.signature, call.shapes, self._split_model.schedule_digest)
+        found, all_ready = self.recordings.of(call, stage_map, lambda of: self.compiled.find(key, of) is not None)
+        divisions = found.divisions
+        compiled = self.compiled.find(key, divisions)
+        if not all_ready:
+            self.compiled.require_sound(stage_map, divisions if compiled is None else ())
+        if compiled is None:
+            compiled = self.compiled.add(key, stage_map, divisions)
+        losses = divisions[0].program.losses if torch.is_grad_enabled() else ()
+        shares = self._losses.shares(losses, call, divisions)
+        for division in divisions:
+            division.program.python.leave()
+        return PreparedRecordedStep(self._split_model, self._transport, call, compiled, shares, tuple(found.numbers))
+
+    def close(self) -> None:
+        """Take the hooks off the model, and let the process groups go."""
+        self.compiled.close()
+        self._transport.close()
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRecordedStep:
+    """A step that can be run from a recording.
+
+    Attributes:
+        numbers: for each microbatch what its program is given of Python values.
+    """
+
+    split_model: SplitModel
+    transport: PipelineTransport
+    call: StepCall
+    compiled: CompiledStep
+    losses: LossShares
+    numbers: Sequence[Sequence[Any]]
+
+    @property
+    def result(self) -> Tree:
+        """That of the body, with numbers of the last microbatch."""
+        given, result = self.numbers[-1], self.compiled.result
+        leaves = [Literal(given[leaf.index]) if isinstance(leaf, NumberRef) else leaf for leaf in result.leaves]
+        return Tree(tuple(leaves), result.spec)
+
+    def run(self) -> Result:
+        """Run the step; every rank calls this at the same time."""
+        split_model, pipeline, shares = self.split_model, self.compiled.pipeline, self.call.shares
+        stage_map, gradients, watchdog = split_model.stage_map, split_model.gradients, split_model.watchdog
+        assert stage_map is not None
+        split_model.synchronize()
+        self._require_as_many_microbatches(stage_map)
+        if split_model.statistics is not None:
+            split_model.statistics.begin()
+        training = pipeline.trains
+        exchange = gradients.begin(self.compiled.order) if training else None
+        pipeline.streams.seed, pipeline.numbers = split_model.seed, self.numbers
+        recorder = None
+        if split_model.recorders is not None:
+            recorder = Recorder(split_model.bound.device)
+            split_model.recorders.append(recorder)
+        stage_rank = [stage_map.schedule.stage_to_rank(s) for s in range(stage_map.schedule.stages)]
+        if training:
+            split_model.sentinel.begin(split_model.steps_run)
+        try:
+            values = pipeline.run(
+                self.call.microbatches, split_model.steps_run, shares.first, training and torch.is_grad_enabled(),
+                of_own(self.losses, shares), recorder, exchange,
+                split_model.ownership.local_parameters() if exchange is not None else None,
+                split_model.sentinel if training else None,
+            )  # fmt: skip
+            if split_model.statistics is not None:
+                split_model.statistics.finish()
+            watchdog.doing("the end of the step")
+            total, weights = total_weight(
+                pipeline.divisions, values, stage_rank, split_model.bound, self.transport, shares
+            )
+            if training:
+                gradients.finish(total)
+        except BaseException:
+            if training:
+                gradients.abandon()
+            raise
+        split_model.steps_run += int(training)
+        watchdog.doing("the results of the step")
+        returned = share(
+            pipeline.divisions, values, stage_rank, split_model.bound, self.transport, shares, weights, self.losses
+        )
+        if training:
+            for text, loss in values.losses:
+                split_model.sentinel.loss(text, loss)
+            split_model.sentinel.finish(split_model.ownership.local_parameters())
+        watchdog.doing("between steps")
+        return self.result, returned
+
+    def _require_as_many_microbatches(self, stage_map: StageMap) -> None:
+        samples = self.call.shares.samples
+        if stage_map.loss_scope == "global" and len({len(held) for held in samples}) > 1:
+            raise ShardwrightError(
+                f"the replicas were given {[sum(held) for held in samples]} samples, which make different "
+                f"numbers of microbatches, and loss_scope='global' norms those of all replicas together: give each "
+                f"replica at least {stage_map.schedule.microbatches} samples"
+            )

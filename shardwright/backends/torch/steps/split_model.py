@@ -1,0 +1,161 @@
+"""A model split over this run's ranks: what this rank has of it, and what its training has come to."""
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from shardwright.backends.torch.data_parallel.batch_norm import RunningStatistics, norm_over_replicas
+from shardwright.backends.torch.data_parallel.gradients import Gradients
+from shardwright.backends.torch.machine.agreement import Agreement, Claim
+from shardwright.backends.torch.machine.mesh import BoundMesh
+from shardwright.backends.torch.machine.watchdog import Watchdog
+from shardwright.backends.torch.pipeline.action_times import Recorder
+from shardwright.backends.torch.pipeline.sentinels import Sentinel
+from shardwright.backends.torch.program.early_checks import ModuleTree
+from shardwright.backends.torch.program.stage_map import StageMap
+from shardwright.backends.torch.program.stages import Division
+from shardwright.backends.torch.state.model_agreement import LiveFlags, module_claim, parameters_claim
+from shardwright.backends.torch.state.ownership import Ownership, Placement, place
+from shardwright.backends.torch.state.parameter_shards import Shards
+from shardwright.backends.torch.state.weight_transfer import add_holders, synchronize
+from shardwright.backends.torch.state.weights import Weights, materialize
+from shardwright.backends.torch.steps.step_body import StepBodies
+from shardwright.backends.torch.tensor_parallel.engine import TensorParallel
+from shardwright.core.errors import PlanError
+from shardwright.core.schedule import Schedule
+
+
+class SplitModel:
+    """One rank's part of a model.
+
+    Args:
+        model: the whole model, on any device; it is split in place.
+        bound: the mesh of this run.
+        seed: the seed of dropout and of init functions.
+        weights: where a model on the meta device gets its data; see `weights.materialize`.
+        sentinel: looks for NaN and infinity in losses and gradients.
+
+    Attributes:
+        stage_map: how the model is split; None until it is, and where it is divided by its module tree.
+        schedule_digest: the digest of the stage map's schedule.
+        tensor: the tensor axis of the model, where it has one.
+        statistics: the running statistics that replicas bring in line, where each norms its own microbatches.
+        steps_run: how many training steps were run.
+        recorders: while timelines are recorded, one for each step; None while they are not.
+        listeners: called whenever the parameters of this rank have changed identity.
+        before_whole: called before parameters that lie in shards are put together for good, on every rank.
+    """
+
+    def __init__(
+        self, model: nn.Module, bound: BoundMesh, watchdog: Watchdog, agreement: Agreement, *, seed: int,
+        weights: Weights | None, sentinel: Sentinel,
+    ) -> None:  # fmt: skip
+        self.model, self.bound, self.watchdog, self.agreement = model, bound, watchdog, agreement
+        self.seed, self.sentinel = seed, sentinel
+        self.ownership = Ownership(model, bound.coordinate("pp"))
+        self.tree = ModuleTree(self.ownership.modules)
+        self.flags = LiveFlags(self.ownership.modules)
+        self.gradients = Gradients(self.ownership, bound, watchdog)
+        self.bodies = StepBodies(model, bound.device)
+        self.stage_map: StageMap | None = None
+        self.schedule_digest = ""
+        self.tensor: TensorParallel | None = None
+        self.statistics: RunningStatistics | None = None
+        self.steps_run = 0
+        self.recorders: list[Recorder] | None = None
+        self.listeners: list[Callable[[], None]] = []
+        self.before_whole: list[Callable[[Shards], None]] = []
+        self._weights = weights
+        self._undo_norms: Callable[[], None] | None = None
+        self._synchronized = False
+
+    def split(self, stage_map: StageMap) -> None:
+        """Keep this rank's parameters and drop the others; give data to those on the meta device."""
+        self.use(stage_map)
+        schedule = stage_map.schedule
+        calls = [[path for path, _ in held] for held in stage_map.calls]
+        placement = place(self.model, calls, stage_map.parameter_stages, schedule.stage_to_rank, schedule.ranks)
+        if self.bound.size("tp") > 1 and stage_map.plan is not None:
+            layouts = stage_map.plan.parameter_layouts("torch")
+            planned = {self.ownership.first_name[name]: layout.on("tp") for name, layout in layouts.items()}
+            shards = Shards(self.ownership, self.bound, self.watchdog, planned)
+            self.tensor = TensorParallel(self.model, shards, stage_map.plan)
+            self.gradients.shards = shards
+        self._hold(placement)
+        if self.bound.size("dp") > 1 and stage_map.loss_scope == "global":
+            self._undo_norms = norm_over_replicas(self.model, self.bound, self.watchdog, lambda: self.bodies.is_running)
+        else:
+            self._share_statistics()
+
+    def use(self, stage_map: StageMap) -> None:
+        """From now on this says which rank does what."""
+        self.stage_map, self.schedule_digest = stage_map, stage_map.schedule.digest
+
+    def split_whole_modules(self, placement: Placement) -> None:
+        """Make modules whole, as message passing calls them: split the model by ``placement`` unless it is split
+        already, and put together the parameters that lie in shards."""
+        if self.ownership.placement is None:
+            self._hold(placement)
+        if self.tensor is not None:
+            for listener in self.before_whole:
+                listener(self.tensor.shards)
+            self.tensor.shards.restore()
+        if self.statistics is None:
+            self._share_statistics()
+
+    def _share_statistics(self) -> None:
+        if self.bound.size("dp") > 1:
+            self.statistics = RunningStatistics(self.model, self.bound, self.watchdog)
+
+    def _hold(self, placement: Placement) -> None:
+        wanting = self.ownership.split(placement)
+        cutter = self.tensor.shards if self.tensor is not None else None
+        materialize(self.ownership, wanting, self._weights, self.bound.device, self.seed, cutter)
+        self._weights = None
+        self.ownership.to(self.bound.device)
+        self._tell_of_change()
+
+    def _tell_of_change(self) -> None:
+        for listener in self.listeners:
+            listener()
+
+    def place_needs(self, division: Division, schedule: Schedule) -> None:
+        """Bring parameters and buffers to the ranks whose stages turned out to use them. All ranks call this.
+
+        Raises PlanError once training has begun.
+        """
+        needs: dict[int, set[str]] = {}
+        for part in division.parts:
+            needs.setdefault(schedule.stage_to_rank(part.stage), set()).update(part.parameters, part.buffers)
+        placement = self.ownership.placement
+        assert placement is not None
+        lacking = {r: sorted(n for n in names if r not in placement.holders(n)) for r, names in needs.items()}
+        if not any(lacking.values()):
+            return
+        if self.steps_run:
+            rank, names = next((r, n) for r, n in lacking.items() if n)
+            raise PlanError(
+                f"this step uses {names[0]} on pp rank {rank}, which has no copy of it, and training has begun: run "
+                f"every kind of step once before the first optimizer step"
+            )
+        if add_holders(self.ownership, lacking, self.bound, self.watchdog):
+            self._tell_of_change()
+
+    def synchronize(self, axes: Sequence[str] = ("dp",)) -> None:
+        """Start all peers on ``axes``, and all holders of a tied parameter, from the same numbers: once."""
+        if not self._synchronized:
+            synchronize(self.ownership, self.bound, self.watchdog, axes)
+            self._synchronized = True
+
+    def claims_in_full(self) -> list[Claim]:
+        """Of what takes too long to compare in every step: what the modules are, and the values of parameters that
+        other replicas hold too."""
+        claims = [module_claim(self.ownership.modules)]
+        if self._synchronized:
+            claims.append(parameters_claim(self.ownership.local_parameters()))
+        return claims
+
+    def close(self) -> None:
+        """Take off the model what was put on it."""
+        if self._undo_norms is not None:
+            self._undo_norms()
