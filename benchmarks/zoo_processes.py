@@ -21,10 +21,11 @@ from transformers.utils import logging
 
 import shardwright
 from shardwright.backends.torch import TorchBackend
-from shardwright.backends.torch.messages.owner_search import count_flops, divide_modules
+from shardwright.backends.torch.messages.module_flops import count_flops, module_tree
 from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.model.fold import fold
+from shardwright.core.partition.module_tree import divide_modules
 from shardwright.core.plan.plan import Plan
 from tests.comparison import Comparison
 from tests.models import inputs
@@ -116,7 +117,7 @@ def by_modules(name: str, ranks: Sequence[int]) -> dict[str, Any]:
     counted = count_flops(model, lambda: inputs.loss_of(model, given))
     found = {}
     for pp in ranks:
-        divided = divide_modules(model, pp, counted)
+        divided = divide_modules(module_tree(model), pp, counted, name)
         flops = divided.flops
         total = sum(flops.values()) or 1
         largest = max(flops, key=flops.__getitem__)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from shardwright.backends.torch.loss.shares import LossShares
 from shardwright.backends.torch.messages.engine import Messages
-from shardwright.backends.torch.messages.owner_search import count_flops, divide_modules, with_containers
+from shardwright.backends.torch.messages.module_flops import count_flops, module_tree
 from shardwright.backends.torch.messages.owners import Owners
 from shardwright.backends.torch.program.python_reads import left_as_it_is
 from shardwright.backends.torch.program.stage_map import StageMap
@@ -16,6 +16,7 @@ from shardwright.backends.torch.steps.call import Result, StepCall
 from shardwright.backends.torch.steps.losses import StepLosses
 from shardwright.backends.torch.steps.split_model import SplitModel
 from shardwright.core.errors import LossError, PlanError
+from shardwright.core.partition.module_tree import divide_modules, with_containers
 
 
 class MessageSteps:
@@ -107,7 +108,7 @@ def owners_by_module_tree(split_model: SplitModel, call: StepCall) -> dict[str, 
             with contextlib.suppress(Exception), left_as_it_is(model, getattr(call.body, "python_roots", ())):
                 flops = count_flops(model, lambda: split_model.bodies.run_forward(call.body, inputs))
         try:
-            found = [dict(divide_modules(model, bound.size("pp"), flops).owners)]
+            found = [dict(divide_modules(module_tree(model), bound.size("pp"), flops, type(model).__name__).owners)]
         except PlanError as error:
             found = [str(error)]
     if bound.mesh.size > 1:
