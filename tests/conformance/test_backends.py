@@ -18,9 +18,11 @@ from shardwright.backends import protocol, registry
 from shardwright.backends.registry import registered
 from shardwright.core.capabilities import Capabilities
 from shardwright.core.errors import CaptureError, LossError, MissingCapabilityError, PlanError
+from shardwright.core.layout.placements import Layout, Split
 from shardwright.core.model.fold import fold
 from shardwright.core.model.structure import structure_of
 from shardwright.report.support import support_table
+from tests.comparison import Comparison
 from tests.numpy_backend import REGISTRATION
 
 WIDTH, SAMPLES = 16, 8
@@ -244,6 +246,89 @@ def test_a_loss_scope_of_the_plan_answers(case: Case, tmp_path: Path) -> None:
     coupled.plan(loss_scope="replica").save(tmp_path / "plan.json")
     run = coupled.backend.compile(sw.Plan.load(tmp_path / "plan.json"), coupled.model, **coupled.options)
     assert np.isfinite(run.step(case.given))
+
+
+# Several ranks --------------------------------------------------------------------------------------------------
+
+STEPS = 3
+DEGREES: dict[str, dict[str, Any]] = {
+    "pp": {"pp": 2},
+    "dp": {"dp": 2},
+    "tp": {"tp": 2},
+    "state": {"dp": 2, "shard": 3},
+}
+"""What a plan asks of each level."""
+MEGATRON = tuple(
+    (slot, Layout.of(tp=place)) for slot, place in (("0/v0", Split(0)), ("0/w0", Split(1)), ("0/w1", Split(0)))
+)
+"""Columns, then rows (arXiv 1909.08053): so small a network gains nothing by it, so that no search would choose it."""
+Trained = dict[str, np.ndarray]
+"""The losses of the steps, and every parameter after them, by name."""
+
+
+def plan_of_level(case: Case, level: str) -> sw.Plan:
+    plan = case.plan(**DEGREES[level])
+    if level != "tp":
+        return plan
+    graph = case.backend.capture(case.model, case.sample, case.loss)
+    return replace(plan, decision=replace(plan.decision, layouts=MEGATRON)).rebind(graph)
+
+
+def trained(case: Case, plan: sw.Plan) -> Trained:
+    run = case.backend.compile(plan, copy.deepcopy(case.model), **case.options)
+    losses = np.array([run.step(case.given) for _ in range(STEPS)])
+    return {"losses": losses} | {name: np.asarray(value) for name, value in run.whole_parameters().items()}
+
+
+def on_jax_devices(levels: list[str], folder: Path) -> dict[str, Trained]:
+    import jax
+
+    case = jax_case()
+    case.options |= {"devices": jax.devices()[:2]}
+    return {level: trained(case, plan_of_level(case, level)) for level in levels}
+
+
+def on_torch_ranks(levels: list[str], folder: Path) -> dict[str, Trained]:
+    from tests.torch.launch import on_ranks
+
+    case, out = torch_case(), folder / "trained.npz"
+    for level in levels:
+        plan_of_level(case, level).save(folder / f"{level}.json")
+    files = [str(folder / f"{level}.json") for level in levels]
+    worker = Path(__file__).parent / "torch_ranks.py"
+    outcome = on_ranks(str(worker), 2, str(out), str(STEPS), *files, timeout_s=120)
+    assert outcome.code == 0, outcome.text[-4000:]
+    with np.load(out) as held:
+        return {
+            level: {name.split(" ", 1)[1]: held[name] for name in held.files if name.startswith(f"{number} ")}
+            for number, level in enumerate(levels)
+        }
+
+
+ON_RANKS = {"torch": on_torch_ranks, "jax": on_jax_devices}
+CLAIMS = [(n, level) for n in ON_RANKS for level in DEGREES if level in registered()[n].levels]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Trained]:
+    return {
+        (name, level): found
+        for name, run in ON_RANKS.items()
+        for level, found in run([at for of, at in CLAIMS if of == name], tmp_path_factory.mktemp(name)).items()
+    }
+
+
+@pytest.mark.parametrize(("case", "level"), CLAIMS, indirect=["case"])
+def test_two_ranks_train_as_one(case: Case, level: str, on_two_ranks: dict[tuple[str, str], Trained]) -> None:
+    expected, found = trained(case, case.plan()), on_two_ranks[case.backend.name, level]
+    same = Comparison(f"{case.backend.name} {level}").losses(found.pop("losses"), expected.pop("losses"))
+    same.values(found, expected, relative=1e-5, absolute=1e-6, what="parameters").require("losses", "parameters")
+
+
+def test_every_level_above_one_rank_is_trained() -> None:
+    claimed = {(name, level) for name, each in registered().items() for level in each.levels if level in DEGREES}
+    assert set(CLAIMS) == claimed
+    assert {*DEGREES, "capture", "one rank"} == set(registry.LEVELS)
 
 
 def test_both_frameworks_learn_the_same_from_the_same_weights() -> None:
