@@ -8,7 +8,8 @@ from shardwright.core.schedule.auto.problem import Problem, Word
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One run. Letters are numbered over all ranks in order; `cause` is the letter each waited for last, or -1."""
+    """One run of words. Letters are numbered over all ranks in order; `cause` is the letter that each waited for last,
+    or -1."""
 
     makespan_s: float
     ends_s: list[float]
@@ -17,7 +18,7 @@ class Trace:
 
 
 class Evaluator:
-    """Runs words of one problem; what does not depend on the words is worked out once."""
+    """An engine for the words of one problem. What does not depend on the words is worked out once."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem

@@ -1,6 +1,6 @@
 """The search of `auto`: named schedules and constructed ones as starts, the best of them improved.
 
-How much is tried depends on the size alone, never on a clock: the same request gives the same schedule everywhere.
+The number of tries depends on the size alone, never on a clock: the same request gives the same schedule everywhere.
 """
 
 from dataclasses import replace
@@ -92,7 +92,7 @@ def _search(problem: Problem, sizes: Sizes, costs: StageCosts, share: int) -> tu
 
 
 def _different(starts: list[tuple[float, list[Word]]]) -> list[tuple[float, list[Word]]]:
-    """The starts, each makespan once: equal ones are mostly the same words."""
+    """The starts, one for each makespan: equal ones are mostly the same words."""
     kept: list[tuple[float, list[Word]]] = []
     for start in starts:
         if not kept or start[0] > kept[-1][0] * (1 + 1e-12):
@@ -101,7 +101,7 @@ def _different(starts: list[tuple[float, list[Word]]]) -> list[tuple[float, list
 
 
 def _merged(problem: Problem, words: list[Word], costs: StageCosts, makespan_s: float) -> Table:
-    """The table of words, whole backwards where these take nothing longer: all of them, or else those of some stages.
+    """The table of words, with whole backwards where these take nothing longer: in all stages, or else in some.
 
     A whole backward hands its input gradient on later, and does with one action what else takes two.
     """
