@@ -90,7 +90,7 @@ class Cluster:
     groups: tuple[NodeGroup, ...]
     inter_node: Link | None
     inter_region: Link | None
-    # Where each group begins, in ranks and in nodes, and where the last one ends: looked up for every member of a ring.
+    # The beginning of each group, in ranks and in nodes, and the end of the last: looked up for every member of a ring.
     _first_ranks: tuple[int, ...] = field(compare=False, repr=False)
     _first_nodes: tuple[int, ...] = field(compare=False, repr=False)
 
@@ -228,7 +228,7 @@ class Cluster:
     def link_between(self, rank_a: int, rank_b: int, *, concurrent: int = 1) -> Link:
         """The link that a message from ``rank_a`` to ``rank_b`` takes, with the bandwidth that is left to it.
 
-        ``concurrent``: how many such messages leave the same node at once, sharing a port that its devices share.
+        ``concurrent``: the number of such messages that leave the node at once, over a port that its devices share.
         Raises ClusterError when the ranks are the same, or not in the cluster.
         """
         if rank_a == rank_b:

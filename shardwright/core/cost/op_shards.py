@@ -71,8 +71,8 @@ class Pieces:
                 yield axis, op.labels[signature.inputs.index(place)][place.dim]
 
     def memory_ways(self, tensor: int) -> int:
-        """The number of shards of a value in memory: that in which it lies before anything reads it, or the smallest in
-        which an op reads it, where that is more. What is gathered for one op is not kept."""
+        """The number of shards of a value in memory: the number before anything reads it, or the smallest with which an
+        op reads it, where that is more. What is gathered for one op is not kept."""
         root = self._alias.get(tensor, tensor)
         return max(self._lies.get(root, 1), self._read.get(root, 1))
 

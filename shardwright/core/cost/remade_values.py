@@ -2,7 +2,8 @@
 
 A derivative lists every value that it reads. Many of them follow from others by arithmetic that costs less than memory
 traffic does (``1 - y`` beside ``y`` of a tanh, a broadcast of a mean, a mask, a weight in another dtype). A compiler
-that sees forward and backward together makes those again; where they are programs of their own, it is decided here.
+that sees forward and backward together makes those again. For forwards and backwards that are programs of their own,
+this module decides it.
 """
 
 import heapq
@@ -46,7 +47,7 @@ def kept_values(
     """The kept values and the ops that run again, so that the ``wanted`` values, which a derivative reads, can be had.
 
     at_hand: the program's inputs and constants, there in the backward pass anyway, but for the ``passing`` ones, which
-    will have changed by then (the model's state). ``size_bytes``: of a value.
+    will have changed by then (the model's state). ``size_bytes``: the bytes of a value.
     """
     return _Chooser(ops, set(at_hand) - set(passing), size_bytes, passing).run(wanted)
 

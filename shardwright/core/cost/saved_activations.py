@@ -65,7 +65,7 @@ class Kept:
         if not any(t in self._needs_gradient for t in op.inputs):
             return []
         trained = [place for place, t in enumerate(op.inputs) if t in self._needs_gradient]
-        # Of a product each operand is read for the gradient of the others.
+        # Each operand of a product is read for the gradient of the others.
         factors = [t for place, t in enumerate(op.inputs) if any(other != place for other in trained)]
         wanted: list[int] = []
         match op.kind:
@@ -179,8 +179,8 @@ class Kept:
         return []
 
     def _is_as_made(self, tensor: int) -> bool:
-        """Whether the tensor is no normalised value: that is computed again from the norm's input, which is kept
-        already."""
+        """Whether the tensor is no normalised value. Such a value is computed again from the norm's input, which is
+        kept already."""
         made = self.graph.producer.get(tensor)
         return made is None or self.graph.ops[made].kind != "normalization"
 

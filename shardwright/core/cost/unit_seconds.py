@@ -51,7 +51,7 @@ class UnitCost:
     update_share: float = 1.0
     """The time of the optimizer's step on them, as a share of what is counted for it."""
     idle_lent: float = 0.0
-    """The share, as in `StageCosts`: what ranks at work in a pipeline get of what idle ones leave."""
+    """The share of what idle ranks of a pipeline leave unused that those at work get, as in `StageCosts`."""
     put_off_bytes: int | None = None
     """Bytes as in `UnitWork`; None: all that is saved."""
     given_bytes: int = 0

@@ -104,7 +104,7 @@ class UnitWork:
 
 @dataclass(frozen=True, slots=True)
 class SharedValue:
-    """A value that several units hold. Where they lie on one rank, its memory is there once."""
+    """A value that several units hold. Units on one rank share its memory."""
 
     tensor: int
     keepers: tuple[int, ...]
@@ -135,8 +135,7 @@ def forward_flops(graph: Graph, batch: int) -> int:
 
 
 class WorkCounter:
-    """A counter of the work of one graph's units. It holds what all units share: aliases, and the users of each
-    tensor."""
+    """A counter of the work of one graph's units. It holds what all units share: aliases and users of tensors."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph

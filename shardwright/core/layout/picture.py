@@ -11,7 +11,7 @@ MOST_CELLS = 16
 
 
 def picture(shape: Sequence[int], layout: Layout, mesh: Mesh, *, pp: int = 0) -> str:
-    """An array of ``shape`` as the ranks of one pipeline coordinate hold it: a box for every part, and in it its ranks.
+    """An array of ``shape`` as the ranks of one pipeline coordinate hold it, with a box for every part and its ranks.
 
     Where two dims are split, the later lies across and the other down; a dim of several blocks shows the parts of every
     block. The sizes of the parts stand beside and below. Raises LayoutError where the parts are not equal.

@@ -19,7 +19,7 @@ class ActionTable:
 
     Args:
         name: the family that made it, or `custom`.
-        arguments: what the family was asked for, as pairs; enough to build it again, but for `auto`.
+        arguments: the arguments of the family, as pairs; enough to build it again, but for `auto`.
         ranks, stages, microbatches: the number of each; every rank holds `virtual_stages` = stages / ranks of them.
         placement: the rank that holds each stage.
         table: the actions of each rank, in order.

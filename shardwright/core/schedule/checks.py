@@ -32,7 +32,7 @@ def check(
 
 
 def require_runnable(schedule: Schedule) -> None:
-    """Check what a runtime asks of a schedule before it runs one: that every rank comes to its end.
+    """Check that every rank comes to its end, as a runtime asks of a schedule before it runs it.
 
     Raises:
         ScheduleError: the ranks wait for one another, or parameters are not gathered when they are used.
@@ -42,7 +42,7 @@ def require_runnable(schedule: Schedule) -> None:
 
 
 def require_trains(schedule: Schedule) -> None:
-    """Check what a runtime asks of a schedule before it trains under it: that it has backwards.
+    """Check that a schedule has backwards, as a runtime asks of it before it trains under it.
 
     Raises:
         ScheduleError: it has no backwards.

@@ -84,8 +84,8 @@ def _parse(cell: str, row: int, column: int) -> Action:
 
 
 def _place(part: Action, cell: Cell, places: dict[Action, Cell], holder: dict[int, Cell]) -> None:
-    """Note the cell of an action. It must be the only one, unless it gathers or frees parameters, and in the row of its
-    stage's others."""
+    """Note the cell of an action, which must stand in the row of its stage's others, and only once unless it gathers or
+    frees parameters. Raises ScheduleError otherwise."""
     if part.kind not in (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD):
         if part in places:
             raise ScheduleError(f"{_where(cell)} repeats {part}, which is in {_where(places[part])}: expected it once")

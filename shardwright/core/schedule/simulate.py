@@ -96,7 +96,7 @@ class Engine:
         self.clock = [0.0] * ranks
         self.position = [0] * ranks
         self.seconds = {F: costs.forward_s, I: costs.input_grad_s, W: costs.weight_grad_s, B: costs.backward_s}
-        # For each stage * m + microbatch: when the input of its forward or backward is there (-1.0: not yet known),
+        # By stage * m + microbatch: the time at which the input of its forward or backward is there (-1.0: not known),
         # what brought it, and whether its forward and its input gradient have run.
         self.forward_in, self.backward_in = [-1.0] * (stages * m), [-1.0] * (stages * m)
         self.forward_by, self.backward_by = [-1] * (stages * m), [-1] * (stages * m)
@@ -197,7 +197,7 @@ class Engine:
             self.position[rank] += 1
 
     def _edge(self, part: Action) -> tuple[bool, int] | None:
-        """The boundary between ranks that an action's result crosses: (whether forward, the stage it leaves), or None."""
+        """The boundary between ranks that a result crosses, as (whether forward, the stage it leaves), or None."""
         to = part.stage + 1 if part.kind is F else part.stage - 1
         if part.kind is W or not 0 <= to < self.schedule.stages:
             return None

@@ -208,7 +208,7 @@ class Timeline:
             rank = int(np.searchsorted(offsets, node, side="right")) - 1
             index = node - int(offsets[rank])
             times = float(self.start_s[rank][index]), float(self.end_s[rank][index])
-            if not self.actions[rank][index].kind.is_transfer:  # What these carry out is among the transfers.
+            if not self.actions[rank][index].kind.is_transfer:  # These are among the transfers.
                 path.append(Span(rank, self.actions[rank][index], *times))
             node = int(self.cause[rank][index])
         return tuple(reversed(path))

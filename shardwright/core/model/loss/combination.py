@@ -33,9 +33,9 @@ class Count:
     """A number that samples add to, by which a loss is divided.
 
     Attributes:
-        value: the value of the program, of one entry, that holds C / B^power: what a runtime has to compute.
+        value: the value of the program, of one entry, that holds C / B^power and that a runtime has to compute.
         power: 1 where the program takes the mean of a mask, say, in place of its sum.
-        guards: what was done to it before it divided.
+        guards: the steps from it to the number that divides.
     """
 
     value: int
@@ -105,7 +105,7 @@ def shares_of_microbatches(
     """The factor of each microbatch's loss, and of its gradient, in the sum that is the whole batch's.
 
     Args:
-        combinations: those of a verdict.
+        combinations: the combinations of a verdict.
         constant: whether a term of the loss does not depend on samples: shares must then add up to 1.
         samples: the number of samples in every microbatch of every replica.
         counts: the value of each count (`Count.value`) in every microbatch.

@@ -48,7 +48,7 @@ def growing(program: LossProgram, number: int, op: LossOp) -> tuple[int, int] | 
 
 
 def of_reshape(op: LossOp, place: Place, before: Shape, after: Shape, batch: int) -> Place:
-    """The place of the batch after a reshape, which keeps the order of entries: where it was among all of them."""
+    """The place of the batch after a reshape, which keeps the order of all entries."""
     inner = place.inner * prod(before[place.dim + 1 :])
     for dim, size in enumerate(after):
         following = prod(after[dim + 1 :])

@@ -1,4 +1,4 @@
-"""The program from a batch to its loss, as both frameworks hand it to the core: what each op does to sums over samples.
+"""The program from a batch to its loss, as both frameworks hand it to the core: each op with its effect on sums.
 
 A program is traced at two batch sizes. What grows with the batch is a batch dim, and a number that differs between the
 two traces (``x.shape[0]`` in ``loss / x.shape[0]``) is a power of the batch size or nothing that is understood.

@@ -17,7 +17,7 @@ from shardwright.core.model.loss.verdict import Finding, Verdict
 
 
 def read_loss(program: LossProgram, loss: int) -> Verdict:
-    """The verdict on value ``loss`` of a program, which has one entry: how it follows from its microbatches."""
+    """The verdict on value ``loss`` of a program, which has one entry."""
     reader = _Reader(program)
     for op in program.ops:
         reader.read(op)

@@ -2,8 +2,8 @@
 
 The same rules play it forwards, and backwards from the end: in the mirror, input gradients come first, from the first
 stage to the last, and forwards follow on the way back. Forwards builds good beginnings, backwards good ends. A
-microbatch takes memory at its first action on a stage and gives it back at its last; it may do so only where all that
-are under way can still get through, so that memory never locks the pipeline.
+microbatch takes memory at its first action on a stage and gives it back at its last. It may take memory only where all
+microbatches under way can still get through, so that memory never locks the pipeline.
 """
 
 import heapq
@@ -94,7 +94,7 @@ def construct(problem: Problem, habit: Habits, mirrored: bool = False) -> list[W
     asleep = [False] * problem.ranks
     free_s = [0.0] * problem.ranks
     events = [(0.0, rank) for rank in range(problem.ranks)]
-    # What takes a microbatch's memory on a stage, and what gives it back.
+    # The counts of what takes a microbatch's memory on a stage, and of what gives it back.
     takes, gives = (weighed, left) if mirrored else (entered, weighed)
 
     def room(rank: int, stage: int) -> bool:

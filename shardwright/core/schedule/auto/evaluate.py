@@ -25,7 +25,7 @@ class Evaluator:
         last, placement, move = problem.stages - 1, problem.placement, problem.transfer_s
         self.seconds: list[float] = []
         self.changes = problem.held_changes()
-        # Where what a letter makes goes: the letter that needs it, the link it takes (-1: none), and the seconds there.
+        # The way of what a letter makes: the letter that needs it, the link it takes (-1: none), and the seconds there.
         self.goes: list[tuple[int, int, float]] = []
         for s in range(last + 1):
             self.seconds += [problem.forward_s[s], problem.input_grad_s[s], problem.weight_grad_s[s]]

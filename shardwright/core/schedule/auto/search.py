@@ -29,7 +29,7 @@ _MOST_IMPROVE_ACTIONS = 2_500_000
 _SMALL = 800  # Actions of a schedule up to which it gets the first of these; larger ones get more, in proportion.
 _MOST_RUNS = 4_000  # Beyond these, small schedules gain nothing.
 _MERGED_BY_STAGE = 5_000  # Actions of a schedule up to which backwards are merged for each stage by itself.
-_SHARES = (0.6, 0.2, 0.2)  # Of the improvement, for the best start, the second best, ...
+_SHARES = (0.6, 0.2, 0.2)  # Shares of the improvement, for the best start, the second best, ...
 
 
 def shortest(sizes: Sizes) -> Placed:
@@ -40,7 +40,7 @@ def shortest(sizes: Sizes) -> Placed:
     Raises:
         ScheduleError: a rank's limit does not hold one microbatch; says the least that does.
     """
-    # Of one work, what is shorter alone is also shorter where idle time is lent.
+    # For the same work, the schedule that is shorter alone is also shorter where idle time is lent.
     costs = replace(sizes.costs or StageCosts.uniform(sizes.stages), idle_lent=0.0)
     placements = [looped(sizes.ranks, sizes.virtual_stages)]
     if sizes.virtual_stages == 2 and sizes.ranks > 1:
