@@ -337,7 +337,7 @@ def _resolve(
 
 
 def _link(given: str | Link | None) -> Link | None:
-    """A link by name or value. Raises ClusterError for an unknown name."""
+    """A link by name or value. Raises ClusterError for an unknown name, or for what is neither."""
     return given if given is None or isinstance(given, Link) else load_link(given)
 
 

@@ -22,8 +22,8 @@ OVERLAP_POWER = 2.32
 waited for and others queue, so near equality both count. Fitted: benchmarks/fit_cost_model.py."""
 
 SLOWED_BY_COLLECTIVE = 0.25
-"""The time by which a collective slows the products beside it, as a share of its own time. Prior: NCCL takes up to 24
-of an A100's 108 multiprocessors while it runs."""
+"""The time by which a collective slows the products beside it, as a share of the collective's time. Prior: NCCL takes
+up to 24 of an A100's 108 multiprocessors while it runs."""
 
 
 @dataclass(frozen=True, slots=True)

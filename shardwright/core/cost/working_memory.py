@@ -10,8 +10,8 @@ LINEAR_SUMS = frozenset({"add", "bias"})
 
 
 class LiveBytes:
-    """The most bytes alive in a unit: every value, then every gradient, from the op that makes it to the last that
-    reads it.
+    """A count of the bytes alive in a unit. Every value, then every gradient, lives from the op that makes it to the
+    last that reads it.
 
     Args:
         alias: tensor → the tensor whose memory it shares.

@@ -95,7 +95,7 @@ class Device:
     memory_bandwidth_bytes_per_s: peak of its own memory.
     kernel_launch_s: the least that one op costs, however small.
     matmul_efficiency, memory_efficiency: the share of the peaks that large ops reach.
-    host_link_bandwidth_bytes_per_s: peak to the host's memory, in one direction.
+    host_link_bandwidth_bytes_per_s: the bandwidth to the host's memory, in one direction.
     compute_units: the multiprocessors that share out the tiles of a matrix product; None: no such rounding.
     tile_depth: the contracted entries that a tile's start and end cost, beside its own; None: nothing.
     vector_efficiency: the share of the memory bandwidth that everything but products reaches, its traffic counted as if

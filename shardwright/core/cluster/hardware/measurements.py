@@ -34,7 +34,7 @@ class Measurements:
     vector_efficiency: the share of it that a chain of elementwise ops and a normalisation reaches, its traffic counted
         as if the chain were one kernel.
     optimizer_efficiency: the share of it that a step of AdamW reaches, counted as one kernel.
-    kernel_launch_s: the time of one op of the smallest such chain.
+    kernel_launch_s: the time of one op in a chain of small elementwise ops.
     units: the measured units of a model, if one was measured too.
 
     Raises ClusterError when a figure is not positive and finite, or no product was measured.

@@ -11,7 +11,7 @@ _ANOTHER_WAY = "puts the samples of the batch together in another way than by a 
 
 
 class LostError(Exception):
-    """An op after which nothing more is known of a value; carries the finding."""
+    """The error that nothing more is known of a value; carries the finding."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.reason)
