@@ -105,8 +105,7 @@ def blocks_of(tasks: Tasks, most: int, limit_bytes: float, live: int = 1) -> lis
 
 
 def _atoms(tasks: Tasks, live: int) -> dict[int, Block]:
-    """The atoms, as blocks: the tasks that depend on the input, each with the constant tasks that it is the first to
-    use."""
+    """The atoms, as blocks: tasks that depend on the input, each with the constant tasks it is first to use."""
     users: list[list[int]] = [[] for _ in range(len(tasks))]
     for made, used, _ in tasks.edges:
         users[made].append(used)
@@ -214,8 +213,7 @@ def _join(blocks: dict[int, Block], a: int, b: int) -> Block:
 
 
 def _topological(blocks: dict[int, Block]) -> list[int]:
-    """The blocks in an order in which each follows those it depends on; of several possible ones, the one that starts
-    first."""
+    """The blocks in topological order; of several that may come next, the one that starts first."""
     missing = {name: len(block.before) for name, block in blocks.items()}
     ready = [name for name, count in missing.items() if not count]
     heapq.heapify(ready)
@@ -231,8 +229,7 @@ def _topological(blocks: dict[int, Block]) -> list[int]:
 
 
 def _few(order: Iterable[Block], most: int, limit_bytes: float) -> list[tuple[int, ...]]:
-    """The tasks of the blocks after the cheapest neighbours are joined until at most ``most`` are left, within the
-    memory."""
+    """The tasks of the blocks when the cheapest neighbours are joined to at most ``most``, within the memory."""
     held = [(block.seconds, block.bytes, sorted(block.tasks)) for block in order]
     while len(held) > most:
         pairs = [

@@ -17,8 +17,7 @@ PARAMETER_WEIGHT = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ModuleDivision:
-    """The pp coordinate that owns each unit and each module that contains units, by path; and the counted
-    operations."""
+    """The pp coordinate that owns each unit and each module with units, by path, and the counted operations."""
 
     owners: Mapping[str, int]
     flops: Mapping[str, int]
@@ -54,8 +53,7 @@ def divide_modules(nodes: Sequence[Node], ranks: int, flops: Mapping[str, int], 
 
 
 def with_containers(owners: Mapping[str, int]) -> dict[str, int]:
-    """The owners with the modules around units, without the root: each goes to the owner of its first unit, which saves
-    a message."""
+    """The owners with the modules around units, the root apart, each owned as its first unit, to save a message."""
     found = dict(owners)
     for path, owner in owners.items():
         around = path.rpartition(".")[0]
@@ -66,8 +64,7 @@ def with_containers(owners: Mapping[str, int]) -> dict[str, int]:
 
 
 def _units(nodes: Sequence[Node], least: int) -> list[int]:
-    """The blocks and the modules beside them, opened further, the largest first, while there are fewer than
-    ``least``."""
+    """The blocks and the modules beside them; while fewer than ``least``, the largest is opened further."""
     blocks = find_blocks(list(nodes))
     inside = {unit: unit in blocks for unit in range(len(nodes))}
     for unit in reversed(range(len(nodes))):

@@ -44,8 +44,7 @@ class WideCut:
 
 
 _State = tuple[float, float, int, int, int]
-"""The state (largest forward, largest backward, first unit of the last stage, its width, index of the previous
-state)."""
+"""The state: largest forward, largest backward, first unit and width of the last stage, index of the previous state."""
 
 
 def pareto_cut(

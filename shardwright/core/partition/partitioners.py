@@ -128,8 +128,7 @@ def cut_units(name: str, units: Units, tasks: Callable[[], Tasks], live: Sequenc
 
 
 def whole_units(stage_of_task: Sequence[int], units: Units, tasks: Tasks, stages: int) -> tuple[int, ...]:
-    """The first unit of every stage when each unit goes where most of its time is; in order, and with no empty
-    stage."""
+    """The first unit of every stage when each unit goes where most of its time is; in order, no stage empty."""
     ends = (*units.first_op[1:], len(stage_of_task))
     wanted = []
     for first, end in zip(units.first_op, ends, strict=True):

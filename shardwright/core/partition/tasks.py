@@ -20,8 +20,7 @@ class Tasks:
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     state_bytes: tuple[float, ...]
-    """The bytes of parameters, gradients and optimizer states; a parameter that several tasks of a unit use counts at
-    the first."""
+    """The bytes of parameters, gradients and optimizer states; a unit's first task with a parameter counts it."""
     kept_bytes: tuple[float, ...]
     """The bytes of activations that are kept for the backward pass of one microbatch."""
     edges: tuple[tuple[int, int, int], ...]

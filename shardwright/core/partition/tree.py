@@ -85,8 +85,7 @@ def tree_cut(
 
 
 def dhondt(votes: Sequence[float], seats: int, most: Sequence[int]) -> list[int]:
-    """The seats by D'Hondt's method: the next one goes to the largest votes / (seats so far + 1); none above its
-    ``most``."""
+    """The seats by D'Hondt's method: each goes to the largest votes / (seats so far + 1), none above its ``most``."""
     held = [0] * len(votes)
     for _ in range(seats):
         open_to = [i for i in range(len(votes)) if held[i] < most[i]]
@@ -115,8 +114,7 @@ def _hand_out(node: Node, device: int, devices: int, costs: Costs, starts: list[
 
 
 def _runs(children: list[Node], devices: int, costs: Costs) -> list[tuple[Node, int]]:
-    """The children in runs of least largest cost, with the devices of each: as many runs as all get a device by
-    D'Hondt."""
+    """The runs of children of least largest cost, with their devices: as many as D'Hondt gives a device each."""
     sums = range_sums([float(costs[child.first : child.end].sum()) for child in children])
     for count in range(min(devices, len(children)), 1, -1):
         cut = min_max_cut(sums, sums, count) or [0]

@@ -1,5 +1,4 @@
-"""The time of a step by its parts, for each rank: computing, waiting for messages, waiting for the pipeline, the
-tail."""
+"""The time of a step by its parts, for each rank: computing, waiting for messages, waiting for the pipeline, tail."""
 
 from dataclasses import dataclass, replace
 

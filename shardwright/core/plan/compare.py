@@ -39,8 +39,7 @@ class Comparison:
 
     @property
     def same_decision(self) -> bool:
-        """Whether two plans of models with one structure have the same degrees, cuts, layouts, schedule and memory
-        policy."""
+        """Whether two plans of one structure have the same degrees, cuts, layouts, schedule and memory policy."""
         return not any(d.part in ("decision", "model") and d.field != "name" for d in self.differences)
 
     @property

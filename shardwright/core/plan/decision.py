@@ -18,8 +18,7 @@ from shardwright.core.values.fields import Amount, Choices, Count, Words, requir
 
 LossScope = Literal["replica", "global"]
 ShardLevel = Annotated[int, Choices((0, 1, 2, 3))]
-"""The values that are divided over the data axis (ZeRO): 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters
-too."""
+"""The values divided over the data axis (ZeRO): 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
 ScheduleName = Annotated[str, Words(lambda: (*schedule_names(), AUTO))]
 OptimizerName = Annotated[str, Words(lambda: OPTIMIZER_STATES)]
 """The optimizer whose states are counted."""
@@ -50,8 +49,7 @@ class Decision:
     """The samples that batch norm and other losses that couple samples see together; None where nobody has said so,
     which means each replica's own."""
     sequence_parallel: bool = False
-    """Whether values that the tensor axis leaves whole are divided along the sequence (arXiv 2205.05198, section
-    4.2.2)."""
+    """Whether values that tensor ranks hold whole are divided along the sequence (arXiv 2205.05198, section 4.2.2)."""
     gradient_precision: Precision | None = None
     """The precision of the sums of gradients over microbatches; None: that of the parameters."""
     placement_order: str = "PDT"

@@ -76,8 +76,7 @@ def _of_rank(
 
 
 def _gradient_bytes(plan: Plan, rank: int, total_bytes: int) -> dict[int, int]:
-    """The part of the rank's gradients that belongs to each of its stages, by the trained parameters of the stage's
-    units."""
+    """The gradient bytes of each stage of the rank, in proportion to the trained parameters of its units."""
     costs = plan.costs.on_rank(rank) if plan.costs.ranks else plan.costs
     held = {
         stage: sum(costs.classes[costs.unit_classes[unit]].trained_elements for unit in units)

@@ -1,5 +1,4 @@
-"""The plan: the division of a model over devices, its predicted cost, and the frameworks' names for the model's
-parts."""
+"""The plan: the division of a model over devices, its predicted cost, and the frameworks' names for its parts."""
 
 import hashlib
 import warnings

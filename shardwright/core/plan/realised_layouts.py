@@ -58,8 +58,7 @@ def program_for(graph: Graph, structure: Structure, decision: Decision, rates: R
 
 
 def realise(graph: Graph, plan: PlanRecord) -> tuple[RealisedUnit, ...]:
-    """The placements that each op of every unit of the graph reads and makes on the tensor axis, and the conversions
-    between them.
+    """The placements that each op of every unit reads and makes on the tensor axis, and the conversions between them.
 
     The plan's costs were counted on these. Raises PlanError when the plan is for another model, when its layouts were
     edited since its program was made, and when units run other ops than the captured ones in a version that is not the

@@ -16,8 +16,7 @@ from shardwright.core.values.fields import Amount, Count, Seconds, Share
 
 @dataclass(frozen=True, slots=True)
 class ClassCost:
-    """The cost of one microbatch for one class of unit, with recompute and tensor collectives. Seconds and bytes per
-    rank."""
+    """The cost of one microbatch of one class of unit, with recompute and tensor collectives, per rank."""
 
     forward_s: Seconds
     input_grad_s: Seconds

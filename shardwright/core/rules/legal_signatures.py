@@ -10,8 +10,7 @@ from shardwright.core.rules.split_signatures import Blocks, split_signatures
 
 
 def replicated(op: Op) -> Signature:
-    """The signature with whole operands everywhere: it is legal for every op, and the only one known of an opaque
-    op."""
+    """The signature with whole operands everywhere, legal for every op and the only one known of an opaque op."""
     return Signature((Replicate(),) * len(op.inputs), (Replicate(),) * len(op.outputs))
 
 

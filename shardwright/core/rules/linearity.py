@@ -14,8 +14,7 @@ Direction = Literal["up", "down", ""]
 
 
 def base_name(op: Op) -> str:
-    """The name without namespace, overload and underscore: ``aten.add_.Tensor``, ``aten.addmm/bias`` and ``add`` become
-    ``add``, ``addmm/bias`` and ``add``."""
+    """The bare name: that of ``aten.add_.Tensor`` is ``add``, that of ``aten.addmm/bias`` is ``addmm/bias``."""
     name = op.name.removeprefix("aten::").removeprefix("aten.").split(".")[0]
     return name if name.startswith("_") else name.rstrip("_")
 
@@ -124,8 +123,7 @@ BOTH: dict[str, tuple[Direction, Direction]] = {
     **dict.fromkeys(("gt", "ge", "greater", "greater_equal"), ("up", "down")),
     **dict.fromkeys(("lt", "le", "less", "less_equal"), ("down", "up")),
 }
-"""Entrywise ops of two operands, each with the direction in which the result moves with either operand while the other
-is replicated."""
+"""Entrywise ops of two operands, with the direction in which each moves the result while the other is replicated."""
 
 ADDITIVE = frozenset(["add", "add_any", "sub", "subtract", "rsub"])
 """Ops that make a partial sum (or mean) of two partial sums (or means)."""

@@ -102,8 +102,7 @@ def over_dims(
 
 
 def contraction(left: str, right: str, out: str) -> Labelled:
-    """Labels of a product in einsum letters: ``contraction("bsk", "kn", "bsn")``. ``_`` is a dim that is never
-    split."""
+    """Labels of a product in einsum letters: ``contraction("bsk", "kn", "bsn")``. ``_`` is a dim never split."""
     numbers: dict[str, int] = {}
 
     def of(letters: str) -> tuple[int, ...]:
@@ -173,7 +172,7 @@ def attention(
 
 
 def matmul(left: Shape, right: Shape) -> Labelled:
-    """Labels of `torch.matmul` and `jnp.matmul`: the last dim of left with the second to last of right, leading dims
+    """Labels of `torch.matmul` and `jnp.matmul`: the last dim of left with the second to last of right; leading dims
     broadcast."""
     if not left or not right:
         raise CaptureError(f"a matrix product takes operands of one dim or more: given {tuple(left)}, {tuple(right)}")
@@ -242,8 +241,7 @@ def same_sizes(before: Shape, after: Shape, *, changed: Sequence[int] = ()) -> L
 
 
 def strided(before: Shape, dim: int, start: int, step: int, after: Shape) -> Labelled:
-    """Labels of every ``step``-th entry of a dim. If the entries go from the first to the end, a shard of whole steps
-    gives a shard of the result."""
+    """Labels of every ``step``-th entry of a dim. From the first to the last, a shard of whole steps gives a shard."""
     labels = tuple(range(len(before)))
     if start == 0 and before[dim] == step * after[dim]:
         return Labelled((labels, labels))
@@ -261,8 +259,7 @@ def windows(before: Shape, after: Shape, window: Sequence[int], *, adjoining: bo
 
 
 def repeat_within(shape: Shape, dim: int) -> Labelled:
-    """Labels of an op that repeats every entry of ``dim`` in place, equally often: a contiguous shard stays
-    contiguous."""
+    """Labels of an op that repeats every entry of ``dim`` in place, equally often: contiguous shards stay so."""
     labels = tuple(range(len(shape)))
     return Labelled((labels, labels if shape[dim] != 1 else (*labels[:dim], -1, *labels[dim + 1 :])))
 

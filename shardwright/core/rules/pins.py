@@ -224,8 +224,7 @@ class TensorParallelism:
         return None
 
     def pins(self, names: Sequence[str], axis: str = "tp") -> tuple[Pin, ...]:
-        """Pins of the parameters with these names. Raises LayoutError for a mark on a path under which there is no
-        parameter."""
+        """Pins of the parameters with these names. Raises LayoutError for a mark under which there is no parameter."""
         for path in self.marks:
             if path and not any(name == path or name.startswith(f"{path}.") for name in names):
                 modules = {name.rpartition(".")[0] for name in names}

@@ -99,8 +99,7 @@ def as_plan(
 
 
 def _pinned(request: Request) -> tuple[str, ...]:
-    """The pins that were given beside the batch, as ``("pp=2", …)``; for layouts, how many parameters each source
-    pins."""
+    """The pins beside the batch, as ``("pp=2", …)``; for layouts, the number of parameters that each source pins."""
     sources = Counter(pin.source for pin in request.pins)
     layouts = [f"layouts of {count} parameters by {source}" for source, count in sources.items()]
     given = (

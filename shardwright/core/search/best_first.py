@@ -100,8 +100,7 @@ class Search:
         return Found(self.scorer.with_peaks(best[0]), [self.scorer.with_peaks(other) for other in next_best])
 
     def _settled(self, entry: _Entry) -> Scored | None:
-        """The choice, if it is settled and its time is exact; otherwise it is queued again, one step further, in every
-        way."""
+        """The choice, if it is settled and its time is exact; otherwise None, and its next choices are queued."""
         first = entry.choice[0]
         if isinstance(first, Scored):
             return first

@@ -21,8 +21,7 @@ SAFE = 1 - 1e-9
 
 
 class Bounds:
-    """The unit costs of every choice on one cluster, and the bounds that follow without a cut. One search holds
-    them."""
+    """The unit costs of every choice on one cluster, and the bounds that follow without a cut, for one search."""
 
     def __init__(self, tables: CostTables, cluster: Cluster, request: Request) -> None:
         self.tables, self.cluster, self.request = tables, cluster, request
@@ -126,8 +125,7 @@ class Bounds:
     def bound_s(
         self, shape: Shape, policies: Sequence[Policy], virtual_stages: int = 0, *, split: bool = True
     ) -> float:
-        """Seconds below which no step gets under the best of some policies of one recompute mode; infinity where none
-        has room.
+        """Seconds below which no step gets under some policies of one recompute mode; infinity where none has room.
 
         With ``virtual_stages`` of 1, the first microbatch must pass the ranks before a rank, and the last one must pass
         back. The least time of the slowest rank over all cuts then has a closed form. With 0, any number of stages is

@@ -23,8 +23,7 @@ class Default:
 
 
 def requests(cluster: Cluster, request: Request) -> Iterator[tuple[str, Request]]:
-    """The request of each default: its pins beside the precision, the optimizer and the like that the user asked
-    for."""
+    """The request of each default: its pins, and the precision, the optimizer and the like as the user asked."""
     free = request.unpinned(virtual_stages=1, schedule="1f1b", placement_order="PDT")
     world = cluster.world_size
     node = min(group.devices_per_node for group in cluster.groups)

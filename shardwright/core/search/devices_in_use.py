@@ -45,8 +45,7 @@ def parts(cluster: Cluster, request: Request) -> list[Part]:
 
 
 def _of_so_many(cluster: Cluster, asked: int) -> list[Part]:
-    """Every part with the number of devices asked for. Raises PlanError where there is none, with the nearest
-    number."""
+    """Every part with the number of devices asked for. Raises PlanError, with the nearest, where there is none."""
     held = [group.devices_per_node for group in cluster.groups]
     sizes: dict[int, list[tuple[int, ...]]] = {}
     for counts in product(*(range(group.nodes, -1, -1) for group in cluster.groups)):
@@ -64,8 +63,7 @@ def _admits(world: int, given: Sequence[int]) -> bool:
 
 
 def _parts(cluster: Cluster, counts_of: Iterable[tuple[int, ...]], devices: int | None = None) -> list[Part]:
-    """The parts with so many nodes of each kind. For one node, also parts with ``devices`` of its devices, or powers of
-    two."""
+    """The parts with so many nodes of each kind; of one node also ``devices`` of its devices, or powers of two."""
     found: dict[Cluster, Part] = {}
     for counts in counts_of:
         used = [replace(group, nodes=n) for group, n in zip(cluster.groups, counts, strict=True) if n]

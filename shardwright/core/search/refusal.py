@@ -14,8 +14,7 @@ from shardwright.core.search.space import Space
 from shardwright.core.tables.cost_tables import CostTables
 
 LOOKED_AT = 48
-"""The number of choices that are cut without a limit, those with the least parameters and activations per rank
-first."""
+"""The number of choices that are cut without a limit, those with the least memory per rank first."""
 GIB = 2**30
 
 

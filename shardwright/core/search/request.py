@@ -193,8 +193,7 @@ class Options:
 
     @property
     def stages_per_rank(self) -> int | None:
-        """The virtual stages that are pinned, directly or by the number of ``stage_starts``; None where they are
-        searched."""
+        """The pinned virtual stages, given directly or by the number of ``stage_starts``; None: searched."""
         if self.stage_starts is not None and self.pp is not None:
             return len(self.stage_starts) // self.pp
         return self.virtual_stages

@@ -73,8 +73,7 @@ class Scorer:
         return self.bounds.memory_request(policy, decision.dp, decision.microbatches)
 
     def _memory(self, decision: Decision, ranked: RankTables, live: Sequence[int]) -> tuple[MemoryUse, ...]:
-        """The memory of the ranks, as counted for cuts; where that does not settle whether it fits, as counted for
-        plans."""
+        """The memory of the ranks, as counted for cuts, or as counted for plans where that does not settle the fit."""
         request = self._request_of(decision)
         memory = most = ranked.memory(decision.stage_starts, decision.stage_ranks, live, request)
         if request.bucket_bytes and decision.virtual_stages > 1:

@@ -26,8 +26,7 @@ MAX_TENSOR_DEGREE = 8
 """The largest tensor degree that is tried where it does not fit into a node. Beyond it, messages of every layer leave
 the node too often to pay (a pin may ask for more)."""
 MAX_TENSOR_DEGREE_IN_NODE = 256
-"""The largest tensor degree that is tried within a node: each degree has its layouts solved, and no model has so many
-heads."""
+"""The largest tensor degree that is tried within a node: each has its layouts solved, and models have fewer heads."""
 MANY_STAGES = 32
 """The number of stages beyond which only `DEEP_SCHEDULES` are tried: tables grow with the square of the stages, and
 plans as deep as that are few."""

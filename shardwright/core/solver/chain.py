@@ -1,5 +1,4 @@
-"""The units of a model in a row: one network for each class of identical units, with boundaries chosen along the
-chain."""
+"""The units of a model in a row: one network for each class of identical units, boundaries chosen along the chain."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -58,8 +57,7 @@ class Solution:
     weight_bytes: float
     """The parameters' state and the kept activations of one microbatch on one rank."""
     gap: float
-    """The gap (time - bound) / time, with the price of bytes in both: no layouts within the limit take less than the
-    bound."""
+    """The gap (time - bound) / time, the price of bytes in both: layouts within the limit take at least the bound."""
 
     def objective(self, price_s_per_byte: float) -> float:
         return self.time_s + price_s_per_byte * self.weight_bytes
@@ -139,8 +137,7 @@ class Alternative:
 
     layout: Layout
     extra_s: Annotated[float, Ge(-1e12), Le(1e12)]
-    """The extra time against the chosen layout: compute and conversions of one microbatch of one unit, forward and
-    backward."""
+    """The extra compute and conversions, in seconds, of one microbatch of one unit, forward and backward."""
     extra_bytes: Annotated[float, Ge(-1e30), Le(1e30)]
     """The extra bytes against the chosen layout: parameters' state and kept activations on one rank."""
 
@@ -268,8 +265,7 @@ class _Chain:
         return found
 
     def _border_nodes(self, problem: UnitProblem, index: int) -> tuple[int | None, int | None]:
-        """The nodes of the value that enters a unit from the previous one, and of the value that leaves it for the
-        next."""
+        """The nodes of the values that enter a unit from the previous one, and leave it for the next."""
         before = self.frame.main[index - 1] if index else None
         return (
             self._node(problem, problem.entering, before, index),
@@ -300,8 +296,7 @@ class _Chain:
         }
 
     def _node(self, problem: UnitProblem, nodes: Mapping[int, int], tensor: int | None, index: int) -> int | None:
-        """The node of a border's tensor. A problem stands for all units of its class, so tensors are matched by
-        place."""
+        """The node of a border's tensor. A problem stands for a class of units, so tensors are matched by place."""
         if tensor is None:
             return None
         mine, own = self.folded.units[index], problem.unit

@@ -18,8 +18,7 @@ from shardwright.core.layout.placements import Placement
 from shardwright.core.solver.network import Network
 
 MAX_PAIRS = 20_000
-"""The number of pairs of options, over all edges, up to which the programme is solved: a few seconds of HiGHS at
-most."""
+"""The most pairs of options, over all edges, for which the programme is solved: a few seconds of HiGHS."""
 MAX_BRANCHES = 500
 """The number of branches that HiGHS may try: a count, so that equal models get equal layouts on any machine."""
 RELATIVE_GAP = 1e-4
@@ -39,8 +38,8 @@ class Part:
     fixed: Mapping[int, int]
     """The option of each node where there is no choice."""
     parameters: Mapping[int, tuple[int, Sequence[tuple[Placement, ...]]]]
-    """The node of each parameter's tensor, and the placements that its options stand for. A tensor that several units
-    use has one placement in all of them."""
+    """The node of each parameter's tensor, and the placements of its options. A tensor has one placement in all of its
+    units."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ from shardwright.core.errors import PlanError
 
 Table = NDArray[np.float64]
 MAX_TABLE = 40_000_000
-"""The entries of the largest table that elimination may build; a larger one means that this method does not suit the
-graph."""
+"""The entries of the largest table that elimination may build; a graph that needs more does not suit this method."""
 
 
 ORDERS = 12

@@ -70,8 +70,7 @@ class TensorLayouts:
     terms: Terms
     solution: Solution
     variants: tuple[int, ...]
-    """The variant of each unit: units of one fold class with equal layouts share one. Variants are numbered in order of
-    first use."""
+    """The variant of each unit, in order of first use; units of one fold class with equal layouts share one."""
 
     @property
     def firsts(self) -> tuple[int, ...]:

@@ -61,8 +61,7 @@ class Place:
     tensor_group: Group
     """The group of the rank's peers on the tensor axis, with itself."""
     entering: Link | None
-    """The link over which the previous stage sends, with all of its ranks at once; None where there is no previous
-    stage."""
+    """The link over which the previous stage sends, all of its ranks at once; None where there is no such stage."""
     in_stages: bool
     """Whether the mesh has several pipeline ranks."""
 
@@ -300,8 +299,7 @@ class CostTables:
         )
 
     def _twice(self, units: Sequence[UnitCost], microbatch: int) -> tuple[int, ...]:
-        """The bytes that each unit and the next one both keep; of units that are divided over ranks, one rank's
-        share."""
+        """The bytes that each unit and the next one both keep; of a unit divided over ranks, one rank's share."""
         sizes = {(pair.first, pair.second): pair.size for pair in self.graph.kept_twice}
         found = []
         for unit, both in enumerate(pairwise(own.fold_class for own in self.folded.units)):
@@ -333,8 +331,7 @@ class CostTables:
 
     @property
     def _added_bytes(self) -> int:
-        """The bytes moved to add one gradient entry to the sum over microbatches: the entry and the sum are read, and
-        the sum is written."""
+        """The bytes moved to add a gradient entry to a sum: entry and sum are read, and the sum is written."""
         width = PRECISION_BYTES[self.precision]
         return width + 2 * PRECISION_BYTES[self.gradient_precision or self.precision]
 

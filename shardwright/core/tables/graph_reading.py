@@ -18,8 +18,7 @@ Found = TypeVar("Found")
 
 
 class Reading:
-    """The facts that depend on a graph alone: its units, its structure, and the work of units as far as it was
-    counted."""
+    """The facts that depend on a graph alone: its units, its structure, and the work of units counted so far."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph

@@ -30,8 +30,7 @@ class MemoryUse:
     activations_bytes: Amount
     """The activations that are kept for backward passes, of all microbatches under way."""
     buffers_bytes: Amount
-    """The memory that a pass holds for a while: values and gradients under way, recomputed activations, tensors
-    sent."""
+    """The memory that a pass holds for a while: values and gradients under way, recomputed values, tensors sent."""
     apart_bytes: Amount = 0
     """The bytes by which the peak is below the sum of the above, because not all exist at once: gradients that the
     first backward makes while it frees activations (`core.schedule.peak_memory`)."""
@@ -40,8 +39,7 @@ class MemoryUse:
     batch_bytes: Amount = 0
     """The rank's part of the batch, of all microbatches, which stays all through the step."""
     copies_bytes: Amount = 0
-    """The bytes that copies of gradients on their way to other replicas add to the peak; they appear when activations
-    go."""
+    """The bytes that gradient copies on their way to other replicas add to the peak, when activations are gone."""
     model_buffers_bytes: Amount = 0
     """The model's buffers, such as running statistics, and what a replica remembers of these."""
 

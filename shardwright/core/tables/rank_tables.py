@@ -23,14 +23,13 @@ EVEN_SHARE = 1.15
 PRICE_OF_EVENNESS = 1.25
 """The factor by which the slowest stage may take longer for an even cut."""
 LEAST_SHARE = 0.5
-"""The least work of a stage, as a share of an equal part of the time, unless the slowest stage would take that factor
-longer."""
+"""The least work of a stage, as a share of an equal part of the time, unless the slowest stage then took
+`PRICE_OF_EVENNESS` times as long."""
 UNCOUNTED_BYTES = 16 * 1024
 """The bytes that no graph shows: losses and their seeds, an optimizer's count of its steps for each parameter, rows of
 statistics on their way between ranks."""
 MOST_TRIES = 4
-"""The number of cuts that are tried with less memory each time, where what the stage matrices leave out does not
-fit."""
+"""The number of cuts tried with less memory each time, where what the stage matrices leave out does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +133,7 @@ class RankTables:
     # Cutting -----------------------------------------------------------------------------------------------------
 
     def cut(self, placement: Sequence[int], live: Sequence[int], request: MemoryRequest) -> list[int] | None:
-        """The first unit of every stage: the least largest stage time among the cuts that fit, then the least
-        parameters.
+        """The first unit of every stage: least largest stage time among the cuts that fit, then least parameters.
 
         Cuts that spread the parameters evenly (no rank above `EVEN_SHARE` of its share plus the largest parameter) come
         first, and before them those in which also no stage idles (`LEAST_SHARE`), unless they are slower by more than

@@ -180,8 +180,7 @@ class UnitTable:
 
     @cached_property
     def stage_memories(self) -> dict[object, StageMemory]:
-        """The memory of stages, as far as it was counted (`core.tables.stage_memory`); many cuts have the same
-        stages."""
+        """The stage memories counted so far (`core.tables.stage_memory`); many cuts have the same stages."""
         return {}
 
     @cached_property
@@ -255,8 +254,7 @@ class UnitTable:
         return sizes[0], sizes[1]
 
     def model_buffers_bytes(self, held: Sequence[tuple[int, int]], *, replicated: bool) -> int:
-        """The bytes of the model's buffers on a rank of these stages, with what it remembers where it is
-        ``replicated``."""
+        """The bytes of the model's buffers on a rank of these stages; ``replicated``: with those remembered."""
         used = sum(size for size, users in self.model_buffers if any(a <= unit < b for unit in users for a, b in held))
         return used + (sum(sum(self.remembered_bytes[a:b]) for a, b in held) if replicated else 0)
 
@@ -314,8 +312,7 @@ class UnitTable:
         return memory
 
     def tied_twice(self, held: Sequence[tuple[int, int]], *, trained: bool = False) -> int:
-        """The entries of parameters that two stages of one rank share; with ``trained``, only those that are
-        trained."""
+        """The entries of parameters that two stages of one rank share; with ``trained``, only of trained ones."""
         extra = 0
         for tie in self.ties:
             stages = sum(any(a <= u < b for u in tie.users) for a, b in held)
@@ -351,8 +348,7 @@ class MemoryRequest:
     """The number of ranks that share the sharded part."""
     gradient_precision: str | None = None
     bucket_bytes: int = 0
-    """The bytes of the copies in which gradients are summed over the data axis (`MemoryTraits.bucket_bytes`); 0:
-    none."""
+    """The bytes of the copies that sum gradients over the data axis (`MemoryTraits.bucket_bytes`); 0: no copies."""
     microbatches: int = 1
     """The number of microbatches whose part of the batch stays on a rank all through a step."""
     is_replicated: bool = False
