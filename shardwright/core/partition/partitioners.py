@@ -154,7 +154,7 @@ def uncoarsened(starts: tuple[int, ...], units: Units, live: Sequence[int]) -> t
         forward = [float(plain.forward_s[a, b]) for a, b in ends]
         backward = [float(plain.backward_s[a, b]) for a, b in ends]
         unfit = sum(not fits[stage, a, b] for stage, (a, b) in enumerate(ends))
-        # Among equals the more even one: it may be a step on the way to a better one.
+        # Among equals the more even cut wins: it may lead to a better one.
         squares = sum((f + b) ** 2 for f, b in zip(forward, backward, strict=True))
         return unfit, round(max(forward) + max(backward), 12), squares
 

@@ -123,7 +123,7 @@ def _runs(children: list[Node], devices: int, costs: Costs) -> list[tuple[Node, 
         held = dhondt(votes, devices, [run.units for run in runs])
         if all(held):
             return list(zip(runs, held, strict=True))
-    # Beside next to nothing stands a module that wants all devices: its own children are looked at instead.
+    # One module is so large that it gets all devices: its own children take its place.
     large = [child for child in children if child.units > 1]
     if large:
         opened = max(large, key=lambda child: float(costs[child.first : child.end].sum()))

@@ -48,7 +48,7 @@ def _of_rank(
     made_anew = most.apart_bytes > 0 or traits.gradients_when_made
     bucket = traits.bucket_bytes if plan.decision.dp > 1 and plan.decision.shard < 2 else 0
     memories = tuple(walk_memory([span.action for span in spans], sizes, bucket))
-    # What several units of a stage share is counted once in the peak, which costs of single units do not show.
+    # Values that several units of a stage share count once in the peak; the costs of single units do not show that.
     peak = max(1, *(memory.activations for memory in memories))
     found: list[Moment] = []
 

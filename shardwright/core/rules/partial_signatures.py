@@ -83,7 +83,7 @@ def _scatters(op: Op, name: str) -> Iterator[Signature]:
     elif name in F.ADDING_SCATTERS:
         yield from _pass(op, (0, written), LINEAR)
         yield from _pass(op, (0,), ("max", "min"))
-        # Along the scattered dim every rank may add a part of what is written to a term of the target.
+        # Along the scattered dim, every rank may add its shard of the written values to its term of the target.
         if len(op.inputs) == 3 and op.labels[0].count(-1) == 1 and len(op.labels[1]) == len(op.labels[0]):
             part: Placement = Split(op.labels[0].index(-1))
             yield Signature((Partial("sum"), part, part), (Partial("sum"),))
@@ -106,7 +106,7 @@ def _elementwise(graph: Graph, op: Op, name: str) -> Iterator[Signature]:
     if name in F.CHOICE and len(op.inputs) == 3:
         yield from _pass(op, F.CHOICE[name], REDUCTIONS)
     elif name in F.FILLED:
-        # masked_fill: what is filled comes first; a choice whose constant is no operand: it comes after the condition.
+        # The filled tensor comes first in masked_fill, and after the condition in a choice with a constant.
         yield from _pass(op, (0,) if name == "masked_fill" else (1,), IDEMPOTENT)
     elif name in F.TRIANGLES:
         yield from _pass(op, (0,), REDUCTIONS)

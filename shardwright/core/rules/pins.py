@@ -91,7 +91,7 @@ def pins_of(graph: Graph, asked: Asked | None, axis: str = "tp") -> tuple[Pin, .
             f"of {graph.model_name} name none: create them with nnx.with_partitioning or nn.with_logical_partitioning, "
             "or give (regular expression, Layout)"
         )
-    if names and not logical:  # without rules a name speaks for itself where it is a mesh axis, and nowhere else
+    if names and not logical:  # without rules, a name counts only where it is a mesh axis
         names = {parameter: dims for parameter, dims in names.items() if axis in dims}
     found += from_logical_axes(graph, names, logical, (axis,))
     if logical and not {name for dims in names.values() for name in dims} & {name for name, _ in logical}:

@@ -148,7 +148,7 @@ class Search:
         if len(choice) == 1:
             modes: dict[object, list[Policy]] = {}
             for policy in self.space.policies(shape.mesh.axis_size("dp")):
-                # How many units are recomputed depends on the memory left: such policies share no pipeline.
+                # The number of recomputed units depends on the memory left, so such policies share no pipeline.
                 modes.setdefault(policy if policy.recompute == "full" else policy.recompute, []).append(policy)
             for alike in modes.values():
                 yield scorer.bounds.bound_s(shape, alike), (shape, tuple(alike))

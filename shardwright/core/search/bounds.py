@@ -184,7 +184,7 @@ class Bounds:
             return 0.0
         table = self._first(shape, recompute)
         whole = float(table.seconds.sum())
-        # Of what lies before a rank it waits for the forward, and where backwards are whole for the backward too.
+        # A rank waits for the forward of the work before it, and where backwards are whole for the backward too.
         share = 1.0
         if split:
             pairs = zip(table.units, table.seconds.tolist(), strict=True)
@@ -212,7 +212,7 @@ class Bounds:
             key = (id(first), pp)
             if key not in self._fluid:
                 alike = Counter(map(id, first.units))
-                # Units that are alike are whole: one rank has at least its share of them, rounded up.
+                # Equal units cannot be cut: one rank has at least its share of them, rounded up.
                 whole = [-(-alike[id(u)] // pp) * s for u, s in zip(first.units, first.seconds.tolist(), strict=True)]
                 self._fluid[key] = max(float(first.seconds.sum()) / pp, *whole)
             return self._fluid[key]

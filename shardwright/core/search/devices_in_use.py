@@ -40,7 +40,7 @@ def parts(cluster: Cluster, request: Request) -> list[Part]:
         return _of_so_many(cluster, request.devices)
     given = [d for d in (request.pp, request.tp, request.dp) if d is not None]
     found = [part for part in _parts(cluster, _counts(cluster.groups)) if _admits(part.cluster.world_size, given)]
-    # Where nothing goes with the pinned degrees, the whole cluster says what would.
+    # Where no part admits the pinned degrees, the error for the whole cluster says what would fit.
     return found or [Part(cluster, "")]
 
 

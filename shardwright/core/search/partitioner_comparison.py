@@ -48,6 +48,6 @@ def contest(
     request = MemoryRequest(cluster.memory_bytes(0), tables.precision, "adamw", shard, dp)
     units, tasks = partition_input(tables.folded, tables.counter, table, tables.device, microbatch, request)
     live = live_microbatches("1f1b", stages, 2 * stages, 1)
-    tasks()  # counted beforehand: the table is of the solving
+    tasks()  # counted beforehand, so that only the solving is timed
     judged = tuple((name, judge(name, units, tasks, live)) for name in PARTITIONERS)
     return Contest(stages, len(units), judged)

@@ -108,7 +108,7 @@ class StepModel:
             return min(sum(self._tail(mesh, decision, least, pipeline_s, alike[0])) for alike in kinds)
 
         if decision.shard == 3 and len(kinds) > 1:
-            # Of unlike ranks one may train most and another hold most.
+            # Where ranks differ, one may train most and another hold most.
             return max(least_s(trained, 0.0), least_s(0.0, held))
         return least_s(trained, held)
 
@@ -131,9 +131,10 @@ class StepModel:
                 reduce_s = self._sharded_s(mesh, decision, held * width, reduced, pipeline_s, pp)
         ways = (decision.shard_group or dp) if decision.shard else 1
         states = OPTIMIZER_STATES[decision.optimizer]
-        # Reads parameter, gradient and states, writes parameter and states, in fp32. In mixed precision the 16-bit
-        # parameter is written after it, and before it the gradient is read in 16 bits and written in 32. Gradients that
-        # add up in 32 bits are kept: cleared, unscaled in place, read for their norm and clipped in place.
+        # The optimizer reads parameter, gradient and states, and writes parameter and states, in fp32. In mixed
+        # precision the 16-bit parameter is written after that, and the gradient is first read in 16 bits and written in
+        # 32. Gradients that add up in 32 bits are kept: cleared, unscaled in place, read for their norm and clipped in
+        # place.
         mixed = 0
         if width < 4:
             mixed = width + (4 + 24 if decision.gradient_precision == "fp32" else width + 4)

@@ -61,6 +61,6 @@ def _offloading(decision: Decision, found: Kept, live: Sequence[int], memory_of:
                 if seconds < least * (1 - 1e-9):
                     best, least = (tried, left, use), seconds
                 break
-            # One less of every stage.
+            # One unit less in every stage.
             away = tuple(u for a, b in ends for u in [v for v in away if a <= v < b][:-1])
     return best

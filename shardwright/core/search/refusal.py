@@ -63,7 +63,7 @@ def _closest(scorer: Scorer, space: Space) -> Iterator[Scored]:
             asked = scorer.bounds.memory_request(policy, dp, shape.microbatches)
             state = asked.held_bytes * float(table.range_elements[0, -1])
             state += asked.trained_bytes * float(table.range_trained[0, -1])
-            # A rank has at least its share, and what the fullest unit holds.
+            # A rank holds at least its share, and the memory of the fullest unit.
             held = state / pp + float(table.range_kept[0, -1]) / pp + float(table.range_working[0, -1])
             ranked.append((held, number, shape, policy))
     ranked.sort(key=lambda row: row[:2])

@@ -77,13 +77,13 @@ class Scorer:
         request = self._request_of(decision)
         memory = most = ranked.memory(decision.stage_starts, decision.stage_ranks, live, request)
         if request.bucket_bytes and decision.virtual_stages > 1:
-            # Gradients of one stage leave in copies while others are under way: all of them beside the rest at most.
+            # Gradients of one stage leave in copies while others are under way: at most, all are held twice.
             most = tuple(replace(use, buffers_bytes=use.buffers_bytes + use.gradients_bytes) for use in memory)
         if not ranked.over_bytes(most):
             return memory
         memory = by_stage(decision, ranked, memory, request)
         least = by_stage(decision, ranked, memory, replace(request, bucket_bytes=0))
-        if not is_long(decision):  # no more than all gradients is ever apart
+        if not is_long(decision):  # at most all gradients are subtracted
             least = tuple(replace(use, gradients_bytes=0) for use in least)
         if ranked.over_bytes(least):
             return memory  # too much before any copies
@@ -265,7 +265,7 @@ class Scorer:
         there is no such schedule."""
         decision, ranked = scored.decision, scored.tables
         costs = ranked.stage_costs(decision.stage_starts, decision.stage_ranks)
-        # Copies of gradients that travel are there when activations are gone: they are counted of what is made.
+        # Copies of gradients exist when activations are gone, so they are counted for the schedule that is made.
         buffers = ranked.buffers(decision.stage_starts, decision.stage_ranks, self._request_of(decision))
         room = [
             max(0, limit - beside - sum(use.classes[name] for name in STAYING))

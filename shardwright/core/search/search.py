@@ -54,7 +54,7 @@ def make_plan(graph: Graph, cluster: Cluster, request: Request, progress: Progre
     best, others = chosen.found.best, chosen.found.others
     if request.schedule == AUTO:
         best, *others = generated(scorer, [best, *others])
-    if request.tp is not None:  # what was asked for is done, and said where it does not pay
+    if request.tp is not None:  # a pinned degree is used, with a warning where it does not pay
         slow = scorer.tables.slow_tensor_axis(best.decision.tp, best.decision.microbatch)
         if slow is not None:
             warnings.warn(slow, PlanWarning, stacklevel=3)

@@ -162,7 +162,7 @@ def _best_agreeing(
     while (tensor := chain.contested(found)) is not None:
         tried = []
         for places in chain.choices(tensor):
-            with suppress(PlanError):  # what one of its units cannot do
+            with suppress(PlanError):  # a placement that one of its units cannot use
                 tried.append((chain.solve({**pins, tensor: places}, price), places))
         if not tried:
             raise PlanError(f"no layout of {chain.folded.graph.tensors[tensor].name} suits all units that share it")
@@ -214,7 +214,7 @@ class _Chain:
     def _problem(self, index: int, pins: Pins) -> UnitProblem:
         graph, unit = self.folded.graph, self.folded.units[index]
         tensors = [graph.parameters[p].tensor for p in unit.parameters]
-        # Units of one class that are pinned alike share a problem: parameters stand in order of first use in all.
+        # Units of one class with equal pins share a problem: all list their parameters in order of first use.
         borders = [self.frame.main[index - 1] if index else None, self.frame.main[index]]
         places = self.frame.places(index)
         leaving = tuple(sorted(places[t] for t in self.frame.leaving[index]))

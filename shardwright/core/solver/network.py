@@ -42,7 +42,7 @@ class Network:
 
     def edge(self, first: int, second: int, costs: Table) -> None:
         """Add the costs of pairs, [option of first, option of second]."""
-        if len(self.costs[first]) == 1:  # nothing to choose on one side: a cost of the other's own
+        if len(self.costs[first]) == 1:  # no choice on one side: the cost is the other node's own
             self.costs[second] = self.costs[second] + costs[0]
             return
         if len(self.costs[second]) == 1:

@@ -185,7 +185,7 @@ class UnitProblem:
         able = self.graph.capabilities
         for tensor, place in zip((*op.inputs, *op.outputs), (*signature.inputs, *signature.outputs), strict=True):
             if isinstance(place, Partial):
-                # Nothing that comes from outside the unit is a term of a sum.
+                # Values from outside the unit are never partial sums.
                 if place.op != "sum" or tensor not in self._made or not able.partial_layouts or axis.size == 1:
                     return False
             elif isinstance(place, Split) and (

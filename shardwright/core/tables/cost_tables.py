@@ -101,7 +101,7 @@ class CostTables:
         self.binding: Binding = self._read.binding
         self.counter = self._read.counter
         self._pins = pins
-        resolve(graph, pins, {AXIS: 1})  # bad ones are told whatever the degrees
+        resolve(graph, pins, {AXIS: 1})  # bad pins raise, whatever the degrees
         self._chosen: dict[int, TensorLayouts] = {}
         self._refused: dict[int, tuple[tuple[str, str], ...]] = {}
         self._layouts: dict[int, tuple[tuple[str, Layout], ...]] = {}
@@ -139,7 +139,7 @@ class CostTables:
         terms, form, given = self._layout_terms(tp)
         asked = resolve(self.graph, given, {AXIS: tp})
         found, refused = choose_form(self.frame, terms, form, dict(asked.places))
-        # What is counted is what the plan says: from its slots alone, as a runtime reads them.
+        # Costs are counted for the plan's layouts: from its slots alone, as a runtime reads them.
         layouts = slot_layouts(self.frame, self.structure, found)
         pins = pins_of(self.frame, self.structure, dict(layouts))
         return choose(self.frame, found.terms, pins), layouts, (*asked.unsplit, *refused)

@@ -37,7 +37,7 @@ class Links:
             pp, node_of = mesh.axis_size("pp"), self.cluster.node_of
             near = mesh.stride("pp")
             reach = (pp - 1) * near
-            # On nodes that are alike the ranks lie as before once both begin anew.
+            # On equal nodes the placement repeats once a pipeline and a node begin at the same rank.
             several = min(mesh.size, math.lcm(near * pp, self._period)) if self._period else mesh.size
             firsts = (rank for begin in range(0, several, near * pp) for rank in range(begin, begin + near))
             self._on_nodes[mesh] = (

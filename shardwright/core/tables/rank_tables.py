@@ -121,7 +121,7 @@ class RankTables:
         for count, (elements, trained, kept, working) in self.alike:
             state, room = held_bytes * elements + trained_bytes * trained, 0
             for limit, alive in zip(self.limits_bytes, live, strict=True):
-                # Of n units in ``held`` stages one stage has at least n / held, whose activations count.
+                # With n units in ``held`` stages, one stage has at least n / held, whose activations count.
                 each = state + alive * kept / held
                 room += max(0, int((limit - working) / each)) if each > 0 else count
                 if room >= count:
@@ -204,7 +204,7 @@ class RankTables:
             cut = min_max_cut(times, elements, stages, wanted if fits is None else fits & wanted)
             if cut is not None and self._slowest(times, cut) <= longest:
                 return cut
-        # Single units are too large: some stage idles. What is left is spread over the others.
+        # Single units are too large, so some stage idles. The other units are spread over the other stages.
         cut = min_max_cut(times, elements, stages, even if fits is None else fits & even)
         if cut is None or (bound := self._slowest(times, cut)) > longest:
             return spread_cut(times, self._slowest(times, fastest), fits)
@@ -287,9 +287,9 @@ class RankTables:
                 )
                 sent = 0
                 if self.ranks > 1:  # a value and a gradient at either end, on their way or there before they are used
-                    # Stages of one rank run in turn: as much is on its way as for the one that has most. Compiled ones
-                    # are dispatched ahead, so that all have some; the gradient that such a backward makes for the stage
-                    # before, its passes hold already.
+                    # Stages of one rank run in turn: the one that sends most counts. Compiled stages are dispatched
+                    # ahead, so all of them count; the gradient that such a backward makes for the previous stage is
+                    # already among the bytes of its passes.
                     entering, together = (1, sum) if table.found_bytes else (2, max)
                     crossing = (0, *table.boundary_bytes[1:], 0)
                     constant = (0, *table.constant_bytes[1:], 0) if table.constant_bytes else (0,) * len(crossing)
