@@ -46,7 +46,7 @@ class Costs:
     ranks: tuple["RankCosts", ...] = ()
     """The costs of each pipeline rank where devices or links differ; empty where all ranks cost the same."""
     idle_lent: Share = 0.0
-    """The share of `StageCosts.idle_lent`."""
+    """The share of idle time that is lent, as in `StageCosts`."""
 
     def on_rank(self, rank: int) -> "Costs":
         """The costs of units on one pipeline rank."""

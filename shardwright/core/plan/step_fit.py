@@ -27,7 +27,7 @@ class StepFit:
     update_share: float
     """The share of the counted optimizer time that its step took."""
     idle_lent: float
-    """The share of `StageCosts.idle_lent`."""
+    """The share of idle time that is lent, as in `StageCosts`."""
 
 
 def fit_steps(

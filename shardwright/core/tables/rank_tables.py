@@ -77,7 +77,7 @@ class RankTables:
     limits_bytes: tuple[int, ...]
     """The memory of every pipeline rank's smallest device."""
     idle_lent: float = 0.0
-    """The share of `StageCosts.idle_lent`."""
+    """The share of idle time that is lent, as in `StageCosts`."""
 
     @property
     def ranks(self) -> int:
@@ -269,8 +269,8 @@ class RankTables:
         return [max(0, last - kept - own.working) for own, last, kept in rows]
 
     def _held(self, starts: tuple[int, ...], placement: tuple[int, ...], *, summed: bool) -> list["_Held"]:
-        """The holdings of every rank; where it has several stages, one microbatch counts as on its fullest. ``summed``:
-        whether gradients are summed over replicas."""
+        """The holdings of every rank; where it has several stages, the bytes of one microbatch are of its fullest.
+        ``summed``: whether gradients are summed over replicas."""
         key = starts, placement, summed
         if key not in self._holdings:
             found = []
