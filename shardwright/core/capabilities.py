@@ -1,4 +1,4 @@
-"""A framework's runtime: what it can do, outside which the solver chooses nothing, and how its memory behaves."""
+"""The runtime of a framework: its abilities, outside which the solver chooses nothing, and the traits of its memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,34 +8,34 @@ from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """A backend's abilities. It travels inside the captured graph."""
+    """The abilities of a backend. They travel inside the captured graph."""
 
     framework: str
     axes: tuple[str, ...]
     """The plan axes that this version's runtime realises."""
     split_backward: bool
-    """Input and weight gradients can run as separate actions."""
+    """Whether input and weight gradients can run as separate actions."""
     uneven_shards: bool
     partial_layouts: bool
     block_layouts: bool
-    """`Split(dim, blocks=…)` is realised as such."""
+    """Whether `Split(dim, blocks=…)` is realised as such."""
     point_to_point: bool
     single_controller: bool
-    """One process drives all devices."""
+    """Whether one process drives all devices."""
     reduce_ops: tuple[str, ...] = ("sum",)
     sequence_parallel: bool = False
-    """Values between units can be divided along the sequence on the tensor axis."""
+    """Whether values between units can be divided along the sequence on the tensor axis."""
     recomputes: tuple[str, ...] = ("none", "selective", "full")
-    """Which activations can be computed again."""
+    """The recompute policies that the runtime carries out."""
     shard_levels: tuple[int, ...] = (0, 1, 2, 3)
-    """ZeRO's stages: nothing, optimizer states, gradients, parameters."""
+    """The stages of ZeRO that the runtime carries out: nothing, optimizer states, gradients, parameters."""
     shard_groups: bool = True
-    """Shards can be shared by a part of the data axis."""
+    """Whether shards can be shared by a part of the data axis."""
     offload: bool = False
-    """Activations of units can go to the host's memory and come back."""
+    """Whether activations of units can go to the host's memory and come back."""
 
     def lack(self, *, recompute: str, shard: int, shard_group: int | None, dp: int) -> str | None:
-        """What the runtime lacks for a memory policy, as a user would pin it, or None."""
+        """The part of a memory policy that the runtime lacks, as a user would pin it, or None."""
         if recompute not in self.recomputes:
             return f"recompute={recompute!r}"
         if shard not in self.shard_levels:
@@ -64,24 +64,26 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class MemoryTraits:
-    """How a runtime's memory behaves: which bytes a rank holds, and when. It travels inside the captured graph, beside
-    the capabilities.
+    """The behaviour of a runtime's memory: the bytes that a rank holds, and when. It travels inside the captured graph,
+    beside the capabilities.
 
     Raises:
         ShardwrightError: ``bucket_bytes`` is negative.
     """
 
     gradients_when_made: bool = False
-    """Gradients take memory from the first backward on, and not all through the step."""
+    """Whether gradients take memory only from the first backward on, and not all through the step."""
     bucket_bytes: int = 0
-    """Gradients travel over the data axis in copies, which stay until all are summed; one is made when about so many
-    bytes are complete, and at the end of the step. 0: without copies."""
+    """The size of a bucket of gradients. Gradients travel over the data axis in copies, which stay until all are
+    summed; a copy is made when about so many bytes are complete, and at the end of the step. 0: without copies."""
     ties_have_one_home: bool = False
-    """Of a parameter that several pipeline ranks use, the one of its first stage alone holds the optimizer's states."""
+    """Whether the rank of its first stage alone holds the optimizer's states of a parameter that several pipeline ranks
+    use."""
     stages_are_programs: bool = False
-    """A stage's backward is one compiled program, which adds the gradients to their sums when all are there."""
+    """Whether a stage's backward is one compiled program, which adds the gradients to their sums when all are there."""
     replicas_norm_apart: bool = False
-    """Each replica norms by its own samples, and remembers in fp64 the running statistics that it began a step with."""
+    """Whether each replica norms by its own samples, and remembers in fp64 the running statistics that it began a step
+    with."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 0:
@@ -89,4 +91,4 @@ class MemoryTraits:
 
 
 PLAIN_MEMORY = MemoryTraits()
-"""A runtime whose gradients stay all through the step and are summed in place."""
+"""The traits of a runtime whose gradients stay all through the step and are summed in place."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 
 class ShardwrightError(ValueError):
-    """Root of every error that Shardwright raises on user input."""
+    """The root of every error that Shardwright raises on user input."""
 
 
 class CaptureError(ShardwrightError):
@@ -60,8 +60,8 @@ class PeerError(ShardwrightError, RuntimeError):
 
 
 class DisagreementError(ShardwrightError):
-    """Ranks of one run differ in what must be the same on all of them, or one failed where the others did not. Raised
-    on every rank; names what differs, on which ranks, and the value on each."""
+    """Ranks of one run differ in what must be the same on all of them, or one failed where the others did not. The
+    error is raised on every rank; it names what differs, on which ranks, and the value on each."""
 
 
 class MissingFrameworkError(ShardwrightError, ImportError):

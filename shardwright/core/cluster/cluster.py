@@ -33,7 +33,7 @@ _NO_INTER_REGION = "a cluster of several regions needs inter_region: the name of
 
 @dataclass(frozen=True, slots=True)
 class NodeGroup:
-    """Nodes that are alike: how many, what each holds, and the link inside each.
+    """A group of like nodes: their number, the devices that each holds, and the link inside each.
 
     Raises ClusterError when a count is not an integer of at least 1, or the device or link is not one.
     """
@@ -43,7 +43,7 @@ class NodeGroup:
     devices_per_node: int
     intra_node: Link
     region: str = ""
-    """Where the nodes stand; groups of one name stand together."""
+    """The place where the nodes stand; groups of one name stand together."""
 
     def __post_init__(self) -> None:
         check.whole("cluster", "nodes", self.nodes, at_least=1)
@@ -54,22 +54,22 @@ class NodeGroup:
 
     @property
     def devices(self) -> int:
-        """How many devices the group has."""
+        """The number of devices in the group."""
         return self.nodes * self.devices_per_node
 
 
 @dataclass(frozen=True, slots=True)
 class _Spread:
-    """How a group of ranks lies on the nodes of a cluster."""
+    """The distribution of a group of ranks over the nodes of a cluster."""
 
     members: int
     nodes: int
     fewest: int
-    """Members on the node that has the fewest."""
+    """The number of members on the node that has the fewest."""
     groups: tuple[int, ...]
-    """The groups of nodes that hold any."""
+    """The groups of nodes that hold any member."""
     crowded: tuple[int, ...]
-    """Those of them of which a node holds several."""
+    """The groups of nodes in which some node holds several members."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -90,7 +90,7 @@ class Cluster:
     groups: tuple[NodeGroup, ...]
     inter_node: Link | None
     inter_region: Link | None
-    # Where each group begins, in ranks and in nodes, and where the last one ends: looked up for every member of a ring.
+    # The beginning of each group, in ranks and in nodes, and the end of the last: looked up for every member of a ring.
     _first_ranks: tuple[int, ...] = field(compare=False, repr=False)
     _first_nodes: tuple[int, ...] = field(compare=False, repr=False)
 
@@ -176,7 +176,7 @@ class Cluster:
             raise ClusterError(f"{source}: {error}") from error
 
     def to_document(self) -> dict[str, Any]:
-        """This cluster as plain values, names where the catalogue has them and every constant where it has not."""
+        """This cluster as plain values: names where the catalogue has them, and every constant where it has not."""
         groups = [
             cluster_file.Group(group.device, group.nodes, group.devices_per_node, group.intra_node, group.region)
             for group in self.groups
@@ -189,12 +189,12 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self._first_ranks[-1]
 
     @property
     def nodes(self) -> int:
-        """How many nodes there are."""
+        """The number of nodes."""
         return self._first_nodes[-1]
 
     @property
@@ -207,7 +207,7 @@ class Cluster:
         return self.groups[self._place(rank)[0]].device
 
     def memory_bytes(self, rank: int) -> int:
-        """What a model may use on ``rank``: the device's memory less what driver and runtime keep."""
+        """The memory that a model may use on ``rank``: the device's memory less what driver and runtime keep."""
         return self.device(rank).usable_memory_bytes
 
     def node_of(self, rank: int) -> int:
@@ -228,7 +228,7 @@ class Cluster:
     def link_between(self, rank_a: int, rank_b: int, *, concurrent: int = 1) -> Link:
         """The link that a message from ``rank_a`` to ``rank_b`` takes, with the bandwidth that is left to it.
 
-        ``concurrent``: how many such messages leave the same node at once, sharing a port that its devices share.
+        ``concurrent``: the number of such messages that leave the node at once, over a port that its devices share.
         Raises ClusterError when the ranks are the same, or not in the cluster.
         """
         if rank_a == rank_b:
@@ -256,8 +256,8 @@ class Cluster:
         return replace(slowest, latency_s=max(link.latency_s for link in (*inside, outside)))
 
     def group(self, ranks: Iterable[int]) -> Group:
-        """How collectives over ``ranks`` travel, while every other device of their nodes runs the same ones in groups
-        of its own: they share what leaves the node. Raises ClusterError as ``link_for_group`` does."""
+        """The group that runs collectives over ``ranks``, while every other device of their nodes runs the same ones in
+        groups of its own: they share what leaves the node. Raises ClusterError as ``link_for_group`` does."""
         spread = self._spread(ranks if isinstance(ranks, range) else tuple(ranks))
         inside = self._link(spread, 1)
         if spread.nodes == 1:
@@ -269,8 +269,8 @@ class Cluster:
         return Group(spread.members, spread.nodes, slowest, outside)
 
     def _spread(self, members: Sequence[int]) -> "_Spread":
-        """How a group lies on the nodes. Of many ranks at one distance, on nodes that are alike, it is counted at once:
-        a search asks for groups of hundreds of thousands. Raises ClusterError as ``link_for_group`` does."""
+        """The distribution of a group over the nodes. Many ranks at one distance, on nodes that are alike, are counted
+        at once: a search asks for groups of hundreds of thousands. Raises ClusterError as ``link_for_group`` does."""
         if len(members) == 0:
             raise ClusterError("a group needs at least one rank; given none")
         if isinstance(members, range) and len(self.groups) == 1 and members.step > 0:
@@ -288,8 +288,8 @@ class Cluster:
         return _Spread(len(members), len(on), min(on.values()), groups, crowded)
 
     def _ports(self, spread: "_Spread", concurrent: int) -> Link:
-        """The link out of a node as one ring sees it, the node with the fewest members deciding; between regions, the
-        slower of that and the link between them."""
+        """The link out of a node as one ring sees it, with the node with the fewest members deciding. Between regions
+        it is the slower of that and the link between them."""
         if self.inter_node is None:  # _settle gives every cluster of several nodes a link
             raise ClusterError(_NO_INTER_NODE)
         port = self._shared(self.inter_node, spread, concurrent)
@@ -337,7 +337,7 @@ def _resolve(
 
 
 def _link(given: str | Link | None) -> Link | None:
-    """A link by name or value. Raises ClusterError for an unknown name, or what is no link."""
+    """A link by name or value. Raises ClusterError for an unknown name, or for what is neither."""
     return given if given is None or isinstance(given, Link) else load_link(given)
 
 

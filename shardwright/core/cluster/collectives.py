@@ -4,9 +4,9 @@ A message of n bytes takes α + n/β: α the link's latency, β the bandwidth th
 those of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section
 4, without their cost of the reduction's arithmetic, which devices hide behind the transfer.
 
-In every function ``link`` is what ``Cluster.link_for_group`` gives, ``ranks`` counts the members (one member costs
-nothing) and ``size_bytes`` is one member's whole tensor: what is reduced, what a gather gives, what a scatter splits.
-Raises ClusterError when a size is negative or not finite, or a count is not an integer of at least 1.
+In every function ``link`` is what ``Cluster.link_for_group`` gives, ``ranks`` is the number of members (one member
+costs nothing) and ``size_bytes`` is one member's whole tensor: what is reduced, what a gather gives, or what a scatter
+splits. Raises ClusterError when a size is negative or not finite, or a count is not an integer of at least 1.
 """
 
 import math
@@ -16,27 +16,27 @@ from shardwright.core.errors import ClusterError
 
 
 def all_reduce_s(size_bytes: float, ranks: int, link: Link) -> float:
-    """Reduce and share: reduce-scatter, then all-gather; 2(p−1) steps of n/p bytes."""
+    """Seconds to reduce and share: a reduce-scatter, then an all-gather; 2(p−1) steps of n/p bytes."""
     return reduce_scatter_s(size_bytes, ranks, link) + all_gather_s(size_bytes, ranks, link)
 
 
 def all_gather_s(size_bytes: float, ranks: int, link: Link) -> float:
-    """Share the parts of each: p−1 steps of n/p bytes, n being what each member has in the end."""
+    """Seconds to share the parts of each: p−1 steps of n/p bytes, n being what each member has in the end."""
     return _ring_s(size_bytes, ranks, link)
 
 
 def reduce_scatter_s(size_bytes: float, ranks: int, link: Link) -> float:
-    """Reduce, each member keeping a part: p−1 steps of n/p bytes, n being what each member has at first."""
+    """Seconds to reduce, each member keeping a part: p−1 steps of n/p bytes, n being what each member has at first."""
     return _ring_s(size_bytes, ranks, link)
 
 
 def all_to_all_s(size_bytes: float, ranks: int, link: Link) -> float:
-    """Exchange: each member sends n/p bytes to each other one, pairwise in p−1 steps."""
+    """Seconds to exchange: each member sends n/p bytes to each other one, pairwise in p−1 steps."""
     return _ring_s(size_bytes, ranks, link)
 
 
 def broadcast_s(size_bytes: float, ranks: int, link: Link) -> float:
-    """One member's tensor to all: in small pieces along a chain, so p−1 latencies and the tensor's time once."""
+    """Seconds to send one member's tensor to all, in small parts along a chain: p−1 latencies and its time once."""
     _check(size_bytes, ranks)
     if ranks == 1:
         return 0.0
@@ -44,13 +44,13 @@ def broadcast_s(size_bytes: float, ranks: int, link: Link) -> float:
 
 
 def send_s(size_bytes: float, link: Link) -> float:
-    """One message from one rank to another."""
+    """Seconds of one message from one rank to another."""
     _check(size_bytes, 2)
     return link.latency_s + size_bytes / link.effective_bandwidth_bytes_per_s
 
 
 def _ring_s(size_bytes: float, ranks: int, link: Link) -> float:
-    """p−1 steps, each of n/p bytes to the next member."""
+    """Seconds of p−1 steps, each of n/p bytes to the next member."""
     _check(size_bytes, ranks)
     return (ranks - 1) * (link.latency_s + size_bytes / ranks / link.effective_bandwidth_bytes_per_s)
 

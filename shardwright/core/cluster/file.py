@@ -21,7 +21,7 @@ _GROUP_KEYS = tuple(profile_fields.GroupTable.model_fields)
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Nodes of one kind, as the file has them: a device and a link are names where the catalogue knows them."""
+    """Nodes of one kind, as the file has them. A device or a link is a name where the catalogue knows it."""
 
     device: str | Device
     nodes: int
@@ -32,7 +32,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a cluster file says."""
+    """The contents of a cluster file."""
 
     groups: tuple[Group, ...]
     inter_node: str | Link | None
@@ -45,7 +45,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parse(document: dict[str, Any], source: str) -> Contents:
-    """``document`` checked against the profile_fields. Raises ClusterError that names the path of each fault."""
+    """The contents of ``document``, checked by the schema. Raises ClusterError that names the path of each fault."""
     at_top = [key for key in document if key in _GROUP_KEYS]
     if "groups" in document and at_top:
         raise ClusterError(f"{source}: {at_top[0]} stands at the top beside groups; move it into one of them")

@@ -13,7 +13,8 @@ from shardwright.core.cluster import collectives
 from shardwright.core.cluster.hardware import Link
 
 TREE_BANDWIDTH = 0.9
-"""Of a ring's. Prior: NCCL's tuning table (2.12) takes 0.92 for trees over several nodes with the Simple protocol."""
+"""The bandwidth of a tree, as a share of a ring's. Prior: NCCL's tuning table (2.12) takes 0.92 for trees over several
+nodes with the Simple protocol."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.82), (6
 1/rows + 1/columns; the shares are those of the guide's figure on tile sizes, rounded."""
 
 SPLITS = (1, 2, 4, 8)
-"""Into how many pieces the contracted dim may be cut. Prior: what cuBLAS offers."""
+"""The numbers of parts into which the contracted dim may be cut. Prior: what cuBLAS offers."""
 
 
 def product_s(device: Device, precision: str, batches: int, m: int, n: int, k: int, size_bytes: float) -> float:

@@ -1,4 +1,4 @@
-"""Into how many pieces each operand of a unit's ops is cut, from the unit's layouts."""
+"""The number of shards of each operand of a unit's ops, from the unit's layouts."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -10,14 +10,15 @@ from shardwright.core.model.graph import Op
 
 
 class Pieces:
-    """``layouts`` is of this unit; None: nothing is cut. ``alias`` gives the tensor whose memory a view shares."""
+    """The number of shards of each operand and of each memory of a unit. ``layouts`` is that of this unit (None:
+    nothing is split), and ``alias`` gives the tensor whose memory a view shares."""
 
     def __init__(self, unit: Unit, layouts: RealisedUnit | None, alias: Mapping[int, int]) -> None:
         self._unit, self._layouts, self._alias = unit, layouts, alias
         self._lies: dict[int, int] = {}
-        """Memory → the most pieces in which it lies before anything reads it."""
+        """Memory → the largest number of shards in which it lies before anything reads it."""
         self._read: dict[int, int] = {}
-        """Memory → the fewest pieces in which an op reads it."""
+        """Memory → the smallest number of shards in which an op reads it."""
         if layouts is not None:
             for link in layouts.links:
                 root = alias.get(link.tensor, link.tensor)
@@ -28,15 +29,15 @@ class Pieces:
             self._enters = {t: math.prod(_sizes(layouts, dict(p.placements))) for t, p in layouts.enters}
 
     def ways(self, op: int, position: int) -> int:
-        """Of an operand, inputs and then outputs."""
+        """The number of shards of an operand; ``position`` counts the inputs and then the outputs."""
         return 1 if self._layouts is None else self._layouts.ways(self._layouts.operand(op, position))
 
     def entering_ways(self, tensor: int) -> int:
-        """Of a value that comes from earlier units."""
+        """The number of shards of a value that comes from earlier units."""
         return 1 if self._layouts is None else self._enters.get(tensor, 1)
 
     def share(self, op: int) -> int:
-        """Among how many ranks an op's work is divided."""
+        """The number of ranks among which an op's work is divided."""
         if self._layouts is None:
             return 1
         chosen = self._layouts.signatures[op - self._unit.first_op]
@@ -44,7 +45,7 @@ class Pieces:
         return math.prod(size for (_, size), is_cut in zip(self._layouts.axes, cut, strict=True) if is_cut)
 
     def of_labels(self, index: int, op: Op) -> dict[int, int]:
-        """Label → the pieces that it is cut into, for those that are."""
+        """Label → the number of its shards, for the labels that are split."""
         found: dict[int, int] = {}
         if self._layouts is None:
             return found
@@ -70,8 +71,8 @@ class Pieces:
                 yield axis, op.labels[signature.inputs.index(place)][place.dim]
 
     def memory_ways(self, tensor: int) -> int:
-        """Of a value in memory: as it lies before anything reads it, or, where that is less, as all of its readers
-        read it. What is gathered for one op is not kept."""
+        """The number of shards of a value in memory: the number before anything reads it, or the smallest with which an
+        op reads it, where that is more. What is gathered for one op is not kept."""
         root = self._alias.get(tensor, tensor)
         return max(self._lies.get(root, 1), self._read.get(root, 1))
 

@@ -1,11 +1,11 @@
-"""FLOPs that an op may have of which nothing but its operands and results is known: an estimate from above."""
+"""The FLOPs that an op may have when nothing but its operands and results is known: an estimate from above."""
 
 import math
 
 from shardwright.core.model.graph import Graph, Op, Tensor
 
 HEADED_DIMS = 3
-"""From so many dims beside the batch's on, values are taken to have heads, as those of an attention."""
+"""The number of dims beside the batch from which values are taken to have heads, as those of an attention do."""
 
 
 def most_flops(graph: Graph, op: Op, batch: int) -> int:
@@ -35,16 +35,16 @@ def most_flops(graph: Graph, op: Op, batch: int) -> int:
 
 
 def result_of(graph: Graph, op: Op, batch: int) -> Tensor:
-    """The largest result of an op; of one without any its largest operand."""
+    """The largest result of an op, or its largest operand where it has no result."""
     return max((graph.tensors[t] for t in op.outputs or op.inputs), key=lambda value: value.elements(batch))
 
 
 def _dims(value: Tensor) -> list[int]:
-    """The sizes of its dims, of one sample; without that of the batch."""
+    """The sizes of the dims of one sample, without that of the batch."""
     sizes = zip(value.fixed, value.per_sample, strict=True)
     return [slope or size for size, slope in sizes if slope != 1]
 
 
 def _entries(value: Tensor, batch: int) -> int:
-    """Of one sample; all where they do not grow with the batch."""
+    """The entries of one sample; all entries where they do not grow with the batch."""
     return value.elements(batch) // (batch if any(value.per_sample) else 1)

@@ -1,8 +1,9 @@
-"""What a compiled stage keeps from forward to backward: as few bytes as cheap arithmetic allows.
+"""The values that a compiled stage keeps from forward to backward: as few bytes as cheap arithmetic allows.
 
 A derivative lists every value that it reads. Many of them follow from others by arithmetic that costs less than memory
 traffic does (``1 - y`` beside ``y`` of a tanh, a broadcast of a mean, a mask, a weight in another dtype). A compiler
-that sees forward and backward together makes those again; where they are programs of their own, it is decided here.
+that sees forward and backward together makes those again. For forwards and backwards that are programs of their own,
+this module decides it.
 """
 
 import heapq
@@ -10,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 CHAIN = 8
-"""Ops up to which one value is made again."""
+"""The largest number of ops by which one value is made again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +21,17 @@ class ForwardOp:
     reads: Sequence[int]
     makes: Sequence[int]
     is_cheap: bool
-    """Arithmetic without effects that fuses with what reads it."""
+    """Whether the op is arithmetic without effects that fuses with what reads it."""
     is_product: bool
-    """What it reads is in memory anyway, and nothing fuses with it: its operands are kept, unless they follow from the
-    program's inputs alone (a weight in another dtype)."""
+    """Whether the op is a product. Its operands are in memory anyway and nothing fuses with it, so they are kept unless
+    they follow from the program's inputs alone (a weight in another dtype)."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptValues:
-    """``kept``: the values that are handed from forward to backward. ``remade``: the ops, by position, that make all
-    others of them and of the program's inputs, in order."""
+    """The values that a stage keeps, and the ops that make the others again. ``kept``: the values that are handed from
+    forward to backward. ``remade``: the positions of the ops that make all others from them and from the program's
+    inputs, in order."""
 
     kept: tuple[int, ...]
     remade: tuple[int, ...]
@@ -42,10 +44,10 @@ def kept_values(
     size_bytes: Callable[[int], int],
     passing: Collection[int] = (),
 ) -> KeptValues:
-    """What is kept and what is made again of the ``wanted`` values, which a derivative reads.
+    """The kept values and the ops that run again, so that the ``wanted`` values, which a derivative reads, can be had.
 
     at_hand: the program's inputs and constants, there in the backward pass anyway, but for the ``passing`` ones, which
-    will have changed by then (the model's state). ``size_bytes``: of a value.
+    will have changed by then (the model's state). ``size_bytes``: the bytes of a value.
     """
     return _Chooser(ops, set(at_hand) - set(passing), size_bytes, passing).run(wanted)
 
@@ -60,12 +62,12 @@ class _Chooser:
     ) -> None:
         self.ops, self.at_hand, self.size_bytes = ops, at_hand, size_bytes
         self.maker = dict.fromkeys(passing, -1)
-        """Values → the positions of the ops that make them; inputs come first."""
+        """Value → the position of the op that makes it; -1 for the ``passing`` inputs."""
         self.maker |= {value: index for index, op in enumerate(ops) for value in op.makes}
         self.in_products = {v for op in ops if op.is_product for v in op.reads}
 
     def run(self, wanted: Collection[int]) -> KeptValues:
-        """From the last value back: one is let go when cheap ops make it of what is kept or smaller."""
+        """Choose from the last value back: a value is dropped when cheap ops make it from kept or smaller ones."""
         kept = {value for value in wanted if value not in self.at_hand}
         latest = [(-self.maker[value], value) for value in kept]
         heapq.heapify(latest)
@@ -87,8 +89,8 @@ class _Chooser:
         return KeptValues(ordered, self._needed(again, wanted, kept))
 
     def _chain(self, value: int, kept: Collection[int]) -> tuple[set[int] | None, set[int]]:
-        """The ops that make a value, and the values that they read: as little as its own operands, or what
-        makes those where that is kept. None when it is not cheap to make."""
+        """The cheap ops that make a value, and the values from which they start: kept ones, and those that are not
+        cheap to make. None in place of the ops when the value itself is not cheap to make."""
         chain: set[int] = set()
         leaves: set[int] = set()
         missing = [value]

@@ -1,4 +1,4 @@
-"""What the backward pass of each op reads, and so what the forward pass must keep."""
+"""The tensors that the backward pass of each op reads, which the forward pass must keep."""
 
 import math
 from collections.abc import Collection
@@ -14,7 +14,7 @@ RESULT_NAMES = frozenset({"relu", "tanh", "sigmoid", "logistic", "exp", "sqrt", 
 """Elementwise ops whose backward reads their result alone."""
 
 WITH_DROPOUT = "/dropout"
-"""Ends the name of an attention that drops entries of its scores."""
+"""The end of the name of an attention that drops entries of its scores."""
 
 
 def aliases(graph: Graph) -> dict[int, int]:
@@ -41,18 +41,18 @@ def _parts(graph: Graph, alias: dict[int, int]) -> dict[int, int]:
 
 
 def base_name(op: Op) -> str:
-    """``aten.add_.Tensor`` and ``add`` are both ``add``."""
+    """The name of an op without namespace, overload and in-place mark: ``add`` of ``aten.add_.Tensor``."""
     parts = op.name.removeprefix("aten::").removeprefix("aten.").split(".")
     return parts[0] if parts[0].startswith("_") else parts[0].rstrip("_")
 
 
 class Kept:
-    """Which tensors each op keeps for its backward."""
+    """The tensors that each op keeps for its backward."""
 
     def __init__(self, graph: Graph, alias: dict[int, int], needs_gradient: Collection[int]) -> None:
         self.graph = graph
         self.roots = alias | _parts(graph, alias)
-        """Tensor → the tensor whose memory is kept for it: of views and parts, the whole."""
+        """Tensor → the tensor whose memory is kept for it: the whole, for views and parts."""
         self._needs_gradient = needs_gradient
         self._parameters = {p.tensor for p in graph.parameters}
         self._scores: set[int] = set()
@@ -65,7 +65,7 @@ class Kept:
         if not any(t in self._needs_gradient for t in op.inputs):
             return []
         trained = [place for place, t in enumerate(op.inputs) if t in self._needs_gradient]
-        # Of a product each operand is read for the gradient of the others.
+        # Each operand of a product is read for the gradient of the others.
         factors = [t for place, t in enumerate(op.inputs) if any(other != place for other in trained)]
         wanted: list[int] = []
         match op.kind:
@@ -94,15 +94,15 @@ class Kept:
         return op.outputs[:1] if op.kind == "dropout" and any(t in self._needs_gradient for t in op.inputs) else ()
 
     def score_elements(self, op: Op, batch: int) -> int:
-        """Entries of the attention scores that are kept: those of an attention in one kernel whose bias is trained, as
-        the gradient of a bias needs them; else none."""
+        """Entries of the attention scores that are kept: all of them for an attention in one kernel whose bias is
+        trained, as the gradient of the bias needs them; else none."""
         if op.kind != "attention" or not any(t in self._needs_gradient for t in op.inputs[3:]):
             return 0
         return self._scores_of(op, batch)
 
     def widened(self, op: Op) -> tuple[int, ...]:
-        """The operands of which a copy in the precision of the others is kept: what is added to the scores of an
-        attention in one kernel, where it is a mask of true and false."""
+        """The positions of the operands of which a copy in the precision of the others is kept: a mask of true and
+        false that is added to the scores of an attention in one kernel."""
         if op.kind != "attention" or not any(t in self._needs_gradient for t in op.inputs):
             return ()
         return tuple(i for i, t in enumerate(op.inputs) if i >= 3 and self.graph.tensors[t].dtype == "bool")
@@ -119,8 +119,9 @@ class Kept:
         return operands + 3 * self._scores_of(op, batch)
 
     def statistics(self, op: Op, batch: int) -> int:
-        """Bytes of what is kept of results beside tensors of the graph: of a normalisation the fp32 mean and scale of
-        each row, of an attention the logarithm of its sum, of PyTorch's max-pooling the place of each maximum."""
+        """Bytes that are kept of results beside tensors of the graph: the fp32 mean and scale of each row of a
+        normalisation, the logarithm of each row's sum of an attention, the place of each maximum of PyTorch's
+        max-pooling."""
         if not op.outputs or not any(t in self._needs_gradient for t in op.inputs):
             return 0
         out = self.graph.tensors[op.outputs[0]].shape(batch)
@@ -139,7 +140,7 @@ class Kept:
         return math.prod(sizes[x] for x in labels)
 
     def is_attention_score(self, key: int) -> bool:
-        """Whether what is kept under this key (a tensor, or -1 - tensor for a mask) lies between a softmax and the
+        """Whether the value kept under this key (a tensor, or -1 - tensor for a mask) lies between a softmax and the
         product that reads it: selective recompute keeps none of it."""
         return (key if key >= 0 else -1 - key) in self._scores
 
@@ -178,12 +179,13 @@ class Kept:
         return []
 
     def _is_as_made(self, tensor: int) -> bool:
-        """Whether it is no normalised value: that is computed again from the norm's input, which is kept already."""
+        """Whether the tensor is no normalised value. Such a value is computed again from the norm's input, which is
+        kept already."""
         made = self.graph.producer.get(tensor)
         return made is None or self.graph.ops[made].kind != "normalization"
 
     def _is_linear(self, op: Op) -> bool:
-        """Sums, casts and products by a constant need no operand again."""
+        """Whether the op is a sum, a cast or a product by a constant, whose backward needs no operand again."""
         name = base_name(op)
         if op.name.endswith("/bias"):  # of an op that the capture took apart: the sum with its bias
             return True

@@ -1,4 +1,4 @@
-"""In how many pieces the values lie that several units hold, and which units hold them as they lie between units."""
+"""The number of shards of each value that several units share, and the units that share its memory between units."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -18,8 +18,8 @@ def as_they_lie(
     *,
     gathered_stays: bool,
 ) -> tuple[tuple[SharedValue, int], ...]:
-    """Each value with the units that hold it in the very memory in which it lies between units, and into how many
-    pieces it is cut there. A unit that keeps it in another layout has a copy of its own, which it shares with nobody.
+    """Each value with the units that hold it in the very memory in which it lies between units, and the number of its
+    shards there. A unit that keeps it in another layout has a copy of its own, which it shares with nobody.
 
     ``realised`` gives the layouts of the unit like this one, ``gathered_stays`` is as in `WorkCounter.count`.
     """
@@ -37,7 +37,7 @@ def as_they_lie(
 
 
 def _names(counter: WorkCounter, unit: Unit, layouts: RealisedUnit, memory: int) -> Iterator[int]:
-    """What the tensors of this memory are called in the unit that the layouts are of."""
+    """The tensors of this memory as they are numbered in the unit that the layouts belong to."""
     ops = counter.graph.ops
     ahead = layouts.first_op - unit.first_op
     for index in range(unit.first_op, unit.end_op):
@@ -48,7 +48,7 @@ def _names(counter: WorkCounter, unit: Unit, layouts: RealisedUnit, memory: int)
 
 
 def _ways(layouts: RealisedUnit, names: Collection[int]) -> int:
-    """Into how many pieces the value is cut as it enters the unit; 1 where it does not."""
+    """The number of shards of the value as it enters the unit; 1 where it does not."""
     sizes = dict(layouts.axes)
     cut = (
         math.prod(sizes[axis] for axis, place in entering.placements if isinstance(place, Split))

@@ -10,32 +10,33 @@ from shardwright.core.cost.unit_work import Collective, Product, UnitWork
 from shardwright.core.errors import ClusterError, nearest
 
 FUSED_ATTENTION_EFFICIENCY = 0.75
-"""Of the rate of large products. Prior: FlashAttention-2 (arXiv 2307.08691, section 4.1) reaches 50 to 73% of an A100's
-peak, where large products reach about 80%."""
+"""The rate of attention in one kernel, as a share of that of large products. Prior: FlashAttention-2 (arXiv 2307.08691,
+section 4.1) reaches 50 to 73% of an A100's peak, where large products reach about 80%."""
 
 BACKWARD_DISPATCH = 1.55
-"""The host's time to issue a backward pass, of a forward's. Fitted: benchmarks/fit_cost_model.py."""
+"""The host's time to issue a backward pass, as a multiple of that for a forward pass. Fitted:
+benchmarks/fit_cost_model.py."""
 
 OVERLAP_POWER = 2.32
-"""How sharply the slower of host and device decides: (host^p + device^p)^(1/p). Some kernels of a unit are waited for
-and others queue, so near equality both count. Fitted: benchmarks/fit_cost_model.py."""
+"""The sharpness with which the slower of host and device decides: (host^p + device^p)^(1/p). Some kernels of a unit are
+waited for and others queue, so near equality both count. Fitted: benchmarks/fit_cost_model.py."""
 
 SLOWED_BY_COLLECTIVE = 0.25
-"""What a collective beside products costs them, of its own time. Prior: NCCL takes up to 24 of an A100's 108
-multiprocessors while it runs."""
+"""The time by which a collective slows the products beside it, as a share of the collective's time. Prior: NCCL takes
+up to 24 of an A100's 108 multiprocessors while it runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """One microbatch of one unit on one rank. Seconds and bytes."""
+    """The cost of one microbatch of one unit on one rank, in seconds and bytes."""
 
     forward_s: float
     input_grad_s: float
     weight_grad_s: float
     selective_s: float
-    """What selective recompute adds to the backward: the scores, their softmax and dropout once more."""
+    """Seconds that selective recompute adds to the backward: the scores, their softmax and dropout once more."""
     collective_s: float
-    """The part of the above that is tensor-axis communication."""
+    """The part of the forward and backward seconds that is tensor-axis communication."""
     saved_bytes: int
     saved_selective_bytes: int
     entering_bytes: int
@@ -43,19 +44,20 @@ class UnitCost:
     parameter_elements: int
     """Entries of the parameters that the rank holds for this unit, tied ones included."""
     step_s: float = 0.0
-    """Once a step: tensor-axis communication for the gradients of its parameters, and what was measured beside it."""
+    """Seconds once a step: tensor-axis communication for the gradients of its parameters, and what was measured beside
+    it."""
     trained_elements: int = 0
-    """Of the parameter entries, those that have gradients."""
+    """Entries of those parameters that have gradients."""
     update_share: float = 1.0
-    """What the optimizer's step on them takes of what is counted for it."""
+    """The time of the optimizer's step on them, as a share of what is counted for it."""
     idle_lent: float = 0.0
-    """As of `StageCosts`: in a pipeline, what ranks at work get of what idle ones leave."""
+    """The share of what idle ranks of a pipeline leave unused that those at work get, as in `StageCosts`."""
     put_off_bytes: int | None = None
-    """As of `UnitWork`; None: all that is saved."""
+    """Bytes as in `UnitWork`; None: all that is saved."""
     given_bytes: int = 0
-    """As of `UnitWork`."""
+    """Bytes as in `UnitWork`."""
     forward_collective_s: float = 0.0
-    """Of ``collective_s`` the forward's part, which full recompute runs again."""
+    """The part of ``collective_s`` in the forward pass, which full recompute runs again."""
 
     @property
     def total_s(self) -> float:
@@ -72,16 +74,16 @@ def unit_cost(
     trained: int = 0,
     gradient_bytes: int = 0,
 ) -> UnitCost:
-    """Time of a unit's work on a device.
+    """The cost of a unit's work on a device.
 
-    The device takes the time of its products (`cost.products`), of the bytes that everything else moves (once forward;
-    twice backward, for values and gradients), of a launch for each kernel, and of the collectives over the tensor axis
-    (``collective_s`` gives the seconds of one; None: there is no tensor axis). The host meanwhile issues the
-    kernels, one after the other; where that takes longer, the device waits for it.
+    The device takes the time of its products (`cost.matrix_products`), of the bytes that everything else moves (once
+    forward; twice backward, for values and gradients), of a launch for each kernel, and of the collectives over the
+    tensor axis (``collective_s`` gives the seconds of one; None: there is no tensor axis). The host meanwhile issues
+    the kernels, one after the other; where that takes longer, the device waits for it.
 
-    ``parameters`` is how many entries the rank holds, ``trained`` those of them that have gradients, ``gradient_bytes``
-    what it moves in all to add the gradients of one microbatch to those of the others. With sequence parallelism
-    operands are gathered once more in the backward, beside the products, which that slows.
+    ``parameters`` is the number of entries that the rank holds, ``trained`` the number of those that have gradients,
+    ``gradient_bytes`` the bytes that it moves in all to add the gradients of one microbatch to those of the others.
+    With sequence parallelism operands are gathered once more in the backward, beside the products, which that slows.
     """
     forward = input_grad = weight_grad = 0.0
     for product in work.products:
@@ -129,10 +131,10 @@ def unit_cost(
 
 
 def seconds_of(group: Group, ranks: int) -> Callable[[Collective], float]:
-    """What a collective takes on a tensor axis of ``ranks`` that lies like ``group``."""
+    """The seconds of a collective, as a function, on a tensor axis of ``ranks`` that lies like ``group``."""
 
     def seconds(collective: Collective) -> float:
-        """Raises ClusterError for a kind that the group has no cost for."""
+        """The seconds of one collective. Raises ClusterError for a kind that the group has no cost for."""
         match collective.kind:
             case "all_reduce":
                 return group.all_reduce_s(collective.size_bytes)
@@ -140,7 +142,7 @@ def seconds_of(group: Group, ranks: int) -> Callable[[Collective], float]:
                 return group.reduce_scatter_s(collective.size_bytes)
             case "all_gather":
                 return group.all_gather_s(collective.size_bytes)
-            case "all_to_all":  # each rank's piece, cut again
+            case "all_to_all":  # each rank's shard, cut again
                 return group.all_gather_s(collective.size_bytes / ranks)
         known = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
         raise ClusterError(f"collective {collective.kind!r} has no cost: {nearest(collective.kind, known)}")
@@ -158,7 +160,7 @@ def _overlapped(device_s: float, host_s: float) -> float:
 
 
 def _product_times(product: Product, device: Device, precision: str) -> tuple[float, float, float]:
-    """Seconds of the forward, the gradients of activations and those of weights."""
+    """Seconds of the forward, of the gradients of activations and of those of weights."""
     if not product.batches:
         peak = device.flops_per_s(precision) * device.matmul_efficiency * FUSED_ATTENTION_EFFICIENCY
         bandwidth = device.memory_bandwidth_bytes_per_s * device.memory_efficiency

@@ -1,7 +1,8 @@
-"""What a unit does: FLOPs, bytes moved, bytes kept for the backward pass, and what splitting a dim adds.
+"""The work of a unit: FLOPs, bytes moved, bytes kept for the backward pass, and what splitting a dim adds.
 
-Counted from the graph, never fitted. The backward pass follows from the kinds of op: a contraction runs once more for
-every operand that needs a gradient; the bytes of the rest are those of the forward pass read again with the gradients.
+The work is counted from the graph, never fitted. The backward pass follows from the kinds of op: a contraction runs
+once more for every operand that needs a gradient; the bytes of the rest are those of the forward pass read again with
+the gradients.
 """
 
 import math
@@ -21,7 +22,7 @@ PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 FREE_KINDS = frozenset({"view", "create"})
 PRODUCT_KINDS = frozenset({"contraction", "attention"})
 _ALONE_KINDS = PRODUCT_KINDS | {"opaque"}
-"""Kernels of their own, into which no elementwise op is fused."""
+"""The kinds of op that are kernels of their own, into which no elementwise op is fused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +31,14 @@ class Product:
 
     flops: int
     size_bytes: int
-    """Operands read and result written."""
+    """Bytes of the operands read and the result written."""
     batches: int
     m: int
     n: int
     k: int
     """``batches`` products of m × k by k × n; all 0 for an attention in one kernel."""
     backward_input: float
-    """The backward for the activations, as a multiple of the forward's FLOPs."""
+    """The FLOPs of the backward for the activations, as a multiple of the forward's."""
     backward_weight: float
 
 
@@ -48,48 +49,49 @@ class Collective:
     kind: str
     """``all_reduce``, ``reduce_scatter``, ``all_gather`` or ``all_to_all``."""
     size_bytes: int
-    """One member's whole tensor: what is reduced, what a gather gives."""
+    """Bytes of one member's whole tensor: what is reduced, or what a gather gives."""
     axis: str = "tp"
 
 
 @dataclass(frozen=True, slots=True)
 class UnitWork:
-    """One microbatch of one unit on one rank of the tensor axis."""
+    """The work of one microbatch of one unit on one rank of the tensor axis."""
 
     products: tuple[Product, ...]
     vector_bytes: int
     """Memory traffic of everything else in the forward pass, chains of elementwise ops fused."""
     kernels: int
     saved_bytes: int
-    """Activations kept for the backward pass when nothing is recomputed."""
+    """Bytes of the activations kept for the backward pass when nothing is recomputed."""
     saved_selective_bytes: int
     """The same with the softmax part of attention recomputed (arXiv 2205.05198, section 5)."""
     selective_products: tuple[Product, ...]
     """The products that selective recompute runs once more."""
     selective_vector_bytes: int
-    """The traffic of the rest that it runs once more."""
+    """The memory traffic of everything else that selective recompute runs once more."""
     unfused_dropout_bytes: int
-    """Kept beside ``saved_bytes`` where dropout is no kernel of its own: masks as wide as the values, and of attention
-    with dropout the softmax, the mask and their product in place of its result. Below 0 where keys are so few that
-    these are the smaller."""
+    """Bytes kept beside ``saved_bytes`` where dropout is no kernel of its own: masks as wide as the values; and for
+    attention with dropout the softmax, the mask and their product in place of its result. Below 0 where keys are so few
+    that these are the smaller."""
     unfused_dropout_selective_bytes: int
     """The same beside ``saved_selective_bytes``."""
     entering_bytes: int
-    """Activations that come from earlier units: all that is kept under full recompute."""
+    """Bytes of the activations that come from earlier units: all that is kept under full recompute."""
     passing_bytes: int
-    """The most that a forward and backward hold beside what is kept: values and gradients under way."""
+    """The most bytes that a forward and backward hold beside what is kept: values and gradients under way."""
     forward_moved: tuple[Collective, ...]
     """Every collective over the tensor axis in the forward pass."""
     backward_moved: tuple[Collective, ...]
     backward_gathered: tuple[Collective, ...] = ()
-    """The gathers of operands that are kept in pieces, once more for the gradient of a weight."""
+    """The gathers of operands that are kept in shards, once more for the gradient of a weight."""
     step_moved: tuple[Collective, ...] = ()
     """Every collective over the tensor axis for the gradients of parameters, once a step."""
     given_bytes: int = 0
-    """What ``passing_bytes`` is more by where the gradients that the unit is given stay to the end of its backward."""
+    """The bytes by which ``passing_bytes`` grows where the gradients that the unit is given stay to the end of its
+    backward."""
     put_off_bytes: int | None = None
-    """Between the two halves of a split backward: the operands and the gradients of results from which the second makes
-    gradients of parameters. None: not known."""
+    """Bytes kept between the two halves of a split backward: the operands and the gradients of results from which the
+    second half makes gradients of parameters. None: not known."""
 
     @property
     def forward_flops(self) -> int:
@@ -102,7 +104,7 @@ class UnitWork:
 
 @dataclass(frozen=True, slots=True)
 class SharedValue:
-    """A value that several units hold: where they lie on one rank, its memory is there once."""
+    """A value that several units hold. Units on one rank share its memory."""
 
     tensor: int
     keepers: tuple[int, ...]
@@ -114,8 +116,8 @@ class SharedValue:
 
 
 def contraction_flops(graph: Graph, op: Op, batch: int) -> int:
-    """2 · (product of all label sizes) for a contraction; both products of an attention; of an op that nothing is known
-    of, the most that such operands are usually for; 0 for other kinds."""
+    """Matrix-product FLOPs of an op: 2 · (product of all label sizes) for a contraction; both products of an attention;
+    for an opaque op the most that such operands are usually for; 0 for other kinds."""
     if op.kind == "contraction":
         return 2 * math.prod(graph.label_sizes(op, batch).values())
     if op.kind == "attention":
@@ -133,7 +135,7 @@ def forward_flops(graph: Graph, batch: int) -> int:
 
 
 class WorkCounter:
-    """Counts the work of units of one graph. Holds what all units share: aliases, who uses what."""
+    """A counter of the work of one graph's units. It holds what all units share: aliases and users of tensors."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -148,7 +150,8 @@ class WorkCounter:
         self._live = LiveBytes(graph, self._alias, self._needs_gradient, self._parameters, self._users)
 
     def _gradient_flow(self) -> set[int]:
-        """The tensors through which a gradient reaches a trainable parameter."""
+        """The tensors through which a gradient reaches a trainable parameter, or an activation that enters the
+        graph."""
         needing = {t for t, trainable in self._parameters.items() if trainable}
         needing.update(t for t in self.graph.inputs if self.graph.tensors[t].role == "activation")
         for op in self.graph.ops:
@@ -157,7 +160,8 @@ class WorkCounter:
         return needing
 
     def needs_gradient(self, tensor: int) -> bool:
-        """Whether a gradient flows through the tensor to a trainable parameter."""
+        """Whether a gradient flows through the tensor, to a trainable parameter or an activation that enters the
+        graph."""
         return tensor in self._needs_gradient
 
     def size_bytes(self, tensor: int, batch: int, precision: str) -> int:
@@ -175,9 +179,9 @@ class WorkCounter:
         *,
         gathered_stays: bool = False,
     ) -> UnitWork:
-        """The work of one microbatch of ``batch`` samples, on one rank when laid out as ``layouts`` says (of this unit;
-        None: on one rank alone). ``gathered_stays``: what is gathered for an op and read by its backward is kept as it
-        was gathered, and not gathered again."""
+        """The work of one microbatch of ``batch`` samples, on one rank when laid out as ``layouts`` says (the layouts
+        of this unit; None: on one rank alone). ``gathered_stays``: what is gathered for an op and read by its backward
+        is kept as it was gathered, and not gathered again."""
         graph, cut = self.graph, Pieces(unit, layouts, self._kept.roots)
         kept: dict[int, int] = {}
         kept_by: dict[int, list[int]] = {}
@@ -225,7 +229,7 @@ class WorkCounter:
             statistics += of_op
             statistics += sum(held(index, i) * PRECISION_BYTES[precision] for i in self._kept.widened(op))
             if op.kind == "gather" and any(op.role(label) == "index" for label in cut.of_labels(index, op)):
-                # Of rows that lie on other ranks: places in the own piece, and which are there.
+                # For rows that lie on other ranks: places in the own shard, and which are there.
                 statistics += sum((8 + 1) * graph.tensors[t].elements(batch) for t in op.inputs[1:])
             drops = self._kept.drops_scores(op)
             if drops:
@@ -267,8 +271,8 @@ class WorkCounter:
         )
 
     def _put_off_bytes(self, ops: range, cut: Pieces, held: Callable[[int, int], int]) -> int:
-        """The factors of the gradients of weights. A product whose terms lie on several ranks may make its gradient at
-        once: of its factors and its gradient the larger counts."""
+        """Bytes of the factors of the gradients of weights. A product whose terms lie on several ranks may make its
+        gradient at once: then the larger of its factors and its gradient counts."""
         read: dict[int, int] = {}
         found = 0
         for index in ops:
@@ -293,7 +297,7 @@ class WorkCounter:
 
     def shared(self, units: Sequence[Unit]) -> tuple[SharedValue, ...]:
         """The values that several units hold for their backward passes, those kept whole and those that enter; and
-        those that enter a unit which does not keep them: they stay where they come from another rank."""
+        those that enter a unit which does not keep them. The latter stay where they come from another rank."""
         keepers: dict[int, dict[int, None]] = {}
         enterers: dict[int, dict[int, None]] = {}
         for unit in units:
@@ -315,8 +319,9 @@ class WorkCounter:
         return tuple(found)
 
     def passing_by(self, units: Sequence[Unit]) -> tuple[tuple[int, ...], ...]:
-        """For every unit the values made before it and read after it, whose gradients wait while its backward runs; for
-        a part of a concatenation the whole, as its gradient is a part of that of the whole."""
+        """The values, for each unit, that are made before it and read after it, and whose gradients wait while its
+        backward runs. A part of a concatenation stands for the whole, as its gradient is a part of that of the
+        whole."""
         unit_of = {index: unit.index for unit in units for index in range(unit.first_op, unit.end_op)}
         waiting: list[set[int]] = [set() for _ in units]
         for tensor in self._needs_gradient - self._parameters.keys():
@@ -340,7 +345,7 @@ class WorkCounter:
 
     def buffer_users(self, units: Sequence[Unit]) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Every buffer of the model, and the units on whose ranks it lies: those that read it or call the module that
-        holds it. Where ranks run modules, one that no called module holds lies on all of them."""
+        holds it. Where ranks run modules, a buffer that no called module holds lies on all of them."""
         runs_modules = not self.graph.capabilities.single_controller
         unit_of = {index: unit.index for unit in units for index in range(unit.first_op, unit.end_op)}
         found = []
@@ -356,7 +361,8 @@ class WorkCounter:
         return tuple(found)
 
     def batch_statistics_bytes(self, unit: Unit) -> int:
-        """Mean and variance in fp64 of what the unit's ops norm by the batch: what was known of them before a step."""
+        """Bytes of the mean and variance in fp64 of what the unit's ops norm by the batch: those known before a
+        step."""
         found = 0
         for op in self.graph.ops[unit.first_op : unit.end_op]:
             if op.kind == "normalization":
@@ -369,7 +375,8 @@ class WorkCounter:
     def _collectives(
         self, layouts: RealisedUnit | None, batch: int, precision: str
     ) -> tuple[tuple[Collective, ...], ...]:
-        """Of the forward pass, of the backward pass, what the backward pass gathers again, and once a step."""
+        """The collectives of the forward pass, of the backward pass, those gathered again in the backward pass, and
+        those of a step."""
         found: tuple[list[Collective], ...] = ([], [], [], [])
         forward, backward, again, at_the_end = found
         if layouts is None:
@@ -398,7 +405,7 @@ class WorkCounter:
         return any(self._is_far(user) for user in self._users.get(tensor, []))
 
     def memory_of(self, tensor: int) -> int:
-        """The tensor whose memory it shares, itself where it is no view."""
+        """The tensor whose memory this one shares; itself where it is no view."""
         return self._alias.get(tensor, tensor)
 
     def _product(self, op: Op, batch: int, ways: Mapping[int, int], size_bytes: int) -> Product:
@@ -425,7 +432,7 @@ class WorkCounter:
         return Product(flops, size_bytes, batches, m, n, k, back, again)
 
     def _is_weight(self, tensor: int) -> bool:
-        """A parameter, or a view or cast of one."""
+        """Whether the tensor is a parameter, or a view or cast of one."""
         while tensor not in self._parameters:
             made = self.graph.producer.get(tensor)
             if made is None or len(self.graph.ops[made].inputs) != 1:
@@ -452,8 +459,9 @@ class WorkCounter:
         return moved
 
     def _chains(self, unit: Unit) -> int:
-        """How many kernels the ops beside the products make when those that feed each other are fused: the connected
-        parts of the unit without its products. However finely a framework decomposes them, the number is the same."""
+        """The number of kernels that the ops beside the products make when those that feed each other are fused: the
+        connected parts of the unit without its products. However finely a framework decomposes them, the number is the
+        same."""
         chain: dict[int, int] = {}  # memory → an op of its chain
         parent: dict[int, int] = {}
 

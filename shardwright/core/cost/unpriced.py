@@ -1,4 +1,4 @@
-"""Ops of which nothing but their operands is known: what they may cost at most, and which they are."""
+"""The ops of which nothing but their operands is known: their names, and an estimate from above of their cost."""
 
 import math
 from collections import Counter

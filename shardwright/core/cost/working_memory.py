@@ -1,4 +1,4 @@
-"""What is alive while a unit runs: the most that its forward and backward hold beside what the backward keeps."""
+"""The memory alive while a unit runs: the most bytes that its forward and backward hold beside what is kept."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -6,11 +6,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from shardwright.core.model.graph import Graph, Op
 
 LINEAR_SUMS = frozenset({"add", "bias"})
-"""Sums hand the gradient on as it is: no memory of its own."""
+"""Names of the sums that hand the gradient on as it is, without memory of its own."""
 
 
 class LiveBytes:
-    """Follows every value, then every gradient, from the op that makes it to the last that reads it.
+    """A count of the bytes alive in a unit. Every value, then every gradient, lives from the op that makes it to the
+    last that reads it.
 
     Args:
         alias: tensor → the tensor whose memory it shares.
@@ -37,7 +38,7 @@ class LiveBytes:
         mask_bytes: Mapping[int, int],
         size_of: Callable[[int], int],
     ) -> tuple[int, int]:
-        """The most bytes alive at once while the ops run forward and then backward, less all that is kept; the same
+        """The most bytes alive at once while the ops run forward and then backward, less all that is kept; and the same
         where the gradients that the backward is given stay to its end.
 
         Args:
@@ -134,24 +135,25 @@ class LiveBytes:
         return peak
 
     def _hands_on(self, op: Op, tensor: int) -> bool:
-        """Whether the gradient of the operand is the memory of the result's."""
+        """Whether the gradient of the operand shares the memory of the result's gradient."""
         same = self.graph.tensors[tensor].elements(2) == self.graph.tensors[op.outputs[0]].elements(2)
         return same and (op.kind == "view" or op.name.rsplit("/")[-1].split(".")[-1] in LINEAR_SUMS)
 
 
 class _Gradients:
-    """Gradients under way; several may share one piece of memory."""
+    """The gradients under way; several may share one block of memory."""
 
     def __init__(self) -> None:
         self.memory: dict[int, int] = {}
-        """Tensor → its piece."""
+        """Tensor → the block of memory of its gradient."""
         self._sizes: dict[int, int] = {}
         self._owners: Counter[int] = Counter()
         self._next = 0
         self.bytes = 0
 
     def add(self, tensor: int, size: int) -> None:
-        """A gradient of its own; one that is there already is added to in place, unless others share its memory."""
+        """Give a tensor a gradient of its own. One that is there already is added to in place, unless others share its
+        memory."""
         if tensor in self.memory:
             if self._owners[self.memory[tensor]] == 1:
                 return

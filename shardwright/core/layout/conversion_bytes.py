@@ -6,7 +6,7 @@ from shardwright.core.layout.placements import Partial, Placement, Replicate, Sp
 
 def table_bytes(before: Placement, after: Placement, ranks: int, size_bytes: float) -> float:
     """Bytes that all ``ranks`` together move to convert a tensor of ``size_bytes`` in all: (n-1)/n·|T| between splits,
-    (n-1)·|T| to gather or to reduce into pieces, 2(n-1)·|T| to reduce and share, nothing for what is local."""
+    (n-1)·|T| to gather or to reduce into shards, 2(n-1)·|T| to reduce and share, nothing for what is local."""
     if ranks < 1:
         raise LayoutError(f"an axis has at least one rank: given {ranks}")
     if before == after or isinstance(before, Replicate):

@@ -11,7 +11,7 @@ AXIS_OF_LETTER = {"P": "pp", "D": "dp", "T": "tp"}
 """The letters of placement orders, as SageMaker's `placement_strategy` has them."""
 
 MOST_RANKS = 1 << 20
-"""Of a mesh or a cluster: several times the largest machine that there is."""
+"""The most ranks of a mesh or a cluster: several times the largest machine that there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,13 @@ class Mesh:
 
     @classmethod
     def of(cls, **axes: int) -> "Mesh":
-        """``Mesh.of(pp=2, dp=2, tp=2)``: the first axis is outermost."""
+        """A mesh from the sizes of its axes, as ``Mesh.of(pp=2, dp=2, tp=2)``: the first axis is outermost."""
         return cls(tuple(axes), tuple(axes.values()))
 
     @classmethod
     def placed(cls, order: str, *, pp: int, dp: int, tp: int) -> "Mesh":
-        """The mesh of a placement order, a permutation of D, P and T: the last letter is neighbouring ranks.
+        """The mesh of a placement order, a permutation of D, P and T. Ranks that differ only on the last letter are
+        neighbours.
 
         Raises ClusterError for anything else.
         """
@@ -60,7 +61,7 @@ class Mesh:
         return math.prod(self.sizes)
 
     def stride(self, axis: str) -> int:
-        """How far apart neighbours on an axis are, in ranks."""
+        """The distance between neighbours on an axis, in ranks."""
         return math.prod(self.sizes[self._index(axis) + 1 :])
 
     def axis_size(self, axis: str) -> int:

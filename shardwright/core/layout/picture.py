@@ -1,4 +1,4 @@
-"""Which rank holds which part of an array, drawn with characters."""
+"""A picture of the ranks that hold each part of an array, drawn with characters."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,13 +7,13 @@ from shardwright.core.layout.mesh import Mesh
 from shardwright.core.layout.placements import Layout, Split
 
 MOST_CELLS = 16
-"""Along one dim; what has more is drawn as its first and last ones."""
+"""The most parts of one dim that are drawn; a dim with more is drawn as its first and last ones."""
 
 
 def picture(shape: Sequence[int], layout: Layout, mesh: Mesh, *, pp: int = 0) -> str:
-    """An array of ``shape`` as the ranks of one pipeline coordinate hold it: a box for every part, and in it its ranks.
+    """An array of ``shape`` as the ranks of one pipeline coordinate hold it, with a box for every part and its ranks.
 
-    Of two dims that are split the later lies across, the other down; a dim of several blocks shows the parts of every
+    Where two dims are split, the later lies across and the other down; a dim of several blocks shows the parts of every
     block. The sizes of the parts stand beside and below. Raises LayoutError where the parts are not equal.
     """
     layout.check(tuple(shape), mesh)
@@ -39,7 +39,7 @@ def picture(shape: Sequence[int], layout: Layout, mesh: Mesh, *, pp: int = 0) ->
 
 
 Part = tuple[object, dict[str, int]]
-"""(entries, coordinates of the ranks that hold it)."""
+"""(entries, coordinates of the ranks that hold the part)."""
 
 
 def _parts(dim: int, shape: Sequence[int], layout: Layout, mesh: Mesh) -> list[Part]:

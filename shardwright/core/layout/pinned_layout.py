@@ -1,4 +1,4 @@
-"""One parameter's layout as somebody asked for it."""
+"""The layout of one parameter as somebody asked for it."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ from shardwright.core.layout.placements import Layout, Placement, Replicate
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """One parameter's layout on the axes that ``layout`` names and on those in ``whole``, and who asked for it."""
+    """The layout of one parameter on the axes that ``layout`` names and on those in ``whole``, and who asked for it."""
 
     name: str
     layout: Layout
     source: str
     whole: tuple[str, ...] = ()
-    """Axes on which it is replicated on purpose."""
+    """The axes on which the parameter is replicated on purpose."""
 
     def on(self, axis: str) -> Placement | None:
         """The placement on an axis; None where the pin leaves it free."""

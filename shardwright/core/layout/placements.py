@@ -1,4 +1,4 @@
-"""Placements and layouts: how one logical tensor lies over the axes of a mesh.
+"""Placements and layouts: the distribution of one logical tensor over the axes of a mesh.
 
 The vocabulary is OneFlow's split / broadcast / partial-value (arXiv 2110.15032, section 3), which is DTensor's
 Shard / Replicate / Partial and, without the partial values, JAX's PartitionSpec.
@@ -19,7 +19,7 @@ Reduction = Literal["sum", "max", "min", "mean"]
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every rank along the axis holds the whole tensor."""
+    """A placement by which every rank along the axis holds the whole tensor."""
 
     def __str__(self) -> str:
         return "R"
@@ -27,10 +27,10 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Every rank along the axis holds an equal piece of dimension ``dim``.
+    """A placement by which every rank along the axis holds an equal shard of dimension ``dim``.
 
-    ``blocks`` gives the sizes of the parts that the dimension is made of (a fused q|k|v matrix of three parts);
-    each part is then split by itself, and a rank holds its piece of every part.
+    ``blocks`` gives the sizes of the parts that the dimension is made of (a fused q|k|v matrix of three parts). Each
+    part is then split by itself, and a rank holds its shard of every part.
     """
 
     dim: int
@@ -50,7 +50,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every rank along the axis holds a term; the tensor is their reduction by ``op``."""
+    """A placement by which every rank along the axis holds a term; the tensor is their reduction by ``op``."""
 
     op: Reduction = "sum"
 
@@ -110,7 +110,7 @@ class Layout:
 
     @classmethod
     def of(cls, placements: Mapping[str, Placement] | None = None, /, **named: Placement) -> "Layout":
-        """``Layout.of(tp=Split(0))``, or from a mapping of axis to placement."""
+        """A layout from its placements, as ``Layout.of(tp=Split(0))``, or from a mapping of axis to placement."""
         return cls(tuple({**(placements or {}), **named}.items()))
 
     def on(self, axis: str) -> Placement:
@@ -122,7 +122,7 @@ class Layout:
         return not self.placements
 
     def check(self, shape: tuple[int, ...], mesh: Mesh) -> None:
-        """Raise LayoutError unless a tensor of ``shape`` can lie like this, in equal pieces, on ``mesh``."""
+        """Raise LayoutError unless a tensor of ``shape`` can lie like this, in equal shards, on ``mesh``."""
         if not isinstance(shape, tuple) or any(type(size) is not int for size in shape):
             raise LayoutError(f"a shape is a tuple of whole numbers: given {shape!r}")
         ways = [1] * len(shape)
@@ -146,7 +146,7 @@ class Layout:
                     )
 
     def local_shape(self, shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
-        """The shape of one rank's piece. Raises LayoutError as `check` does."""
+        """The shape of one rank's shard. Raises LayoutError as `check` does."""
         self.check(shape, mesh)
         local = list(shape)
         for axis, placement in self.placements:
@@ -155,7 +155,7 @@ class Layout:
         return tuple(local)
 
     def pieces(self, mesh: Mesh) -> int:
-        """Into how many different pieces the tensor is cut."""
+        """The number of different shards of the tensor."""
         return math.prod(mesh.axis_size(axis) for axis, p in self.placements if isinstance(p, Split))
 
     def __str__(self) -> str:

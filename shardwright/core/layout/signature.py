@@ -13,18 +13,18 @@ from shardwright.core.errors import LayoutError
 from shardwright.core.layout.placements import Partial, Placement, Reduction, Replicate, placement_of
 
 Need = Literal["", "offset", "combine"]
-"""What the local op needs beside its pieces: nothing; where its piece starts (a lookup in a piece of a table); or a
-small reduction inside it (the statistics of a softmax or a normalisation along a split dim)."""
+"""The need of the local op beside its shards: nothing; the offset at which its shard starts (a lookup in a shard of a
+table); or a small reduction inside it (the statistics of a softmax or a normalisation along a split dim)."""
 
 REDUCTIONS: tuple[Reduction, ...] = ("sum", "mean", "max", "min")
 IDEMPOTENT: tuple[Reduction, ...] = ("mean", "max", "min")
-"""Reductions of equal terms that give the term back: a replicated value is a partial one for these as it lies."""
+"""The reductions of equal terms that give the term back: a replicated value is a partial one for these as it lies."""
 LINEAR: tuple[Reduction, ...] = ("sum", "mean")
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Placements along one axis of every input and every output of an op."""
+    """The placements of every input and every output of an op along one axis."""
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
@@ -77,10 +77,11 @@ def commute(placements: Iterable[Placement]) -> bool:
 
 
 def joint(per_axis: Sequence[Sequence[Signature]]) -> tuple[tuple[Signature, ...], ...]:
-    """One signature for every axis of a mesh: all choices whose operands hold no mixed partial values.
+    """The joint signatures for all axes of a mesh, one signature for each axis: all choices whose operands hold no
+    mixed partial values.
 
-    Axes are independent otherwise: what one axis's pieces compute is again the op, on smaller operands. Whether dims
-    that several axes split divide is for the caller to check (`core.rules.legal_signatures.divides`).
+    Axes are independent otherwise: the shards of one axis compute the op again, on smaller operands. Whether dims that
+    several axes split divide is for the caller to check (`core.rules.legal_signatures.divides`).
     """
     found = []
     for chosen in product(*per_axis):

@@ -1,8 +1,8 @@
-"""A unit's layouts in full: what every op reads and makes on each axis, and the conversions between ops.
+"""The layouts of a unit in full: what every op reads and makes on each axis, and the conversions between ops.
 
-This is what a tensor-parallel runtime carries out. A value lies as its producer made it (or as a parameter is held, or
-as it enters the unit). A link without a reader converts it once for all of its readers, a link with a reader for that
-one operand. Gradients go the other way: an op's backward leaves the gradient of an operand as its link's
+A tensor-parallel runtime carries this out. A value lies as its producer made it (or as a parameter is held, or as it
+enters the unit). A link without a reader converts it once for all of its readers, a link with a reader for that one
+operand. Gradients go the other way: an op's backward leaves the gradient of an operand as its link's
 ``gradient_before`` says; where several readers meet, the terms are added up; the link turns the sum into
 ``gradient_after``.
 """
@@ -26,7 +26,7 @@ class Step:
     before: Placement
     after: Placement
     others: Places
-    """What the other axes hold meanwhile (replicated at ``axis``): they share the tensor among them."""
+    """The placements on the other axes meanwhile (replicated at ``axis``): these axes share the tensor among them."""
 
     @property
     def collective(self) -> str:
@@ -39,7 +39,7 @@ class Step:
 
 
 def steps(before: Places, after: Places) -> Iterator[Step]:
-    """The conversion along one axis after the other: cut first what shrinks the tensor, gather last."""
+    """The steps of a conversion, one axis after the other: splits that shrink the tensor come first, gathers last."""
     now = list(before)
     for axis in sorted(range(len(before)), key=lambda a: _rank(before[a], after[a])):
         if now[axis] != after[axis]:
@@ -58,24 +58,24 @@ def _rank(before: Placement, after: Placement) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How a tensor gets from where it lies to where it is read."""
+    """The conversion of a tensor from the layout in which it lies to that in which it is read."""
 
     tensor: int
     reader: int | None
     """The op (its index in the graph) that reads it; None: all of its readers, or the units that come after."""
     position: int
-    """Which operand of the reader."""
+    """The position of the operand among those of the reader."""
     before: Places
     after: Places
     gradient_before: Places
     gradient_after: Places
-    """Both () where no gradient comes back."""
+    """The placements of the gradient as it is made and as it is wanted; both () where no gradient comes back."""
     flows: bool
     """Whether a gradient comes back."""
     is_parameter: bool = False
-    """A parameter is cut where it lies, and its gradient is reduced once a step."""
+    """Whether the tensor is a parameter, which is split where it lies and whose gradient is reduced once a step."""
     leaves: bool = False
-    """Whether this is for the units that come after."""
+    """Whether the link is for the units that come after."""
 
     @property
     def forward(self) -> tuple[Step, ...]:
@@ -93,9 +93,9 @@ class RealisedUnit:
     unit: int
     first_op: int
     axes: tuple[tuple[str, int], ...]
-    """(name, ranks)."""
+    """(name, number of ranks) of every axis."""
     signatures: tuple[tuple[Signature, ...], ...]
-    """For every op of the unit, in order, one signature for each axis."""
+    """One signature for each axis, for every op of the unit in order."""
     links: tuple[Link, ...]
     parameters: tuple[tuple[int, Layout], ...]
     """(tensor, layout) of every parameter that the unit uses."""
@@ -104,15 +104,15 @@ class RealisedUnit:
     leaves: tuple[tuple[int, Layout], ...] = ()
 
     def __hash__(self) -> int:
-        """Of the little that tells most units apart: hashing every signature and link would take long."""
+        """The hash of the little that tells most units apart: hashing every signature and link would take long."""
         return hash((self.unit, self.axes, self.parameters, self.enters, self.leaves))
 
     def operand(self, op: int, position: int) -> Places:
-        """How operand ``position`` of op ``op`` (its index in the graph; inputs, then outputs) lies."""
+        """The placements of operand ``position`` of op ``op`` (its index in the graph; inputs, then outputs)."""
         return tuple((*s.inputs, *s.outputs)[position] for s in self.signatures[op - self.first_op])
 
     def ways(self, places: Places) -> int:
-        """Into how many pieces a tensor is cut that lies like this."""
+        """The number of shards of a tensor that lies like this."""
         cut = (size for (_, size), place in zip(self.axes, places, strict=True) if isinstance(place, Split))
         return math.prod(cut)
 

@@ -1,4 +1,4 @@
-"""Which modules of a model are its blocks: what a pipeline cut keeps whole.
+"""The blocks of a model: the modules that a pipeline cut keeps whole.
 
 A block is a member of an indexed family: ``h.0, h.1 …`` of a container, ``Block_0, Block_1 …`` or ``stage1, stage2 …``
 of a module. Families nest (stages of blocks, an encoder of layers): a member that is mostly made of an inner family and
@@ -29,7 +29,7 @@ class Node:
     path: str
     children: list[int] = field(default_factory=list)
     shapes: Counter[Shape] = field(default_factory=Counter)
-    """Of the parameters used inside."""
+    """The shapes of the parameters used inside, with their numbers."""
 
     @property
     def elements(self) -> int:
@@ -89,8 +89,9 @@ def _blocks_under(nodes: list[Node], parent: int) -> list[int]:
 
 
 def _families(nodes: list[Node], parent: int) -> dict[int, list[int]]:
-    """For every child that belongs to an indexed family, its members: a container's (``h.0``) always; numbered modules
-    (``Block_0``, ``stage1``) when there are several and they contain modules, so that ``fc1`` and ``ln_2`` are none."""
+    """The family of every child that belongs to an indexed one: a container's members (``h.0``) always; numbered
+    modules (``Block_0``, ``stage1``) when there are several and they contain modules, so that ``fc1`` and ``ln_2`` form
+    none."""
     members: dict[tuple[str, str], list[int]] = {}
     for child in nodes[parent].children:
         container, _, last = nodes[child].path.rpartition(".")

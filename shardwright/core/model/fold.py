@@ -1,4 +1,4 @@
-"""Units and folding: the pieces that a pipeline cut keeps whole, and which of them are the same.
+"""Units and folding: the parts of a model that a pipeline cut keeps whole, and the classes of identical ones.
 
 A unit is a contiguous range of ops: one call of a block (`core.model.blocks`), or what lies between blocks
 (embeddings; final norm, head and loss). Where a framework records no module calls (a pure JAX function), ops belong to
@@ -23,7 +23,7 @@ GLUE = "glue"
 
 @dataclass(frozen=True, slots=True)
 class CallRef:
-    """One call of one module: its path and how many times it was called before."""
+    """One call of one module: its path and the number of calls of that path before it."""
 
     path: str
     occurrence: Amount = 0
@@ -31,7 +31,7 @@ class CallRef:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Ops ``first_op`` … ``end_op - 1`` of the graph."""
+    """A unit: the ops ``first_op`` … ``end_op - 1`` of the graph."""
 
     index: int
     first_op: int
@@ -52,7 +52,7 @@ class Folded:
 
     @property
     def classes(self) -> tuple[tuple[int, ...], ...]:
-        """For every class the units in it; the first is its representative."""
+        """The units of every class; the first is its representative."""
         members: dict[int, list[int]] = {}
         for unit in self.units:
             members.setdefault(unit.fold_class, []).append(unit.index)
@@ -78,7 +78,7 @@ def fold(graph: Graph) -> Folded:
 
 
 def _block_of_calls(graph: Graph) -> list[str | None]:
-    """For every call, the block around it (a key that tells the calls of one block apart)."""
+    """The block around every call, as a key that tells the calls of one block apart; None outside every block."""
     blocks = find_blocks(call_tree(graph))
     found: list[str | None] = []
     for index, call in enumerate(graph.calls):
@@ -90,7 +90,7 @@ def _block_of_calls(graph: Graph) -> list[str | None]:
 
 
 def _block_of_parameters(graph: Graph) -> dict[int, str]:
-    """For every parameter inside a block, by name alone, its tensor and the block's path."""
+    """The tensor of every parameter inside a block, by name alone, and the block's path."""
     nodes = parameter_tree(graph)
     blocks = sorted((nodes[b].path for b in find_blocks(nodes)), key=len)
     inside = {p.tensor: b for p in graph.parameters for b in blocks if p.name.startswith(f"{b}.")}
@@ -106,7 +106,7 @@ def _innermost(name: str) -> str:
 
 
 def _owners(graph: Graph) -> list[str | None]:
-    """Who an op belongs to: a block, `GLUE` (a module or a parameter outside every block), or nobody."""
+    """The owner of every op: a block, `GLUE` (a module or a parameter outside every block), or None for nobody."""
     has_calls = len(graph.calls) > 1
     blocks = _block_of_calls(graph)
     if has_calls and not any(blocks):  # no indexed container at all: every innermost module is a unit
@@ -173,7 +173,7 @@ def crossing_bytes(graph: Graph, size_bytes: Callable[[int], int] | None = None)
 
 
 def _merge_small_gaps(graph: Graph, labels: Sequence[str], starts: Sequence[int]) -> list[tuple[int, int]]:
-    """Glue between two blocks that holds no parameter joins the block after it."""
+    """The ranges of ops of one label. Glue between two blocks that holds no parameter joins the block after it."""
     parameters = {p.tensor for p in graph.parameters}
     ranges: list[tuple[int, int]] = []
     carried: int | None = None
@@ -188,7 +188,7 @@ def _merge_small_gaps(graph: Graph, labels: Sequence[str], starts: Sequence[int]
 
 
 def _outermost_calls(graph: Graph, ranges: Sequence[tuple[int, int]]) -> list[tuple[CallRef, ...]]:
-    """For every range the outermost calls that lie wholly inside it, in order of their first op."""
+    """The outermost calls that lie wholly inside each range, in order of their first op."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for position, op in enumerate(graph.ops):
@@ -212,7 +212,7 @@ def _outermost_calls(graph: Graph, ranges: Sequence[tuple[int, int]]) -> list[tu
 
 
 def _fingerprint(graph: Graph, first: int, end: int) -> object:
-    """What two units must share to be solved once: kinds, labels, shapes and wiring."""
+    """The features that two units must share to be solved once: kinds, labels, shapes and wiring."""
     local: dict[int, int] = {}
     rows = []
     for op in graph.ops[first:end]:

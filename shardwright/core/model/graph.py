@@ -34,7 +34,7 @@ OpKind = Literal[
 ]
 
 LabelRole = Literal["map", "sum", "index", "statistic", "whole"]
-"""What splitting a label does to an op: nothing (map), a partial-sum output (sum: contracted; index: looked up),
+"""The effect that splitting a label has on an op: none (map), a partial-sum output (sum: contracted; index: looked up),
 a small reduction inside the op (statistic: softmax, normalisation), or not allowed (whole)."""
 
 TensorRole = Literal["parameter", "buffer", "input", "activation", "constant"]
@@ -122,14 +122,15 @@ class Op:
     name: str
     """The framework's own name of the op."""
     inputs: tuple[int, ...]
-    """Of role ``activation`` where the graph is a part of a model, and gradients flow on into what comes before it."""
+    """Indices into the graph's tensors. A graph that is a part of a model has inputs of role ``activation``, and
+    gradients flow on from them into what comes before it."""
     outputs: tuple[int, ...]
     labels: tuple[tuple[int, ...], ...]
     special: tuple[tuple[int, LabelRole], ...] = ()
     """The labels whose role is not the default: map, or sum for a label that only inputs carry."""
     offsets: tuple[int, ...] = ()
     call: int = 0
-    """Index into the graph's calls: the innermost module call that the op ran in."""
+    """The index into the graph's calls of the innermost module call that the op ran in."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(OpKind):
@@ -161,10 +162,10 @@ class Call:
     """One call of a module. Call 0 is the root: the model itself, with path ``""``; its parent is itself."""
 
     path: str
-    """The framework's own: a dotted name in torch, pytree keys joined by '.' in JAX."""
+    """The framework's own path: a dotted name in torch, pytree keys joined by '.' in JAX."""
     parent: int
     occurrence: int = 0
-    """How many times this path was called before."""
+    """The number of calls of this path before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,23 +187,23 @@ class Footprint:
     """Bytes of one microbatch of a unit as its framework's runtime holds them, in pairs (fixed, for each sample)."""
 
     kept: tuple[int, int]
-    """From forward to backward, what enters the unit and is read again included."""
+    """Bytes kept from forward to backward, including what enters the unit and is read again."""
     kept_selective: tuple[int, int]
     """The same under selective recompute."""
     passing: tuple[tuple[int, int], ...]
-    """What the backward holds beside that at each of its moments that may be the fullest: which one is, depends on the
-    batch."""
+    """Bytes that the backward holds beside that, at each of its moments that may be the fullest. The batch decides
+    which one is."""
     wide_share: float
-    """Of what is kept, the share that is in fp32: what another precision makes smaller; 0 where nothing is kept."""
+    """The share of what is kept that is in fp32, which another precision makes smaller; 0 where nothing is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptTwice:
-    """What two neighbouring units keep together less than each for itself: what the first makes, the second reads."""
+    """The bytes that two neighbouring units keep less together than apart: the second reads what the first makes."""
 
     first: int
     second: int
-    """Classes of units."""
+    """The classes of the two units."""
     size: tuple[int, int]
     """Bytes of one microbatch: (fixed, for each sample)."""
 
@@ -223,14 +224,14 @@ class Graph:
     sample_batch: int
     """The batch size of the sample that was given."""
     pins: tuple[Pin, ...] = ()
-    """Layouts that the model itself asks for: marks on its modules."""
+    """Layouts that the model itself asks for, by marks on its modules."""
     logical_axes: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
-    """(parameter, a name for every dim) of the parameters that name their dims."""
+    """(parameter, a name for every dim) for each parameter that names its dims."""
     footprints: tuple[Footprint, ...] = ()
-    """For every class of units, in the order of `core.model.fold`; empty where the framework does not say: they are
-    then counted by kinds of op."""
+    """The footprint of every class of units, in the order of `core.model.fold`. Empty where the framework does not say:
+    the bytes are then counted by kinds of op."""
     kept_twice: tuple[KeptTwice, ...] = ()
-    """For the neighbours among units that keep less together, where there are footprints."""
+    """The neighbouring units that keep less together, where there are footprints."""
     memory_traits: MemoryTraits = PLAIN_MEMORY
     producer: dict[int, int] = field(init=False, repr=False, compare=False, hash=False)
     """Tensor → the op that makes it; parameters and inputs have none."""
@@ -262,7 +263,7 @@ class Graph:
         return self.capabilities.framework
 
     def label_sizes(self, op: Op, batch: int) -> dict[int, int]:
-        """The size of every label of an op; of a whole and its parts, the whole."""
+        """The size of every label of an op; for a whole and its parts, that of the whole."""
         sizes: dict[int, int] = {}
         for tensor, labels in zip((*op.inputs, *op.outputs), op.labels, strict=True):
             for label, size in zip(labels, self.tensors[tensor].shape(batch), strict=True):

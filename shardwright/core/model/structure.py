@@ -1,4 +1,4 @@
-"""What two captures of one model share, whatever the framework: units, classes and parameter slots.
+"""The structure that two captures of one model share, whatever the framework: units, classes and parameter slots.
 
 A parameter slot is named by how it is used: ``w0, w1 …`` are the matrices of a unit in order of first use, ``v0, v1 …``
 its vectors. The dims of a matrix are put in one order for both frameworks: what is summed over or looked up (``in``),
@@ -20,7 +20,7 @@ from shardwright.core.model.graph import Graph
 from shardwright.core.values.fields import Amount, Count
 
 SlotDims = tuple[tuple[tuple[Amount, Count], ...], ...]
-"""For every slot dim the framework's own dims that make it up, outermost first: (dim, size)."""
+"""The framework's own dims that make up every slot dim, outermost first: (dim, size)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class Slot:
     """(in, out) entries for a matrix, (entries,) for a vector."""
     dims: SlotDims
     parameter: int
-    """Index into the graph's parameters."""
+    """The index into the graph's parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitBinding:
-    """How a framework names the parts of one unit."""
+    """The framework's names for the parts of one unit."""
 
     calls: tuple[CallRef, ...]
     parameters: tuple[tuple[str, str, SlotDims], ...]
@@ -46,13 +46,13 @@ class UnitBinding:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """How a framework names the parts of a structure."""
+    """The framework's names for the parts of a structure."""
 
     units: tuple[UnitBinding, ...]
     aliases: tuple[tuple[str, ...], ...] = ()
     """The names of every tied parameter, its first name first."""
     unused: tuple[str, ...] = ()
-    """Parameters that no op reads: they belong to no unit and stay as they are."""
+    """The parameters that no op reads: they belong to no unit and stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Structure:
 
     unit_classes: tuple[int, ...]
     class_slots: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]
-    """For every class its slots: (role, shape)."""
+    """The slots of every class: (role, shape)."""
     ties: tuple[tuple[str, ...], ...]
-    """Slots, as ``unit/role``, that are one parameter."""
+    """The groups of slots, as ``unit/role``, that are one parameter."""
 
     @cached_property
     def digest(self) -> str:
@@ -152,7 +152,7 @@ def unit_slots(graph: Graph, unit: Unit) -> tuple[Slot, ...]:
 
 
 def layout_of(layouts: Mapping[str, Layout], unit: int, structural: int, role: str) -> Layout:
-    """What layouts by slot (``class/role``, ``@unit/role``) say of one unit's slot."""
+    """The layout of one unit's slot in layouts by slot: ``@unit/role``, else ``class/role``, else replicated."""
     return layouts.get(f"@{unit}/{role}", layouts.get(f"{structural}/{role}", Layout()))
 
 
@@ -224,7 +224,7 @@ def matrix_dims(graph: Graph, unit: Unit, tensor: int) -> tuple[list[int], list[
 
 
 def nearest_names(missing: Sequence[str], present: Sequence[str], limit: int = 3) -> str:
-    """For an error: which names are missing, and the nearest that are there."""
+    """The text of an error about missing names: ``limit`` of them at most, each with the nearest present name."""
     lines = []
     for name in missing[:limit]:
         close = difflib.get_close_matches(name, present, n=1, cutoff=0.3)
@@ -250,5 +250,5 @@ def require_names(binding: Binding, names: Sequence[str], model_name: str) -> No
 
 
 def measured_name(framework: str, digest: str) -> str:
-    """What a model is called where its units were measured: they take other times in the other framework."""
+    """The name under which a model's units are measured, with the framework: times differ between frameworks."""
     return f"{framework}:{digest}"

@@ -1,8 +1,8 @@
-"""Stages of the ops that no unit holds: where the fewest bytes cross between stages.
+"""The stages of the ops that no unit holds, chosen so that the fewest bytes cross between stages.
 
-A plan says where units run. What lies between them (a sum of two branches, a pooling, the loss) may run on any stage
-from the latest that it reads from to the first that reads from it. Of all such choices this takes one that sends the
-fewest bytes over every border between stages: a minimum cut for each border, whose solutions are nested.
+A plan says where units run. The ops between them (a sum of two branches, a pooling, the loss) may run on any stage from
+the latest that they read from to the first that reads from them. This takes a choice that sends the fewest bytes over
+every border between stages: a minimum cut for each border, whose solutions are nested.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,20 +16,20 @@ class ProgramOp:
     """One op of a program, as a cut into stages sees it."""
 
     reads: Sequence[int]
-    """The values that it reads; those that no op of the program makes are on every stage."""
+    """The values that the op reads; values that no op of the program makes are on every stage."""
     makes: Sequence[int]
     stage: int | None = None
-    """Where the plan puts it; None: open."""
+    """The stage that the plan gives the op; None where it is open."""
     homes: frozenset[int] = frozenset()
-    """The stages that hold the parameters which an open op uses: it runs at the first of them that is not behind the
-    ops before it, at the only one in any case."""
+    """The stages that hold the parameters that an open op uses. It runs at the first of them that is not behind the ops
+    before it, and in any case at the only one."""
 
 
 def open_stages(ops: Sequence[ProgramOp], stages: int, size_bytes: Callable[[int], int]) -> list[int]:
-    """The stage of every op of a program that runs in order. No op runs before what it reads, so that one which the
-    plan puts there comes later.
+    """The stage of every op of a program that runs in order. No op runs before an op that it reads, so an op may run
+    later than the stage that the plan gives it.
 
-    ``size_bytes``: of a value of the program. Among choices that send as much, ops run as late as they can.
+    ``size_bytes`` is the size of a value of the program. Among choices that send as much, ops run as late as they can.
     """
     program = _Program(ops, stages, size_bytes)
     found = list(program.earliest)
@@ -71,7 +71,7 @@ class _Program:
 
     @staticmethod
     def _known(ops: Sequence[ProgramOp]) -> list[int | None]:
-        """The stages of the ops that the plan or the parameters that they use place."""
+        """The stages of the ops that are placed by the plan or by the parameters that they use; None for the others."""
         found: list[int | None] = []
         so_far = 0
         for op in ops:
@@ -92,8 +92,8 @@ class _Program:
         return [sorted(node for node in part if node >= 0) for part in nx.connected_components(graph)]
 
     def up_to(self, stage: int, group: Sequence[int]) -> list[int]:
-        """The ops of a group that run on this stage or before, where the fewest bytes leave these stages: as few ops
-        as do that."""
+        """The ops of a group that run on this stage or before, where the fewest bytes leave these stages: as few ops as
+        reach that minimum."""
 
         def side(index: int) -> int | str:
             if self.latest[index] <= stage:

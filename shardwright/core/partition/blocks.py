@@ -1,9 +1,9 @@
 """RaNNC's cut: tasks join into atoms, atoms into blocks, blocks into stages (arXiv 2103.16063, section 3).
 
 Atoms are the tasks that depend on the model's input, each with the constant tasks that feed it. Blocks grow from atoms,
-the cheapest first: a block joins the neighbour that saves most communication, as long as the union is convex, fits
-the memory and is no slower than mean + 2 standard deviations; then the cheapest neighbours in topological order join
-until few enough are left. Stages come from a dynamic programme over those (`partition.pareto`).
+the cheapest first. A block joins the neighbour that saves most communication, as long as the union is convex, fits the
+memory and is no slower than mean + 2 standard deviations. Then the cheapest neighbours in topological order join until
+few enough are left. Stages come from a dynamic programme over those (`partition.pareto`).
 """
 
 import heapq
@@ -21,7 +21,7 @@ from shardwright.core.partition.tasks import Tasks
 
 MOST_BLOCKS = 32
 MEMORY_SHARE = 0.9
-"""Of the device: what a stage may fill, as RaNNC has it."""
+"""The share of the device's memory that a stage may fill, as in RaNNC."""
 
 
 @dataclass(slots=True)
@@ -32,22 +32,22 @@ class Block:
     seconds: float
     bytes: float
     first: int
-    """The first of its tasks in the order of the graph; names the block."""
+    """The first of the block's tasks in the order of the graph; it names the block."""
     before: dict[int, int] = field(default_factory=dict)
-    """Bytes from each block before it."""
+    """The bytes from each block before this one."""
     after: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCut:
-    """What RaNNC's way comes to."""
+    """The result of RaNNC's method."""
 
     blocks: tuple[tuple[int, ...], ...]
     """The tasks of every block, in topological order."""
     stage_of: tuple[int, ...]
-    """For every task its stage."""
+    """The stage of every task."""
     objective_s: float
-    """Largest forward + largest backward over the stages, transfers included."""
+    """The largest forward + largest backward over the stages, transfers included."""
 
 
 def block_cut(
@@ -59,13 +59,13 @@ def block_cut(
     live: Sequence[int] = (),
     most_blocks: int = MOST_BLOCKS,
 ) -> BlockCut | None:
-    """Tasks in ``stages`` stages, one device each.
+    """The cut of tasks into ``stages`` stages, one device each.
 
     Args:
-        send_s_per_byte: of a message between two devices.
-        limit_bytes: what a device has for parameters, their states and activations; a `MEMORY_SHARE` of it is used.
-        live: for every stage how many microbatches' activations are kept at once; none: one each.
-        most_blocks: how many blocks go into the dynamic programme, at least the number of stages.
+        send_s_per_byte: the seconds per byte of a message between two devices.
+        limit_bytes: a device's memory for parameters, their states and activations; a `MEMORY_SHARE` of it is used.
+        live: the number of microbatches of each stage whose activations are kept at once; empty: one each.
+        most_blocks: the number of blocks in the dynamic programme; at least the number of stages is used.
 
     Returns None where no cut fits. Raises PlanError for fewer tasks than stages.
     """
@@ -105,7 +105,7 @@ def blocks_of(tasks: Tasks, most: int, limit_bytes: float, live: int = 1) -> lis
 
 
 def _atoms(tasks: Tasks, live: int) -> dict[int, Block]:
-    """The tasks that depend on the input; a constant one belongs to the first task that uses it."""
+    """The atoms, as blocks: tasks that depend on the input, each with the constant tasks it is first to use."""
     users: list[list[int]] = [[] for _ in range(len(tasks))]
     for made, used, _ in tasks.edges:
         users[made].append(used)
@@ -160,7 +160,7 @@ def _grow(blocks: dict[int, Block], limit_bytes: float, most: int) -> None:
 def _partner(
     blocks: dict[int, Block], last_of: NDArray[np.int64], block: Block, longest: float, limit_bytes: float
 ) -> tuple[int, int] | None:
-    """The edge at a block whose ends are best joined: what it saves is its communication, both ways."""
+    """The edge at a block whose ends are best joined: the one that saves most communication, in either direction."""
     edges = [(size, block.first, name) for name, size in block.after.items()]
     edges += [(size, name, block.first) for name, size in block.before.items()]
     edges.sort(key=lambda edge: (-edge[0], edge[1], edge[2]))
@@ -175,7 +175,7 @@ def _partner(
 def _is_convex(blocks: dict[int, Block], last_of: NDArray[np.int64], a: int, b: int) -> bool:
     """Whether no path leads from ``a`` out and back to ``b``.
 
-    Edges go to later tasks. Beyond the point where every block that starts earlier has ended, nothing leads back.
+    Edges go to later tasks. Beyond the point where every block that starts earlier has ended, no edge leads back.
     """
     point = int(last_of[b])
     while (further := int(last_of[: point + 1].max())) > point:
@@ -213,7 +213,7 @@ def _join(blocks: dict[int, Block], a: int, b: int) -> Block:
 
 
 def _topological(blocks: dict[int, Block]) -> list[int]:
-    """Blocks so that each follows those it depends on; of several that may come, the one that starts first."""
+    """The blocks in topological order; of several that may come next, the one that starts first."""
     missing = {name: len(block.before) for name, block in blocks.items()}
     ready = [name for name, count in missing.items() if not count]
     heapq.heapify(ready)
@@ -229,7 +229,7 @@ def _topological(blocks: dict[int, Block]) -> list[int]:
 
 
 def _few(order: Iterable[Block], most: int, limit_bytes: float) -> list[tuple[int, ...]]:
-    """Join the cheapest neighbours until at most ``most`` are left, within the memory."""
+    """The tasks of the blocks when the cheapest neighbours are joined to at most ``most``, within the memory."""
     held = [(block.seconds, block.bytes, sorted(block.tasks)) for block in order]
     while len(held) > most:
         pairs = [

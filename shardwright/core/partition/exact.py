@@ -11,7 +11,7 @@ Matrix = NDArray[np.float64]
 
 
 def range_sums(values: Sequence[float] | NDArray[np.float64]) -> Matrix:
-    """``sums[a, b]``: the sum of ``values[a:b]`` for a < b, infinity elsewhere."""
+    """The sums ``sums[a, b]`` of ``values[a:b]`` for a < b; infinity elsewhere."""
     prefix = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
     sums: Matrix = prefix[None, :] - prefix[:, None]
     sums[np.tril_indices(len(prefix))] = np.inf
@@ -25,9 +25,9 @@ def min_max_cut(
 
     Args:
         times: (n+1, n+1); ``times[a, b]`` is the time of a stage that holds units a … b-1, infinity unless a < b. One
-            for all stages, or one for each where devices differ.
-        weights: of the same form; ties in time are broken by the largest weight (bytes of parameters).
-        stages: how many.
+            matrix for all stages, or one for each where devices differ.
+        weights: a matrix of the same form; ties in time are broken by the largest weight (bytes of parameters).
+        stages: the number of runs.
         fits: (stages, n+1, n+1), whether that stage may hold those units; None when all may.
 
     Returns:
@@ -54,16 +54,16 @@ def min_max_cut(
 
 
 def _reachable(stage: int, stages: int, units: int) -> tuple[slice, slice]:
-    """The entries of a matrix that a stage may take: stages before and after it hold at least one unit each."""
+    """The entries of a matrix that a stage may take: the stages before and after it hold at least one unit each."""
     spare = units - stages + 1
     return slice(stage, stage + spare), slice(stage + 1, stage + 1 + spare)
 
 
 def spread_cut(times: Sequence[Matrix], longest: float, fits: NDArray[np.bool_] | None = None) -> list[int] | None:
-    """The cut with the least sum of squared stage times among those whose stages take at most ``longest``: what one
-    unit leaves to the other stages is spread evenly over them.
+    """The cut with the least sum of squared stage times among those whose stages take at most ``longest``: the work
+    that one unit leaves to the other stages is spread evenly over them.
 
-    Args and returns as `min_max_cut`, of one matrix for each stage.
+    Arguments and result are as in `min_max_cut`, with one matrix for each stage.
     """
     stages, units = len(times), len(times[0]) - 1
     reached = np.full(units - stages + 1, np.inf)
@@ -81,8 +81,8 @@ def spread_cut(times: Sequence[Matrix], longest: float, fits: NDArray[np.bool_] 
 
 
 def _solve(costs: Sequence[Matrix]) -> tuple[float, list[int]]:
-    """The least largest cost over all cuts, and the first unit of every stage of one that reaches it; ``costs`` are the
-    entries that each stage may take."""
+    """The least largest cost over all cuts, and the first unit of every stage of a cut that reaches it; ``costs`` are
+    the entries that each stage may take."""
     reached = np.full(len(costs[0]), np.inf)
     reached[0] = -np.inf
     came_from = []
@@ -94,7 +94,7 @@ def _solve(costs: Sequence[Matrix]) -> tuple[float, list[int]]:
 
 
 def _firsts(came_from: Sequence[NDArray[np.intp]]) -> list[int]:
-    """The first unit of every stage; of a stage's entries the first row is that of its number."""
+    """The first unit of every stage; row 0 of a stage's entries is the unit with the stage's number."""
     firsts: list[int] = []
     last = len(came_from[0]) - 1
     for stage in reversed(range(len(came_from))):

@@ -1,7 +1,7 @@
-"""Which pipeline rank owns which module, for a model that no capture can hold: runs of its module tree, cut by cost.
+"""The pipeline rank that owns each module, for a model that no capture can hold: runs of its module tree, cut by cost.
 
-The floating-point operations of one microbatch are counted as it runs. What the next one does may differ, so parameters
-count as much: a module that this microbatch did not come to may be the next one's choice.
+The floating-point operations of one microbatch are counted as it runs. The next one may take another path, so
+parameters count as much: a module that this microbatch did not use may be used by the next one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,16 +12,16 @@ from shardwright.core.model.blocks import Node, find_blocks
 from shardwright.core.partition.exact import min_max_cut, range_sums
 
 PARAMETER_WEIGHT = 0.5
-"""The share of parameters in a unit's cost; the rest is its share of the operations counted."""
+"""The share of parameters in a unit's cost; the rest is its share of the counted operations."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleDivision:
-    """Which pp coordinate owns each unit and each module that contains units, by path; and what was counted."""
+    """The pp coordinate that owns each unit and each module with units, by path, and the counted operations."""
 
     owners: Mapping[str, int]
     flops: Mapping[str, int]
-    """Of each unit; empty when nothing was run."""
+    """The operations of each unit; empty when nothing was run."""
 
 
 def divide_modules(nodes: Sequence[Node], ranks: int, flops: Mapping[str, int], model_name: str) -> ModuleDivision:
@@ -29,7 +29,7 @@ def divide_modules(nodes: Sequence[Node], ranks: int, flops: Mapping[str, int], 
 
     Args:
         nodes: the modules, each before those in it; the first is the root.
-        flops: for every module path what its calls took; empty when that is not known.
+        flops: the operations of each module's calls, by path; empty when they are not known.
 
     Raises PlanError: the model has fewer modules with parameters than there are ranks.
     """
@@ -53,7 +53,7 @@ def divide_modules(nodes: Sequence[Node], ranks: int, flops: Mapping[str, int], 
 
 
 def with_containers(owners: Mapping[str, int]) -> dict[str, int]:
-    """Modules around units, the root apart, go to the owner of the first unit in them, which saves it a message."""
+    """The owners with the modules around units, the root apart, each owned as its first unit, to save a message."""
     found = dict(owners)
     for path, owner in owners.items():
         around = path.rpartition(".")[0]
@@ -64,7 +64,7 @@ def with_containers(owners: Mapping[str, int]) -> dict[str, int]:
 
 
 def _units(nodes: Sequence[Node], least: int) -> list[int]:
-    """Blocks, and what stands beside them; opened further, the largest first, while there are fewer than ``least``."""
+    """The blocks and the modules beside them; while fewer than ``least``, the largest is opened further."""
     blocks = find_blocks(list(nodes))
     inside = {unit: unit in blocks for unit in range(len(nodes))}
     for unit in reversed(range(len(nodes))):

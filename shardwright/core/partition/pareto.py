@@ -18,8 +18,8 @@ from shardwright.core.partition.exact import Matrix
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """What a stage on certain devices would take: matrices of shape (units + 1, units + 1), entry [a, b] for units
-    a … b-1; infinity where those units may not be a stage there."""
+    """The times of a stage on certain devices: matrices of shape (units + 1, units + 1), entry [a, b] for units a …
+    b-1; infinity where those units may not be a stage there."""
 
     forward_s: Matrix
     backward_s: Matrix
@@ -32,19 +32,19 @@ class WideCut:
     starts: tuple[int, ...]
     """The first unit of every stage."""
     widths: tuple[int, ...]
-    """How many devices each stage has; they are handed out in order."""
+    """The number of devices of each stage; they are handed out in order."""
     forward_s: float
-    """Of the stage with the longest forward."""
+    """The forward seconds of the stage with the longest forward."""
     backward_s: float
 
     @property
     def objective_s(self) -> float:
-        """Seconds that one more microbatch takes."""
+        """The seconds that one more microbatch takes."""
         return self.forward_s + self.backward_s
 
 
 _State = tuple[float, float, int, int, int]
-"""(largest forward, largest backward, first unit of the last stage, its width, index of the state before it)."""
+"""The state: largest forward, largest backward, first unit and width of the last stage, index of the previous state."""
 
 
 def pareto_cut(
@@ -60,10 +60,10 @@ def pareto_cut(
     """The cut of ``units`` into ``stages`` runs over all ``devices`` with the least largest forward + largest backward.
 
     Args:
-        times: (first device, width) → what stages there would take; asked once for each pair.
-        widths: what a stage may have; each stage takes the next devices in order.
-        one_state: keep the best pair of each cell alone, as RaNNC does.
-        bound_s: only cuts below it matter; None is returned when there is none.
+        times: the stage times for (first device, width); called once for each pair.
+        widths: the numbers of devices that a stage may have; each stage takes the next devices in order.
+        one_state: whether only the best pair of each cell is kept, as RaNNC does.
+        bound_s: the objective that a cut must be below; None is returned when no cut is.
 
     Raises PlanError for fewer units than stages.
     """
@@ -101,7 +101,7 @@ def pareto_cut(
 
 
 def _undominated(states: list[_State], one_state: bool) -> list[_State]:
-    """Those that no other beats in both; the one with the least sum alone where one is to be kept."""
+    """The states that no other beats in both; only the one with the least sum where one is to be kept."""
     if one_state:
         return [min(states, key=lambda s: (s[0] + s[1], s[0]))]
     kept: list[_State] = []
@@ -126,5 +126,5 @@ def _traced(cells: list[dict[tuple[int, int], list[_State]]], used: int, covered
 
 
 def masked(times: StageTimes, fits: NDArray[np.bool_]) -> StageTimes:
-    """The same with infinity where a stage does not fit."""
+    """The times with infinity where a stage does not fit."""
     return StageTimes(np.where(fits, times.forward_s, np.inf), np.where(fits, times.backward_s, np.inf))

@@ -1,4 +1,4 @@
-"""The partitioners by name, and what a cut comes to: how even its stages are, what it sends."""
+"""The partitioners by name, and the measures of a cut: how even its stages are, and how much it sends."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ DEFAULT = "exact"
 
 
 def require_partitioner(name: object) -> str:
-    """Raises PlanError for an unknown name."""
+    """The name, if a partitioner has it. Raises PlanError for an unknown name."""
     if not isinstance(name, str) or name not in PARTITIONERS:
         raise PlanError(f"no partitioner is named {name!r}: {nearest(str(name), PARTITIONERS)}")
     return str(name)
@@ -34,57 +34,57 @@ def require_partitioner(name: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units of a model with what the partitioners weigh; one entry per unit, in order."""
+    """The units of a model with the figures that partitioners use; one entry per unit, in order."""
 
     paths: tuple[str, ...]
-    """The module around each."""
+    """The path of the module around each unit."""
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     state_bytes: tuple[float, ...]
     kept_bytes: tuple[float, ...]
     entering_bytes: tuple[float, ...]
-    """What comes in from the units before: what a cut there sends."""
+    """The bytes that enter each unit from the units before it, which a cut there sends."""
     entering_s: tuple[float, ...]
-    """Seconds of that message."""
+    """The seconds of that message."""
     send_s_per_byte: float
-    """Of a large message, for partitioners that look inside units."""
+    """The seconds per byte of a large message, for partitioners that look inside units."""
     limit_bytes: float
     first_op: tuple[int, ...]
-    """The first op of each."""
+    """The first op of each unit."""
 
     def __len__(self) -> int:
         return len(self.forward_s)
 
     def stage_times(self) -> StageTimes:
-        """With the messages that leave forward and those that leave backward."""
+        """The times of all stages, with the messages that leave forward and those that leave backward."""
         sent = np.array([0.0, *self.entering_s[1:], 0.0])
         return StageTimes(range_sums(self.forward_s) + sent[None, :], range_sums(self.backward_s) + sent[:, None])
 
     def fits(self, live: Sequence[int]) -> NDArray[np.bool_]:
-        """(stages, n+1, n+1): whether a stage with so many live microbatches may hold those units."""
+        """The matrices (stages, n+1, n+1) that say whether a stage with ``live`` microbatches may hold those units."""
         state, kept = range_sums(self.state_bytes), range_sums(self.kept_bytes)
         return np.stack([state + count * kept <= self.limit_bytes for count in live])
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A cut and what it comes to."""
+    """A cut with its measures."""
 
     partitioner: str
     starts: tuple[int, ...]
     imbalance: float
-    """Largest over mean stage time, 1 at best."""
+    """The largest over the mean stage time, 1 at best."""
     objective_s: float
-    """Largest forward + largest backward, messages included."""
+    """The largest forward + largest backward, messages included."""
     sent_bytes: int
-    """Bytes that cross the cuts, forward, of one microbatch."""
+    """The bytes that cross the cuts, forward, in one microbatch."""
     peak_bytes: float
-    """Of the fullest stage: states and activations."""
+    """The states and activations of the fullest stage."""
     solve_s: float
 
 
 def paths_of(folded: Folded) -> tuple[str, ...]:
-    """For every unit the path of the module around it: that of its first call, or of its first parameter."""
+    """The path of the module around each unit: that of its first call, or of its first parameter."""
     found = []
     for unit in folded.units:
         names = [call.path for call in unit.calls if call.path]
@@ -94,10 +94,10 @@ def paths_of(folded: Folded) -> tuple[str, ...]:
 
 
 def cut_units(name: str, units: Units, tasks: Callable[[], Tasks], live: Sequence[int]) -> tuple[int, ...] | None:
-    """The first unit of every stage (one stage for each entry of ``live``) by the partitioner of that name.
+    """The first unit of every stage (one stage for each entry of ``live``), by the partitioner of that name.
 
     ``tasks`` gives the ops, for partitioners that look inside units; their stages are rounded to whole units.
-    None where nothing fits. Raises PlanError for an unknown name, or fewer units than stages.
+    Returns None where nothing fits. Raises PlanError for an unknown name, or fewer units than stages.
     """
     require_partitioner(name)
     stages = len(live)
@@ -128,7 +128,7 @@ def cut_units(name: str, units: Units, tasks: Callable[[], Tasks], live: Sequenc
 
 
 def whole_units(stage_of_task: Sequence[int], units: Units, tasks: Tasks, stages: int) -> tuple[int, ...]:
-    """The first unit of every stage when each unit goes where most of its time is; in order, none empty."""
+    """The first unit of every stage when each unit goes where most of its time is; in order, no stage empty."""
     ends = (*units.first_op[1:], len(stage_of_task))
     wanted = []
     for first, end in zip(units.first_op, ends, strict=True):
@@ -145,8 +145,8 @@ def whole_units(stage_of_task: Sequence[int], units: Units, tasks: Tasks, stages
 
 
 def uncoarsened(starts: tuple[int, ...], units: Units, live: Sequence[int]) -> tuple[int, ...]:
-    """The cut after moving units over the borders of stages for as long as that gains, as RaNNC's last step does with
-    the pieces of its blocks."""
+    """The cut after units are moved over the borders of stages for as long as that gains, as in RaNNC's last step for
+    the parts of its blocks."""
     plain, fits = units.stage_times(), units.fits(live)
 
     def worth(cut: tuple[int, ...]) -> tuple[int, float, float]:
@@ -154,7 +154,7 @@ def uncoarsened(starts: tuple[int, ...], units: Units, live: Sequence[int]) -> t
         forward = [float(plain.forward_s[a, b]) for a, b in ends]
         backward = [float(plain.backward_s[a, b]) for a, b in ends]
         unfit = sum(not fits[stage, a, b] for stage, (a, b) in enumerate(ends))
-        # Among equals the more even one: it may be a step on the way to a better one.
+        # Among equals the more even cut wins: it may lead to a better one.
         squares = sum((f + b) ** 2 for f, b in zip(forward, backward, strict=True))
         return unfit, round(max(forward) + max(backward), 12), squares
 
@@ -175,7 +175,7 @@ def uncoarsened(starts: tuple[int, ...], units: Units, live: Sequence[int]) -> t
 
 
 def judge(name: str, units: Units, tasks: Callable[[], Tasks], live: Sequence[int]) -> Judged | None:
-    """A partitioner's cut and what it comes to; None where it finds none."""
+    """A partitioner's cut with its measures; None where it finds none."""
     began = time.perf_counter()
     starts = cut_units(name, units, tasks, live)
     solve_s = time.perf_counter() - began

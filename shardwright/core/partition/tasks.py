@@ -1,7 +1,7 @@
-"""A captured model as tasks with costs: what the partitioners that look inside units work on.
+"""A captured model as tasks with costs, for the partitioners that look inside units.
 
-Tasks are ops. A unit's seconds and bytes, as the plan's cost model has them, are shared out over its ops in proportion
-to what each would take by itself, so that every partitioner is measured by the same clock.
+Tasks are ops. A unit's seconds and bytes, as in the plan's cost model, are distributed over its ops in proportion to
+what each would take by itself, so that every partitioner is measured by the same clock.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ class Tasks:
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     state_bytes: tuple[float, ...]
-    """Parameters, gradients and optimizer states; of a parameter that several tasks of a unit use, at the first."""
+    """The bytes of parameters, gradients and optimizer states; a unit's first task with a parameter counts it."""
     kept_bytes: tuple[float, ...]
-    """Activations kept for the backward pass of one microbatch."""
+    """The bytes of activations that are kept for the backward pass of one microbatch."""
     edges: tuple[tuple[int, int, int], ...]
-    """(task that makes a tensor, task that uses it, bytes); of a tensor with several users one for each."""
+    """The edges (task that makes a tensor, task that uses it, bytes); a tensor with several users has one for each."""
     constant: tuple[bool, ...]
     """Whether a task depends on no input of the model."""
 
@@ -83,7 +83,7 @@ def op_tasks(
 
 
 def _seen(holder: set[int], tensor: int) -> bool:
-    """Whether a tensor was there before; it is from now on."""
+    """Whether a tensor was in ``holder`` before; it is from now on."""
     if tensor in holder:
         return True
     holder.add(tensor)
@@ -93,7 +93,7 @@ def _seen(holder: set[int], tensor: int) -> bool:
 def _shares(
     unit: Unit, counter: WorkCounter, device: Device, precision: str, microbatch: int
 ) -> list[tuple[float, float, float]]:
-    """For every op of a unit its share of the unit's forward, backward and kept activations."""
+    """The share of each op of a unit in the unit's forward, backward and kept activations."""
     rows = []
     for place in range(unit.first_op, unit.end_op):
         alone = unit_cost(
@@ -105,6 +105,6 @@ def _shares(
 
 
 def _normalised(values: Sequence[float]) -> list[float]:
-    """Shares that add up to 1; even ones where there is nothing to go by."""
+    """The shares of the values, which add up to 1; even shares where all values are 0."""
     total = sum(values)
     return [value / total if total else 1 / len(values) for value in values]

@@ -2,10 +2,9 @@
 
 A node's cost is memory_weight · its share of the memory + (1 - memory_weight) · its share of the time. From the root
 down, a node that has several devices divides its children, in their order, into runs whose largest cost is least, and
-hands its devices to the runs by D'Hondt's method. Two traps of the method are closed here: a run never gets more
-devices than it has units, so that one large embedding, which cannot be divided, does not draw devices that would stand
-idle; and where a run would get none the children are divided into fewer runs, so that a device's units always stand
-together.
+hands its devices to the runs by D'Hondt's method. Two traps of the method are closed here. A run never gets more
+devices than it has units, so a large embedding, which cannot be divided, does not draw devices that would be idle.
+Where a run would get no device, the children are divided into fewer runs, so the units of a device are always adjacent.
 """
 
 from collections.abc import Sequence
@@ -20,12 +19,12 @@ from shardwright.core.partition.exact import min_max_cut, range_sums
 Costs = NDArray[np.float64]
 
 MEMORY_WEIGHT = 0.8
-"""As SageMaker's `optimize: memory` has it; 0.2 with `optimize: speed`."""
+"""The weight of SageMaker's `optimize: memory`; it is 0.2 with `optimize: speed`."""
 
 
 @dataclass(slots=True)
 class Node:
-    """A module: the units first … end-1 lie inside it."""
+    """A module that contains the units first … end-1."""
 
     first: int
     end: int
@@ -67,9 +66,9 @@ def tree_cut(
     """The first unit of every stage.
 
     Args:
-        paths: for every unit, in order, the path of its module; units of one path stand beside each other.
-        memory_bytes, seconds: what each unit takes.
-        memory_weight: 1 balances memory alone, 0 time alone.
+        paths: the path of each unit's module, in order; units of one path are adjacent.
+        memory_bytes, seconds: the memory and the time of each unit.
+        memory_weight: the weight of memory; 1 balances memory alone, 0 time alone.
 
     Raises PlanError: fewer units than stages, or a weight outside 0 … 1.
     """
@@ -86,7 +85,7 @@ def tree_cut(
 
 
 def dhondt(votes: Sequence[float], seats: int, most: Sequence[int]) -> list[int]:
-    """Seats by D'Hondt's method: the next one to the largest votes / (seats so far + 1); none above its ``most``."""
+    """The seats by D'Hondt's method: each goes to the largest votes / (seats so far + 1), none above its ``most``."""
     held = [0] * len(votes)
     for _ in range(seats):
         open_to = [i for i in range(len(votes)) if held[i] < most[i]]
@@ -101,7 +100,7 @@ def _shares(values: Sequence[float]) -> Costs:
 
 
 def _hand_out(node: Node, device: int, devices: int, costs: Costs, starts: list[int]) -> None:
-    """Give the units of a node to ``devices`` devices from ``device`` on; notes where each begins."""
+    """Give the units of a node to ``devices`` devices from ``device`` on, and note where each begins."""
     if devices == 1:
         starts[device] = node.first
         return
@@ -115,7 +114,7 @@ def _hand_out(node: Node, device: int, devices: int, costs: Costs, starts: list[
 
 
 def _runs(children: list[Node], devices: int, costs: Costs) -> list[tuple[Node, int]]:
-    """The children in runs of least largest cost, with the devices of each: as many as D'Hondt gives a device to."""
+    """The runs of children of least largest cost, with their devices: as many as D'Hondt gives a device each."""
     sums = range_sums([float(costs[child.first : child.end].sum()) for child in children])
     for count in range(min(devices, len(children)), 1, -1):
         cut = min_max_cut(sums, sums, count) or [0]
@@ -124,7 +123,7 @@ def _runs(children: list[Node], devices: int, costs: Costs) -> list[tuple[Node, 
         held = dhondt(votes, devices, [run.units for run in runs])
         if all(held):
             return list(zip(runs, held, strict=True))
-    # Beside next to nothing stands a module that wants all devices: its own children are looked at instead.
+    # One module is so large that it gets all devices: its own children take its place.
     large = [child for child in children if child.units > 1]
     if large:
         opened = max(large, key=lambda child: float(costs[child.first : child.end].sum()))

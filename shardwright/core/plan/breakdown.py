@@ -1,4 +1,4 @@
-"""Where the time of a step goes, rank by rank: computing, waiting for messages, waiting for the pipeline, the tail."""
+"""The time of a step by its parts, for each rank: computing, waiting for messages, waiting for the pipeline, tail."""
 
 from dataclasses import dataclass, replace
 
@@ -8,18 +8,18 @@ from shardwright.core.schedule.simulate import simulate_schedule
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """One pipeline rank's step; the parts add up to the step's time."""
+    """The step of one pipeline rank; the parts add up to the step's time."""
 
     compute_s: float
-    """Forward and backward of all microbatches, with what is computed again."""
+    """Seconds of the forward and backward of all microbatches, with recomputation."""
     tensor_s: float
-    """Collectives of the tensor axis, which a pass waits for."""
+    """Seconds of collectives on the tensor axis, which a pass waits for."""
     transfer_s: float
-    """Idle that would not be there if messages between stages took no time."""
+    """Idle seconds that messages between stages cause."""
     bubble_s: float
-    """Idle of the schedule itself: filling, draining, unequal stages."""
+    """Idle seconds of the schedule itself: filling, draining, unequal stages."""
     gradients_s: float
-    """Reduction of gradients over the data axis and between tied stages that nothing hides."""
+    """Seconds of the reduction of gradients over the data axis and between tied stages that nothing hides."""
     optimizer_s: float
 
     @property
@@ -30,7 +30,8 @@ class RankStep:
 def break_down(plan: Plan) -> tuple[RankStep, ...]:
     """The parts of a planned step, for every pipeline rank.
 
-    The schedule is simulated twice, with messages and without: what differs in a rank's idle time, messages cost it.
+    The schedule is simulated twice, with messages and without: the difference in a rank's idle time is the cost of
+    messages.
     Raises ScheduleError when the schedule does not admit the plan's sizes.
     """
     schedule, costs = plan.build_schedule(), plan.stage_costs()
@@ -48,7 +49,7 @@ def break_down(plan: Plan) -> tuple[RankStep, ...]:
 
 
 def _collectives_s(plan: Plan, rank: int) -> float:
-    """Seconds that a pipeline rank's units spend on collectives over the tensor axis in all microbatches."""
+    """The seconds that a pipeline rank's units spend on collectives over the tensor axis in all microbatches."""
     costs = plan.costs.on_rank(rank) if plan.costs.ranks else plan.costs
     held = (unit for units, at in zip(plan.stage_units, plan.decision.stage_ranks, strict=True) if at == rank
             for unit in units)  # fmt: skip

@@ -15,8 +15,8 @@ FRAMEWORK_DIFFERENCES = {
     "costs": "the same",
     "alternatives": "ordered by predicted times",
 }
-"""The closed list of what may differ between the plans of one model captured in two frameworks. `decision` and the rest
-of `model` may not."""
+"""The closed list of parts that may differ between the plans of one model captured in two frameworks. `decision` and
+the rest of `model` may not differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What differs between two plans, the decision first."""
+    """The differences between two plans, the decision first."""
 
     first: Plan
     second: Plan
@@ -39,7 +39,7 @@ class Comparison:
 
     @property
     def same_decision(self) -> bool:
-        """Same degrees, cuts, layouts, schedule and memory policy, for models of one structure."""
+        """Whether two plans of one structure have the same degrees, cuts, layouts, schedule and memory policy."""
         return not any(d.part in ("decision", "model") and d.field != "name" for d in self.differences)
 
     @property
@@ -49,14 +49,14 @@ class Comparison:
         return tuple(d for d in self.differences if d.part not in allowed and f"{d.part}.{d.field}" not in allowed)
 
     def __str__(self) -> str:
-        """A line for every difference."""
+        """The differences, one a line."""
         lines = [f"{d.part}.{d.field}: {d.first or '-'} | {d.second or '-'}" for d in self.differences]
         return "\n".join(lines) or "no difference"
 
 
 def compare(plan_a: Plan, plan_b: Plan) -> Comparison:
-    """What differs between two plans: degrees, cuts, layouts, policies, structure, predictions. Raises PlanError for
-    what is no plan."""
+    """The differences between two plans: degrees, cuts, layouts, policies, structure, predictions. Raises PlanError for
+    an argument that is no plan."""
     for plan in (plan_a, plan_b):
         if not isinstance(plan, Plan):
             raise PlanError(f"compare takes two Plans, not a {type(plan).__name__}: Plan.load reads one")

@@ -1,4 +1,4 @@
-"""What a plan decides: degrees, microbatches, stages, layouts, schedule and memory policy."""
+"""The decisions of a plan: degrees, microbatches, stages, layouts, schedule and memory policy."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,15 +18,15 @@ from shardwright.core.values.fields import Amount, Choices, Count, Words, requir
 
 LossScope = Literal["replica", "global"]
 ShardLevel = Annotated[int, Choices((0, 1, 2, 3))]
-"""Over the data axis (ZeRO): 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
+"""The values divided over the data axis (ZeRO): 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
 ScheduleName = Annotated[str, Words(lambda: (*schedule_names(), AUTO))]
 OptimizerName = Annotated[str, Words(lambda: OPTIMIZER_STATES)]
-"""Whose states are counted."""
+"""The optimizer whose states are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Everything that was decided. ``batch`` is global, ``microbatch`` is samples per replica."""
+    """Everything that was decided. ``batch`` is global, ``microbatch`` is in samples per replica."""
 
     pp: Count
     dp: Count
@@ -37,8 +37,8 @@ class Decision:
     stage_starts: tuple[Amount, ...]
     """The first unit of every stage."""
     layouts: tuple[tuple[str, Layout], ...] = ()
-    """``class/role`` of every parameter slot that is not replicated, in slot dims (`core.model.structure`);
-    ``@unit/role`` for a unit that differs from its class."""
+    """The layouts, in slot dims (`core.model.structure`), of every parameter slot ``class/role`` that is not
+    replicated, and of ``@unit/role`` for a unit that differs from its class."""
     virtual_stages: Count = 1
     recompute: Recompute = "none"
     shard: ShardLevel = 0
@@ -46,20 +46,20 @@ class Decision:
     precision: Precision = "fp32"
     optimizer: OptimizerName = "adamw"
     loss_scope: LossScope | None = None
-    """Which samples batch norm and other losses that couple samples see together; None: nobody has said so, and each
-    replica's own are."""
+    """The samples that batch norm and other losses that couple samples see together; None where nobody has said so,
+    which means each replica's own."""
     sequence_parallel: bool = False
-    """Whether what the tensor axis leaves whole is divided along the sequence (arXiv 2205.05198, section 4.2.2)."""
+    """Whether values that tensor ranks hold whole are divided along the sequence (arXiv 2205.05198, section 4.2.2)."""
     gradient_precision: Precision | None = None
-    """Of the sums of gradients over microbatches; None: as the parameters."""
+    """The precision of the sums of gradients over microbatches; None: that of the parameters."""
     placement_order: str = "PDT"
-    """The order of the axes over the ranks: the last letter's neighbours are neighbouring ranks."""
+    """The order of the axes over the ranks; neighbours on the last letter's axis are neighbouring ranks."""
     kept_units: tuple[Amount, ...] = ()
-    """Units that keep their activations although recompute is "full": those that memory leaves room for."""
+    """The units that keep their activations although recompute is "full", because memory has room for them."""
     offloaded_units: tuple[Amount, ...] = ()
-    """Units whose activations go to the host's memory and come back, instead of being computed again."""
+    """The units whose activations go to the host's memory and come back, instead of being recomputed."""
     generated: tuple[str, ...] = ()
-    """The actions of every pipeline rank, comma-separated, of a schedule that follows no pattern ("auto")."""
+    """The actions of every pipeline rank, comma-separated, for a schedule that follows no pattern ("auto")."""
 
     def __post_init__(self) -> None:
         require_fields(self, PlanError)
@@ -107,7 +107,7 @@ class Decision:
             )
 
     def _require_runnable_schedule(self) -> None:
-        """Raise PlanError for a schedule that does not train, or not with these sizes."""
+        """Raise PlanError for a schedule that does not train, or does not admit these sizes."""
         try:
             require_buildable(self.stages, self.microbatches)
         except ScheduleError as error:
@@ -159,7 +159,7 @@ class Decision:
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
-        """For every stage the pipeline rank that holds it."""
+        """The pipeline rank of each stage."""
         if self.generated:
             return generated_schedule(self.generated).placement
         return placement_of(self.schedule, self.pp, self.virtual_stages)
@@ -175,8 +175,8 @@ class Decision:
 
 @lru_cache(maxsize=256)
 def placement_of(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
-    """For every stage the pipeline rank that holds it, however many microbatches there are; two rounds of the pipeline
-    are as many as any schedule asks for. Raises ScheduleError for sizes that the schedule does not admit."""
+    """The pipeline rank of each stage, which does not depend on the number of microbatches; two rounds of the pipeline
+    are as many as any schedule needs. Raises ScheduleError for sizes that the schedule does not admit."""
     family = FAMILIES[schedule]
     if (reason := family.refusal(Sizes(ranks, 2 * ranks, virtual_stages))) is not None:
         raise ScheduleError(f"{schedule} does not admit these sizes: {reason}")
@@ -185,13 +185,13 @@ def placement_of(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, .
 
 @lru_cache(maxsize=16)
 def generated_schedule(rows: tuple[str, ...]) -> Schedule:
-    """The schedule that a plan stores row by row, read and checked once: decisions are made anew in many places. Raises
-    ScheduleError for one that is not whole or does not end."""
+    """The schedule that a plan stores row by row, read and checked once, because equal decisions are made in many
+    places. Raises ScheduleError for a schedule that is incomplete or does not end."""
     return from_csv("\n".join(rows), AUTO)
 
 
 def summarize(decision: Decision) -> str:
-    """``pp 4 × dp 2 × tp 8, microbatch 1 × 16, 1f1b, recompute none``."""
+    """The decision in one line: ``pp 4 × dp 2 × tp 8, microbatch 1 × 16, 1f1b, recompute none``."""
     parts = [
         f"pp {decision.pp} × dp {decision.dp} × tp {decision.tp}",
         f"microbatch {decision.microbatch} × {decision.microbatches}",
@@ -216,5 +216,5 @@ def summarize(decision: Decision) -> str:
 
 
 def _near_multiple(value: int, of: int) -> int:
-    """The multiple of ``of`` nearest to ``value``, at least one."""
+    """The multiple of ``of`` nearest to ``value``, at least ``of`` itself."""
     return max(1, round(value / of)) * of

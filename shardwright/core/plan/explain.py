@@ -1,4 +1,4 @@
-"""A plan in words: what was decided, what it costs, and why a parameter lies as it does."""
+"""A plan in words: its decisions, their costs, and the reason for a parameter's layout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,15 +96,15 @@ def _parameter_text(plan: Plan, parameter: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """One use of a parameter: how it lies, and what other layouts would add there, all in its own dims."""
+    """One use of a parameter: its layout, and the extra cost of other layouts there, all in its own dims."""
 
     layout: Layout
     others: dict[Layout, tuple[float, float]]
 
 
 def _together(framework: str, uses: Sequence[_Use]) -> list[str]:
-    """What other layouts would cost a tied parameter, over all of its uses: one of them alone may be better off. The
-    bytes are those of one array."""
+    """The lines about the cost of other layouts of a tied parameter over all of its uses. One use alone may be better
+    off with another layout. The bytes are those of one array."""
     if len(uses) < 2:
         return []
     common = [layout for layout in uses[0].others if all(layout in use.others for use in uses)]
@@ -119,7 +119,7 @@ def _together(framework: str, uses: Sequence[_Use]) -> list[str]:
 
 
 def _meaning(layout: Layout, role: str) -> str:
-    """In words, for a matrix: which of its two slot dims is split."""
+    """The slot dim of a matrix that is split, in words."""
     split = next((place for _, place in layout.placements if isinstance(place, Split)), None)
     if split is None or not role.startswith("w"):
         return ""
@@ -133,7 +133,7 @@ def _cost(extra_s: float, extra_bytes: float) -> str:
 
 
 def _own_shape(dims: SlotDims) -> tuple[int, ...]:
-    """The shape that a framework gives a parameter, from the dims that each slot dim is made of."""
+    """The shape that a framework gives a parameter, from the dims that make up each slot dim."""
     sizes = {dim: size for group in dims for dim, size in group}
     return tuple(sizes[dim] for dim in sorted(sizes))
 

@@ -1,4 +1,4 @@
-"""The plan file: JSON with a version and a schema. Data only: it is parsed and validated, never executed."""
+"""The plan file: JSON with a version and a schema. It is data only: it is parsed and validated, never executed."""
 
 import json
 import math
@@ -18,13 +18,14 @@ from shardwright.core.values.text_files import write_text
 
 FORMAT = "shardwright-plan"
 MOST_VALUES = 2_000_000
-"""Of a plan file: those of models with tens of thousands of parameters, in both frameworks, have fewer."""
+"""The most values of a plan file. Models with tens of thousands of parameters, in both frameworks, have fewer."""
 
 
 def write(plan: PlanRecord, path: Path) -> None:
-    """Write a plan. Keys stand in a fixed order and every unit on lines of its own, so that two plans diff well.
+    """Write a plan. Keys are in a fixed order and every unit has lines of its own, so that two plans diff well.
 
-    Raises PlanFileError when the file cannot be written; what stood there before is left as it was."""
+    Raises PlanFileError when the file cannot be written; an existing file is then left as it was.
+    """
     write_text(path, to_text(plan), PlanFileError)
 
 
@@ -42,7 +43,8 @@ def to_document(plan: PlanRecord) -> dict[str, Any]:
 def from_text(text: str, source: str) -> PlanRecord:
     """The record in the text of a plan file; ``source`` names it in errors.
 
-    Raises PlanFileError with the path inside the file of the first thing that is wrong."""
+    Raises PlanFileError with the path inside the file of the first thing that is wrong.
+    """
     document = _document(text, source)
     if not isinstance(document, Mapping) or document.get("format") != FORMAT:
         raise PlanFileError(f"{source}: not a plan file: expected format: {FORMAT!r} at the top")
@@ -69,7 +71,7 @@ def from_text(text: str, source: str) -> PlanRecord:
 
 
 def _parsed(section: Any) -> PlanDocument:
-    """The document of a section. Raises PlanFileError that names the key whose values do not go together."""
+    """The document of a section. Raises PlanFileError that names the key whose values conflict."""
     values: dict[str, Any] = {}
     for name, hint in get_type_hints(PlanDocument, include_extras=True).items():
         try:
@@ -80,7 +82,7 @@ def _parsed(section: Any) -> PlanDocument:
 
 
 def _document(text: str, source: str) -> Any:
-    """The values of a JSON text. Raises PlanFileError for what is no JSON, or too large to be a plan."""
+    """The values of a JSON text. Raises PlanFileError for a text that is not JSON, or is too large to be a plan."""
     if text.count(",") > MOST_VALUES:
         raise PlanFileError(f"{source}: more than {MOST_VALUES} values, and no plan has so many: is it another file?")
     try:
@@ -95,7 +97,7 @@ def _document(text: str, source: str) -> Any:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for a key that it has twice, of which readers take one or the other."""
+    """A JSON object. Raises ValueError for a key that it has twice, because readers differ in which one they take."""
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
@@ -114,7 +116,7 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def _require_consistent(file: PlanDocument) -> None:
-    """What a schema cannot say: lengths and indices that must agree across sections."""
+    """Raise PlanFileError for errors that a schema cannot show: lengths and indices that must agree across sections."""
     structure, bindings = file.structure, dict(file.bindings)
     units = len(structure.unit_classes)
     checks = [
@@ -175,8 +177,8 @@ def _require_consistent(file: PlanDocument) -> None:
 
 
 def _require_bound(name: str, binding: Binding, structure: Structure) -> None:
-    """Raise PlanFileError unless a binding names each slot of the structure, with dims that make it up, and names alike
-    what is tied."""
+    """Raise PlanFileError unless a binding names each slot of the structure, with the dims that make it up, and gives
+    tied slots one name."""
     slots: dict[str, list[str]] = {}
     for unit, bound in enumerate(binding.units):
         where = f"bindings.{name}.units.{unit}.parameters"

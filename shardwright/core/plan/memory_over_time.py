@@ -1,4 +1,4 @@
-"""What every pipeline rank holds in a planned step, by class, from action to action."""
+"""The memory of every pipeline rank in a planned step, by class, from action to action."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from shardwright.core.tables.memory import MemoryUse
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What one rank holds from ``start_s`` to ``end_s``, in seconds from the start of the step."""
+    """The memory of one rank from ``start_s`` to ``end_s``, in seconds from the start of the step."""
 
     start_s: float
     end_s: float
@@ -22,16 +22,16 @@ class Moment:
 
 
 def memory_over_time(plan: Plan, traits: MemoryTraits = PLAIN_MEMORY) -> tuple[tuple[Moment, ...], ...]:
-    """For every pipeline rank its moments, one after the other from the start of the step to its end.
+    """The moments of each pipeline rank, one after the other from the start of the step to its end.
 
-    Parameters, optimizer states and the batch stay. Activations of a microbatch come with its forward and go with its
-    backward, of a split one with its weight gradient: a plan does not say which of them the input gradient frees.
-    Buffers are there while an action runs, at their most, whichever action it is. Gradients stay too, unless the
-    runtime that the plan is for, of which ``traits`` are the memory traits, makes them in every step anew: then those
-    of a stage come with its first backward. Where it sums them over replicas in copies, those of a stage come with its
-    last backward, or all at the end where they are few, and stay until all are summed, buffers beside them; without
-    copies what the plan says of them is drawn with every action. No moment is drawn above the predicted peak: what
-    would be is in its ``apart_bytes``.
+    Parameters, optimizer states and the batch stay. Activations of a microbatch appear with its forward and go with its
+    backward, or with its weight gradient where the backward is split: a plan does not say which of them the input
+    gradient frees. Buffers exist while an action runs, at their maximum for every action. Gradients stay too, unless
+    the plan's runtime, whose memory traits are ``traits``, makes them anew in every step: then those of a stage appear
+    with its first backward. Where the runtime sums gradients over replicas in copies, the copies of a stage appear with
+    its last backward, or all at the end where they are few. They stay until all are summed, with buffers beside them.
+    Without copies, the plan's bytes of copies are shown with every action. No moment is shown above the predicted peak:
+    the excess is in its ``apart_bytes``.
     Raises ScheduleError when the schedule does not admit the plan's sizes.
     """
     timeline = simulate_schedule(plan.build_schedule(), costs := plan.stage_costs())
@@ -48,7 +48,7 @@ def _of_rank(
     made_anew = most.apart_bytes > 0 or traits.gradients_when_made
     bucket = traits.bucket_bytes if plan.decision.dp > 1 and plan.decision.shard < 2 else 0
     memories = tuple(walk_memory([span.action for span in spans], sizes, bucket))
-    # What several units of a stage share is counted once in the peak, which costs of single units do not show.
+    # Values that several units of a stage share count once in the peak; the costs of single units do not show that.
     peak = max(1, *(memory.activations for memory in memories))
     found: list[Moment] = []
 
@@ -76,7 +76,7 @@ def _of_rank(
 
 
 def _gradient_bytes(plan: Plan, rank: int, total_bytes: int) -> dict[int, int]:
-    """Stage of the rank → its part of the rank's gradients, by the parameters of its units that are trained."""
+    """The gradient bytes of each stage of the rank, in proportion to the trained parameters of its units."""
     costs = plan.costs.on_rank(rank) if plan.costs.ranks else plan.costs
     held = {
         stage: sum(costs.classes[costs.unit_classes[unit]].trained_elements for unit in units)

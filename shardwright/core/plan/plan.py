@@ -1,4 +1,4 @@
-"""The plan: how a model is split over devices, what that will cost, and what the frameworks call its parts."""
+"""The plan: the division of a model over devices, its predicted cost, and the frameworks' names for its parts."""
 
 import hashlib
 import warnings
@@ -31,7 +31,7 @@ from shardwright.core.values.text_files import path_of, read_text
 
 @dataclass(frozen=True, repr=False)
 class Plan(PlanRecord):
-    """A decision about one model on one cluster. Saved as JSON; `docs/plan-file.md` describes the file."""
+    """A decision about one model on one cluster. It is saved as JSON; `docs/plan-file.md` describes the file."""
 
     def __post_init__(self) -> None:
         if not self.counted_for:
@@ -90,8 +90,8 @@ class Plan(PlanRecord):
 
     @property
     def recomputed_units(self) -> tuple[int, ...]:
-        """Under full recompute the units that there are several of, but for those that keep their activations, or
-        offload them."""
+        """The units that are recomputed: under full recompute, those with others like them, except units that keep or
+        offload their activations."""
         if self.decision.recompute != "full":
             return ()
         kept = {*self.decision.kept_units, *self.decision.offloaded_units}
@@ -111,7 +111,7 @@ class Plan(PlanRecord):
         return self.decision.build_schedule(self.stage_costs())
 
     def stage_costs(self) -> StageCosts:
-        """Seconds and bytes of every stage for one microbatch, from the folded costs."""
+        """The seconds and bytes of every stage for one microbatch, from the folded costs."""
         placement = self.decision.stage_ranks if self.costs.ranks else ()
         forward, input_grad, weight_grad, transfer, kept = [], [], [], [], []
         for stage, units in enumerate(self.stage_units):
@@ -145,12 +145,12 @@ class Plan(PlanRecord):
         return bound[framework]
 
     def stage_calls(self, framework: str) -> tuple[tuple[CallRef, ...], ...]:
-        """For every stage the outermost module calls that lie wholly in its units, in order."""
+        """The outermost module calls that are wholly in the units of each stage, in order."""
         units = self.binding(framework).units
         return tuple(tuple(call for u in held for call in units[u].calls) for held in self.stage_units)
 
     def parameter_stages(self, framework: str) -> dict[str, tuple[int, ...]]:
-        """For every parameter, by its first name, the stages that use it."""
+        """The stages that use each parameter, by its first name."""
         units = self.binding(framework).units
         found: dict[str, dict[int, None]] = {}
         for stage, held in enumerate(self.stage_units):
@@ -160,8 +160,8 @@ class Plan(PlanRecord):
         return {name: tuple(stages) for name, stages in found.items()}
 
     def parameter_layouts(self, framework: str) -> dict[str, Layout]:
-        """For every parameter, by its first name, its layout in the framework's own dims. Raises PlanError for a tied
-        parameter that two of its slots put differently."""
+        """The layout of each parameter, by its first name, in the framework's own dims. Raises PlanError for a tied
+        parameter whose slots differ in layout."""
         decided = dict(self.decision.layouts)
         found: dict[str, tuple[str, Layout]] = {}
         for unit, bound in enumerate(self.binding(framework).units):
@@ -180,11 +180,11 @@ class Plan(PlanRecord):
         return {name: layout for name, (_, layout) in found.items()}
 
     def require_model(self, framework: str, names: tuple[str, ...], model_name: str) -> None:
-        """Raise PlanError, naming the parameters that differ, unless these are the plan's."""
+        """Raise PlanError, naming the parameters that differ, unless ``names`` are the plan's."""
         require_names(self.binding(framework), names, model_name)
 
     def require_world(self, world_size: int) -> None:
-        """Raise PlanError unless so many ranks are there."""
+        """Raise PlanError unless ``world_size`` is the number of the plan's ranks."""
         if world_size != self.mesh.size:
             d = self.decision
             raise PlanError(
@@ -195,8 +195,8 @@ class Plan(PlanRecord):
     # What users ask ----------------------------------------------------------------------------------------------
 
     def rebind(self, graph: Graph) -> "Plan":
-        """This plan with the names of another capture of the same model, perhaps in the other framework, and with what
-        its ops do on the tensor axis.
+        """This plan with the names of another capture of the same model, perhaps in the other framework, and with the
+        program of its ops on the tensor axis.
 
         Raises PlanError that names the first difference when the structures do not match.
         """
@@ -214,12 +214,12 @@ class Plan(PlanRecord):
         return replace(self, bindings=tuple(sorted(bindings.items())), programs=tuple(sorted(programs.items())))
 
     def save(self, path: str | Path) -> None:
-        """Write the plan file (JSON), whole or not at all. Raises PlanFileError when it cannot be written."""
+        """Write the plan file (JSON), completely or not at all. Raises PlanFileError when it cannot be written."""
         file.write(self, path_of(path, PlanFileError))
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
-        """Read a plan file. Raises PlanFileError with the path inside the file of what is wrong."""
+        """Read a plan file. Raises PlanFileError with the path inside the file of the first error."""
         at = path_of(path, PlanFileError)
         return cls.from_text(read_text(at, PlanFileError, "plan file"), str(at))
 
@@ -252,11 +252,11 @@ STALE = (
     "the predicted time and memory were counted for another decision than this one, which was edited since: plan again "
     "with the edited values pinned"
 )
-"""What is said of a plan whose figures are those of another."""
+"""The warning about a plan whose figures are those of another decision."""
 
 
 def _require_tensor_axis(slot: str, layout: Layout) -> None:
-    """Raise PlanError for a layout that no parameter can have: they are split, and on the tensor axis alone."""
+    """Raise PlanError for a layout that no parameter can have: parameters are split, and only on the tensor axis."""
     for axis, placement in layout.placements:
         if axis in ("pp", "dp"):
             raise PlanError(
@@ -268,7 +268,7 @@ def _require_tensor_axis(slot: str, layout: Layout) -> None:
 
 
 def _plain(value: object) -> object:
-    """Values of dataclasses, numbers as floats: what is read back from a file is the same."""
+    """The value with dataclasses as tuples and numbers as floats, so that a value read back from a file is the same."""
     if is_dataclass(value) and not isinstance(value, type):
         return tuple(_plain(getattr(value, name)) for name in value.__dataclass_fields__)
     if isinstance(value, tuple):

@@ -1,7 +1,7 @@
-"""How the units of a model run on the tensor axis, op by op, as a plan keeps it: folded, and free of one capture.
+"""The ops of a model's units on the tensor axis, as a plan keeps them: folded, and independent of one capture.
 
-Units that run the same ops alike share a form. A form names ops and tensors by their places in the unit, so that any
-capture of the same ops can be laid out by it.
+Units that run the same ops in the same way share a form. A form names ops and tensors by their places in the unit, so
+that any capture of the same ops can be laid out by it.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from shardwright.core.values.fields import Amount, Count, Text
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A tensor of a unit, and how it lies: ``"3: S0"``."""
+    """A tensor of a unit and its placement: ``"3: S0"``."""
 
     tensor: int
     place: Placement
@@ -46,8 +46,8 @@ _CONVERSION = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A link of a unit as text: ``"5 to 7.1: S0 → R; P → R"`` is tensor 5 on its way to operand 1 of op 7, and behind
-    the semicolon its gradient on the way back. ``to all``: to all readers at once; ``out``: to later units."""
+    """A link of a unit as text: ``"5 to 7.1: S0 → R; P → R"`` is tensor 5 on its way to operand 1 of op 7 and, after
+    the semicolon, its gradient on the way back. ``to all``: to all readers at once; ``out``: to later units."""
 
     tensor: int
     reader: int | None
@@ -80,7 +80,7 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class UnitProgram:
-    """One form: what every op of a unit reads and makes, and the conversions between."""
+    """One form: the placements that every op of a unit reads and makes, and the conversions between them."""
 
     ops: tuple[Signature, ...]
     conversions: tuple[Conversion, ...]
@@ -119,7 +119,7 @@ class UnitProgram:
         )
 
     def on(self, graph: Graph, unit: Unit, axis: str, ranks: int) -> RealisedUnit:
-        """The layouts of a unit that has this form. Raises PlanError for one that has other ops or tensors."""
+        """The layouts of a unit that has this form. Raises PlanError for a unit with other ops or tensors."""
         tensors = unit_tensors(graph, unit)
         if len(self.ops) != unit.end_op - unit.first_op:
             raise PlanError(f"unit {unit.index} runs {unit.end_op - unit.first_op} ops, and its form {len(self.ops)}")
@@ -161,15 +161,15 @@ class UnitProgram:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """How a model runs on the tensor axis in one framework. Raises PlanError for a unit whose form is missing."""
+    """The program of a model on the tensor axis in one framework. Raises PlanError for a unit whose form is missing."""
 
     ranks: Count
     sequence_parallel: bool
     units: tuple[Amount, ...]
-    """For every unit its place among the forms."""
+    """The index of each unit's form."""
     forms: tuple[UnitProgram, ...]
     digest: Text = ""
-    """A short hash of all the rest; raises PlanError where another is given. Default: worked out."""
+    """A short hash of all other fields, computed by default. Raises PlanError where another hash is given."""
 
     def __post_init__(self) -> None:
         if any(form >= len(self.forms) for form in self.units):
@@ -201,4 +201,4 @@ AS_TEXT: dict[type, Callable[[str], object]] = {
     Placed: Placed.parse,
     Conversion: Conversion.parse,
 }
-"""Values that a plan file holds as text, and how they are read back."""
+"""The functions that read values back that a plan file holds as text."""

@@ -1,8 +1,8 @@
-"""A plan's tensor layouts in full, for a captured model: what a tensor-parallel runtime carries out.
+"""A plan's tensor layouts in full, for a captured model: the layouts that a tensor-parallel runtime carries out.
 
 A plan keeps them op by op (`core.plan.program`), so that it runs the same program whatever later versions would choose.
-The solver is asked again only for units that run other ops than the captured ones (a loss outside of the model, another
-form of batch), by the version that made the plan.
+The solver is used again only for units that run other ops than the captured ones (a loss outside of the model, another
+form of batch), and only by the version that made the plan.
 """
 
 import hashlib
@@ -25,11 +25,11 @@ from shardwright.core.tables.memory import state_bytes_per_element
 from shardwright.core.values.version import own_version
 
 ANEW = "call plan.rebind(graph) with the model as it is captured now, or plan anew with these layouts pinned"
-"""The fix for a program that no longer is the plan's."""
+"""The fix for a program that is no longer the plan's."""
 
 
 def terms_of(decision: Decision, rates: Rates) -> Terms:
-    """What a plan's layouts are realised by."""
+    """The terms by which a plan's layouts are realised."""
     state = state_bytes_per_element(
         decision.precision, decision.optimizer, gradient_precision=decision.gradient_precision
     )
@@ -49,9 +49,8 @@ def program_of(frame: Frame, chosen: TensorLayouts) -> Program:
 
 
 def program_for(graph: Graph, structure: Structure, decision: Decision, rates: Rates) -> Program:
-    """The program of a plan for a graph that it was not made for: the plan fixes the parameters and whether sequences
-    are divided; of what is left the solver takes what costs least. Raises PlanError when the layouts cannot be carried
-    out."""
+    """The program of a plan for a graph that it was not made for. The plan fixes the parameters and whether sequences
+    are divided; the solver chooses the rest at least cost. Raises PlanError when the layouts cannot be carried out."""
     frame = Frame(fold(graph))
     return program_of(
         frame, choose(frame, terms_of(decision, rates), pins_of(frame, structure, dict(decision.layouts)))
@@ -59,11 +58,11 @@ def program_for(graph: Graph, structure: Structure, decision: Decision, rates: R
 
 
 def realise(graph: Graph, plan: PlanRecord) -> tuple[RealisedUnit, ...]:
-    """For every unit of the graph what each op reads and makes on the tensor axis, and the conversions between.
+    """The placements that each op of every unit reads and makes on the tensor axis, and the conversions between them.
 
-    It is what the plan's costs were counted on. Raises PlanError when the plan is for another model, when its layouts
-    were edited since its program was made, and when units run other ops than the captured ones in a version that is not
-    the plan's.
+    The plan's costs were counted on these. Raises PlanError when the plan is for another model, when its layouts were
+    edited since its program was made, and when units run other ops than the captured ones in a version that is not the
+    plan's.
     """
     frame = Frame(fold(graph))
     folded, decision = frame.folded, plan.decision
@@ -97,9 +96,9 @@ def realise(graph: Graph, plan: PlanRecord) -> tuple[RealisedUnit, ...]:
 
 
 def realise_part(graph: Graph, plan: PlanRecord, places: Mapping[str, Placement]) -> tuple[Unit, RealisedUnit]:
-    """A part of a model as one unit, whole at its borders, with its parameters in these places (by name; those not
-    named are whole), and its layouts, which no plan keeps: see `require_own_version`. Raises PlanError where an op
-    cannot use a place."""
+    """A part of a model as one unit, whole at its borders, with its layouts. Its parameters have the placements
+    ``places`` (by name; the others are whole). No plan keeps these layouts: see `require_own_version`. Raises PlanError
+    where an op cannot use a placement."""
     used = {t for op in graph.ops for t in op.inputs}
     unit = Unit(0, 0, len(graph.ops), 0, (), tuple(i for i, p in enumerate(graph.parameters) if p.tensor in used))
     terms = replace(terms_of(plan.decision, plan.costs.rates), sequence_parallel=False)
@@ -108,8 +107,8 @@ def realise_part(graph: Graph, plan: PlanRecord, places: Mapping[str, Placement]
 
 
 def require_own_version(plan: PlanRecord, what: str, fix: str) -> None:
-    """Raise PlanError where ``what``, which is laid out as it runs, may come out otherwise than in the version that
-    made the plan."""
+    """Raise PlanError where the layouts of ``what``, which are chosen while it runs, may differ from those of the
+    version that made the plan."""
     made, own = plan.provenance.shardwright, own_version()
     if made != own:
         raise PlanError(
@@ -119,7 +118,7 @@ def require_own_version(plan: PlanRecord, what: str, fix: str) -> None:
 
 
 def digest(units: Sequence[RealisedUnit]) -> str:
-    """A short hash of what every op of every unit reads and makes, and of all conversions."""
+    """A short hash of the placements that every op of every unit reads and makes, and of all conversions."""
     return hashlib.sha256(repr(tuple(units)).encode()).hexdigest()[:16]
 
 
@@ -142,7 +141,7 @@ def _program(graph: Graph, plan: PlanRecord) -> Program:
 
 
 def _require_decided(graph: Graph, plan: PlanRecord, realised: RealisedUnit, pins: Pins) -> None:
-    """Raise PlanError unless a unit's parameters lie as the decision says."""
+    """Raise PlanError unless a unit's parameters have the decision's placements."""
     for tensor, layout in realised.parameters:
         wanted = pins.get(tensor, (None,))[0]
         if wanted is not None and layout.on(AXIS) != wanted:
@@ -153,14 +152,14 @@ def _require_decided(graph: Graph, plan: PlanRecord, realised: RealisedUnit, pin
 
 
 def _meet(units: Iterable[RealisedUnit]) -> bool:
-    """Whether every value enters units as it left another."""
+    """Whether every value enters units in the layout in which it left another."""
     held = tuple(units)
     left = {tensor: layout for unit in held for tensor, layout in unit.leaves}
     return all(left.get(tensor, layout) == layout for unit in held for tensor, layout in unit.enters)
 
 
 def _own(frame: Frame, chosen: TensorLayouts, unit: int) -> RealisedUnit:
-    """The layouts of a unit, as the solver has them for one like it."""
+    """The layouts of a unit, which the solver has for one like it."""
     like = chosen.realised(unit)
     if like.unit == unit:
         return like
@@ -170,8 +169,8 @@ def _own(frame: Frame, chosen: TensorLayouts, unit: int) -> RealisedUnit:
 
 
 def _form(frame: Frame, unit: Unit, sequence_parallel: bool) -> str:
-    """A digest of what a unit runs: kinds of op, labels and wiring, what gradients flow through and what leaves the
-    unit. Sizes are left out, so that another length of sequence has the same form."""
+    """A digest of a unit's ops: their kinds, labels and wiring, the values through which gradients flow, and the values
+    that leave the unit. Sizes are left out, so that another sequence length has the same form."""
     graph = frame.graph
     places = {tensor: i for i, tensor in enumerate(unit_tensors(graph, unit))}
     rows = [
@@ -191,7 +190,7 @@ def _form(frame: Frame, unit: Unit, sequence_parallel: bool) -> str:
 
 
 def _is_legal(frame: Frame, realised: RealisedUnit) -> bool:
-    """Whether a unit can run as it is laid out, at the sizes that it has here."""
+    """Whether a unit can run with its layouts at the sizes that it has here."""
     graph, ranks = frame.graph, realised.axes[0][1]
     lies = [(tensor, layout.on(AXIS)) for tensor, layout in (*realised.enters, *realised.leaves)]
     for link in realised.links:

@@ -1,4 +1,4 @@
-"""The record of a plan, as its file holds it: decision, model, names, costs, predictions, alternatives, provenance."""
+"""The record of a plan, as in its file: decision, model, names, costs, predictions, alternatives, provenance."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -16,7 +16,7 @@ from shardwright.core.values.fields import Amount, Count, Seconds, Share
 
 @dataclass(frozen=True, slots=True)
 class ClassCost:
-    """One microbatch of one class of unit, recompute and tensor collectives included. Seconds and bytes per rank."""
+    """The cost of one microbatch of one class of unit, with recompute and tensor collectives, per rank."""
 
     forward_s: Seconds
     input_grad_s: Seconds
@@ -24,39 +24,39 @@ class ClassCost:
     activation_bytes: Amount
     parameter_elements: Amount
     trained_elements: Amount
-    """Of the parameters' entries, those that have gradients."""
+    """The parameter entries that have gradients."""
     swapped_s: Seconds = 0.0
-    """That its activations take to the host, and back; beside the passes of the stage."""
+    """The seconds that its activations take to the host, and again back, beside the passes of the stage."""
     collective_s: Seconds = 0.0
-    """Of the passes, collectives over the tensor axis."""
+    """The seconds of the passes that are collectives over the tensor axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What units cost, folded."""
+    """The costs of units, folded."""
 
     unit_classes: tuple[Amount, ...]
     classes: tuple[ClassCost, ...]
     boundary_bytes: tuple[Amount, ...]
-    """For every unit, the bytes of activations that enter it from before: what a cut there sends."""
+    """The bytes of activations that enter each unit from before, which a cut there sends."""
     boundary_s: tuple[Seconds, ...]
-    """Seconds to send them to the next stage."""
+    """The seconds to send them to the next stage."""
     rates: Rates
-    """What the tensor layouts were chosen by: those of another framework are completed by the same."""
+    """The rates by which the tensor layouts were chosen; those of another framework are completed by the same rates."""
     ranks: tuple["RankCosts", ...] = ()
-    """For every pipeline rank its own seconds, where devices or links differ; empty where all ranks cost the same."""
+    """The costs of each pipeline rank where devices or links differ; empty where all ranks cost the same."""
     idle_lent: Share = 0.0
-    """As of `StageCosts`."""
+    """The share of idle time that is lent, as in `StageCosts`."""
 
     def on_rank(self, rank: int) -> "Costs":
-        """What units cost on one pipeline rank."""
+        """The costs of units on one pipeline rank."""
         own = self.ranks[rank]
         return replace(self, classes=own.classes, boundary_s=own.boundary_s, ranks=())
 
 
 @dataclass(frozen=True, slots=True)
 class RankCosts:
-    """What units cost on one pipeline rank; the fields are those of `Costs`."""
+    """The costs of units on one pipeline rank; the fields are those of `Costs`."""
 
     classes: tuple[ClassCost, ...]
     boundary_s: tuple[Seconds, ...]
@@ -64,38 +64,38 @@ class RankCosts:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """What one step will take."""
+    """The predicted figures of one step."""
 
     step_time_s: Seconds
     pipeline_s: Seconds
-    """Of it, the pipeline's forward and backward passes, bubbles included."""
+    """The part of the step that is the pipeline's forward and backward passes, bubbles included."""
     bubble_fraction: Seconds
-    """Idle share of the pipeline time, averaged over ranks, without what those at work were lent of it."""
+    """The idle share of the pipeline time, averaged over ranks, without what was lent of it to busy ranks."""
     tensor_collective_s: Seconds
-    """Of the pipeline time, communication on the tensor axis on the slowest stage."""
+    """The part of the pipeline time that is communication on the tensor axis, on the slowest stage."""
     data_parallel_s: Seconds
-    """Of the step, the gradient reduction that nothing hides."""
+    """The part of the step that is gradient reduction which nothing hides."""
     optimizer_s: Seconds
     memory_by_stage_rank: tuple[MemoryUse, ...]
-    """One per coordinate on pp: ranks that differ in dp or tp only hold the same amounts."""
+    """The memory of each coordinate on pp; ranks that differ only in dp or tp hold the same amounts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted(StepFigures):
-    """What one step will take, on the ranks of a mesh."""
+    """The predicted figures of one step, on the ranks of a mesh."""
 
     mesh: Mesh
 
     @property
     def memory(self) -> tuple[MemoryUse, ...]:
-        """One per rank."""
+        """The memory of each rank."""
         near = self.mesh.stride("pp")
         once = tuple(use for use in self.memory_by_stage_rank for _ in range(near))
         return once * (self.mesh.size // len(once))
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
-        """One per rank."""
+        """The peak memory of each rank, in bytes."""
         return tuple(use.total_bytes for use in self.memory)
 
 
@@ -111,7 +111,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where a plan comes from."""
+    """The origin of a plan."""
 
     shardwright: str
     captured_from: str
@@ -120,9 +120,9 @@ class Provenance:
     device_memory_bytes: Annotated[int, Ge(1), Le(1 << 62)]
     pinned: tuple[str, ...]
     pinned_layouts: tuple[tuple[str, str], ...] = ()
-    """``class/role`` of every slot with a pinned layout, and what pinned it."""
+    """The ``class/role`` of every slot with a pinned layout, and the source of its pin."""
     left_out: str = ""
-    """Devices that were given and are not worth using; ``cluster`` and ``world_size`` are of the rest."""
+    """The devices that were given and are not worth using; ``cluster`` and ``world_size`` are of the rest."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -137,12 +137,12 @@ class PlanRecord:
     predicted: Predicted
     alternatives: tuple[Alternative, ...]
     unsplit: tuple[tuple[str, str], ...]
-    """``class/role`` of the matrices that stay whole on the tensor axis, and why."""
+    """The ``class/role`` of the matrices that stay whole on the tensor axis, and the reason."""
     layout_alternatives: SlotAlternatives
-    """For every slot the next best layouts, and what they would have cost."""
+    """The next best layouts of each slot, with the cost that they would have had."""
     provenance: Provenance
     programs: tuple[tuple[str, Program], ...] = ()
-    """For every framework that the plan is bound to, how the model runs there on the tensor axis; none without one."""
+    """The program on the tensor axis for each framework that the plan is bound to; empty without a tensor axis."""
     counted_for: str = ""
-    """A digest of the decision, the model and the costs that ``predicted`` was counted for; by default, of this
-    plan's own. After an edit it is that of the plan before (`is_stale`)."""
+    """A digest of the decision, the model and the costs that ``predicted`` was counted for; by default, that of this
+    plan. After an edit it is that of the plan before (`is_stale`)."""

@@ -1,4 +1,4 @@
-"""The plan as its file has it: the sections, whose schema follows from the classes whose values they hold."""
+"""The plan in the form of its file: the sections, whose schema follows from the classes of their values."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
@@ -30,14 +30,14 @@ class ModelSection:
 
 @dataclass(frozen=True, slots=True)
 class PredictedSection(StepFigures):
-    """What one step will take, and the digest of what it was counted for."""
+    """The predicted figures of one step, and the digest of the decision, model and costs that they were counted for."""
 
     counted_for: str
 
 
 @dataclass(frozen=True, slots=True)
 class AlternativesSection:
-    """What was not chosen: whole plans, matrices that stay whole, other layouts of parameters."""
+    """The alternatives that were not chosen: whole plans, matrices that stay whole, other layouts of parameters."""
 
     plans: tuple[Alternative, ...]
     unsplit: tuple[tuple[str, str], ...]

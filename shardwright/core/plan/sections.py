@@ -1,7 +1,8 @@
-"""Values of dataclasses as sections of a JSON file: what a section may hold, its values, and the values read back.
+"""Values of dataclasses as sections of a JSON file: the schema of a section, its values, and the values read back.
 
-All three follow from the annotations of the class. A tuple is a list; a tuple of tuples that begin with text is an
-object with these as its keys (and the rest of each as its value); a layout is an object from mesh axis to placement.
+All three follow from the annotations of the class. A tuple is a list. A tuple of tuples that begin with text is an
+object with these texts as its keys (and the rest of each tuple as its value). A layout is an object from mesh axis to
+placement.
 """
 
 from dataclasses import fields, is_dataclass
@@ -18,7 +19,7 @@ from shardwright.core.plan.program import AS_TEXT
 from shardwright.core.values.fields import Amount, Choices, Count, Option, Text, Words
 
 AS_LISTS = frozenset({CallRef})
-"""Written as lists of their fields: files have thousands of them."""
+"""The classes that are written as lists of their fields, because files have thousands of them."""
 
 
 class Section(BaseModel):
@@ -58,7 +59,7 @@ def to_section(value: Any, hint: Any = None) -> Any:
 
 
 def from_section(read: Any, hint: Any) -> Any:
-    """The value of an annotation that a section holds. Raises what the value's class raises."""
+    """The value of an annotation that a section holds. Raises the errors of the value's class."""
     kind = _bare(hint)
     if kind is Layout:
         return Layout.of({axis: _placement_in(axis, placement) for axis, placement in read.items()})
@@ -117,7 +118,7 @@ def _type(hint: Any) -> Any:
 
 
 def _bare(hint: Any) -> Any:
-    """An annotation without what is said beside it, and without None."""
+    """An annotation without its metadata, and without None."""
     while get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
     if get_origin(hint) in (Union, UnionType):
@@ -128,7 +129,7 @@ def _bare(hint: Any) -> Any:
 
 @cache
 def _keyed(hint: Any) -> tuple[Any, ...] | None:
-    """Of a tuple of tuples that begin with text, what comes after the text."""
+    """The types after the text in a tuple of tuples that begin with text, or None."""
     inner = get_args(hint)
     if get_origin(hint) is not tuple or inner[1:] != (...,) or get_origin(inner[0]) is not tuple:
         return None

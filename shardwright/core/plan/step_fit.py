@@ -1,4 +1,4 @@
-"""What steps that were timed say of their parts: units, what is beside the microbatches, idle time that is lent."""
+"""The parts of timed steps: units, time beside the microbatches, idle time that is lent."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,44 +9,44 @@ from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule.simulate import simulate_schedule
 
 LEAST_UPDATE = 0.25
-"""Of what is counted for the optimizer's step, what it takes at least: parameters that stay in a cache are at best a
-few times as fast."""
+"""The least share of the counted optimizer time that its step takes: parameters that stay in a cache are at best a few
+times as fast."""
 
 Seconds = Sequence[tuple[float, float]]
-"""Of every unit, forward and backward."""
+"""The (forward, backward) seconds of each unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFit:
-    """What steps of a pipeline, or of one stage, took."""
+    """The result of timed steps of a pipeline, or of one stage."""
 
     factor: float
-    """By which units take longer than they say."""
+    """The factor by which units take longer than their own seconds."""
     beside_s: float
-    """Beside all microbatches, above what is counted for gradients and optimizer."""
+    """The seconds beside all microbatches, above the counted ones of gradients and optimizer."""
     update_share: float
-    """What the optimizer's step took of what is counted for it."""
+    """The share of the counted optimizer time that its step took."""
     idle_lent: float
-    """As of `StageCosts`."""
+    """The share of idle time that is lent, as in `StageCosts`."""
 
 
 def fit_steps(
     plans: Sequence[Plan], seconds: Seconds, few_s: float, more_s: float, update_share: float = 1.0
 ) -> StepFit:
-    """The parts that make the steps of two plans take what they took.
+    """The parts with which the predicted steps of two plans take the measured time.
 
-    What the second step takes above the first is that of the microbatches between; what the first takes above its own
-    microbatches is beside them. Where a step is shorter than its parts, idle time was lent: the ranks of a pipeline
-    shared a machine. One stage has no idle time: there its optimizer took less than is counted, at least
-    `LEAST_UPDATE`. Where that does not explain the steps, the squares of the shares by which they are wrong are least;
-    where messages alone take as long, or no unit took any time, the factor is 1.
+    The time of the second step above the first is that of the additional microbatches. The time of the first step above
+    its own microbatches is beside them. Where a step is shorter than its parts, idle time was lent: the ranks of a
+    pipeline shared a machine. One stage has no idle time: there its optimizer took less than is counted, at least
+    `LEAST_UPDATE`. Where that does not explain the steps, the squares of their relative errors are minimised. Where
+    messages alone take as long, or no unit took any time, the factor is 1.
 
     Args:
-        plans: one pipeline, with few and with many microbatches.
-        seconds: of every unit in one microbatch; wrong by one factor.
-        few_s: what the first plan's step took.
-        more_s: what the second's took above that.
-        update_share: of a pipeline, as it was found with one stage.
+        plans: two plans of one pipeline, with few and with many microbatches.
+        seconds: the seconds of every unit in one microbatch, all wrong by one factor.
+        few_s: the measured time of the first plan's step.
+        more_s: the measured time of the second plan's step above that.
+        update_share: the share for a pipeline, as found with one stage.
     """
     steps = _Steps(plans, seconds, few_s, more_s, update_share)
     if steps.differ_s(0.0) >= more_s or not sum(map(sum, seconds)):
@@ -69,8 +69,8 @@ class _Steps:
     update_share: float
 
     def at(self, factor: float) -> StepFit:
-        """The other parts where units take ``factor`` times as long, so that the first step takes what it took, or as
-        nearly as they can."""
+        """The other parts where units take ``factor`` times as long: those with which the first step takes its measured
+        time, or as nearly as possible."""
         (alone_s, lent_s), counted = self._pipeline_s(self.plans[0], factor), self.plans[0].predicted
         lack_s = alone_s + counted.data_parallel_s + self.update_share * counted.optimizer_s - self.few_s
         share, lent = self.update_share, 0.0
@@ -81,7 +81,7 @@ class _Steps:
         return StepFit(factor, max(0.0, -lack_s), share, lent)
 
     def predicted_s(self, factor: float) -> tuple[float, float]:
-        """Both steps, with the other parts as they follow."""
+        """The predicted seconds of both steps, with the other parts that follow from the factor."""
         found, counted = self.at(factor), self.plans[0].predicted
         beside_s = found.beside_s + counted.data_parallel_s + found.update_share * counted.optimizer_s
         few, many = (self._pipeline_s(planned, factor) for planned in self.plans)
@@ -97,8 +97,8 @@ class _Steps:
         return sum((said / took - 1) ** 2 for said, took in pairs)
 
     def _pipeline_s(self, planned: Plan, factor: float) -> tuple[float, float]:
-        """Of the plan's pipeline, its messages taking what they are predicted to take: with nothing of the idle time
-        lent, and with all of it."""
+        """The seconds of the plan's pipeline, with messages as predicted: with no idle time lent, and with all of
+        it."""
         stages = [[factor * sum(part) for part in zip(*(self.seconds[unit] for unit in units), strict=True)]
                   for units in planned.stage_units]  # fmt: skip
         forward, half = tuple(ahead for ahead, _ in stages), tuple(back / 2 for _, back in stages)

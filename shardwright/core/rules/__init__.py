@@ -1,1 +1,1 @@
-"""Rules per kind of op: which dims belong together, and so which layouts are legal."""
+"""Rules for each kind of op: the dims that belong together, and so the layouts that are legal."""

@@ -1,4 +1,4 @@
-"""Which ops of a captured model have rules, and how much of its work falls back on replicating everything."""
+"""The ops of a captured model that have rules, and the share of its work that falls back on replicating everything."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class OpCoverage:
     kind: OpKind
     count: int
     rules: int
-    """The most signatures that any occurrence has, the replicated one included."""
+    """The most signatures of any occurrence, the replicated one included."""
     flops: int
     moved_bytes: int
     is_fallback: bool

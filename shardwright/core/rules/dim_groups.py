@@ -1,8 +1,8 @@
-"""Which dims of a unit are one: the groups that a tensor axis can split together.
+"""The dims of a unit that belong together: the groups that a tensor axis can split together.
 
-Labels tie dims within an op; following them through the ops of a unit gives groups such as "the heads" or "the inner
-width of the feed-forward". Splitting a group splits every tensor in it; the ops that contract or look up along it leave
-partial sums. Slices and concatenations of a dim (fused q|k|v) give it blocks, each of which is split by itself.
+Labels tie dims within an op. Following them through the ops of a unit gives groups such as "the heads" or "the inner
+width of the feed-forward". Splitting a group splits every tensor in it, and the ops that contract or look up along it
+leave partial sums. Slices and concatenations of a dim (fused q|k|v) give it blocks, each of which is split by itself.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from shardwright.core.model.fold import Unit
 from shardwright.core.model.graph import Graph
 
 Dim = tuple[int, int]
-"""(tensor, dim)"""
+"""A dim of a tensor, as (tensor, dim)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,11 @@ class DimGroup:
 
     dims: frozenset[Dim]
     divisor: int
-    """A degree must divide this: the greatest common divisor of all part sizes."""
+    """The number that a degree must divide: the greatest common divisor of all part sizes."""
     blocks: tuple[tuple[Dim, tuple[int, ...]], ...]
-    """The sizes of the parts of those dims that have parts."""
+    """The sizes of the parts of each dim that has parts."""
     obstacle: str
-    """Why the group cannot be split, or ''."""
+    """The reason why the group cannot be split, or ''."""
 
     def blocks_of(self, dim: Dim) -> tuple[int, ...]:
         return dict(self.blocks).get(dim, ())
@@ -96,7 +96,7 @@ def dim_groups(graph: Graph, unit: Unit, batch: int = 2) -> tuple[DimGroup, ...]
 
 
 def boundary_tensors(graph: Graph, unit: Unit) -> frozenset[int]:
-    """Activations that enter or leave a unit: they are whole on every rank of the tensor axis."""
+    """The activations that enter or leave a unit; they are whole on every rank of the tensor axis."""
     made = {t for op in graph.ops[unit.first_op : unit.end_op] for t in op.outputs}
     used = {t for op in graph.ops[unit.first_op : unit.end_op] for t in op.inputs}
     entering = {t for t in used - made if graph.tensors[t].role in ("activation", "input")}
@@ -117,7 +117,7 @@ def _note_cut(
     batch: int,
     cuts: dict[Dim, set[int]],
 ) -> None:
-    """Remember where a part (an output of a slice, an input of a concatenation) lies in its whole."""
+    """Note the borders of a part (an output of a slice, an input of a concatenation) in its whole."""
     is_part = position >= len(inputs) if kind == "slice" else position < len(inputs)
     if not is_part:
         return

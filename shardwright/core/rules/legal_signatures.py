@@ -1,4 +1,4 @@
-"""The rules of an op as a whole: every signature along one axis, and what a mesh of several asks besides."""
+"""The rules of an op as a whole: every signature along one axis, and the conditions of a mesh with several axes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -10,7 +10,7 @@ from shardwright.core.rules.split_signatures import Blocks, split_signatures
 
 
 def replicated(op: Op) -> Signature:
-    """Whole operands everywhere: legal for every op, and all that is known of an opaque one."""
+    """The signature with whole operands everywhere, legal for every op and the only one known of an opaque op."""
     return Signature((Replicate(),) * len(op.inputs), (Replicate(),) * len(op.outputs))
 
 
@@ -19,8 +19,8 @@ def signatures(
 ) -> tuple[Signature, ...]:
     """All signatures of an op along one axis: replicated, one for every label that can be split, partial values.
 
-    ``blocks`` gives the parts of labels that are split part by part (see `split_signatures`). That a degree divides
-    what it splits is for `divides` to say.
+    ``blocks`` gives the parts of labels that are split part by part (see `split_signatures`). Whether a degree divides
+    the dims that it splits is checked by `divides`.
     """
     found = [replicated(op), *split_signatures(graph, op, batch, blocks)]
     if op.kind != "opaque":
@@ -29,15 +29,16 @@ def signatures(
 
 
 def is_fallback(op: Op) -> bool:
-    """Whether nothing but replicating is known of the op, though it works on more than single entries."""
+    """Whether replicating is all that is known of the op."""
     return op.kind == "opaque"
 
 
 def divides(shape: Sequence[int], splits: Iterable[tuple[Split, int]]) -> bool:
-    """Whether a tensor of ``shape`` can be cut in equal pieces: ``splits`` are (placement, degree), one per axis.
+    """Whether a tensor of ``shape`` can be cut in equal shards; ``splits`` are (placement, degree), one for each axis.
 
-    Axes that split one dim cut it one after the other, all by the same blocks: a cut of the whole dim and a cut of its
-    parts do not commute, so no tensor has both."""
+    Axes that split one dim cut it one after the other, all by the same blocks. A cut of the whole dim and a cut of its
+    parts do not commute, so no tensor has both.
+    """
     ways: dict[int, int] = {}
     parts: dict[int, Blocks] = {}
     for split, degree in splits:
@@ -48,5 +49,5 @@ def divides(shape: Sequence[int], splits: Iterable[tuple[Split, int]]) -> bool:
 
 
 def fits(shape: Sequence[int], layout: Layout, sizes: Mapping[str, int]) -> bool:
-    """Whether a tensor of ``shape`` can lie in equal pieces like ``layout`` on axes of these sizes."""
+    """Whether a tensor of ``shape`` can have ``layout`` with equal shards on axes of these sizes."""
     return divides(shape, [(p, sizes[axis]) for axis, p in layout.placements if isinstance(p, Split)])

@@ -1,7 +1,7 @@
-"""What elementwise ops and reductions of both frameworks do to partial values, by the op's own name.
+"""The effect of both frameworks' elementwise ops and reductions on partial values, by the op's own name.
 
 An entrywise op is linear in an operand (it passes sums and means on), or monotone in it (it passes maxima and minima
-on, swapped where it decreases), or neither. Names are aten's and JAX's without overload, namespace or in-place
+on, swapped where it decreases), or neither. Names are those of aten and JAX without overload, namespace or in-place
 underscore.
 """
 
@@ -14,7 +14,7 @@ Direction = Literal["up", "down", ""]
 
 
 def base_name(op: Op) -> str:
-    """``aten.add_.Tensor``, ``aten.addmm/bias`` and ``add`` are ``add``, ``addmm/bias`` and ``add``."""
+    """The bare name: that of ``aten.add_.Tensor`` is ``add``, that of ``aten.addmm/bias`` is ``addmm/bias``."""
     name = op.name.removeprefix("aten::").removeprefix("aten.").split(".")[0]
     return name if name.startswith("_") else name.rstrip("_")
 
@@ -43,10 +43,10 @@ LINEAR_UNARY = frozenset(
         "_autocast_to_full_precision",
     ]
 )
-"""Entrywise ops of one operand that pass sums on. A product with one operand is one by a constant."""
+"""Entrywise ops of one operand that pass sums on. A product with one operand is a product with a constant."""
 
 AFFINE_UNARY = frozenset(["add", "sub", "subtract", "rsub"])
-"""With one operand, these add a constant: means pass, sums do not."""
+"""Ops that add a constant when they have one operand: means pass, sums do not."""
 
 UP = frozenset(
     [
@@ -123,31 +123,31 @@ BOTH: dict[str, tuple[Direction, Direction]] = {
     **dict.fromkeys(("gt", "ge", "greater", "greater_equal"), ("up", "down")),
     **dict.fromkeys(("lt", "le", "less", "less_equal"), ("down", "up")),
 }
-"""Entrywise ops of two operands: how each moves the result. The other operand is replicated."""
+"""Entrywise ops of two operands, with the direction in which each moves the result while the other is replicated."""
 
 ADDITIVE = frozenset(["add", "add_any", "sub", "subtract", "rsub"])
-"""Both operands partial sums (or means) give one."""
+"""Ops that make a partial sum (or mean) of two partial sums (or means)."""
 
 BILINEAR = frozenset(["mul", "multiply"])
-"""Linear in either operand while the other is replicated."""
+"""Ops that are linear in either operand while the other is replicated."""
 
 QUOTIENT = frozenset(["div", "divide", "true_divide"])
-"""Linear in the first operand."""
+"""Ops that are linear in the first operand."""
 
 LATTICE: dict[str, Reduction] = {
     "maximum": "max", "max": "max", "fmax": "max", "logical_or": "max",
     "minimum": "min", "min": "min", "fmin": "min", "logical_and": "min",
 }  # fmt: skip
-"""Both operands partial by this reduction give a result partial by it."""
+"""Ops whose result is partial by this reduction when both operands are."""
 
 CHOICE = {"where": (1, 2), "select_n": (1, 2)}
-"""Where one operand chooses between the others: any reduction passes when all that are chosen from hold it."""
+"""Ops in which one operand chooses between the others: any reduction passes when all that are chosen from hold it."""
 
 FILLED = frozenset(["masked_fill", "where", "select_n"])
-"""With the chosen constant not an operand: idempotent reductions pass."""
+"""Ops whose chosen constant is not an operand: idempotent reductions pass."""
 
 TRIANGLES = frozenset(["tril", "triu"])
-"""Zeros or the entry itself: any reduction passes, for zeros reduce to zero."""
+"""Ops that give zero or the entry itself: any reduction passes, because zeros reduce to zero."""
 
 CUMULATIVE_LINEAR = frozenset({"cumsum"})
 CUMULATIVE: dict[str, Reduction] = {"cummax": "max", "cummin": "min"}
@@ -160,7 +160,7 @@ REDUCED: dict[str, Reduction] = {
 """The reduction that a reducing op leaves along a dim that is split."""
 
 REDUCED_BY_SUFFIX: dict[str, Reduction] = {"/mean": "mean", "/sum": "sum", "/total_weight": "sum"}
-"""The same for the reductions that are parts of a loss."""
+"""The reduction of the ops that are parts of a loss, by their suffix."""
 
 PASSES_SUMS = frozenset(
     [
@@ -196,7 +196,7 @@ INTERPOLATING = frozenset(
         "col2im",
     ]
 )
-"""Copies whose entries are weighted sums: linear, but not a move."""
+"""Copies whose entries are weighted sums: they are linear, but do not only move entries."""
 
 PADDING = frozenset(["pad", "constant_pad_nd"])
 """Copies that bring in a constant: idempotent reductions pass, sums do not (the constant would be added up)."""

@@ -1,7 +1,7 @@
-"""Labels for the ops of both frameworks: which dims of the operands belong together (see `core.model.graph.Op`).
+"""Labels for the ops of both frameworks: the dims of the operands that belong together (see `core.model.graph.Op`).
 
-Backends call these when they translate an op. Each function takes shapes and returns a `Labelled`: the labels of
-every input, then of every output, and what is special about some of them.
+Backends call these functions when they translate an op. Each takes shapes and returns a `Labelled`: the labels of every
+input, then of every output, and the special roles of some labels.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """What `core.model.graph.Op` needs beside kind, name and operands."""
+    """The fields of `core.model.graph.Op` beside kind, name and operands."""
 
     labels: tuple[tuple[int, ...], ...]
     special: tuple[tuple[int, LabelRole], ...] = ()
@@ -24,12 +24,12 @@ class Labelled:
 
 
 def opaque(inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Labelled:
-    """Nothing is known: whole tensors in, whole tensors out."""
+    """Labels of an op of which nothing is known: whole tensors in, whole tensors out."""
     return Labelled(tuple((-1,) * len(shape) for shape in (*inputs, *outputs)))
 
 
 def elementwise(inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Labelled:
-    """Numpy broadcasting: dims are aligned from the right, and size 1 stretches."""
+    """Labels of NumPy broadcasting: dims are aligned from the right, and size 1 stretches."""
     rank = max((len(s) for s in (*inputs, *outputs)), default=0)
     full = [max((s[i - rank] for s in (*inputs, *outputs) if len(s) >= rank - i), default=1) for i in range(rank)]
 
@@ -41,13 +41,13 @@ def elementwise(inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Labelled:
 
 
 def transpose(permutation: Sequence[int]) -> Labelled:
-    """Output dim i is input dim ``permutation[i]``."""
+    """Labels of a transposition: output dim i is input dim ``permutation[i]``."""
     return Labelled((tuple(range(len(permutation))), tuple(permutation)))
 
 
 def reshape(before: Shape, after: Shape) -> Labelled:
-    """Dims that stay, merge or come apart. In a group of dims that merge or come apart only the outermost is kept:
-    a contiguous piece of it is a contiguous piece of the merged dim."""
+    """Labels of a reshape, whose dims stay, merge or come apart. In a group of dims that merge or come apart only the
+    outermost keeps its label: a contiguous shard of it is a contiguous shard of the merged dim."""
     a: list[int] = [-1] * len(before)
     b: list[int] = [-1] * len(after)
     fresh = count()
@@ -77,7 +77,7 @@ def reshape(before: Shape, after: Shape) -> Labelled:
 
 
 def broadcast(before: Shape, after: Shape, dims: Sequence[int]) -> Labelled:
-    """Input dim i becomes output dim ``dims[i]``; the other output dims are new."""
+    """Labels of a broadcast: input dim i becomes output dim ``dims[i]``, and the other output dims are new."""
     source = tuple(d if before[i] == after[d] and before[i] != 1 else -1 for i, d in enumerate(dims))
     return Labelled((source, tuple(range(len(after)))))
 
@@ -93,8 +93,8 @@ def reduction(shape: Shape, dims: Sequence[int], *, keep_dims: bool = False, out
 def over_dims(
     shape: Shape, dims: Sequence[int], role: LabelRole, *, extra_inputs: Sequence[Shape] = (), outputs: int = 1
 ) -> Labelled:
-    """An op of one tensor to its own shape that looks along ``dims``: softmax and normalisation ("statistic"), sort and
-    cumulative sum ("whole"). Extra inputs are aligned from the right."""
+    """Labels of an op that keeps its tensor's shape and works along ``dims``: softmax and normalisation ("statistic"),
+    sort and cumulative sum ("whole"). Extra inputs are aligned from the right."""
     source = tuple(range(len(shape)))
     extras = elementwise([shape, *extra_inputs], [shape]).labels[1:-1]
     special = tuple((d % len(shape), role) for d in dims)
@@ -102,7 +102,7 @@ def over_dims(
 
 
 def contraction(left: str, right: str, out: str) -> Labelled:
-    """A product in einsum letters: ``contraction("bsk", "kn", "bsn")``. ``_`` is a dim that is never split."""
+    """Labels of a product in einsum letters: ``contraction("bsk", "kn", "bsn")``. ``_`` is a dim never split."""
     numbers: dict[str, int] = {}
 
     def of(letters: str) -> tuple[int, ...]:
@@ -112,15 +112,15 @@ def contraction(left: str, right: str, out: str) -> Labelled:
 
 
 def gather(table: Shape, dim: int, index: Shape) -> Labelled:
-    """Rows of ``table`` along ``dim`` by ``index``: the output has the index's dims in place of ``dim`` (an embedding
-    is dim 0). Splitting the looked-up dim leaves a partial sum."""
+    """Labels of a lookup of rows of ``table`` along ``dim`` by ``index``: the output has the index's dims in place of
+    ``dim`` (an embedding has dim 0). Splitting the looked-up dim leaves a partial sum."""
     rows = tuple(range(len(table)))
     places = tuple(range(len(table), len(table) + len(index)))
     return Labelled((rows, places, (*rows[:dim], *places, *rows[dim + 1 :])), ((dim, "index"),))
 
 
 def take_along(table: Shape, dim: int, index: Shape) -> Labelled:
-    """`torch.gather` / `take_along_axis`: as many dims as the table; the index replaces ``dim``."""
+    """Labels of `torch.gather` and `take_along_axis`: as many dims as the table, with the index in place of ``dim``."""
     rows = tuple(range(len(table)))
     new = len(table)
     places = tuple(new if d == dim else (d if index[d] == table[d] else -1) for d in rows)
@@ -128,7 +128,7 @@ def take_along(table: Shape, dim: int, index: Shape) -> Labelled:
 
 
 def parts(whole: Shape, dim: int, pieces: Sequence[Shape], offsets: Sequence[int]) -> Labelled:
-    """A slice (whole → pieces) along ``dim``. Reverse the labels for a concatenation, with `concatenation`."""
+    """Labels of a slice (whole → pieces) along ``dim``; `concatenation` is the reverse."""
     if len(pieces) != len(offsets):
         raise CaptureError(f"{len(pieces)} parts need as many offsets: given {len(offsets)}")
     labels = tuple(range(len(whole)))
@@ -136,7 +136,7 @@ def parts(whole: Shape, dim: int, pieces: Sequence[Shape], offsets: Sequence[int
 
 
 def concatenation(pieces: Sequence[Shape], dim: int) -> Labelled:
-    """Pieces joined along ``dim``."""
+    """Labels of a concatenation of pieces along ``dim``."""
     labels = tuple(range(len(pieces[0])))
     offsets: list[int] = []
     start = 0
@@ -149,11 +149,11 @@ def concatenation(pieces: Sequence[Shape], dim: int) -> Labelled:
 def attention(
     query: str, key: str, value: str, out: str, masks: Sequence[Shape] = (), *, causal: bool = False
 ) -> Labelled:
-    """Attention in letters, e.g. ``("bhsd", "bhtd", "bhtv", "bhsv")``: ``d`` (width of queries and keys) and ``t``
-    (keys) are whole, and so is ``s`` when ``causal``, for a piece of the queries does not know where it starts; ``v``
-    (width of values) may be split. A mask's dims are aligned with batch, head, query, key and never split but with
-    them. ``_`` is a dim that is never split. Grouped key heads carry the label of the query heads: a contiguous piece
-    of one goes with the same of the other."""
+    """Labels of an attention in letters, e.g. ``("bhsd", "bhtd", "bhtv", "bhsv")``. ``d`` (width of queries and keys)
+    and ``t`` (keys) are whole, and so is ``s`` when ``causal``, because a shard of the queries does not know where it
+    starts; ``v`` (width of values) may be split. A mask's dims are aligned with batch, head, query and key, and are
+    only split with these. ``_`` is a dim that is never split. Grouped key heads carry the label of the query heads: a
+    contiguous shard of one goes with the same shard of the other."""
     numbers: dict[str, int] = {}
 
     def of(letters: str) -> tuple[int, ...]:
@@ -172,7 +172,8 @@ def attention(
 
 
 def matmul(left: Shape, right: Shape) -> Labelled:
-    """`torch.matmul` / `jnp.matmul`: the last dim of left with the second to last of right, leading dims broadcast."""
+    """Labels of `torch.matmul` and `jnp.matmul`: the last dim of left with the second to last of right; leading dims
+    broadcast."""
     if not left or not right:
         raise CaptureError(f"a matrix product takes operands of one dim or more: given {tuple(left)}, {tuple(right)}")
     row, column, summed = 0, 1, 2
@@ -189,9 +190,9 @@ def matmul(left: Shape, right: Shape) -> Labelled:
 
 
 def convolution(source: Shape, kernel: Shape, out: Shape, *, groups: int = 1, transposed: bool = False) -> Labelled:
-    """A convolution of [batch, channels, …]. The kernel is [out, in / groups, …], or [in, out / groups, …] when
-    transposed. Positions are never split (they would need their neighbours), channels and batch are; label sizes
-    multiply to the multiply-adds."""
+    """Labels of a convolution of [batch, channels, …]. The kernel is [out, in / groups, …], or [in, out / groups, …]
+    when transposed. Channels and batch may be split; positions are never split (they would need their neighbours). The
+    label sizes multiply to the multiply-adds."""
     spatial = len(source) - 2
     batch, produced, consumed = 0, 1, 2
     places = tuple(range(3, 3 + spatial))
@@ -219,28 +220,28 @@ def convolution(source: Shape, kernel: Shape, out: Shape, *, groups: int = 1, tr
 
 
 def unbound(whole: Shape, dim: int, pieces: int = 1) -> Labelled:
-    """One index of ``dim`` per output, and the dim gone: `select`, `unbind`. The dim is never split."""
+    """Labels of `select` and `unbind`: one index of ``dim`` for each output, without the dim, which is never split."""
     labels = tuple(range(len(whole)))
     piece = (*labels[:dim], *labels[dim + 1 :])
     return Labelled((labels, *([piece] * pieces)), ((dim, "whole"),))
 
 
 def stack(piece: Shape, dim: int, pieces: int) -> Labelled:
-    """Pieces joined along a new ``dim`` of the output, which is never split."""
+    """Labels of pieces joined along a new ``dim`` of the output, which is never split."""
     labels = tuple(range(len(piece)))
     return Labelled((*([labels] * pieces), (*labels[:dim], -1, *labels[dim:])))
 
 
 def same_sizes(before: Shape, after: Shape, *, changed: Sequence[int] = ()) -> Labelled:
-    """An op that keeps the rank and works within some dims (pad, roll, pool, resize): a dim keeps its label when it is
-    not named in ``changed`` and has the same size on both sides."""
+    """Labels of an op that keeps the rank and works within some dims (pad, roll, pool, resize): a dim keeps its label
+    when it is not named in ``changed`` and has the same size on both sides."""
     dims = {d % len(before) for d in changed}
     labels = tuple(i if i not in dims and before[i] == after[i] else -1 for i in range(len(before)))
     return Labelled((labels, labels))
 
 
 def strided(before: Shape, dim: int, start: int, step: int, after: Shape) -> Labelled:
-    """Every ``step``-th entry of a dim. From the first entry to the end, a piece of whole steps gives a piece."""
+    """Labels of every ``step``-th entry of a dim. From the first to the last, a shard of whole steps gives a shard."""
     labels = tuple(range(len(before)))
     if start == 0 and before[dim] == step * after[dim]:
         return Labelled((labels, labels))
@@ -248,8 +249,8 @@ def strided(before: Shape, dim: int, start: int, step: int, after: Shape) -> Lab
 
 
 def windows(before: Shape, after: Shape, window: Sequence[int], *, adjoining: bool) -> Labelled:
-    """An op over windows of the last dims, one for each window size: those dims may be split when the windows adjoin
-    (stride equal to the window, no padding) and fill them."""
+    """Labels of an op over windows of the last dims, one for each window size. Those dims may be split when the windows
+    adjoin (stride equal to the window, no padding) and fill them."""
     first = len(before) - len(window)
     kept = tuple(
         d if d < first or (adjoining and before[d] == after[d] * window[d - first]) else -1 for d in range(len(before))
@@ -258,14 +259,14 @@ def windows(before: Shape, after: Shape, window: Sequence[int], *, adjoining: bo
 
 
 def repeat_within(shape: Shape, dim: int) -> Labelled:
-    """Every entry of ``dim`` repeated in place, equally often: a contiguous piece stays a contiguous piece."""
+    """Labels of an op that repeats every entry of ``dim`` in place, equally often: contiguous shards stay so."""
     labels = tuple(range(len(shape)))
     return Labelled((labels, labels if shape[dim] != 1 else (*labels[:dim], -1, *labels[dim + 1 :])))
 
 
 def meet(first: Labelled, second: Labelled) -> Labelled:
-    """What holds in two captures of one op: dims belong together when they do in both, and a label's role is the more
-    restrictive of the two. Offsets that differ leave the dims of parts unsplit."""
+    """Labels that hold in two captures of one op: dims belong together when they do in both, and a label's role is the
+    more restrictive of the two. Offsets that differ leave all labels unsplit."""
     if first == second:
         return first
     numbers: dict[tuple[int, int], int] = {}

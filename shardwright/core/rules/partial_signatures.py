@@ -1,7 +1,8 @@
-"""How partial values pass through an op: which operands may be partial along an axis, and what the outputs then are.
+"""The ways of partial values through an op: the operands that may be partial along an axis, and the outputs then.
 
-Nothing is split here: every operand is replicated or partial. Contractions are linear in each operand, moves pass any
-reduction on, entrywise ops follow `core.rules.linearity`; statistics, sorting and lookup positions pass nothing.
+No operand is split here: each is replicated or partial. (A scatter that adds along one dim is the exception.)
+Contractions are linear in each operand, moves pass any reduction on, and entrywise ops follow `core.rules.linearity`.
+Statistics, sorting and lookup positions pass nothing.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from shardwright.core.rules import linearity as F
 
 
 def partial_signatures(graph: Graph, op: Op) -> tuple[Signature, ...]:
-    """The signatures of an op along an axis on which it splits nothing, the replicated one left out."""
+    """The signatures of an op with partial values along an axis, the replicated one left out."""
     return tuple(dict.fromkeys(_all(graph, op)))
 
 
@@ -54,7 +55,7 @@ def _place(op: Op, held: tuple[int, ...], before: Reduction, after: Reduction) -
 
 
 def _pass(op: Op, held: tuple[int, ...], reductions: tuple[Reduction, ...]) -> Iterator[Signature]:
-    """The operands ``held`` are partial, and so is the result, by the same reduction."""
+    """The signatures in which the operands ``held`` are partial, and the result is partial by the same reduction."""
     for reduction in reductions:
         yield _place(op, held, reduction, reduction)
 
@@ -75,14 +76,14 @@ def _copies(op: Op, name: str) -> Iterator[Signature]:
 
 
 def _scatters(op: Op, name: str) -> Iterator[Signature]:
-    """Writes into a copy of the first operand; the last one is what is written."""
+    """The signatures of an op that writes its last operand into a copy of the first."""
     written = len(op.inputs) - 1
     if name.removesuffix("/write") != name or name in F.SETTING_SCATTERS:
         yield from _pass(op, (0, written), REDUCTIONS)
     elif name in F.ADDING_SCATTERS:
         yield from _pass(op, (0, written), LINEAR)
         yield from _pass(op, (0,), ("max", "min"))
-        # Along the scattered dim every rank may add a part of what is written to a term of the target.
+        # Along the scattered dim, every rank may add its shard of the written values to its term of the target.
         if len(op.inputs) == 3 and op.labels[0].count(-1) == 1 and len(op.labels[1]) == len(op.labels[0]):
             part: Placement = Split(op.labels[0].index(-1))
             yield Signature((Partial("sum"), part, part), (Partial("sum"),))
@@ -105,7 +106,7 @@ def _elementwise(graph: Graph, op: Op, name: str) -> Iterator[Signature]:
     if name in F.CHOICE and len(op.inputs) == 3:
         yield from _pass(op, F.CHOICE[name], REDUCTIONS)
     elif name in F.FILLED:
-        # masked_fill: what is filled comes first; a choice whose constant is no operand: it comes after the condition.
+        # The filled tensor comes first in masked_fill, and after the condition in a choice with a constant.
         yield from _pass(op, (0,) if name == "masked_fill" else (1,), IDEMPOTENT)
     elif name in F.TRIANGLES:
         yield from _pass(op, (0,), REDUCTIONS)

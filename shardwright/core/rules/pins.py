@@ -1,6 +1,6 @@
-"""What a user fixes beforehand: which modules are split, and how parameters lie.
+"""The layouts that a user fixes beforehand: the modules that are split, and the layouts of parameters.
 
-All forms become the same thing, a `Pin` per parameter and axis with where it came from: SageMaker's
+All forms become the same thing, a `Pin` for each parameter and axis with its source: SageMaker's
 ``set_tensor_parallelism``, Hugging Face's ``base_model_tp_plan``, Flax's logical axes with their rules (and NNX's
 partitioning metadata, which are logical axes or mesh axes by name), and ordered lists of regular expression → layout.
 """
@@ -19,23 +19,23 @@ from shardwright.core.rules.legal_signatures import divides
 
 
 class PinWarning(UserWarning):
-    """A pin that has no effect; the others stay in force."""
+    """A pin that has no effect; the others remain in force."""
 
 
 Rule = tuple[str, Layout] | tuple[str, str | None] | Pin
-"""(regular expression, layout), (logical axis, mesh axis or None), or a pin."""
+"""A rule: (regular expression, layout), (logical axis, mesh axis or None), or a pin."""
 Asked = Mapping[str, str] | Sequence[Rule]
-"""What `plan(layouts=…)` takes: a Hugging Face plan (module pattern → style), or a list of rules."""
+"""The argument of `plan(layouts=…)`: a Hugging Face plan (module pattern → style), or a list of rules."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Pins as the solver takes them, and what could not be done."""
+    """Pins in the solver's form, and those that could not be kept."""
 
     places: tuple[tuple[int, tuple[Placement | None, ...]], ...]
-    """(tensor, placement per axis; None where free)."""
+    """The (tensor, placement per axis; None where free) of every pinned parameter."""
     unsplit: tuple[tuple[str, str], ...] = ()
-    """(parameter, why it cannot be split as asked, with the nearest size that could)."""
+    """The (parameter, reason why it cannot be split as asked, with the nearest size that could)."""
 
 
 STYLES: dict[str, str] = {
@@ -47,15 +47,15 @@ STYLES: dict[str, str] = {
     "replicate": "whole", "replicated_with_grad_allreduce": "whole", "sequence_parallel": "whole", "auto": "free",
     "gather": "free", "local": "free", "moe_tp_experts": "free", "ep_router": "free", "grouped_gemm": "free",
 }  # fmt: skip
-"""Hugging Face's styles → what they do to a weight kept [out, in] (the last two dims). "free" styles speak of modules'
-inputs and outputs, which the solver decides."""
+"""The effect of each of Hugging Face's styles on a weight stored as [out, in] (the last two dims). "free" styles are
+about modules' inputs and outputs, which the solver decides."""
 
 
 def pins_of(graph: Graph, asked: Asked | None, axis: str = "tp") -> tuple[Pin, ...]:
-    """All pins of a model: what the model itself says (its marks, its logical axes), and what a plan is asked for.
+    """All pins of a model: those of the model itself (its marks, its logical axes), and those that a plan is asked for.
 
-    Raises LayoutError for what is no rule, for rules of logical axes where the model names none, and as `from_styles`,
-    `from_patterns` and `from_logical_axes` do.
+    Raises LayoutError for an entry that is no rule, for rules of logical axes where the model names none, and as
+    `from_styles`, `from_patterns` and `from_logical_axes` do.
     """
     if asked is not None and (isinstance(asked, str) or not isinstance(asked, Mapping | Sequence)):
         raise LayoutError(
@@ -91,7 +91,7 @@ def pins_of(graph: Graph, asked: Asked | None, axis: str = "tp") -> tuple[Pin, .
             f"of {graph.model_name} name none: create them with nnx.with_partitioning or nn.with_logical_partitioning, "
             "or give (regular expression, Layout)"
         )
-    if names and not logical:  # without rules a name speaks for itself where it is a mesh axis, and nowhere else
+    if names and not logical:  # without rules, a name counts only where it is a mesh axis
         names = {parameter: dims for parameter, dims in names.items() if axis in dims}
     found += from_logical_axes(graph, names, logical, (axis,))
     if logical and not {name for dims in names.values() for name in dims} & {name for name, _ in logical}:
@@ -104,8 +104,8 @@ def pins_of(graph: Graph, asked: Asked | None, axis: str = "tp") -> tuple[Pin, .
 def from_styles(graph: Graph, plan: Mapping[str, str], axis: str = "tp") -> tuple[Pin, ...]:
     """Pins of a ``base_model_tp_plan``: module pattern (``layers.*.mlp.up_proj``) → style.
 
-    Patterns may leave out the base model's prefix. An unknown style warns, naming the nearest, and leaves that
-    pattern's parameters free. Raises LayoutError when no pattern matches any parameter.
+    Patterns may leave out the base model's prefix. An unknown style causes a warning with the nearest style, and leaves
+    that pattern's parameters free. Raises LayoutError when no pattern matches any parameter.
     """
     found: list[Pin] = []
     matched = False
@@ -146,8 +146,9 @@ def _styled(graph: Graph, name: str, meaning: str, axis: str, source: str) -> Pi
 
 def from_patterns(graph: Graph, rules: Sequence[tuple[str, Layout]], axes: Sequence[str] = ()) -> tuple[Pin, ...]:
     """Pins of an ordered list of (regular expression, layout): for every parameter the first that matches anywhere in
-    one of its names; two of a tied parameter whose names are met by one of them each. ``axes`` are those that an empty
-    layout replicates on. Raises LayoutError for an expression that is not one, and when nothing matches."""
+    one of its names. A tied parameter gets two pins where two expressions each match another of its names. ``axes`` are
+    the axes that an empty layout replicates on. Raises LayoutError for an invalid expression, and when nothing matches.
+    """
     compiled = []
     for pattern, layout in rules:
         try:
@@ -178,9 +179,9 @@ def from_logical_axes(
 ) -> tuple[Pin, ...]:
     """Pins of logical axes: parameter → a name per dim, and ordered rules (name, mesh axis or None).
 
-    The first rule for a name whose mesh axis is not used by an earlier dim of the same parameter applies, as in
-    Flax; a name that is a mesh axis itself stands for it. A name without rule leaves its dim whole. Raises
-    LayoutError for a parameter that the model lacks or names of another number than its dims.
+    The first rule for a name whose mesh axis is not used by an earlier dim of the same parameter applies, as in Flax. A
+    name that is a mesh axis itself stands for it. A name without a rule leaves its dim whole. Raises LayoutError for a
+    parameter that the model lacks, or with another number of names than dims.
     """
     known = {name: p for p in graph.parameters for name in (p.name, *p.aliases)}
     ruled = {name for name, _ in rules}
@@ -208,8 +209,8 @@ def from_logical_axes(
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelism:
-    """SageMaker's marks on modules, by path: the innermost wins. Modules marked False stay whole; True, and no mark,
-    leave the choice to the solver, which reports what could not be split."""
+    """SageMaker's marks on modules, by path; the innermost one counts. Modules marked False stay whole. True, and no
+    mark, leave the choice to the solver, which reports what could not be split."""
 
     marks: Mapping[str, bool]
 
@@ -223,7 +224,7 @@ class TensorParallelism:
         return None
 
     def pins(self, names: Sequence[str], axis: str = "tp") -> tuple[Pin, ...]:
-        """Pins of the parameters with these names. Raises LayoutError for a mark on a path under which none is."""
+        """Pins of the parameters with these names. Raises LayoutError for a mark under which there is no parameter."""
         for path in self.marks:
             if path and not any(name == path or name.startswith(f"{path}.") for name in names):
                 modules = {name.rpartition(".")[0] for name in names}
@@ -241,7 +242,7 @@ def resolve(graph: Graph, pins: Sequence[Pin], sizes: Mapping[str, int]) -> Reso
     """The pins of all sources together, for axes of these sizes.
 
     Raises LayoutError for an axis that the mesh lacks, a dim that a parameter lacks, and two pins that contradict each
-    other (both are named; tied parameters are one). A dim that does not divide leaves its parameter free, and is
+    other (both are named; tied parameters count as one). A parameter whose dim does not divide is left free and
     reported.
     """
     tensor_of = {name: p.tensor for p in graph.parameters for name in (p.name, *p.aliases)}

@@ -16,8 +16,8 @@ def split_signatures(
 ) -> tuple[Signature, ...]:
     """One signature for every label that can be split, at ``batch`` samples.
 
-    ``blocks`` gives for some labels the parts of their (whole) dim: they are then split part by part. Slices and
-    concatenations cut a whole at the borders of their parts even when nothing is given.
+    ``blocks`` gives the parts of some labels' (whole) dims, which are then split part by part. Slices and
+    concatenations cut a whole at the borders of their parts even without ``blocks``.
     """
     shapes = [graph.tensors[t].shape(batch) for t in (*op.inputs, *op.outputs)]
     sizes = graph.label_sizes(op, batch)
@@ -58,7 +58,7 @@ def _of_label(op: Op, label: int, size: int, shapes: Sequence[tuple[int, ...]], 
 
 
 def _outcome(op: Op, label: int) -> tuple[Reduction | None, Need] | None:
-    """(the reduction left in outputs without the label, what the op needs), or None where it cannot be split."""
+    """The (reduction left in outputs without the label, need of the op), or None where the label is never split."""
     role, name = op.role(label), F.base_name(op)
     if op.kind == "reduction" and not any(label in labels for labels in op.output_labels):
         if len(op.inputs) > 1:  # a mean whose weights are counted: the counts are added up first
@@ -83,7 +83,7 @@ def _suffix(name: str) -> str:
 
 
 def _own_blocks(op: Op, position: int, size: int, whole: int, blocks: Blocks) -> Blocks | None:
-    """The blocks of one operand's dim, given those of the label; None where they do not fit it."""
+    """The blocks of one operand's dim, from those of the label; None where they do not fit it."""
     if not blocks:
         return ()
     if size == whole:
@@ -116,8 +116,8 @@ def _refined(op: Op, label: int, size: int, shapes: Sequence[tuple[int, ...]], b
 
 
 def _inner_dims(op: Op, shapes: Sequence[tuple[int, ...]]) -> Iterator[Signature]:
-    """A dim that merges into a larger one behind another (3 of q|k|v, then heads): splitting it is splitting every
-    block of the merged dim; and the same the other way for a dim that comes apart."""
+    """The signatures of a dim that merges into a larger one behind another (3 of q|k|v, then heads): splitting it is
+    splitting every block of the merged dim. The same holds the other way for a dim that comes apart."""
     before, after = shapes
     if len(before) < len(after):
         for merged, (first, end) in _groups(before, after):
@@ -142,7 +142,7 @@ def _blocks_of(merged: int, dims: range, shape: tuple[int, ...], *, inputs_first
 
 
 def _groups(merged: Sequence[int], apart: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
-    """(a dim of ``merged``, the dims of ``apart`` that it is made of) for every dim made of several."""
+    """The (dim of ``merged``, range of dims of ``apart`` that it is made of) for every dim made of several."""
     j = 0
     for i, size in enumerate(merged):
         first, covered = j, 1

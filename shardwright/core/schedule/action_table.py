@@ -1,4 +1,4 @@
-"""The table of a schedule: for each rank of a pipeline, an ordered list of actions."""
+"""The table of a schedule: an ordered list of actions for each rank of a pipeline."""
 
 import hashlib
 from collections import Counter
@@ -15,19 +15,20 @@ Argument = int | float | str | None
 
 @dataclass(frozen=True, slots=True)
 class ActionTable:
-    """For each rank, what it does in which order; and which rank holds which stage.
+    """The actions of each rank in their order, and the rank that holds each stage.
 
     Args:
         name: the family that made it, or `custom`.
-        arguments: what the family was asked for, as pairs; enough to build it again, but for `auto`.
-        ranks, stages, microbatches: how many of each; every rank holds `virtual_stages` = stages / ranks of them.
-        placement: for each stage, the rank that holds it.
-        table: for each rank, its actions in order.
-        credits: how many tensors may be made and not yet used on each boundary between ranks; None is no bound.
+        arguments: the arguments of the family, as pairs; enough to build it again, but for `auto`.
+        ranks, stages, microbatches: the number of each; every rank holds `virtual_stages` = stages / ranks of them.
+        placement: the rank that holds each stage.
+        table: the actions of each rank, in order.
+        credits: the number of tensors that may be made and not yet used on each boundary between ranks; None is no
+            bound.
 
     A schedule is whole: every forward is in the table once, on the rank that holds its stage, and so is every backward,
-    behind it, unless there are none at all (`trains`). That it also ends, the ranks waiting for one another, is what
-    `checks.require_ends` and a simulation say.
+    behind it, unless there are none at all (`trains`). Whether it also ends, the ranks waiting for one another, is what
+    `checks.check_ends` and a simulation say.
 
     Raises:
         ScheduleError: the sizes and the placement do not fit together, or an action is missing, doubled, on the wrong
@@ -43,7 +44,7 @@ class ActionTable:
     table: Table = field(repr=False)
     credits: int | None = None
     trains: bool = field(init=False, repr=False, compare=False)
-    """Whether it has backwards: without them it is for evaluation alone."""
+    """Whether the schedule has backwards: without them it is for evaluation alone."""
 
     def __post_init__(self) -> None:
         self._require_types()
@@ -75,7 +76,7 @@ class ActionTable:
 
     @property
     def virtual_stages(self) -> int:
-        """Stages on each rank."""
+        """The number of stages on each rank."""
         return self.stages // self.ranks
 
     def stage_to_rank(self, stage: int) -> int:
@@ -107,4 +108,4 @@ class ActionTable:
 
 
 TableT = TypeVar("TableT", bound=ActionTable)
-"""What a pass is given and gives back: a schedule of a schedule."""
+"""The type of a schedule that a pass is given and gives back."""

@@ -9,7 +9,7 @@ from shardwright.core.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """What an action does. The values are the words of torch's schedule files."""
+    """The kind of an action. The values are the words of torch's schedule files."""
 
     FORWARD = "F"
     INPUT_GRAD = "I"
@@ -43,13 +43,13 @@ _PER_STAGE_OR_PAIR = _PER_STAGE | {Kind.OVERLAP}
 _TEXT = re.compile(r"([0-9]{1,9})(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|[FIWB])([0-9]{0,9})")
 _COMPOSITE = re.compile(r"\(([^()]*)\)(OVERLAP_F_B)?")
 _SHOWN = 80
-"""Letters of a wrong action that an error shows."""
+"""The number of letters of a wrong action that an error shows."""
 _EXAMPLES = "expected a stage, a kind and a microbatch, as in 2F0, or a pair, as in (0F3;3B1)"
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One cell: what a rank does with one microbatch on one stage.
+    """One cell of a schedule: the work of a rank on one microbatch of one stage.
 
     `F` is a forward pass, `B` a full backward pass, `I` the gradient of the input alone, `W` that of the weights.
     A send names the stage that holds the tensor, a receive the stage that wants it. UNSHARD, RESHARD and REDUCE_GRAD

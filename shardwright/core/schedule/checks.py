@@ -1,4 +1,4 @@
-"""Checks beyond what every schedule has when it is made: that it ends, trains, and keeps its memory.
+"""Checks beyond those that every schedule passes when it is made: that it ends, trains, and keeps its memory.
 
 A failed check raises ScheduleError with the reason and the grid, the failing cell in brackets.
 """
@@ -18,8 +18,8 @@ from shardwright.core.schedule.simulate import Engine, explain_stop
 def check(
     schedule: Schedule, memory_limit_bytes: int | Sequence[int] | None = None, costs: StageCosts | None = None
 ) -> None:
-    """Every check: parameters gathered when used, ends under asynchronous and under blocking transfers, and within its
-    memory.
+    """Run every check: parameters are gathered when used, the schedule ends under asynchronous and under blocking
+    transfers, and it keeps within its memory.
 
     Raises:
         ScheduleError: the first check that fails.
@@ -32,7 +32,7 @@ def check(
 
 
 def require_runnable(schedule: Schedule) -> None:
-    """What a runtime asks of a schedule before it runs one: that every rank comes to its end.
+    """Check that every rank comes to its end, as a runtime asks of a schedule before it runs it.
 
     Raises:
         ScheduleError: the ranks wait for one another, or parameters are not gathered when they are used.
@@ -42,7 +42,7 @@ def require_runnable(schedule: Schedule) -> None:
 
 
 def require_trains(schedule: Schedule) -> None:
-    """What a runtime asks of a schedule before it trains under it.
+    """Check that a schedule has backwards, as a runtime asks of it before it trains under it.
 
     Raises:
         ScheduleError: it has no backwards.
@@ -55,8 +55,8 @@ def require_trains(schedule: Schedule) -> None:
 
 
 def check_sharding(schedule: Schedule) -> None:
-    """Where a rank gathers and frees parameters: that a stage is gathered when it runs and freed at the end, not twice,
-    and that no gradient is added to after it was reduced.
+    """Check the gathers and frees of parameters: each stage is gathered when it runs, and freed at the end, not twice;
+    and no gradient is added to after it was reduced. A rank that gathers and frees nothing passes.
 
     Raises:
         ScheduleError: an action finds its stage's parameters or gradients in the wrong state.
@@ -75,7 +75,7 @@ def check_sharding(schedule: Schedule) -> None:
 
 
 def _sharding_problem(action: Action, gathered: set[int], reduced: set[int]) -> str | None:
-    """What is wrong with an action, given what is gathered and reduced; notes what the action does to them."""
+    """The fault of an action, given what is gathered and reduced, or None. Notes what the action does to them."""
     stage = action.stage
     if action.kind is Kind.UNSHARD:
         if stage in gathered:
@@ -97,8 +97,8 @@ def _sharding_problem(action: Action, gathered: set[int], reduced: set[int]) -> 
 
 
 def check_ends(schedule: Schedule, *, blocking: bool = False) -> None:
-    """That the schedule runs to its end, with transfers beside the compute or, `blocking`, with every send held until
-    its receive. Sends and receives are inserted first when the schedule has none.
+    """Check that the schedule runs to its end, with transfers beside the compute or, `blocking`, with every send held
+    until its receive. For `blocking`, sends and receives are inserted first when the schedule has none.
 
     Raises:
         ScheduleError: the ranks wait for one another, or for what never comes.
@@ -111,7 +111,7 @@ def check_ends(schedule: Schedule, *, blocking: bool = False) -> None:
 
 
 def check_memory(schedule: Schedule, memory_limit_bytes: int | Sequence[int], costs: StageCosts | None = None) -> None:
-    """That no rank holds more activations than its limit, in bytes. Costs give the bytes per stage; default 1 each.
+    """Check that no rank holds more activations than its limit, in bytes. Costs give the bytes per stage; default 1.
 
     Raises:
         ScheduleError: a rank goes over; the message says by how much.

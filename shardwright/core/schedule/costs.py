@@ -1,4 +1,4 @@
-"""What the stages of a pipeline cost: seconds of compute and of transfer, bytes of activations."""
+"""The costs of the stages of a pipeline: seconds of compute and of transfer, bytes of activations."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,31 +9,32 @@ from typing import TypeGuard
 from shardwright.core.errors import ScheduleError
 
 MOST_SECONDS = 1e12
-"""Of one action or transfer: 30,000 years, and small enough that the sum of any schedule is finite."""
+"""The most seconds of one action or transfer: 30,000 years, and small enough that the sum of any schedule is finite."""
 MOST_BYTES = 1 << 50
-"""Of one microbatch on one stage: a pebibyte, and small enough for sums of 64 bits."""
+"""The most bytes of one microbatch on one stage: a pebibyte, and small enough for sums of 64 bits."""
 MOST_STAGES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """Costs of one microbatch.
+    """The costs of one microbatch.
 
     Args:
         forward_s, input_grad_s, weight_grad_s: seconds, one per stage. A full backward takes the last two together,
             unless ``whole_backward_s`` says otherwise.
-        transfer_s: seconds to move an activation, or its gradient, over each boundary; boundary i lies between stages
-            i and i + 1, so there is one fewer than stages. A boundary inside one rank costs nothing.
-        activation_bytes: bytes held on the stage from the start of a microbatch's forward until the end of its
-            backward (of its weight gradient, when the backward is split); one per stage.
-        overlap: how much of the shorter half of an overlapped pair hides behind the longer, from 0 (the pair takes as
-            long as one after the other) to 1 (as long as the longer).
+        transfer_s: seconds to move an activation, or its gradient, over each boundary; boundary i lies between stages i
+            and i + 1, so there is one fewer than stages. A boundary inside one rank costs nothing.
+        activation_bytes: bytes held on the stage from the start of a microbatch's forward until the end of its backward
+            (of its weight gradient, when the backward is split); one per stage.
+        overlap: the share of the shorter half of an overlapped pair that hides behind the longer, from 0 (the pair
+            takes as long as one after the other) to 1 (as long as the longer).
         whole_backward_s: seconds of a full backward, one per stage, where that is not the sum of its halves: splitting
             costs something on most devices. Default: the sum.
-        freed_by_input_grad_bytes: those of ``activation_bytes`` that the input gradient of a split backward is the last
-            to read, and frees at its end; one per stage. Default: none, all are held until the weight gradient ends.
-        idle_lent: how much of what idle ranks leave unused those at work get, from 0 (each has a device of its own) to
-            1 (they share one machine, and each is as fast as its part of it is large).
+        freed_by_input_grad_bytes: the part of ``activation_bytes`` that the input gradient of a split backward is the
+            last to read, and frees at its end; one per stage. Default: none, all are held until the weight gradient
+            ends.
+        idle_lent: the share of what idle ranks leave unused that those at work get, from 0 (each has a device of its
+            own) to 1 (they share one machine, and each is as fast as its part of it is large).
 
     Raises:
         ScheduleError: lengths differ, a cost is negative or not finite, a share is none, or an input gradient frees
@@ -125,7 +126,7 @@ class StageCosts:
         return tuple(i + w for i, w in zip(self.input_grad_s, self.weight_grad_s, strict=True))
 
     def require_stages(self, stages: int) -> None:
-        """Raises ScheduleError unless these are the costs of so many stages."""
+        """Raise ScheduleError unless these are the costs of so many stages."""
         if self.stages != stages:
             raise ScheduleError(
                 f"costs of {self.stages} stages given for a schedule of {stages}: expected one per stage"
@@ -138,7 +139,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def per_rank_limit(limit_bytes: int | Sequence[int] | None, ranks: int) -> tuple[int, ...] | None:
-    """A memory limit for each rank from one for all, or one for each; in bytes.
+    """The memory limit of each rank, in bytes, from one for all or one for each; None for no limit.
 
     Raises:
         ScheduleError: a limit is negative or not finite, or their number is not that of the ranks.

@@ -1,4 +1,4 @@
-"""A schedule family: the sizes it admits, where it places stages and the order it gives each rank."""
+"""A schedule family: the sizes it admits, the placement of its stages and the order it gives each rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Table = tuple[Order, ...]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a schedule is asked for. `memory_limit_bytes` has one entry per rank.
+    """The sizes that a schedule is asked for. `memory_limit_bytes` has one entry per rank.
 
     Raises:
         ScheduleError: a size is not a positive integer.
@@ -59,7 +59,7 @@ class Family:
 
 
 def positive_integer(name: str, value: object) -> None:
-    """Raises ScheduleError unless the value is an integer of at least 1."""
+    """Raise ScheduleError unless the value is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ScheduleError(f"{name}={value!r} is not possible: expected an integer of at least 1")
 

@@ -12,7 +12,7 @@ from shardwright.core.values.text_files import path_of, read_text, write_text
 
 Cell = tuple[int, int]  # (row, column), both counted from 1, as an editor shows them
 MOST_BYTES = 16 << 20
-"""Of a CSV file: the largest schedule that is built has less."""
+"""The largest size of a CSV file: the largest schedule that is built has less."""
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -37,7 +37,7 @@ def load_csv(path: str | Path, name: str = "custom") -> Schedule:
 
 
 def from_csv(text: str, name: str = "custom") -> Schedule:
-    """Read a schedule from CSV text. Which rank holds a stage follows from where the stage's actions stand.
+    """Read a schedule from CSV text. The rank that holds a stage follows from the row of the stage's actions.
 
     Raises:
         ScheduleError: a cell is unknown, doubled, missing or too early, or the ranks wait for one another for ever;
@@ -84,7 +84,8 @@ def _parse(cell: str, row: int, column: int) -> Action:
 
 
 def _place(part: Action, cell: Cell, places: dict[Action, Cell], holder: dict[int, Cell]) -> None:
-    """Note where an action stands: once, unless it gathers or frees parameters, and with its stage's others."""
+    """Note the cell of an action, which must stand in the row of its stage's others, and only once unless it gathers or
+    frees parameters. Raises ScheduleError otherwise."""
     if part.kind not in (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD):
         if part in places:
             raise ScheduleError(f"{_where(cell)} repeats {part}, which is in {_where(places[part])}: expected it once")
@@ -105,7 +106,7 @@ def _sizes(places: dict[Action, Cell]) -> tuple[int, int]:
 
 
 def _require_whole(places: dict[Action, Cell], holder: dict[int, Cell], rows: int) -> None:
-    """Every stage, and every action of every stage and microbatch, must have its cell."""
+    """Raise ScheduleError unless every stage, and every action of every stage and microbatch, has its cell."""
     stages, microbatches = _sizes(places)
     for stage in range(stages):
         if stage not in holder:
@@ -125,7 +126,8 @@ def _require_whole(places: dict[Action, Cell], holder: dict[int, Cell], rows: in
 
 
 def _missing(action: Action, places: dict[Action, Cell], row: int) -> str:
-    """Where an action is missing: its row, and the columns of the same action for the microbatches beside it."""
+    """The text of an error about a missing action: its row, and the columns of the same action for the microbatches
+    beside it."""
     beside = []
     for microbatch in ((action.microbatch or 0) - 1, (action.microbatch or 0) + 1):
         neighbour = Action(action.stage, action.kind, microbatch) if microbatch >= 0 else None

@@ -1,4 +1,4 @@
-"""Ranks that share a machine: what idle ones leave unused, those at work get."""
+"""Ranks that share a machine, where those at work get what idle ones leave unused."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,8 +9,8 @@ Seconds = NDArray[np.float64]
 
 
 def lent_clock(start_s: Sequence[Seconds], end_s: Sequence[Seconds], share: float) -> Callable[[Seconds], Seconds]:
-    """From the times of actions each of which has its rank's own part of the machine, to when they run if idle parts
-    are lent.
+    """The clock of ranks that lend their idle parts of a machine: from the times of actions when each rank has its own
+    part to the times when idle parts are lent.
 
     While k of p ranks are at work, ``share`` of what the others leave makes all that happens faster: what takes a
     second then takes 1 - share·(p - k)/p. With 1 the machine is busy whenever any rank is, and k ranks are each p/k
@@ -18,8 +18,8 @@ def lent_clock(start_s: Sequence[Seconds], end_s: Sequence[Seconds], share: floa
     what it waits for.
 
     Args:
-        start_s, end_s: for each rank, arrays of shape [actions of the rank].
-        share: from 0 to 1.
+        start_s, end_s: the times of each rank's actions, arrays of shape [actions of the rank].
+        share: the share that is lent, from 0 to 1.
     """
     ranks = len(start_s)
     moments, where = np.unique(np.concatenate([*start_s, *end_s]), return_inverse=True)

@@ -1,4 +1,4 @@
-"""Whether a table does every action once and in legal order: what is asked of a schedule when it is made."""
+"""The legality of a table: every action once and in legal order, as every schedule must be when it is made."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,8 @@ _FORWARD, _SPLIT, _WHOLE = 1, 1 | 2 | 4, 1 | 8
 
 
 def require_complete(name: str, table: Table, placement: Sequence[int], microbatches: int) -> bool:
-    """Every (stage, microbatch) exactly once, on the rank that holds the stage, and in legal order there: F before its
-    backward, I before its W, and no B beside I and W. A forward-only table has no backward at all.
+    """Check that every (stage, microbatch) runs exactly once, on the rank that holds the stage, and in legal order
+    there: F before its backward, I before its W, and no B beside I and W. A forward-only table has no backward at all.
 
     Returns whether the table trains: whether it has backwards.
 
@@ -41,8 +41,8 @@ def require_complete(name: str, table: Table, placement: Sequence[int], microbat
 
 
 def _done(name: str, table: Table, rank: int, placement: Sequence[int], microbatches: int) -> dict[int, int]:
-    """For each stage · microbatches + microbatch, what a rank does of it, as bits. Raises ScheduleError for an action
-    that may not stand where it does."""
+    """The actions that a rank runs, as bits, for each stage · microbatches + microbatch. Raises ScheduleError for an
+    action that may not stand where it does."""
     done: dict[int, int] = {}
     stages = len(placement)
     allowed = {F: (0,), I: (1,), W: (3,), B: (1,)}
@@ -64,7 +64,7 @@ def _done(name: str, table: Table, rank: int, placement: Sequence[int], microbat
 
 
 def _problem(before: Order, rank: int, part: Action, placement: Sequence[int], microbatches: int) -> str:
-    """Why an action may not stand where it does, given what its rank ran before."""
+    """The reason why an action may not stand where it does, given what its rank ran before."""
     stage, mb = part.stage, part.microbatch or 0
     if stage >= len(placement):
         return f"{part}: there is no stage {stage}, only 0 to {len(placement) - 1}"
@@ -84,7 +84,7 @@ def _problem(before: Order, rank: int, part: Action, placement: Sequence[int], m
 
 
 def _missing(state: int, stage: int, mb: int, trains: bool) -> str | None:
-    """What lacks of a stage and a microbatch, given the bits of what there is."""
+    """The actions that a stage and a microbatch lack, given the bits of what there is; None when there are all."""
     if not state & _FORWARD:
         return f"{stage}F{mb}"
     if not trains or state in (_SPLIT, _WHOLE):
@@ -93,5 +93,5 @@ def _missing(state: int, stage: int, mb: int, trains: bool) -> str | None:
 
 
 def report(name: str, table: Table, problem: str, rank: int, position: int) -> str:
-    """What is wrong, over the grid with the failing cell in brackets."""
+    """The text of a problem, over the grid with the failing cell in brackets."""
     return f"{name}: {problem}\n{render(table, (rank, position))}"

@@ -1,4 +1,4 @@
-"""What stages cost, from timelines that were measured."""
+"""The costs of stages, from timelines that were measured."""
 
 import statistics
 from collections import defaultdict
@@ -19,9 +19,9 @@ def measured_costs(timelines: Iterable[Timeline]) -> StageCosts:
 
     Splitting a backward costs something: its forward keeps more, and its halves take longer than the whole. To predict
     schedules of either kind, record one in which some microbatches are split:
-    ``split_backward(schedule, range(1, microbatches, 2), delay=1)``. What a forward takes longer is then counted to the
-    input gradient. Where only whole backwards ran, a half takes half of one; where only halves did, a whole one takes
-    both.
+    ``split_backward(schedule, range(1, microbatches, 2), delay=1)``. The time by which their forwards take longer is
+    then counted to the input gradient. Where only whole backwards ran, a half takes half of one; where only halves did,
+    a whole one takes both.
 
     Raises:
         ScheduleError: there is no timeline, or one has no forward or no backward of a stage.

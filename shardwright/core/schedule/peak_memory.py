@@ -13,7 +13,7 @@ from typing import NamedTuple
 from shardwright.core.schedule.actions import Action, B, F, I, W
 
 Sizes = Sequence[int] | Mapping[int, int]
-"""Bytes by stage."""
+"""The bytes of each stage."""
 
 
 def walk_activations(
@@ -21,14 +21,14 @@ def walk_activations(
 ) -> Iterator[tuple[int, int]]:
     """The saved activations of one rank, in bytes, while each of its actions runs and from the end of the action on.
 
-    The forward of a microbatch takes its activations on the stage, and the backward frees them at its end. Of a split
+    The forward of a microbatch takes its activations on the stage, and the backward frees them at its end. In a split
     backward the input gradient frees what it is the last to read, and the weight gradient the rest, which are the
-    factors of the gradients of weights. Both halves of an overlapped pair hold theirs together.
+    factors of the gradients of weights. The two halves of an overlapped pair hold theirs together.
 
     Args:
-        order: what the rank runs, in order.
+        order: the actions of the rank, in order.
         sizes: bytes of one microbatch on every stage; by default 1 each, for a count.
-        freed_by_input_grad: those of them that an input gradient is the last to read; by default none.
+        freed_by_input_grad: the part of these bytes that an input gradient is the last to read; by default none.
     """
     held: Sizes = defaultdict(lambda: 1) if sizes is None else sizes
     early: Sizes = defaultdict(int) if freed_by_input_grad is None else freed_by_input_grad
@@ -59,11 +59,11 @@ class StageMemory:
     """The sizes of one stage, in bytes."""
 
     activations: int
-    """Saved for the backward of one microbatch."""
+    """Activations saved for the backward of one microbatch."""
     working: int = 0
     """Temporary values of the passes of one microbatch, beside the saved activations."""
     gradients: int = 0
-    """Those that no other stage of the rank has made before."""
+    """Gradients that no other stage of the rank has made before."""
     copies: int = 0
     """Copies of the gradients that are complete when this stage's are, as no other stage of the rank adds to them."""
     first_backward: int = 0
@@ -72,24 +72,25 @@ class StageMemory:
     """The most that the last backward has at once of activations, temporary values and copies, where copies are made as
     gradients become complete."""
     only_backward: int = 0
-    """The same of a backward that is the first and the last one, with both gradients and copies."""
+    """The most that a backward has at once when it is both the first and the last one, with both gradients and
+    copies."""
     freed_by_input_grad: int = 0
-    """Of the activations, those that the input gradient of a split backward is the last to read."""
+    """The part of the activations that the input gradient of a split backward is the last to read."""
 
 
 class RankMemory(NamedTuple):
     """The memory of one rank while an action runs and from its end on, in bytes."""
 
     activations: int
-    """While the action runs, with those that it gives up at its end."""
+    """Activations while the action runs, with those that it gives up at its end."""
     most: int
-    """While the action runs: activations, gradients, copies and temporary values at their fullest."""
+    """The most while the action runs: activations, gradients, copies and temporary values at their fullest."""
     remaining: int
     """Activations from the end of the action on."""
     gradients: int
-    """From the end of the action on."""
+    """Gradients from the end of the action on."""
     copies: int
-    """From the end of the action on: copies of gradients on their way to other replicas."""
+    """Copies of gradients on their way to other replicas, from the end of the action on."""
 
     @property
     def peak(self) -> int:
@@ -103,7 +104,7 @@ def walk_memory(
     """The memory of one rank at each of its actions, in order, and at the end of the step.
 
     Args:
-        order: what the rank runs, in order.
+        order: the actions of the rank, in order.
         stages: the sizes of every stage that the rank holds.
         bucket_bytes: as in `MemoryTraits`; 0 where no gradients travel to other replicas. Copies of a stage are made at
             its last backward, or all at the end of the step where they fit into one bucket.
@@ -153,5 +154,5 @@ def peak_below_sum(order: Sequence[Action], stages: Mapping[int, StageMemory], b
 
 
 def _working(stages: Mapping[int, StageMemory]) -> int:
-    """The most temporary values of any stage."""
+    """The most bytes of temporary values of any stage."""
     return max((stage.working for stage in stages.values()), default=0)

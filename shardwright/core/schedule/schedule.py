@@ -1,4 +1,4 @@
-"""The schedule: an action table, and how the named ones and the searched one are built."""
+"""The schedule: an action table, and the builders of the named ones and of the searched one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from shardwright.core.schedule.peak_memory import peak_live
 AUTO = "auto"
 """The schedule that is searched for the costs and the memory given, instead of following a pattern."""
 MOST_CELLS = 1 << 18
-"""Stages · microbatches of the largest schedule that is built: more take minutes and gigabytes."""
+"""The most stages · microbatches of a schedule that is built: more take minutes and gigabytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule(ActionTable):
-    """For each rank, what it does in which order. The fields are those of `ActionTable`."""
+    """A schedule: the actions of each rank in their order. The fields are those of `ActionTable`."""
 
     @classmethod
     def build(
@@ -37,11 +37,12 @@ class Schedule(ActionTable):
 
         Args:
             name: `gpipe`, `1f1b`, ... (`schedule_names()` lists them), or `auto`.
-            ranks, microbatches: how many of each.
-            virtual_stages: stages on each rank.
-            costs: what each stage costs; used by `auto`, and to judge `memory_limit_bytes`. Default: all the same.
+            ranks, microbatches: the number of each.
+            virtual_stages: the number of stages on each rank.
+            costs: the costs of each stage; used by `auto`, and to judge `memory_limit_bytes`. Default: all the same.
             memory_limit_bytes: bytes of activations that a rank may hold; one for all ranks or one for each.
-            active_microbatches: how many microbatches may be under way at once; `simple` and `interleaved` only.
+            active_microbatches: the number of microbatches that may be under way at once; `simple` and `interleaved`
+                only.
 
         Raises:
             ScheduleError: an unknown name, sizes that the schedule does not admit (the message says which it would), or
@@ -80,7 +81,7 @@ class Schedule(ActionTable):
 
 
 def require_buildable(stages: int, microbatches: int) -> None:
-    """Raises ScheduleError unless a schedule of so many stages and microbatches is small enough to be made."""
+    """Raise ScheduleError unless a schedule of so many stages and microbatches is small enough to be made."""
     if stages * microbatches > MOST_CELLS:
         raise ScheduleError(
             f"{stages} stages and {microbatches} microbatches: a schedule has at most {MOST_CELLS} of both together "
@@ -102,6 +103,6 @@ def _require_memory(schedule: Schedule, limits: tuple[int, ...], costs: StageCos
 
 def schedule_names() -> tuple[str, ...]:
     """The names of the schedules that follow from sizes alone. `Schedule.build` takes `auto` besides, which depends on
-    costs and memory as well: who stores such a schedule must store its table.
+    costs and memory as well: whoever stores such a schedule must store its table.
     """
     return tuple(FAMILIES)

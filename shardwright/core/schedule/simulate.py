@@ -4,8 +4,8 @@ Ranks and links are resources. A rank runs its actions in their order, each as s
 ordered pair of ranks has a link of its own (full duplex) that carries one tensor at a time, first in, first out, while
 the ranks go on computing. What a link carries is made by one rank in the order of that rank's actions, so every time
 follows from earlier ones: the engine advances each rank as far as it gets, and a rank that must wait is taken up again
-when what it waits for has a time. Each action is looked at once or twice, whatever the sizes. Of ranks that share a
-machine (`StageCosts.idle_lent`) the times found so are then read by another clock (`lent_clock`).
+when what it waits for has a time. Each action is looked at once or twice, whatever the sizes. For ranks that share a
+machine (`StageCosts.idle_lent`), these times are then read by another clock (`lent_clock`).
 """
 
 from collections import deque
@@ -28,7 +28,7 @@ Mode = Literal["asynchronous", "blocking"]
 
 
 def simulate(schedule: ActionTable, costs: StageCosts | None = None) -> Timeline:
-    """When each action of a schedule runs; see `simulate_schedule`."""
+    """The times at which each action of a schedule runs; see `simulate_schedule`."""
     if not isinstance(schedule, ActionTable):
         raise ScheduleError(f"simulate takes a schedule, not a {type(schedule).__name__}")
     return simulate_schedule(schedule, costs)
@@ -37,7 +37,7 @@ def simulate(schedule: ActionTable, costs: StageCosts | None = None) -> Timeline
 def simulate_schedule(
     schedule: ActionTable, costs: StageCosts | None = None, *, transfers: Mode = "asynchronous"
 ) -> Timeline:
-    """When each action of a schedule runs.
+    """The times at which each action of a schedule runs.
 
     Args:
         schedule: compute actions only, or with sends and receives (then these are what moves tensors).
@@ -59,7 +59,7 @@ def simulate_schedule(
 
 
 def explain_stop(schedule: ActionTable, stuck: Sequence[tuple[int, int]]) -> str:
-    """Why a schedule did not run to its end, for each (rank, position) that it stopped at, and the grid."""
+    """The reason why a schedule did not run to its end, for each (rank, position) at which it stopped, and the grid."""
     lines = [f"rank {rank} waits at step {at} with {schedule.table[rank][at]}" for rank, at in stuck]
     what = "the schedule stops before its end (deadlock): " + "; ".join(lines)
     if schedule.credits is not None:
@@ -69,7 +69,7 @@ def explain_stop(schedule: ActionTable, stuck: Sequence[tuple[int, int]]) -> str
 
 @dataclass(slots=True)
 class _Link:
-    """Tensors from one rank to another. `sends` and `recvs` wait for their match (tables with transfers only)."""
+    """The tensors from one rank to another. `sends` and `recvs` wait for their match (tables with transfers only)."""
 
     free_s: float = 0.0
     last: int = -1
@@ -78,7 +78,7 @@ class _Link:
 
 
 class Engine:
-    """One run of one schedule. Times in seconds; nodes are numbered as `Timeline.cause` numbers them."""
+    """One run of one schedule. Times are in seconds; nodes are numbered as `Timeline.cause` numbers them."""
 
     def __init__(self, schedule: ActionTable, costs: StageCosts, transfers: Mode) -> None:
         self.schedule, self.costs = schedule, costs
@@ -96,7 +96,7 @@ class Engine:
         self.clock = [0.0] * ranks
         self.position = [0] * ranks
         self.seconds = {F: costs.forward_s, I: costs.input_grad_s, W: costs.weight_grad_s, B: costs.backward_s}
-        # For each stage * m + microbatch: when the input of its forward or backward is there (-1.0: not yet known),
+        # By stage * m + microbatch: the time at which the input of its forward or backward is there (-1.0: not known),
         # what brought it, and whether its forward and its input gradient have run.
         self.forward_in, self.backward_in = [-1.0] * (stages * m), [-1.0] * (stages * m)
         self.forward_by, self.backward_by = [-1] * (stages * m), [-1] * (stages * m)
@@ -197,7 +197,7 @@ class Engine:
             self.position[rank] += 1
 
     def _edge(self, part: Action) -> tuple[bool, int] | None:
-        """The boundary between ranks that takes what this action makes: whether forward, and the stage it leaves."""
+        """The boundary between ranks that a result crosses, as (whether forward, the stage it leaves), or None."""
         to = part.stage + 1 if part.kind is F else part.stage - 1
         if part.kind is W or not 0 <= to < self.schedule.stages:
             return None
@@ -205,7 +205,8 @@ class Engine:
         return (part.kind is F, part.stage) if placement[to] != placement[part.stage] else None
 
     def _credit(self, rank: int, part: Action, credits: int) -> tuple[float, int] | None:
-        """When there is a buffer for what an action makes, and what freed it; None when that is not yet known."""
+        """The time from which there is a buffer for what an action makes, and the node that freed it; None when that is
+        not yet known."""
         edge = self._edge(part)
         owed = -1 if edge is None else self.made.get(edge, 0) - credits
         if edge is None or owed < 0:
@@ -302,7 +303,7 @@ class Engine:
         return moved or not self.blocking
 
     def _hold(self, pair: tuple[int, int], start: float, end: float) -> None:
-        """Both ranks are held by a blocking transfer; the second, which waited for the first, goes on."""
+        """Hold both ranks for a blocking transfer. The second, which waited for the first, goes on."""
         for rank in pair:
             node = self.offset[rank] + self.position[rank]
             self.start[node], self.end[node] = start, end

@@ -1,4 +1,4 @@
-"""Timelines: when the actions of a schedule ran, simulated or measured."""
+"""Timelines: the times at which the actions of a schedule ran, simulated or measured."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ class Transfer:
 
 
 TransferRow = tuple[bool, int, int, int, int, float, float]
-"""Whether forward, the stage that sends, the microbatch, the source rank, the target rank, start and end in seconds."""
+"""(whether forward, the stage that sends, microbatch, source rank, target rank, start and end in seconds)."""
 
 
 class TransferLog(Sequence[Transfer]):
@@ -66,22 +66,23 @@ class TransferLog(Sequence[Transfer]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """When each action ran. All times in seconds from the first start.
+    """The times at which each action ran, all in seconds from the first start.
 
     Args:
-        actions: for each rank, what it ran, in order.
-        start_s, end_s: for each rank, float64 arrays of shape [actions of the rank].
-        transfers: what moved between ranks, in order of arrival at its link.
+        actions: the actions that each rank ran, in order.
+        start_s, end_s: the times of each rank's actions, float64 arrays of shape [actions of the rank].
+        transfers: the tensors that moved between ranks, in order of arrival at their link.
         activation_bytes: bytes that one live microbatch holds on each stage; 1 each for a count.
-        cause: for each rank, int64 array of shape [actions of the rank]: what each action waited for last. -1: nothing;
-            n >= 0: the action with that number, counted over all ranks in order; -2 - t: transfer t. Simulated only.
+        cause: the last thing that each action waited for, an int64 array of shape [actions of the rank] for each rank.
+            -1: nothing; n >= 0: the action with that number, counted over all ranks in order; -2 - t: transfer t.
+            Simulated only.
         transfer_cause: the same for each transfer.
         freed_by_input_grad_bytes: as in `StageCosts`.
 
     Fields computed from these:
-        makespan_s: from the first start to the last end.
-        bubble_fraction: for each rank, idle time / makespan.
-        bubble_s: for each rank, last end - first start - time at work.
+        makespan_s: the time from the first start to the last end.
+        bubble_fraction: the idle share of each rank, idle time / makespan.
+        bubble_s: last end - first start - time at work, for each rank.
 
     Raises:
         ScheduleError: lengths differ, or an action ends before it starts.
@@ -152,12 +153,12 @@ class Timeline:
         return len(self.actions)
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """What a rank ran, in order."""
+        """The actions that a rank ran, in order, with their times."""
         triples = zip(self.actions[rank], self.start_s[rank].tolist(), self.end_s[rank].tolist(), strict=True)
         return tuple(Span(rank, action, start, end) for action, start, end in triples)
 
     def memory(self, rank: int) -> tuple[Seconds, Bytes]:
-        """Activation memory over time on a rank: the seconds at which it changes, and the bytes held from then on."""
+        """The activation memory of a rank over time: the seconds at which it changes, and the bytes from then on."""
         times: list[float] = []
         sizes: list[int] = []
         before = 0
@@ -183,8 +184,8 @@ class Timeline:
         return tuple(peak_live(actions, *sizes) for actions in self.actions)
 
     def critical_path(self) -> tuple[Span | Transfer, ...]:
-        """The chain of actions and transfers that sets the makespan: each waited for the one before it, from the first
-        start to the last end.
+        """The chain of actions and transfers that sets the makespan, from the first start to the last end. Each waited
+        for the one before it.
 
         Raises:
             ScheduleError: the timeline was measured: a measurement does not say what an action waited for.
@@ -207,7 +208,7 @@ class Timeline:
             rank = int(np.searchsorted(offsets, node, side="right")) - 1
             index = node - int(offsets[rank])
             times = float(self.start_s[rank][index]), float(self.end_s[rank][index])
-            if not self.actions[rank][index].kind.is_transfer:  # What these carry out is among the transfers.
+            if not self.actions[rank][index].kind.is_transfer:  # These are among the transfers.
                 path.append(Span(rank, self.actions[rank][index], *times))
             node = int(self.cause[rank][index])
         return tuple(reversed(path))

@@ -1,4 +1,4 @@
-"""The search for a plan: what may be chosen, what each choice costs, and why the others lost."""
+"""The search for a plan: its choices, the cost of each, and the reason why the others lost."""
 
 from shardwright.core.search.search import make_plan
 

@@ -1,4 +1,4 @@
-"""From scored choices to a plan: what was chosen, what came next and which term it lost by."""
+"""The plan made of scored choices: the best, the next ones, and the term by which each of them lost."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -99,7 +99,7 @@ def as_plan(
 
 
 def _pinned(request: Request) -> tuple[str, ...]:
-    """``("pp=2", …)`` of what was given beside the batch; of layouts how many parameters they pin, and who asked."""
+    """The pins beside the batch, as ``("pp=2", …)``; for layouts, the number of parameters that each source pins."""
     sources = Counter(pin.source for pin in request.pins)
     layouts = [f"layouts of {count} parameters by {source}" for source, count in sources.items()]
     given = (
@@ -109,7 +109,7 @@ def _pinned(request: Request) -> tuple[str, ...]:
 
 
 def _pinned_layouts(scorer: Scorer) -> tuple[tuple[str, str], ...]:
-    """The slots of the parameters whose layouts are pinned, and what pinned them."""
+    """The slots of the parameters whose layouts are pinned, each with the source of its pin."""
     sources = {pin.name: pin.source for pin in scorer.request.pins}
     classes = scorer.tables.structure.unit_classes
     slots = {
@@ -134,8 +134,8 @@ def _place_of(scorer: Scorer, best: Scored, pp: int) -> Place:
 
 
 def _variants(scorer: Scorer, best: Scored) -> tuple[int, ...]:
-    """For every unit its place among the costs: behind all classes stand those of units that are kept, and behind
-    these those of units that are offloaded."""
+    """The index of each unit's cost. The costs of kept units follow those of all classes, and those of offloaded units
+    follow these."""
     variants, decision = scorer.tables.variants(best.decision.tp), best.decision
     kept, away, classes = set(decision.kept_units), set(decision.offloaded_units), max(variants) + 1
     return tuple(v + classes * (2 if unit in away else unit in kept) for unit, v in enumerate(variants))
@@ -180,7 +180,7 @@ def _class_cost(
 
 
 def terms_s(predicted: Predicted) -> dict[str, float]:
-    """The step in the terms by which plans differ; they add up to it."""
+    """The terms of a step by which plans differ, in seconds; they add up to the step time."""
     busy = predicted.pipeline_s * (1 - predicted.bubble_fraction)
     return {
         "compute": busy - predicted.tensor_collective_s,
@@ -192,7 +192,7 @@ def terms_s(predicted: Predicted) -> dict[str, float]:
 
 
 def not_carried_out(decision: Decision, runtimes: Sequence[Capabilities]) -> str:
-    """What of a decision some runtime lacks, in words; empty when all carry it out."""
+    """The parts of a decision that some runtime does not carry out, in words; empty when all carry it out."""
     d = decision
     lacks = {
         runtime.framework: runtime.lack(recompute=d.recompute, shard=d.shard, shard_group=d.shard_group, dp=d.dp)
@@ -202,7 +202,8 @@ def not_carried_out(decision: Decision, runtimes: Sequence[Capabilities]) -> str
 
 
 def why_slower(best: Scored, other: Scored) -> str:
-    """By how much, and the term that grew most (shrank most, of what is faster and cannot be carried out)."""
+    """The reason why another choice is slower: by how much, and the term that grew most. For a choice that is faster
+    (and cannot be carried out), the term that shrank most."""
     mine, theirs = terms_s(best.predicted), terms_s(other.predicted)
     ratio = other.predicted.step_time_s / best.predicted.step_time_s if best.predicted.step_time_s else 1.0
     if abs(ratio - 1) <= 1e-6:

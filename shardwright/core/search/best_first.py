@@ -1,9 +1,10 @@
-"""Best first: bounds that take microseconds decide what is cut, bounds of cuts what is simulated.
+"""Best-first search: bounds that take microseconds decide what is cut, bounds of cuts decide what is simulated.
 
-A queue holds choices in the order of the time that they cannot get below: degrees first, then with recompute, with a
-number of stages per rank, with a schedule; then cut; then simulated, under all memory policies that the cut fits in.
-What comes out of the queue simulated is as fast as anything in the space, as all that is left is bounded by more.
-Nothing is cut off by a guess, so the answer is that of an exhaustive enumeration in the same simulator.
+A queue holds choices in the order of the time that they cannot get below. A choice starts with degrees, then gets
+recompute, a number of stages per rank and a schedule. It is then cut, and then simulated under all memory policies that
+the cut fits in. The first simulated choice that leaves the queue is as fast as any in the space, because all that is
+left has a larger bound. No choice is discarded by a guess, so the answer is that of an exhaustive enumeration in the
+same simulator.
 """
 
 import heapq
@@ -19,24 +20,24 @@ from shardwright.core.search.space import Pipelining, Policy, Shape, Space, spli
 from shardwright.core.tables.cost_tables import CostTables
 
 REPORTED = 4
-"""Runners-up, each with degrees of its own."""
+"""The number of runners-up that are reported, each with degrees of its own."""
 MORE_DEGREES = 2
-"""Degrees that are looked at beside those that are reported."""
+"""The number of degrees that are searched beyond those that are reported."""
 OPENED = 200
-"""Choices of one runner-up's degrees that are opened before they are given up; cuts are looked at all the same."""
+"""The number of choices that are opened for a runner-up's degrees before these are given up; cuts do not count."""
 FURTHER: dict[type, int] = {Cut: 4, Draft: 5, Scored: 6}
-"""How far a choice is settled that has stages; before it is as far as it has parts."""
+"""The settled steps of a choice that has stages; for a choice without stages they are the number of its parts."""
 SAME = 1e-6
-"""Times that differ by less are equal: the simpler plan is taken."""
+"""The relative difference below which times are equal, so that the simpler plan is taken."""
 
 
 @dataclass(slots=True)
 class Found:
-    """What a search came to."""
+    """The result of a search."""
 
     best: Scored | None
     others: list[Scored]
-    """The next fastest, each with other degrees, fastest first."""
+    """The next fastest choices, each with other degrees, fastest first."""
 
 
 @dataclass(order=True, slots=True)
@@ -45,16 +46,16 @@ class _Entry:
 
     bound_s: float
     settled: int
-    """More settled choices come first among equals."""
+    """The settled steps, negated: among equal bounds the more settled choice comes first."""
     number: int
     choice: tuple[Any, ...] = field(compare=False)
 
 
 class Search:
-    """One search. Holds the queue."""
+    """One search, with its queue."""
 
     def __init__(self, tables: CostTables, cluster: Cluster, request: Request, *, limited: bool = True) -> None:
-        """``limited``: to the memory policies that the runtimes carry out."""
+        """A search over one cluster; ``limited``: only with what the runtimes carry out."""
         self.request = request
         runtimes = request.runtimes or (tables.graph.capabilities,)
         self.space = Space(request, cluster, len(tables.folded.units), runtimes, limited=limited)
@@ -65,7 +66,7 @@ class Search:
     def run(
         self, progress: Progress | None = None, *, runners_up: int = REPORTED, below_s: float = float("inf")
     ) -> Found:
-        """The best choice and the next ones; none where nothing takes less than ``below_s``, or as little.
+        """The best choice and the next ones; no choice where none takes at most ``below_s``.
 
         Raises PlanError when the request leaves nothing to choose from.
         """
@@ -99,7 +100,7 @@ class Search:
         return Found(self.scorer.with_peaks(best[0]), [self.scorer.with_peaks(other) for other in next_best])
 
     def _settled(self, entry: _Entry) -> Scored | None:
-        """The choice if it is settled and its time is exact; else it goes back, one step further, in every way."""
+        """The choice, if it is settled and its time is exact; otherwise None, and its next choices are queued."""
         first = entry.choice[0]
         if isinstance(first, Scored):
             return first
@@ -116,7 +117,7 @@ class Search:
         return None
 
     def _add_runners_up(self, found: dict[tuple[int, int, int], Scored], wanted: int) -> None:
-        """The best of other degrees: of those that promise most, each by itself, best first."""
+        """Add the best choice of other degrees: each of the most promising degrees is searched by itself."""
         of_degrees: dict[tuple[int, int, int], list[_Entry]] = {}
         for entry in self._queue:
             of_degrees.setdefault(_degrees(entry.choice[0]), []).append(entry)
@@ -141,13 +142,13 @@ class Search:
             heapq.heappush(self._queue, _Entry(bound_s, -settled, next(self._numbers), choice))
 
     def _opened(self, *choice: Any) -> Iterator[tuple[float, tuple[Any, ...]]]:
-        """A choice with one thing more chosen, in every way, each with its bound."""
+        """The choices that settle one thing more than a choice, each with its bound."""
         shape: Shape = choice[0]
         scorer = self.scorer
         if len(choice) == 1:
             modes: dict[object, list[Policy]] = {}
             for policy in self.space.policies(shape.mesh.axis_size("dp")):
-                # How many units are recomputed depends on the memory left: such policies share no pipeline.
+                # The number of recomputed units depends on the memory left, so such policies share no pipeline.
                 modes.setdefault(policy if policy.recompute == "full" else policy.recompute, []).append(policy)
             for alike in modes.values():
                 yield scorer.bounds.bound_s(shape, alike), (shape, tuple(alike))
@@ -170,8 +171,8 @@ class Search:
 
 
 def preference(scored: Scored) -> tuple[float, int, int, int, int, int, int, int, bool, int, str]:
-    """Fastest first; among equals the simpler: fewer stages, less tensor splitting, less saving of memory, the usual
-    order of ranks, fewer virtual stages, 1f1b, larger microbatches."""
+    """The sort key of choices: fastest first. Among equals the simpler comes first: fewer stages, less tensor
+    splitting, less saving of memory, fewer virtual stages, 1f1b, larger microbatches, the usual order of ranks."""
     d = scored.decision
     return (
         float(f"{scored.predicted.step_time_s:.6g}"),
@@ -189,7 +190,7 @@ def preference(scored: Scored) -> tuple[float, int, int, int, int, int, int, int
 
 
 def _expected_s(entry: _Entry) -> float:
-    """Its bound, with the bubble of a plain pipeline where none is counted yet."""
+    """The bound of an entry, with the bubble of a plain pipeline where none is counted yet."""
     shape = entry.choice[0]
     if not isinstance(shape, Shape):
         return entry.bound_s
@@ -197,7 +198,7 @@ def _expected_s(entry: _Entry) -> float:
 
 
 def _degrees(choice: Shape | Cut | Draft | Scored) -> tuple[int, int, int]:
-    """(pp, dp, tp)."""
+    """The degrees of a choice, as (pp, dp, tp)."""
     if isinstance(choice, Scored):
         return choice.decision.pp, choice.decision.dp, choice.decision.tp
     return choice.degrees if isinstance(choice, Shape) else choice.shape.degrees

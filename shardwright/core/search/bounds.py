@@ -1,4 +1,4 @@
-"""Bounds of choices that take microseconds: what no step gets below before there is a cut."""
+"""Bounds of choices, each computed in microseconds: the time that no step gets below, known before there is a cut."""
 
 import math
 from collections import Counter
@@ -17,11 +17,11 @@ from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.unit_table import MemoryRequest, UnitTable
 
 SAFE = 1 - 1e-9
-"""Bounds are lowered by this much, so that rounding never puts one above what it bounds."""
+"""The factor that lowers bounds, so that rounding never puts one above what it bounds."""
 
 
 class Bounds:
-    """What units cost for every choice on one cluster, and what follows without a cut. Held by one search."""
+    """The unit costs of every choice on one cluster, and the bounds that follow without a cut, for one search."""
 
     def __init__(self, tables: CostTables, cluster: Cluster, request: Request) -> None:
         self.tables, self.cluster, self.request = tables, cluster, request
@@ -34,7 +34,7 @@ class Bounds:
         self._fluid: dict[tuple[int, int], float] = {}
 
     def ranked(self, shape: Shape, recompute: Recompute) -> RankTables:
-        """What units cost on every pipeline rank."""
+        """The unit costs on every pipeline rank."""
         key = (shape.mesh, shape.microbatch, recompute)
         if key not in self._ranked:
             tp = shape.mesh.axis_size("tp")
@@ -59,13 +59,13 @@ class Bounds:
         return self._ranked[key]
 
     def _idle_lent(self, shape: Shape, tables: Sequence[UnitTable]) -> float:
-        """What ranks at work get of what idle ones of their pipeline leave, as far as it was measured: nothing where
-        they are unlike, or not all on one node."""
+        """The share of the time left by idle ranks that busy ranks of their pipeline get: the least that was measured
+        for any unit. 0 where ranks are unlike, or not all on one node."""
         lent = min(unit.idle_lent for table in tables for unit in table.units)
         return lent if lent and self.links.pipelines_share_nodes(shape.mesh) else 0.0
 
     def memory_request(self, policy: Policy, dp: int, microbatches: int) -> MemoryRequest:
-        """What decides the bytes of a parameter under a policy, and of the batch."""
+        """The choices that decide the bytes of a parameter, and of the batch, under a policy."""
         ways = policy.shard_group or dp
         request, traits = self.request, self.tables.graph.memory_traits
         return MemoryRequest(
@@ -82,14 +82,14 @@ class Bounds:
         )
 
     def undivided(self, shape: Shape, policy: Policy) -> Decision:
-        """Degrees and policy as a decision, before there is a cut: what the end of a step depends on."""
+        """A decision of degrees and policy, before there is a cut: the tail of a step depends on nothing else."""
         key = (shape, policy)
         if key not in self._plain:
             self._plain[key] = self.decision(shape, policy, Pipelining("1f1b", 1), ())
         return self._plain[key]
 
     def decision(self, shape: Shape, policy: Policy, pipelining: Pipelining, starts: Sequence[int]) -> Decision:
-        """The choice as a plan has it; with no ``starts``, for what depends on degrees and policy alone."""
+        """The choice as a plan has it; without ``starts``, a decision for what depends on degrees and policy alone."""
         request = self.request
         pp, dp, tp = shape.degrees
         return Decision(
@@ -125,10 +125,11 @@ class Bounds:
     def bound_s(
         self, shape: Shape, policies: Sequence[Policy], virtual_stages: int = 0, *, split: bool = True
     ) -> float:
-        """The same under the best of some policies of one kind of recompute; infinity where none has room.
+        """Seconds below which no step gets under some policies of one recompute mode; infinity where none has room.
 
-        With ``virtual_stages`` of 1 the first microbatch must come through the ranks before a rank, and the last one
-        back: over all cuts the least of the slowest rank has a closed form. 0: any number of stages.
+        With ``virtual_stages`` of 1, the first microbatch must pass the ranks before a rank, and the last one must pass
+        back. The least time of the slowest rank over all cuts then has a closed form. With 0, any number of stages is
+        allowed.
         """
         recompute = policies[0].recompute
         if recompute == "full" and (self.request.recompute == "auto" or self.request.names_units):
@@ -159,8 +160,8 @@ class Bounds:
         return held <= sum(self.ranked(shape, policy.recompute).limits_bytes)
 
     def least_state(self, shape: Shape, policy: Policy, virtual_stages: int) -> tuple[float, float]:
-        """Bytes below which no parameter gets beside activations, and below which a trained one's gradient and states
-        do not get: without the gradient where a step is so short that activations may be gone when it is made."""
+        """The least bytes of any parameter beside activations, and the least bytes of a trained one's gradient and
+        states. The gradient is left out where a step is so short that activations may be gone when it is made."""
         pp, dp, _ = shape.degrees
         request = self.memory_request(policy, dp, shape.microbatches)
         is_short = shape.microbatches <= 2 * pp * virtual_stages
@@ -168,7 +169,7 @@ class Bounds:
         return request.held_bytes, request.trained_bytes - (request.gradient_width if may_be_apart else 0)
 
     def _lending_s(self, shape: Shape, recompute: Recompute, pipeline_s: float) -> float:
-        """The bound of a pipeline where idle time is lent, from that of one where it is not."""
+        """The bound of a pipeline whose idle time is lent, from the bound of one whose idle time is not."""
         first = self._first(shape, recompute)
         lent = self._idle_lent(shape, [first])
         if not lent:
@@ -183,7 +184,7 @@ class Bounds:
             return 0.0
         table = self._first(shape, recompute)
         whole = float(table.seconds.sum())
-        # Of what lies before a rank it waits for the forward, and where backwards are whole for the backward too.
+        # A rank waits for the forward of the work before it, and where backwards are whole for the backward too.
         share = 1.0
         if split:
             pairs = zip(table.units, table.seconds.tolist(), strict=True)
@@ -195,7 +196,7 @@ class Bounds:
         return whole * share / (1 - (1 - share / m) ** pp)
 
     def _first(self, shape: Shape, recompute: Recompute) -> UnitTable:
-        """What units cost on the first rank, messages left out."""
+        """The unit costs on the first rank, without messages."""
         key = (shape.mesh, shape.microbatch, recompute)
         if key not in self._firsts:
             pp, _, tp = shape.degrees
@@ -204,14 +205,14 @@ class Bounds:
         return self._firsts[key]
 
     def _fluid_s(self, shape: Shape, recompute: Recompute) -> float:
-        """Seconds of one microbatch if units could be divided at will over the ranks, each as fast as its device."""
+        """Seconds of one microbatch if units could be divided freely over the ranks, each as fast as its device."""
         first = self._first(shape, recompute)
         if self.cluster.is_uniform:
             pp = shape.mesh.axis_size("pp")
             key = (id(first), pp)
             if key not in self._fluid:
                 alike = Counter(map(id, first.units))
-                # Units that are alike are whole: one rank has at least its share of them, rounded up.
+                # Equal units cannot be cut: one rank has at least its share of them, rounded up.
                 whole = [-(-alike[id(u)] // pp) * s for u, s in zip(first.units, first.seconds.tolist(), strict=True)]
                 self._fluid[key] = max(float(first.seconds.sum()) / pp, *whole)
             return self._fluid[key]

@@ -1,4 +1,4 @@
-"""What one would do without a search, scored beside it: data parallel, fully sharded, Megatron-style."""
+"""The plans that one would make without a search, scored as well: data parallel, fully sharded, Megatron-style."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ NAMES = ("data parallel", "fully sharded", "Megatron-style")
 
 @dataclass(frozen=True, slots=True)
 class Default:
-    """A default and how it does; None where it is not possible, with the reason."""
+    """A default with its score; the score is None where the default is not possible, for the reason given."""
 
     name: str
     scored: Scored | None
@@ -23,7 +23,7 @@ class Default:
 
 
 def requests(cluster: Cluster, request: Request) -> Iterator[tuple[str, Request]]:
-    """What each default pins, beside the precision, the optimizer and the like that the user asked for."""
+    """The request of each default: its pins, and the precision, the optimizer and the like as the user asked."""
     free = request.unpinned(virtual_stages=1, schedule="1f1b", placement_order="PDT")
     world = cluster.world_size
     node = min(group.devices_per_node for group in cluster.groups)
@@ -37,7 +37,7 @@ def requests(cluster: Cluster, request: Request) -> Iterator[tuple[str, Request]
 
 
 def defaults(tables: CostTables, cluster: Cluster, request: Request) -> list[Default]:
-    """The three defaults at their best microbatch and recompute."""
+    """The three defaults, each at its best microbatch and recompute."""
     found = []
     for name, asked in requests(cluster, request):
         try:

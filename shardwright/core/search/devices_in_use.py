@@ -1,7 +1,7 @@
-"""How many devices are worth using: the parts of a cluster that a plan may be made for.
+"""The number of devices that are worth using: the parts of a cluster that a plan may be made for.
 
-More devices are not always faster: a slow node holds up the fast ones beside it, a slow link costs more than the
-devices behind it bring. The search compares the best plans of the parts; ranks are counted over a part's own nodes.
+More devices are not always faster: a slow node holds up the fast ones, and a slow link can cost more than the devices
+behind it bring. The search compares the best plans of the parts. Ranks are counted over a part's own nodes.
 """
 
 import math
@@ -14,7 +14,8 @@ from shardwright.core.errors import PlanError
 from shardwright.core.search.request import Request
 
 MOST_PARTS = 64
-"""Beyond so many, kinds of node are used whole or left out; and beyond so many of these, the slowest are left out."""
+"""The most parts. Beyond it, each kind of node is used whole or left out; if that is still too many, the slowest kinds
+are left out one after another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +24,12 @@ class Part:
 
     cluster: Cluster
     left_out: str
-    """What it does without, in words; empty for nothing."""
+    """The nodes and devices that the part leaves out, in words; empty for none."""
 
 
 def parts(cluster: Cluster, request: Request) -> list[Part]:
-    """What the request lets a plan use: the whole cluster first, then nodes of one kind, then the others; by falling
-    speed, so that what cannot be fastest is seen early.
+    """The parts that the request lets a plan use: the whole cluster first, then parts with one kind of node, then the
+    others. The fastest come first, so that a part that cannot be fastest is seen early.
 
     Raises PlanError for a number of devices that no part has, with the nearest that one has.
     """
@@ -39,12 +40,12 @@ def parts(cluster: Cluster, request: Request) -> list[Part]:
         return _of_so_many(cluster, request.devices)
     given = [d for d in (request.pp, request.tp, request.dp) if d is not None]
     found = [part for part in _parts(cluster, _counts(cluster.groups)) if _admits(part.cluster.world_size, given)]
-    # Where nothing goes with the pinned degrees, the whole cluster says what would.
+    # Where no part admits the pinned degrees, the error for the whole cluster says what would fit.
     return found or [Part(cluster, "")]
 
 
 def _of_so_many(cluster: Cluster, asked: int) -> list[Part]:
-    """Every part with the number of devices asked for. Raises PlanError where there is none, with the nearest."""
+    """Every part with the number of devices asked for. Raises PlanError, with the nearest, where there is none."""
     held = [group.devices_per_node for group in cluster.groups]
     sizes: dict[int, list[tuple[int, ...]]] = {}
     for counts in product(*(range(group.nodes, -1, -1) for group in cluster.groups)):
@@ -62,7 +63,7 @@ def _admits(world: int, given: Sequence[int]) -> bool:
 
 
 def _parts(cluster: Cluster, counts_of: Iterable[tuple[int, ...]], devices: int | None = None) -> list[Part]:
-    """The parts of so many nodes of every kind; of one node also ``devices`` of its devices, or powers of two."""
+    """The parts with so many nodes of each kind; of one node also ``devices`` of its devices, or powers of two."""
     found: dict[Cluster, Part] = {}
     for counts in counts_of:
         used = [replace(group, nodes=n) for group, n in zip(cluster.groups, counts, strict=True) if n]
@@ -85,7 +86,7 @@ def _order(part: Part) -> tuple[bool, int, float]:
 
 
 def _of_a_node(node: Cluster, group: NodeGroup, left_out: str, numbers: Iterable[int]) -> Iterator[Part]:
-    """Some devices of one node."""
+    """The parts that are some devices of one node."""
     for each in numbers:
         if each >= group.devices_per_node:
             continue
@@ -95,7 +96,7 @@ def _of_a_node(node: Cluster, group: NodeGroup, left_out: str, numbers: Iterable
 
 
 def _counts(groups: Sequence[NodeGroup]) -> Iterator[tuple[int, ...]]:
-    """How many nodes of each kind are used."""
+    """The numbers of nodes of each kind that are tried."""
     none = (0,) if len(groups) > 1 else ()
     options = [(group.nodes, *_fewer(group.nodes), *none) for group in groups]
     if len(groups) > 1 and math.prod(map(len, options)) > MOST_PARTS:
@@ -109,5 +110,5 @@ def _counts(groups: Sequence[NodeGroup]) -> Iterator[tuple[int, ...]]:
 
 
 def _fewer(count: int) -> tuple[int, ...]:
-    """The powers of two below, falling."""
+    """The powers of two below a number, falling."""
     return tuple(2**power for power in reversed(range(count.bit_length())) if 2**power < count)

@@ -1,4 +1,4 @@
-"""A model on devices, as the partitioners take it."""
+"""A model on devices, in the form that the partitioners take."""
 
 from collections.abc import Callable
 from functools import cache
@@ -15,7 +15,7 @@ from shardwright.core.tables.unit_table import MemoryRequest, UnitTable
 def partition_input(
     folded: Folded, counter: WorkCounter, table: UnitTable, device: Device, microbatch: int, request: MemoryRequest
 ) -> tuple[Units, Callable[[], Tasks]]:
-    """The units of a model with their costs, and its ops, counted when asked for the first time."""
+    """The units of a model with their costs, and its ops, which are counted when they are first asked for."""
     forward = tuple(u.forward_s for u in table.units)
     backward = tuple(u.total_s - u.forward_s + float(a) for u, a in zip(table.units, table.again_s, strict=True))
     kept = tuple(float(kept_bytes(u, mode)) for u, mode in zip(table.units, table.modes, strict=True))
@@ -46,8 +46,8 @@ def partition_input(
 
 
 def _batch_bytes(table: UnitTable, microbatches: int) -> tuple[int, list[int]]:
-    """Bytes of the batch that every stage holds, and those that every unit brings to its own: of what several read,
-    the first does."""
+    """The bytes of the batch that every stage holds, and the bytes that each unit brings to its own stage: a value that
+    several units read counts for the first."""
     everywhere, brought = 0, [0] * len(table.units)
     for size, is_divided, readers in table.batch:
         held = size * (microbatches if is_divided else 1)

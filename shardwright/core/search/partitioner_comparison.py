@@ -17,7 +17,7 @@ from shardwright.core.tables.unit_table import MemoryRequest
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """What every partitioner comes to; None for one that finds no cut that fits."""
+    """The result of every partitioner; None for one that finds no cut that fits."""
 
     stages: int
     units: int
@@ -29,8 +29,8 @@ def contest(
 ) -> Contest:
     """Cut a model into ``stages`` by every partitioner, for the 1F1B schedule with twice as many microbatches.
 
-    The cluster's devices are divided over pp = ``stages``, ``tp`` and what is left over dp.
-    Raises PlanError when they do not divide, or for a number that is none.
+    The cluster's devices are divided over pp = ``stages``, ``tp``, and dp for the rest.
+    Raises PlanError when they do not divide, or for a number out of range.
     """
     for name, value in (("stages", stages), ("microbatch", microbatch), ("tp", tp)):
         if type(value) is not int or value < 1:
@@ -48,6 +48,6 @@ def contest(
     request = MemoryRequest(cluster.memory_bytes(0), tables.precision, "adamw", shard, dp)
     units, tasks = partition_input(tables.folded, tables.counter, table, tables.device, microbatch, request)
     live = live_microbatches("1f1b", stages, 2 * stages, 1)
-    tasks()  # counted beforehand: the table is of the solving
+    tasks()  # counted beforehand, so that only the solving is timed
     judged = tuple((name, judge(name, units, tasks, live)) for name in PARTITIONERS)
     return Contest(stages, len(units), judged)

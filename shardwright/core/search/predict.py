@@ -1,4 +1,4 @@
-"""What a step will take: the pipeline, the gradients that are added up after it, the optimizer."""
+"""The predicted time of a step: the pipeline, the reduction of gradients after it, and the optimizer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,14 +14,14 @@ from shardwright.core.tables.mesh_links import Links
 from shardwright.core.tables.rank_tables import RankTables, RankWork
 
 HIDDEN_SHARE = 0.9
-"""How much of the compute time sharded parameters' traffic can hide behind. Prior: the first gather and the last
-scatter of a pass have nothing beside them, about a tenth of a pass of a dozen units or more."""
+"""The share of the compute time that the traffic of sharded parameters can hide behind. Prior: the first gather and the
+last scatter of a pass overlap with nothing, about a tenth of a pass of a dozen units or more."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entries:
-    """Of the parameters that a rank has: those that are trained, which alone are reduced, all, and those that are
-    trained by the share of the optimizer's step that was measured for them."""
+    """The parameter elements of a rank: the trained ones, which alone are reduced; all that it holds; and the trained
+    ones times the measured share of the optimizer's step."""
 
     trained: float
     held: float
@@ -29,13 +29,13 @@ class _Entries:
 
 
 class StepModel:
-    """Steps on one cluster in one precision."""
+    """A model of the step times on one cluster in one precision."""
 
     def __init__(self, links: Links, precision: str) -> None:
         self.links, self.cluster, self.precision = links, links.cluster, precision
         units = [unit for group in self.cluster.groups for unit in group.device.measured_units]
         self._least_share = min((unit.update_share for unit in units), default=1.0)
-        """What some optimizer's step took of what is counted for it."""
+        """The least share that any measured optimizer step took of the time that is counted for it."""
 
     def predicted(
         self,
@@ -45,10 +45,10 @@ class StepModel:
         pipeline_s: float | None,
         placement: Sequence[int],
     ) -> Predicted:
-        """What a step of the decision takes, and what its ranks hold.
+        """The predicted time of a decision's step, and the memory of its ranks.
 
         ``pipeline_s`` is the makespan of the pipeline; None where there is one stage, whose work is the makespan.
-        ``placement`` gives for every stage its pipeline rank.
+        ``placement`` gives the pipeline rank of each stage.
         """
         mesh, starts = decision.mesh, decision.stage_starts
         ranks = tables.work(starts, placement)
@@ -74,8 +74,8 @@ class StepModel:
         tied: Sequence[tuple[tuple[int, ...], int]],
         pipeline_s: float | None,
     ) -> list[float]:
-        """Seconds of a step alone, as `predicted` has them, for decisions that differ in what they shard; ``ranks`` and
-        ``tied`` are those of their cut."""
+        """The step times alone, as in `predicted`, for decisions that differ in what they shard; ``ranks`` and ``tied``
+        are those of their cut."""
         first = decisions[0]
         pipeline = max(rank.seconds for rank in ranks) * first.microbatches if pipeline_s is None else pipeline_s
         mesh = first.mesh
@@ -83,8 +83,8 @@ class StepModel:
         return [shared + sum(self.tail(mesh, decision, ranks, pipeline)) for decision in decisions]
 
     def tail(self, mesh: Mesh, decision: Decision, ranks: Sequence[RankWork], pipeline_s: float) -> tuple[float, float]:
-        """(seconds to reduce gradients over dp, seconds of the optimizer step) of the pipeline rank that takes longest,
-        nothing hidden; what was measured to come on top is with the first."""
+        """The pair (seconds to reduce gradients over dp, seconds of the optimizer step) of the slowest pipeline rank,
+        with no overlap; measured time that comes once per step is added to the first."""
         found = []
         for alike in self.links.alike(mesh):
             own = [ranks[pp] for pp in alike]
@@ -98,8 +98,8 @@ class StepModel:
         return max(found, key=sum)
 
     def least_tail_s(self, mesh: Mesh, decision: Decision, entries: tuple[float, float], pipeline_s: float) -> float:
-        """Seconds below which the tail does not get when some rank trains and holds at least so many ``entries``,
-        whichever it is."""
+        """Seconds below which the tail does not get when some rank, no matter which, trains and holds at least
+        ``entries``."""
         trained, held = entries
         kinds = self.links.alike(mesh)
 
@@ -108,7 +108,7 @@ class StepModel:
             return min(sum(self._tail(mesh, decision, least, pipeline_s, alike[0])) for alike in kinds)
 
         if decision.shard == 3 and len(kinds) > 1:
-            # Of unlike ranks one may train most and another hold most.
+            # Where ranks differ, one may train most and another hold most.
             return max(least_s(trained, 0.0), least_s(0.0, held))
         return least_s(trained, held)
 
@@ -131,9 +131,10 @@ class StepModel:
                 reduce_s = self._sharded_s(mesh, decision, held * width, reduced, pipeline_s, pp)
         ways = (decision.shard_group or dp) if decision.shard else 1
         states = OPTIMIZER_STATES[decision.optimizer]
-        # Reads parameter, gradient and states, writes parameter and states, in fp32. In mixed precision the 16-bit
-        # parameter is written after it, and before it the gradient is read in 16 bits and written in 32. Gradients that
-        # add up in 32 bits are kept: cleared, unscaled in place, read for their norm and clipped in place.
+        # The optimizer reads parameter, gradient and states, and writes parameter and states, in fp32. In mixed
+        # precision the 16-bit parameter is written after that, and the gradient is first read in 16 bits and written in
+        # 32. Gradients that add up in 32 bits are kept: cleared, unscaled in place, read for their norm and clipped in
+        # place.
         mixed = 0
         if width < 4:
             mixed = width + (4 + 24 if decision.gradient_precision == "fp32" else width + 4)
@@ -145,7 +146,8 @@ class StepModel:
     def _sharded_reduction_s(self, mesh: Mesh, decision: Decision, size: float, reduced: float, pp: int) -> float:
         """Seconds to scatter the gradients, update the shards and gather the parameters again.
 
-        In groups each adds up its shards with the groups beside it before the update (arXiv 2205.00119, section 3.4).
+        With shard groups, each rank adds up its shard with the other groups before the update (arXiv 2205.00119,
+        section 3.4).
         """
         inside, across, ways = self.links.shard_groups(mesh, pp, decision.shard_group)
         between = across.all_reduce_s(reduced / ways) if across is not None else 0.0
@@ -156,9 +158,9 @@ class StepModel:
     ) -> float:
         """Seconds of sharded parameters' traffic that computing does not hide.
 
-        Every microbatch gathers the parameters for its forward and again for its backward, and scatters its gradients,
-        inside the shard group and while the units beside it compute; groups of one replica each then add up their
-        shards (arXiv 2205.00119, sections 3.2 and 3.4).
+        Every microbatch gathers the parameters for its forward and again for its backward, and scatters its gradients.
+        This happens inside the shard group and overlaps with the computation of other units. Groups of one replica each
+        then add up their shards (arXiv 2205.00119, sections 3.2 and 3.4).
         """
         inside, across, ways = self.links.shard_groups(mesh, pp, decision.shard_group)
         each = 2 * inside.all_gather_s(size) + (inside.reduce_scatter_s(reduced) if reduced else 0.0)
@@ -175,8 +177,8 @@ class StepModel:
 
 
 def simulated_makespan_s(decision: Decision, costs: StageCosts) -> float:
-    """Makespan of the decision's schedule. Long schedules settle into a period, so they are extrapolated from two
-    shorter ones of 4 and 5 rounds of the pipeline; generated ones follow no period and run whole."""
+    """The makespan of the decision's schedule. Long schedules settle into a period, so they are extrapolated from two
+    shorter ones of 4 and 5 rounds of the pipeline. Generated schedules follow no period and are simulated whole."""
 
     def run(microbatches: int) -> float:
         batch = microbatches * decision.dp * decision.microbatch
@@ -193,9 +195,9 @@ def simulated_makespan_s(decision: Decision, costs: StageCosts) -> float:
 def least_makespan_s(costs: StageCosts, placement: Sequence[int], microbatches: int, *, splits_backward: bool) -> float:
     """Seconds below which no schedule of these stages gets, whatever its order.
 
-    A rank starts when the first microbatch has come through the stages before its first one, and works on all
-    microbatches. Where backwards are whole, what it does last is a backward of its first stage, which then goes on to
-    stage 0; split weight gradients may come after that. What is lent of idle time takes that share of it off at most.
+    A rank starts when the first microbatch has passed the stages before the rank's first one, and it works on all
+    microbatches. Where backwards are whole, its last action is a backward of its first stage, which then goes on to
+    stage 0. Split weight gradients may come after that. Lent idle time reduces the bound by at most its share.
     """
     ranks = max(placement) + 1
     backward = costs.backward_s

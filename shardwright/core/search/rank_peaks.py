@@ -1,5 +1,5 @@
-"""The memory of every rank at its peak, more exact than the estimate that cuts are made by: activations by stage, and
-gradients only while they are there."""
+"""The peak memory of each rank, more exact than the estimate that cuts use: activations by stage, and gradients only
+while they exist."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -17,8 +17,8 @@ from shardwright.core.tables.unit_table import MemoryRequest
 def by_stage(
     decision: Decision, ranked: RankTables, memory: tuple[MemoryUse, ...], request: MemoryRequest
 ) -> tuple[MemoryUse, ...]:
-    """Activations by the stage that each belongs to, and without what input gradients have freed: a cut is made as if
-    all were those of a rank's largest stage, and held until the backward has ended."""
+    """Memory with activations by the stage that each belongs to, less what input gradients have freed. A cut counts all
+    of them as those of a rank's largest stage, held until the backward has ended."""
     if decision.virtual_stages == 1 and not splits_backward(decision.schedule, 1):
         return memory
     costs = ranked.stage_costs(decision.stage_starts, decision.stage_ranks)
@@ -34,7 +34,7 @@ def with_activations(
     activations: Sequence[int],
     request: MemoryRequest,
 ) -> tuple[MemoryUse, ...]:
-    """The same with other activations, and so with other room for copies of gradients."""
+    """Memory with other activations, and so with other room for copies of gradients."""
     cut = decision.stage_starts, decision.stage_ranks
     buffers, copies = ranked.buffers(*cut, request), ranked.copies(*cut, activations, request)
     return tuple(
@@ -44,17 +44,18 @@ def with_activations(
 
 
 def is_long(decision: Decision) -> bool:
-    """Whether a step has so many microbatches that gradients are there at its peak."""
+    """Whether a step has so many microbatches that gradients exist at its peak."""
     return decision.microbatches > 2 * decision.stages
 
 
 def less_apart(
     decision: Decision, ranked: RankTables, memory: tuple[MemoryUse, ...], request: MemoryRequest
 ) -> tuple[MemoryUse, ...]:
-    """Memory less what is never there at once, where gradients take memory when they are made; with what copies of
-    gradients take beside activations of other stages.
+    """Memory less what never exists at once, where gradients take memory when they are made, plus the copies of
+    gradients that exist beside the activations of other stages.
 
-    Where a step has many microbatches nothing is less, and copies are as in a step that has as many as settle it.
+    Where a step has many microbatches nothing is subtracted, and copies are as in a step with just enough microbatches
+    to settle.
     """
     closes_in_turn = decision.virtual_stages > 1 and request.bucket_bytes > 0
     if not request.gradients_when_made or decision.shard >= 2 or (is_long(decision) and not closes_in_turn):

@@ -1,7 +1,7 @@
-"""Which units are recomputed where that is left open: as few as memory asks for, and some are offloaded instead.
+"""The choice of recomputed units where it is left open: as few as memory requires, some of them offloaded instead.
 
-As KARMA does (arXiv 2008.11421): a unit whose activations fit is kept; of those that do not fit the first ones go to
-the host and back, where that is faster than computing them again.
+It follows KARMA (arXiv 2008.11421): a unit whose activations fit is kept. The first of those that do not fit are
+offloaded to the host and fetched back, where that is faster than computing them again.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,12 +12,12 @@ from shardwright.core.tables.rank_tables import RankTables
 from shardwright.core.tables.unit_table import MemoryRequest
 
 MOST_GIVEN_UP = 3
-"""Of every stage's kept units, how many may give their memory to what is on its way to the host or back."""
+"""The most kept units of each stage that may give their memory to activations on the way to the host or back."""
 
 Memory = Callable[[Decision, RankTables, Sequence[int]], tuple[MemoryUse, ...]]
-"""What the ranks hold, for a decision and how many microbatches are live on each."""
+"""A function for the memory of the ranks, from a decision, the unit costs and the live microbatches of each rank."""
 Kept = tuple[RankTables, tuple[int, ...], tuple[MemoryUse, ...]]
-"""What units cost then, those that are kept, and what the ranks hold."""
+"""The unit costs with some units kept, these units, and the memory of the ranks."""
 
 
 def as_few_as_memory_asks_for(
@@ -29,7 +29,7 @@ def as_few_as_memory_asks_for(
     *,
     may_offload: bool,
 ) -> Kept:
-    """Of a decision that fits with every unit recomputed, as many units kept as fit."""
+    """As many units kept as fit, for a decision that fits with every unit recomputed."""
     starts, placement = decision.stage_starts, decision.stage_ranks
     kept = ranked.kept_units(starts, placement, live, request)
     while True:
@@ -44,8 +44,8 @@ def as_few_as_memory_asks_for(
 
 
 def _offloading(decision: Decision, found: Kept, live: Sequence[int], memory_of: Memory) -> Kept:
-    """The same with some units offloaded, where that is faster and fits: what is on its way takes memory, for which
-    units that would be kept may have to go."""
+    """The same with some units offloaded, where that is faster and fits. Activations on their way take memory, so units
+    that would be kept may have to be given up."""
     starts, placement = decision.stage_starts, decision.stage_ranks
     keeping, kept, _ = best = found
     least = max(work.seconds for work in keeping.work(starts, placement))
@@ -61,6 +61,6 @@ def _offloading(decision: Decision, found: Kept, live: Sequence[int], memory_of:
                 if seconds < least * (1 - 1e-9):
                     best, least = (tried, left, use), seconds
                 break
-            # One less of every stage.
+            # One unit less in every stage.
             away = tuple(u for a, b in ends for u in [v for v in away if a <= v < b][:-1])
     return best

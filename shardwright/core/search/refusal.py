@@ -1,4 +1,4 @@
-"""Why nothing fits: what the nearest choice lacks, on which rank, and what would do."""
+"""The reason why nothing fits: what the nearest choice lacks, on which rank, and what would fit."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from shardwright.core.search.space import Space
 from shardwright.core.tables.cost_tables import CostTables
 
 LOOKED_AT = 48
-"""Choices that are cut without a limit, those with the least parameters and activations per rank first."""
+"""The number of choices that are cut without a limit, those with the least memory per rank first."""
 GIB = 2**30
 
 
@@ -54,7 +54,7 @@ def _no_schedule(request: Request, space: Space) -> str:
 
 
 def _closest(scorer: Scorer, space: Space) -> Iterator[Scored]:
-    """The choices that lack least, as far as can be told before the cut."""
+    """The choices that lack least, as estimated before the cut."""
     ranked = []
     for number, shape in enumerate(space.shapes()):
         pp, dp, _ = shape.degrees
@@ -63,7 +63,7 @@ def _closest(scorer: Scorer, space: Space) -> Iterator[Scored]:
             asked = scorer.bounds.memory_request(policy, dp, shape.microbatches)
             state = asked.held_bytes * float(table.range_elements[0, -1])
             state += asked.trained_bytes * float(table.range_trained[0, -1])
-            # A rank has at least its share, and what the fullest unit holds.
+            # A rank holds at least its share, and the memory of the fullest unit.
             held = state / pp + float(table.range_kept[0, -1]) / pp + float(table.range_working[0, -1])
             ranked.append((held, number, shape, policy))
     ranked.sort(key=lambda row: row[:2])
@@ -84,7 +84,7 @@ def _closest(scorer: Scorer, space: Space) -> Iterator[Scored]:
 
 
 def _relaxed(tables: CostTables, cluster: Cluster, request: Request, wanted: Decision) -> Decision | None:
-    """The choice nearest in degrees to the one wanted, when nothing but the batch and the numbers' kind is pinned."""
+    """The choice nearest in degrees to the wanted one, when only the batch and the kinds of numbers are pinned."""
     free = request.unpinned()
     if free == request:
         return None
@@ -101,9 +101,9 @@ def _relaxed(tables: CostTables, cluster: Cluster, request: Request, wanted: Dec
 
 
 def smallest_cluster(tables: CostTables, cluster: Cluster, request: Request, most: int = 4096) -> Cluster | None:
-    """So few nodes like this cluster's first ones that some plan fits, and none on one node less, the batch pinned and
-    the rest free: found by doubling, then by halving what lies between. None where up to ``most`` devices nothing that
-    is tried fits."""
+    """The smallest cluster of nodes like this cluster's first ones on which some plan fits, with only the batch and the
+    kinds of numbers pinned. It is found by doubling and then by bisection. None where nothing fits on up to ``most``
+    devices."""
     group, between = cluster.groups[0], cluster.inter_node
     if between is None:
         return None

@@ -1,4 +1,4 @@
-"""What a user asks of the search."""
+"""The request of a user to the search."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,15 +24,15 @@ VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
 SEARCHED = "searched"
 
 Progress = Callable[[int, int], None]
-"""Called with (candidates scored, candidates in all)."""
+"""A callback that takes (candidates scored, candidates in all)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What can be asked of a plan. What is given is pinned, the rest is searched.
+    """The options of a plan. Options that are given are pinned, the rest is searched.
 
-    This is the one list of them: the arguments of `plan()`, the options of ``shardwright plan``, what a plan says was
-    pinned and the documentation of all three follow from it.
+    This is the only list of them: the arguments of `plan()`, the options of ``shardwright plan``, the pins that a plan
+    reports and the documentation of all three follow from it.
     """
 
     batch: Annotated[Count, Option("samples per step, over all replicas")]
@@ -149,7 +149,7 @@ class Options:
         ),
     ] = None
     progress: Progress | None = field(default=None, compare=False, repr=False)
-    """Called with (candidates scored, candidates in all)."""
+    """A callback that takes (candidates scored, candidates in all)."""
 
     def __post_init__(self) -> None:
         require_fields(self, PlanError)
@@ -186,14 +186,14 @@ class Options:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What was asked for, by name: every option that is not as it is where nobody says anything."""
+        """The options that were asked for, by name: all that differ from their defaults."""
         defaults = {each.name: each.default for each in fields(Options)}
         asked = [each.name for each in fields_of(Options) if each.option is not None]
         return {name: value for name in asked if (value := getattr(self, name)) != defaults[name]}
 
     @property
     def stages_per_rank(self) -> int | None:
-        """The virtual stages that are pinned, by themselves or by the number of ``stage_starts``; None: searched."""
+        """The pinned virtual stages, given directly or by the number of ``stage_starts``; None: searched."""
         if self.stage_starts is not None and self.pp is not None:
             return len(self.stage_starts) // self.pp
         return self.virtual_stages
@@ -210,7 +210,7 @@ class Options:
             )
 
     def _require_pins_that_go_together(self) -> None:
-        """Raise PlanError for two pins of which each rules the other out; names both."""
+        """Raise PlanError for two pins that rule each other out, naming both."""
         if self.stage_starts is not None and self.pp is not None:
             held = self.virtual_stages or max(1, len(self.stage_starts) // self.pp)
             if len(self.stage_starts) != self.pp * held:
@@ -274,17 +274,17 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request(Options):
-    """What is asked of a plan for one captured model."""
+    """A request for a plan of one captured model."""
 
     pins: tuple[Pin, ...] = ()
     """Parameters whose layouts are pinned, by ``layouts`` and by the model itself (`core.rules.pins.pins_of`)."""
     runtimes: tuple[Capabilities, ...] = ()
-    """All of them must be able to carry the plan out; empty: that of the captured graph. What is pinned is planned all
-    the same."""
+    """The runtimes that must all be able to carry the plan out; empty for that of the captured graph. Pinned options
+    are planned all the same."""
 
     def unpinned(self, **pins: Any) -> Self:
-        """The same batch, optimizer, layouts and kinds of numbers, for the same runtimes, and nothing pinned beside
-        them but ``pins``."""
+        """The same batch, optimizer, layouts and kinds of numbers, for the same runtimes, with no other pins than
+        ``pins``."""
         return type(self)(
             batch=self.batch,
             precision=self.precision,
@@ -298,6 +298,6 @@ class Request(Options):
 
 
 def request_for(options: Options, pins: tuple[Pin, ...], runtimes: tuple[Capabilities, ...]) -> Request:
-    """What is asked, for one model: with the layouts that are pinned and the runtimes that must carry the plan out."""
+    """The request for one model: the options with the pinned layouts and the runtimes that must carry the plan out."""
     asked = {each.name: getattr(options, each.name) for each in fields(Options)}
     return Request(**asked, pins=pins, runtimes=runtimes)

@@ -1,4 +1,4 @@
-"""What a choice costs: cuts with a bound of their time, what they hold, simulated pipelines."""
+"""The costs of choices: cuts with a bound of their time, their memory, and simulated pipelines."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from shardwright.core.tables.unit_table import MemoryRequest
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A choice with its cut and its pipeline simulated. ``over_bytes`` is what its fullest rank lacks (0 when it
+    """A choice that is cut and whose pipeline is simulated. ``over_bytes`` is what its fullest rank lacks (0 when it
     fits)."""
 
     decision: Decision
@@ -36,19 +36,19 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Stages, and the policies that may have room for them: what they hold is counted when their time matters."""
+    """Stages, and the policies that may have room for them; their memory is counted when their time matters."""
 
     shape: Shape
     pipelining: Pipelining
     policies: tuple[Policy, ...]
     starts: tuple[int, ...]
     bound_s: float
-    """Seconds below which none of the policies gets, whatever units it keeps."""
+    """Seconds below which none of the policies gets, whichever units it keeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A cut with the policies under which it fits: they share one pipeline."""
+    """A cut with the policies under which it fits; they share one pipeline."""
 
     shape: Shape
     pipelining: Pipelining
@@ -60,7 +60,7 @@ class Draft:
 
 
 class Scorer:
-    """Scores choices for one model on one cluster. Holds what all of them share."""
+    """The scorer of choices for one model on one cluster, with what all of them share."""
 
     def __init__(self, tables: CostTables, cluster: Cluster, request: Request) -> None:
         self.tables, self.cluster, self.request = tables, cluster, request
@@ -73,17 +73,17 @@ class Scorer:
         return self.bounds.memory_request(policy, decision.dp, decision.microbatches)
 
     def _memory(self, decision: Decision, ranked: RankTables, live: Sequence[int]) -> tuple[MemoryUse, ...]:
-        """What the ranks hold, as counted for cuts; as a plan says it where that does not settle whether it fits."""
+        """The memory of the ranks, as counted for cuts, or as counted for plans where that does not settle the fit."""
         request = self._request_of(decision)
         memory = most = ranked.memory(decision.stage_starts, decision.stage_ranks, live, request)
         if request.bucket_bytes and decision.virtual_stages > 1:
-            # Gradients of one stage leave in copies while others are under way: all of them beside the rest at most.
+            # Gradients of one stage leave in copies while others are under way: at most, all are held twice.
             most = tuple(replace(use, buffers_bytes=use.buffers_bytes + use.gradients_bytes) for use in memory)
         if not ranked.over_bytes(most):
             return memory
         memory = by_stage(decision, ranked, memory, request)
         least = by_stage(decision, ranked, memory, replace(request, bucket_bytes=0))
-        if not is_long(decision):  # no more than all gradients is ever apart
+        if not is_long(decision):  # at most all gradients are subtracted
             least = tuple(replace(use, gradients_bytes=0) for use in least)
         if ranked.over_bytes(least):
             return memory  # too much before any copies
@@ -92,8 +92,8 @@ class Scorer:
     # Cuts --------------------------------------------------------------------------------------------------------
 
     def cuts(self, shape: Shape, policies: Sequence[Policy], pipelining: Pipelining) -> list[Cut]:
-        """The cut that memory does not bind, and for policies that have too little room for it the best that fits, as
-        far as cuts are made by; ``policies`` are of one kind of recompute."""
+        """The cut that memory does not bind and, for policies that have too little room for it, the best cut that fits
+        by the estimate that cuts use; ``policies`` are of one recompute mode."""
         bounds, ranked = self.bounds, self.bounds.ranked(shape, policies[0].recompute)
         name, virtual = pipelining.schedule, pipelining.virtual_stages
         placement = placement_of(name, shape.mesh.axis_size("pp"), virtual)
@@ -123,7 +123,7 @@ class Scorer:
         starts: tuple[int, ...],
         ranked: RankTables | None = None,
     ) -> float:
-        """Seconds below which no schedule of a cut gets under the best of some policies; without ``ranked``, whatever
+        """Seconds below which no schedule of a cut gets under the best of some policies; without ``ranked``, whichever
         units they keep."""
         if ranked is None:
             recompute = policies[0].recompute
@@ -136,8 +136,8 @@ class Scorer:
         return min(self.step.steps_s(decisions, ranks, tied, pipeline)) * SAFE
 
     def draft(self, cut: Cut) -> Draft | None:
-        """A cut with those of its policies under which it fits; None where none does, or where nothing need be
-        recomputed after all."""
+        """A cut with those of its policies under which it fits; None where none does, or where no unit needs
+        recomputing after all."""
         shape, pipelining, starts = cut.shape, cut.pipelining, cut.starts
         recompute = cut.policies[0].recompute
         ranked = self.bounds.ranked(shape, recompute)
@@ -164,7 +164,7 @@ class Scorer:
         return Draft(shape, pipelining, starts, tuple(fitting), least, ranked, kept)
 
     def _fits_whole(self, shape: Shape, policy: Policy, pipelining: Pipelining, live: Sequence[int]) -> bool:
-        """Whether nothing need be recomputed at all: then the choice without recompute is there already."""
+        """Whether everything fits without recompute: then the choice without recompute already exists."""
         whole = self.bounds.ranked(shape, "none")
         placement = placement_of(pipelining.schedule, shape.mesh.axis_size("pp"), pipelining.virtual_stages)
         if self.request.stage_starts is not None or len(placement) > whole.units:
@@ -179,8 +179,8 @@ class Scorer:
         return able if self.request.offload is None else self.request.offload
 
     def finished(self, draft: Draft) -> Scored:
-        """A draft with its pipeline simulated, under the best of its policies (the first, which saves least, of
-        equals)."""
+        """A draft with its pipeline simulated, under the best of its policies; among equals the first, which saves
+        least."""
         shape, pipelining, starts = draft.shape, draft.pipelining, draft.starts
         pp = shape.mesh.axis_size("pp")
         ranked = draft.tables
@@ -203,7 +203,7 @@ class Scorer:
         return Scored(decision, ranked, predicted, 0)
 
     def without_limit(self, shape: Shape, policy: Policy, pipelining: Pipelining) -> Scored | None:
-        """The choice with the cut that memory does not bind, by how much it is too large, and a bound of its time; None
+        """The choice with the cut that memory does not bind, with the bytes that it lacks and a bound of its time; None
         where there are fewer units than stages."""
         ranked = self.bounds.ranked(shape, policy.recompute)
         placement = placement_of(pipelining.schedule, ranked.ranks, pipelining.virtual_stages)
@@ -255,17 +255,17 @@ class Scorer:
     # Times -------------------------------------------------------------------------------------------------------
 
     def with_peaks(self, scored: Scored) -> Scored:
-        """The same with its memory less what is never there at once."""
+        """The same choice with its memory less what never exists at once."""
         decision, memory = scored.decision, scored.predicted.memory_by_stage_rank
         memory = less_apart(decision, scored.tables, memory, self._request_of(decision))
         return replace(scored, predicted=replace(scored.predicted, memory_by_stage_rank=memory))
 
     def generated(self, scored: Scored) -> Scored | None:
-        """The same with a schedule generated for its stages, within the memory that the rest leaves; None where there
-        is none."""
+        """The same choice with a schedule generated for its stages, within the memory that the rest leaves; None where
+        there is no such schedule."""
         decision, ranked = scored.decision, scored.tables
         costs = ranked.stage_costs(decision.stage_starts, decision.stage_ranks)
-        # Copies of gradients that travel are there when activations are gone: they are counted of what is made.
+        # Copies of gradients exist when activations are gone, so they are counted for the schedule that is made.
         buffers = ranked.buffers(decision.stage_starts, decision.stage_ranks, self._request_of(decision))
         room = [
             max(0, limit - beside - sum(use.classes[name] for name in STAYING))

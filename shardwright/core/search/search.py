@@ -1,4 +1,4 @@
-"""The best plan for a request: over the parts of a cluster that it may use, with a schedule generated on request."""
+"""The best plan for a request, over the parts of a cluster that it may use, with a schedule generated on request."""
 
 import warnings
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from shardwright.core.search.space import GENERATED_ACTIONS
 from shardwright.core.tables.cost_tables import CostTables
 
 GENERATED = 3
-"""Choices for which a schedule is generated, where one is asked for."""
+"""The number of choices for which a schedule is generated, where one is asked for."""
 REMEMBERED_TABLES = 8
 
 _REMEMBERED: dict[object, CostTables] = {}
@@ -28,7 +28,7 @@ _REMEMBERED: dict[object, CostTables] = {}
 
 @dataclass(slots=True)
 class Tried:
-    """A part of the cluster, searched. Where another part was known to be faster, its best is None."""
+    """A part of the cluster that was searched. Its best is None where nothing fits, or another part was faster."""
 
     part: Part
     search: Search
@@ -38,8 +38,8 @@ class Tried:
 def make_plan(graph: Graph, cluster: Cluster, request: Request, progress: Progress | None = None) -> Plan:
     """The best plan for a captured model on a cluster, or on as much of it as is worth using (`Request.devices`).
 
-    Raises PlanError when degrees do not divide, when the batch does not divide, or when no plan fits: then by how much,
-    and the nearest plan that does.
+    Raises PlanError when degrees do not divide, when the batch does not divide, or when no plan fits; the message then
+    says what is lacking, and the nearest plan that fits.
     """
     chosen, *left = search_parts(graph, cluster, request, progress=progress)
     if chosen.found.best is None:
@@ -54,7 +54,7 @@ def make_plan(graph: Graph, cluster: Cluster, request: Request, progress: Progre
     best, others = chosen.found.best, chosen.found.others
     if request.schedule == AUTO:
         best, *others = generated(scorer, [best, *others])
-    if request.tp is not None:  # what was asked for is done, and said where it does not pay
+    if request.tp is not None:  # a pinned degree is used, with a warning where it does not pay
         slow = scorer.tables.slow_tensor_axis(best.decision.tp, best.decision.microbatch)
         if slow is not None:
             warnings.warn(slow, PlanWarning, stacklevel=3)
@@ -73,9 +73,10 @@ def search_parts(
     progress: Progress | None = None,
 ) -> list[Tried]:
     """Every part of the cluster that the request lets a plan use, that of the fastest plan first (the smallest of
-    equals; the whole where nothing fits anywhere). A part is left when it cannot come below the best one before it.
+    equals; the whole cluster where nothing fits anywhere). The search of a part ends when it cannot beat the best one
+    before it.
 
-    Raises PlanError, that of the first part, when the request leaves nothing to choose from on any.
+    Raises the PlanError of the first part when the request leaves nothing to choose from on any part.
     """
     tried: list[Tried] = []
     refused: PlanError | None = None
@@ -109,9 +110,9 @@ def search_parts(
 
 
 def generated(scorer: Scorer, choices: list[Scored]) -> list[Scored]:
-    """The best choices with schedules generated for their stages, fastest first; never none.
+    """The best choices with schedules generated for their stages, fastest first; at least one.
 
-    Raises PlanError when they have too many microbatches for that, or nothing generated fits.
+    Raises PlanError when they have too many microbatches for that, or when no generated schedule fits.
     """
     sizes = [2 * s.decision.stages * s.decision.microbatches for s in choices]
     small = [s for s, size in zip(choices, sizes, strict=True) if size <= GENERATED_ACTIONS][:GENERATED]
@@ -127,9 +128,9 @@ def generated(scorer: Scorer, choices: list[Scored]) -> list[Scored]:
 
 
 def tables_of(graph: Graph, cluster: Cluster, request: Request) -> CostTables:
-    """The cost tables of a graph on a cluster; the last few are kept, for plans that differ in what they pin.
+    """The cost tables of a graph on a cluster. The last few are remembered, for plans that differ in their pins.
 
-    Graphs are known by identity, each kept alive by its tables.
+    Graphs are known by identity, and each is kept alive by its tables.
     """
     options: tuple[Any, ...] = (
         request.precision,
@@ -147,7 +148,7 @@ def tables_of(graph: Graph, cluster: Cluster, request: Request) -> CostTables:
 
 
 def _sequence_form(request: Request) -> bool | None:
-    """Whether sequences are divided on the tensor axis: as pinned; None, to search, where all runtimes can do it."""
+    """Whether sequences are divided on the tensor axis, as pinned; None, to search, where all runtimes can do it."""
     able = all(runtime.sequence_parallel for runtime in request.runtimes)
     return request.sequence_parallel if request.sequence_parallel is not None or able else False
 

@@ -1,7 +1,6 @@
-"""What a search may choose from: degrees and their order over the ranks, microbatches, memory policies, pipelines.
+"""The space of a search: degrees and their order over the ranks, microbatches, memory policies, pipelines.
 
-What the request pins is not varied. A request that leaves nothing to choose from is refused with the pins that do not
-go together.
+Pinned options are not varied. A request that leaves nothing to choose from is refused with the pins that conflict.
 """
 
 import math
@@ -22,29 +21,29 @@ from shardwright.core.search.request import VIRTUAL_STAGES, Request
 from shardwright.core.tables.memory import Recompute
 
 MAX_MICROBATCH = 64
-"""Up to which every size that divides is tried; beyond it powers of two."""
+"""The size up to which every microbatch that divides is tried; beyond it only powers of two and the largest."""
 MAX_TENSOR_DEGREE = 8
-"""Tensor degrees that do not fit into a node are tried up to this one: beyond it messages of every layer leave the node
-too often to pay (a pin may ask for more)."""
+"""The largest tensor degree that is tried where it does not fit into a node. Beyond it, messages of every layer leave
+the node too often to pay (a pin may ask for more)."""
 MAX_TENSOR_DEGREE_IN_NODE = 256
-"""Those that fit into a node, up to this one: each has its layouts solved, and no model has so many heads."""
+"""The largest tensor degree that is tried within a node: each has its layouts solved, and models have fewer heads."""
 MANY_STAGES = 32
-"""Beyond so many stages only `DEEP_SCHEDULES` are tried: tables grow with the square of the stages, and plans as deep
-as that are few."""
+"""The number of stages beyond which only `DEEP_SCHEDULES` are tried: tables grow with the square of the stages, and
+plans as deep as that are few."""
 DEEP_SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1")
 SHARD_GROUPS = (2, 4, 8, 16, 32, 64)
-"""Ranks that share a shard, beside the whole data axis. A pinned ``shard`` means the whole axis, unless its group is
-pinned too."""
+"""The numbers of ranks that share a shard, beside the whole data axis. A pinned ``shard`` means the whole axis, unless
+its group is pinned too."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 ORDERS = ("PDT", "DPT", "PTD", "TPD", "DTP", "TDP")
-"""Placement orders, the usual first: pipeline stages apart, tensor groups together."""
+"""Placement orders, the usual one first: pipeline stages far apart, tensor groups close together."""
 GENERATED_ACTIONS = 20_000
-"""Forwards and backwards up to which a schedule is generated."""
+"""The number of forwards and backwards up to which a schedule is generated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Degrees, how they lie on the ranks, and how the batch is divided."""
+    """Degrees, the order of the axes on the ranks, and the division of the batch."""
 
     mesh: Mesh
     order: str
@@ -53,13 +52,13 @@ class Shape:
 
     @property
     def degrees(self) -> tuple[int, int, int]:
-        """(pp, dp, tp)."""
+        """The degrees, as (pp, dp, tp)."""
         return self.mesh.axis_size("pp"), self.mesh.axis_size("dp"), self.mesh.axis_size("tp")
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is kept in memory."""
+    """The choice of what is kept in memory."""
 
     recompute: Recompute
     shard: int
@@ -68,26 +67,26 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Pipelining:
-    """How the stages are run."""
+    """The schedule of the stages."""
 
     schedule: str
     virtual_stages: int
 
 
 class Space:
-    """What one request may choose from on one cluster, for a model of so many units."""
+    """The choices of one request on one cluster, for a model of so many units."""
 
     def __init__(
         self, request: Request, cluster: Cluster, units: int, runtimes: Sequence[Capabilities], *, limited: bool = True
     ) -> None:
-        """``runtimes``: must be able to carry out what is chosen. ``limited``: unless False, memory policies are too;
-        what is pinned is not."""
+        """A space for ``runtimes`` that must be able to carry out what is chosen. ``limited``: whether this holds for
+        degrees and memory policies too. Pinned options are never limited."""
         self.request, self.cluster, self.units = request, cluster, units
         self.runtimes = tuple(runtimes) if limited else ()
         self.names = _names(request, all(runtime.split_backward for runtime in runtimes))
 
     def shapes(self) -> list[Shape]:
-        """All of them. Raises PlanError, with what would divide, when there is none."""
+        """All shapes. Raises PlanError when there is none, with what would divide."""
         reasons: dict[str, None] = {}
         found = [
             Shape(mesh, order, microbatch, self.request.batch // (mesh.axis_size("dp") * microbatch))
@@ -149,7 +148,7 @@ class Space:
                         yield mesh, order
 
     def _pointless(self, pp: int, dp: int, tp: int) -> str | None:
-        """Why degrees leave a pin without anything to be about, or None."""
+        """The reason why degrees leave a pin without effect or exceed a runtime, or None."""
         request, world = self.request, self.cluster.world_size
         degrees = f"pp={pp}, dp={dp} and tp={tp} on {world} devices"
         for axis, degree in (("pp", pp), ("dp", dp), ("tp", tp)):
@@ -193,7 +192,7 @@ class Space:
             yield each
 
     def policies(self, dp: int) -> Iterator[Policy]:
-        """The memory policies for a data degree, the least saving first."""
+        """The memory policies for a data degree, the one that saves least first."""
         request = self.request
         modes = RECOMPUTES if request.recompute == "auto" else tuple(m for m in RECOMPUTES if m == request.recompute)
         levels: tuple[int, ...] = (0, 1, 2, 3) if dp > 1 else (0,)
@@ -211,7 +210,7 @@ class Space:
                 yield from (policy for policy in policies if self._is_carried_out(policy, dp))
 
     def _is_carried_out(self, policy: Policy, dp: int) -> bool:
-        """Whether all runtimes can do what nobody pinned."""
+        """Whether all runtimes carry out the parts of a policy that nobody pinned."""
         request = self.request
         recompute = policy.recompute if request.recompute == "auto" else "none"
         shard = policy.shard if request.shard is None else 0
@@ -239,14 +238,14 @@ class Space:
                     yield Pipelining(name, virtual_stages)
 
     def go_together(self, recompute: Recompute, pipelining: Pipelining) -> bool:
-        """Whether recompute spares anything under a schedule: between the two halves of a split backward the whole unit
-        is kept, so only who pins both gets both."""
+        """Whether recompute saves memory under a schedule. Between the two halves of a split backward the whole unit is
+        kept, so the two go together only when both are pinned."""
         pinned = self.request.recompute != "auto" and self.request.schedule is not None
         split = splits_backward(pipelining.schedule, pipelining.virtual_stages)
         return recompute == "none" or pinned or not split
 
     def refusal(self, name: str, pp: int, microbatches: int, virtual_stages: int) -> str | None:
-        """Why a schedule does not admit the sizes, or None."""
+        """The reason why a schedule does not admit the sizes, or None."""
         return FAMILIES[name].refusal(Sizes(pp, microbatches, virtual_stages))
 
 
@@ -261,8 +260,8 @@ def splits_backward(name: str, virtual_stages: int) -> bool:
 
 
 def _names(request: Request, may_split: bool) -> tuple[str, ...]:
-    """The schedules to try: the pinned one, else those that train and that the framework can run. A generated schedule
-    is made for what does best with the named ones."""
+    """The schedules to try: the pinned one, or those that train and that the frameworks can run. With "auto", those
+    with split backwards are tried as well, and a schedule is then generated for the best choices."""
     if request.schedule not in (None, AUTO):
         return (str(request.schedule),)
     may_split = may_split or request.schedule == AUTO
@@ -281,7 +280,7 @@ def _options(given: int | None, world: int) -> list[int]:
 
 
 def _nearest_degrees(given: dict[str, int | None], world: int) -> str:
-    """For an error: the divisor of the world nearest to each degree that does not divide it."""
+    """The divisor of the world nearest to each degree that does not divide it, for an error."""
     said = []
     for name, value in given.items():
         if value and world % value:

@@ -1,4 +1,4 @@
-"""What surrounds a plan: what binds it, what a change would bring, time against memory against price, days and cost."""
+"""The surroundings of a plan: what binds it, what changes would bring, time against memory and price, days and cost."""
 
 import math
 from collections.abc import Iterator
@@ -19,38 +19,38 @@ from shardwright.core.search.search import search_parts
 from shardwright.core.tables.memory import STAYING
 
 FASTER = 2
-"""How many times the bandwidth and the memory of the changes that are looked at."""
+"""The factor on the bandwidth and on the memory in the changes that are tried."""
 INTEGERS = frozenset({"int64", "int32", "uint32", "int16"})
 
 
 @dataclass(frozen=True, slots=True)
 class Binds:
-    """What stands in the way of a faster plan."""
+    """The limits that keep a plan from being faster."""
 
     memory_rank: int
     """The fullest pipeline rank."""
     memory_share: float
-    """Of its device's memory."""
+    """The share of its device's memory that the fullest rank uses."""
     memory_part: str
-    """What takes most of it."""
+    """The largest class of that memory."""
     memory_when: str
     term: str
     """The largest part of the step that is not computing."""
     term_s: float
     link: str
-    """The link that it travels over; empty for the pipeline's bubble and the optimizer."""
+    """The link that the term's traffic uses; empty for the pipeline's bubble and the optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What another cluster or another microbatch would bring."""
+    """The effect of another cluster or another microbatch."""
 
     name: str
     summary: str
     step_time_s: float | None
-    """None where no plan fits, or none is possible."""
+    """The step time in seconds; None where no plan fits or none is possible."""
     gain: float
-    """Of the plan's step time, negative for a loss."""
+    """The share of the plan's step time that is saved, negative for a loss."""
     note: str = ""
 
 
@@ -61,12 +61,12 @@ class Point:
     summary: str
     devices: int
     cluster: str
-    """Which they are."""
+    """The devices, in words."""
     step_time_s: float
     peak_memory_bytes: int
     usd_per_step: float | None
     efficiency: float
-    """Samples per second and device, against the best of all points."""
+    """Samples per second and device, as a share of the best of all points."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +89,15 @@ class Study:
     changes: tuple[Change, ...]
     front: tuple[Point, ...]
     sizes: tuple[Point, ...]
-    """The fastest plan of each number of devices, most devices first: how many are worth using."""
+    """The fastest plan for each number of devices, most devices first: how many are worth using."""
     training: Training | None
 
 
 def study(plan: Plan, graph: Graph, cluster: Cluster, request: Request, tokens: float | None = None) -> Study:
-    """The best plan of a request with what binds it, what changes would bring, the front of time, memory and price,
-    and, for ``tokens``, how long training takes and what it costs.
+    """A study of the best plan of a request: what binds it, what changes would bring, the front of time, memory and
+    price, and, for ``tokens``, how long training takes and what it costs.
 
-    Raises PlanError for tokens of a model whose inputs are none, and for a plan of another request.
+    Raises PlanError when ``tokens`` are given for a model without integer inputs, and for a plan of another request.
     """
     used = next((p.cluster for p in parts(cluster, request) if str(p.cluster) == plan.provenance.cluster), None)
     if used is None or plan.decision.batch != request.batch:
@@ -193,7 +193,7 @@ def _with_memory(cluster: Cluster, times: int) -> Cluster:
 
 
 def _best(graph: Graph, cluster: Cluster, request: Request, **pins: Any) -> tuple[Scored | None, str]:
-    """The best plan with more pinned; None, and why, where they contradict what is pinned or nothing fits."""
+    """The best plan with more pins; None, with the reason, where they contradict other pins or nothing fits."""
     try:
         return search_parts(graph, cluster, replace(request, **pins), runners_up=0)[0].found.best, ""
     except PlanError as error:
@@ -201,7 +201,7 @@ def _best(graph: Graph, cluster: Cluster, request: Request, **pins: Any) -> tupl
 
 
 def _points(graph: Graph, cluster: Cluster, request: Request) -> list[Point]:
-    """On fewer and fewer nodes of each kind the fastest plan, and beside it the plan of least memory."""
+    """The fastest plan and the plan of least memory, on the whole cluster and on fewer and fewer nodes of each kind."""
     found: list[tuple[Scored, Cluster]] = []
     looked_at = request if isinstance(request.devices, int) else replace(_unpinned(request), devices="auto")
     for part in parts(cluster, looked_at):
@@ -221,7 +221,7 @@ def _points(graph: Graph, cluster: Cluster, request: Request) -> list[Point]:
 
 
 def _front(points: list[Point]) -> list[Point]:
-    """Those that no other beats in time, in memory and in price; fastest first."""
+    """The points that no other beats in time, memory and price; fastest first."""
     kept = [p for p in points if not any(_beats(other, p) for other in points)]
     distinct = {(p.devices, f"{p.step_time_s:.6g}", p.peak_memory_bytes): p for p in reversed(kept)}
     return sorted(distinct.values(), key=lambda p: p.step_time_s)
@@ -235,12 +235,12 @@ def _fastest_of_each_size(points: list[Point]) -> list[Point]:
 
 
 def _unpinned(request: Request) -> Request:
-    """The same with degrees free: they are those of another number of devices."""
+    """The same request with free degrees, for another number of devices."""
     return replace(request, pp=None, tp=None, dp=None, stage_starts=None, shard_group=None)
 
 
 def price_usd_per_s(cluster: Cluster) -> float | None:
-    """Of all devices; None when one has no price."""
+    """The price of all devices, in US dollars per second; None when one has no price."""
     prices = [group.device.price_usd_per_hour for group in cluster.groups]
     known = [price for price in prices if price is not None]
     if len(known) < len(prices):

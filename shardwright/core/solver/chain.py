@@ -1,4 +1,4 @@
-"""The units of a model in a row: one network per class of identical units, boundaries chosen along the chain."""
+"""The units of a model in a row: one network for each class of identical units, boundaries chosen along the chain."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,14 +22,14 @@ from shardwright.core.solver.shared_problem import Frame
 from shardwright.core.solver.unit_problem import Move, R, UnitProblem
 
 Pins = Mapping[int, tuple[Placement | None, ...]]
-"""Tensor of a parameter → its placement on every axis, None where it is free."""
+"""The placements of a parameter's tensor on every axis, None where the placement is free."""
 
 GAP = 0.005
-"""The gap above which a price's answer is not enough."""
+"""The gap above which the answer of a price on bytes is not good enough."""
 LIGHTEST = 1e3
-"""A price in seconds for a byte at which nothing but bytes counts."""
+"""A price in seconds for a byte at which only bytes count."""
 ROUNDING = 1e-12
-"""How far sums of bytes and seconds may be off."""
+"""The relative rounding error of sums of bytes and seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class UnitSolution:
     unit: int
     chosen: tuple[int, ...]
     parameters: tuple[tuple[int, Layout], ...]
-    """(tensor, layout) of every parameter that the unit uses."""
+    """The (tensor, layout) of every parameter that the unit uses."""
     enters: Layout
     leaves: Layout
     moves: tuple[Move, ...]
     like: RealisedUnit
-    """All layouts, of the first unit that is solved like this one."""
+    """All layouts of the first unit that is solved like this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class Solution:
 
     units: tuple[UnitSolution, ...]
     time_s: float
-    """Compute and conversions of one microbatch, forward and backward, on one rank."""
+    """The compute and conversions of one microbatch, forward and backward, on one rank."""
     weight_bytes: float
-    """Parameters' state and kept activations of one microbatch on one rank."""
+    """The parameters' state and the kept activations of one microbatch on one rank."""
     gap: float
-    """(time - bound) / time, the price of bytes in both: no layouts within the limit take less than the bound."""
+    """The gap (time - bound) / time, the price of bytes in both: layouts within the limit take at least the bound."""
 
     def objective(self, price_s_per_byte: float) -> float:
         return self.time_s + price_s_per_byte * self.weight_bytes
@@ -75,12 +75,12 @@ def solve(
     pins: Pins | None = None,
     counter: WorkCounter | None = None,
 ) -> Solution:
-    """Layouts of least time, and ``price_s_per_byte`` for every byte of weight, whose weight stays within the limit.
+    """The layouts of least time, with ``price_s_per_byte`` for every byte of weight, whose weight is within the limit.
 
-    Exact without a binding limit. With one, a price on bytes is bisected (Everett 1963); where that leaves a `gap`
-    above `GAP`, HiGHS is asked, if the model is small enough for it (`memory_limited`). The gap is true of either
-    answer. Parameters that units share are placed alike. Raises PlanError when nothing fits or pins contradict each
-    other.
+    They are exact without a binding limit. With one, a price on bytes is bisected (Everett 1963). Where that leaves a
+    `gap` above `GAP`, HiGHS is used, if the model is small enough for it (`memory_limited`). The gap holds for either
+    answer. Parameters that units share have one placement. Raises PlanError when nothing fits or when pins contradict
+    each other.
     """
     chain, own, limit = _Chain(Frame(folded, counter), setting), price_s_per_byte, memory_limit_bytes
     pinned, most = dict(pins or {}), limit * (1 + ROUNDING)
@@ -122,31 +122,31 @@ def _gap(found: Solution, price: float, bound: float) -> float:
 
 
 def solve_at(frame: Frame, setting: Setting, price_s_per_byte: float, pins: Pins | None = None) -> Solution:
-    """`solve` without a limit, on a graph that was read before."""
+    """The answer of `solve` without a limit, on a graph that was read before."""
     return _best_agreeing(_Chain(frame, setting), dict(pins or {}), price_s_per_byte)[0]
 
 
 def lightest_bytes(folded: Folded, setting: Setting, counter: WorkCounter | None = None) -> float:
-    """The least that parameters' state and kept activations can weigh on one rank: no smaller limit can be met."""
+    """The least weight of parameters' state and kept activations on one rank; no smaller limit can be met."""
     return _best_agreeing(_Chain(Frame(folded, counter), setting), {}, LIGHTEST)[0].weight_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another layout of one parameter, with the best that its unit can do then."""
+    """Another layout of one parameter, with the best answer of its unit under that layout."""
 
     layout: Layout
     extra_s: Annotated[float, Ge(-1e12), Le(1e12)]
-    """Against what was chosen: compute and conversions of one microbatch of one unit, forward and backward."""
+    """The extra compute and conversions, in seconds, of one microbatch of one unit, forward and backward."""
     extra_bytes: Annotated[float, Ge(-1e30), Le(1e30)]
-    """Parameters' state and kept activations of one rank."""
+    """The extra bytes against the chosen layout: parameters' state and kept activations on one rank."""
 
 
 def alternatives(
     frame: Frame, setting: Setting, price_s_per_byte: float, solution: Solution, unit: int, pins: Pins | None = None
 ) -> dict[int, tuple[Alternative, ...]]:
-    """For every parameter of a unit (its tensor) the other layouts that it can have, best first: the other parameters
-    of the unit follow, what enters and leaves it stays. It is what a pin of that layout would cost. ``pins`` are the
+    """The other layouts that each parameter (its tensor) of a unit can have, best first. The unit's other parameters
+    follow, and the values that enter and leave it stay. Each states the cost of pinning that layout. ``pins`` are the
     user's alone."""
     return _Chain(frame, setting).alternatives(solution, unit, dict(pins or {}), price_s_per_byte)
 
@@ -154,14 +154,15 @@ def alternatives(
 def _best_agreeing(
     chain: "_Chain", pins: dict[int, tuple[Placement | None, ...]], price: float
 ) -> tuple[Solution, float]:
-    """The best in which every shared parameter has one placement: those on which units differ are tried in turn. With
-    a bound of its objective, which is that of the answer itself unless several parameters had to be tried."""
+    """The best answer in which every shared parameter has one placement, and a bound of its objective. Parameters on
+    which units differ are tried in turn. The bound is the objective itself unless several parameters had to be tried.
+    """
     found = chain.solve(pins, price)
     bound: float | None = None
     while (tensor := chain.contested(found)) is not None:
         tried = []
         for places in chain.choices(tensor):
-            with suppress(PlanError):  # what one of its units cannot do
+            with suppress(PlanError):  # a placement that one of its units cannot use
                 tried.append((chain.solve({**pins, tensor: places}, price), places))
         if not tried:
             raise PlanError(f"no layout of {chain.folded.graph.tensors[tensor].name} suits all units that share it")
@@ -176,7 +177,7 @@ class _Step:
     """One unit on the way along the chain."""
 
     table: NDArray[np.float64]
-    """Least cost by (layout that enters, layout that leaves); a dim has size 1 where nothing is to choose."""
+    """The least cost by (layout that enters, layout that leaves); a dim has size 1 where there is no choice."""
     choices: Choices
     problem: UnitProblem
     enters: int | None
@@ -184,7 +185,7 @@ class _Step:
 
 
 class _Chain:
-    """All units of a graph on given axes; problems are built once per class and set of pins."""
+    """All units of a graph on given axes; problems are built once for each class and set of pins."""
 
     def __init__(self, frame: Frame, setting: Setting) -> None:
         self.frame, self.folded, self.setting = frame, frame.folded, setting
@@ -193,7 +194,7 @@ class _Chain:
         self._answers: dict[tuple[int, tuple[int, ...]], tuple[RealisedUnit, tuple[Move, ...]]] = {}
 
     def contested(self, found: Solution) -> int | None:
-        """A shared parameter that units place differently."""
+        """A shared parameter that units place differently, or None."""
         lies: dict[int, set[Layout]] = {}
         for unit in found.units:
             for tensor, layout in unit.parameters:
@@ -213,7 +214,7 @@ class _Chain:
     def _problem(self, index: int, pins: Pins) -> UnitProblem:
         graph, unit = self.folded.graph, self.folded.units[index]
         tensors = [graph.parameters[p].tensor for p in unit.parameters]
-        # Units of one class that are pinned alike share a problem: parameters stand in order of first use in all.
+        # Units of one class with equal pins share a problem: all list their parameters in order of first use.
         borders = [self.frame.main[index - 1] if index else None, self.frame.main[index]]
         places = self.frame.places(index)
         leaving = tuple(sorted(places[t] for t in self.frame.leaving[index]))
@@ -236,8 +237,9 @@ class _Chain:
         return problem.network.is_solvable([node for node in (enters, leaves) if node is not None])
 
     def _narrower(self, entangled: UnitProblem, index: int) -> UnitProblem:
-        """A unit whose ops are too entangled for all of its choices at once (a recurrence written out): as many groups
-        of dims as can be weighed exactly, those that hold the most parameters first. The others stay whole."""
+        """The problem of a unit whose ops are too entangled for all of its choices at once (a recurrence written out).
+        It has as many groups of dims as can be solved exactly, those that hold the most parameters first. The others
+        stay whole."""
         graph = self.folded.graph
         entries = {graph.parameters[p].tensor: graph.tensors[graph.parameters[p].tensor].elements(1)
                    for p in entangled.unit.parameters}  # fmt: skip
@@ -263,7 +265,7 @@ class _Chain:
         return found
 
     def _border_nodes(self, problem: UnitProblem, index: int) -> tuple[int | None, int | None]:
-        """The nodes of what enters a unit from the one before, and of what leaves it for the next."""
+        """The nodes of the values that enter a unit from the previous one, and leave it for the next."""
         before = self.frame.main[index - 1] if index else None
         return (
             self._node(problem, problem.entering, before, index),
@@ -271,7 +273,7 @@ class _Chain:
         )
 
     def _table(self, index: int, pins: Pins, price: float) -> _Step:
-        """Least cost by (layout that enters, layout that leaves); dims of size 1 where nothing is to choose."""
+        """The least cost by (layout that enters, layout that leaves); a dim has size 1 where there is no choice."""
         problem = self._problem(index, pins)
         enters, leaves = self._border_nodes(problem, index)
         kept = [node for node in (enters, leaves) if node is not None]
@@ -286,7 +288,7 @@ class _Chain:
         return _Step(table.reshape(shape), choices, problem, enters, leaves)
 
     def _crossing_whole(self, problem: UnitProblem, chosen: Sequence[int | None]) -> dict[int, int]:
-        """The nodes of what crosses a border beside the values whose layouts are chosen, each with its whole option."""
+        """The nodes of values that cross a border without a chosen layout, each with its whole option."""
         return {
             node: next(i for i, (value, _) in enumerate(problem.options[node]) if all(p == R for p in value))
             for node in (*problem.entering.values(), *problem.leaving.values())
@@ -294,7 +296,7 @@ class _Chain:
         }
 
     def _node(self, problem: UnitProblem, nodes: Mapping[int, int], tensor: int | None, index: int) -> int | None:
-        """The node of a border's tensor. A problem stands for all units of its class: tensors are matched by place."""
+        """The node of a border's tensor. A problem stands for a class of units, so tensors are matched by place."""
         if tensor is None:
             return None
         mine, own = self.folded.units[index], problem.unit
@@ -307,7 +309,7 @@ class _Chain:
         return None
 
     def solve(self, pins: Pins, price: float) -> Solution:
-        """Least time + price · weight along the chain: dynamic programming over the layouts at the borders."""
+        """The least time + price · weight along the chain, by dynamic programming over the layouts at the borders."""
         steps = [self._table(unit.index, pins, price) for unit in self.folded.units]
         value = np.zeros(1)
         came: list[NDArray[np.intp]] = []
@@ -326,7 +328,7 @@ class _Chain:
         return self.chosen(pins, chosen)
 
     def chosen(self, pins: Pins, chosen: Sequence[tuple[int, ...]]) -> Solution:
-        """The layouts that an option for every node of every unit stands for."""
+        """The layouts that one option for every node of every unit stands for."""
         units, total, weight = [], 0.0, 0.0
         for i, options in enumerate(chosen):
             problem = self._problem(i, pins)
@@ -377,7 +379,7 @@ class _Chain:
     def _choices_of(
         self, problem: UnitProblem, tensor: int, answer: UnitSolution, price: float
     ) -> dict[Layout, tuple[float, float]]:
-        """For every layout of one parameter the least (time, weight) of its unit, between the same borders."""
+        """The least (time, weight) of a unit for each layout of one parameter, between the same borders."""
         borders: dict[int, int] = {}
         for nodes, layout in ((problem.entering, answer.enters), (problem.leaving, answer.leaves)):
             for node in nodes.values():
@@ -402,7 +404,7 @@ class _Chain:
         return UnitSolution(index, chosen, layouts, enters, leaves, moves, like)
 
     def _realised(self, problem: UnitProblem, chosen: tuple[int, ...]) -> tuple[RealisedUnit, tuple[Move, ...]]:
-        """The layouts of a problem's own unit, and what they move."""
+        """The layouts of a problem's own unit, and the conversions that they need."""
         key = (id(problem), chosen)
         if key not in self._answers:
 

@@ -1,7 +1,8 @@
-"""The least time under a limit of weight: all units in a row as one mixed-integer programme.
+"""The least time under a limit on weight: all units in a row as one mixed-integer programme.
 
-A price on weight finds only answers on the convex hull of (weight, time); small models have few, far apart. The
-programme (binaries for options, shares for pairs: the local polytope of Schlesinger, 1976) finds those between.
+A price on weight finds only answers on the convex hull of (weight, time), and small models have few of these, far
+apart. The programme (binaries for options, shares for pairs: the local polytope of Schlesinger, 1976) finds the answers
+between them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,13 +18,13 @@ from shardwright.core.layout.placements import Placement
 from shardwright.core.solver.network import Network
 
 MAX_PAIRS = 20_000
-"""Pairs of options, over all edges, up to which the programme is asked: a few seconds of HiGHS at most."""
+"""The most pairs of options, over all edges, for which the programme is solved: a few seconds of HiGHS."""
 MAX_BRANCHES = 500
-"""Branches that HiGHS may try: a count, so that equal models get equal layouts on any machine."""
+"""The number of branches that HiGHS may try: a count, so that equal models get equal layouts on any machine."""
 RELATIVE_GAP = 1e-4
-"""Where HiGHS may stop."""
+"""The relative gap at which HiGHS may stop."""
 TOLERANCE = 1e-6
-"""What HiGHS may be off in an objective of about 1."""
+"""The error of HiGHS in an objective of about 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +33,13 @@ class Part:
 
     network: Network
     enters: int | None
-    """The node of what comes from the unit before; its options are those of that unit's ``leaves``."""
+    """The node of the value that comes from the previous unit; its options are those of that unit's ``leaves``."""
     leaves: int | None
     fixed: Mapping[int, int]
-    """Node → its option, where there is nothing to choose."""
+    """The option of each node where there is no choice."""
     parameters: Mapping[int, tuple[int, Sequence[tuple[Placement, ...]]]]
-    """Tensor → (node, the placements that its options stand for): a tensor of several units lies alike in all."""
+    """The node of each parameter's tensor, and the placements of its options. A tensor has one placement in all of its
+    units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class Row:
 
     network: Network
     nodes: tuple[tuple[int, ...], ...]
-    """For every unit, its nodes in the network."""
+    """The nodes of each unit in the network."""
 
     @classmethod
     def of(cls, parts: Sequence[Part]) -> "Row":
@@ -77,9 +79,9 @@ class Row:
         return cls(whole, tuple(found))
 
     def least_within(self, limit: float, price: float, known: float) -> tuple[list[tuple[int, ...]] | None, float]:
-        """(for every unit an option of each node, a bound): the least of cost + price · weight that weighs ``limit`` at
-        most, and what no answer within the limit is below. None and 0 where the programme is too large or HiGHS found
-        nothing. ``known``: what some answer costs."""
+        """The options of every unit's nodes with the least cost + price · weight and at most ``limit`` of weight, and a
+        bound below which no answer within the limit is. None and 0 where the programme is too large, or HiGHS found
+        nothing. ``known`` is the cost of some answer."""
         if sum(table.size for table in self.network.edges.values()) > MAX_PAIRS:
             return None, 0.0
         chosen, bound = _programme(self.network, limit, price, known)
@@ -87,7 +89,8 @@ class Row:
 
 
 def _programme(network: Network, limit: float, price: float, known: float) -> tuple[tuple[int, ...] | None, float]:
-    """One binary for every option, one share for every pair of an edge; the shares of a pair's option add up to it."""
+    """The options of the least cost, and a bound, from HiGHS. The programme has one binary for every option and one
+    share for every pair of an edge; the shares of the pairs of one option add up to its binary."""
     starts = np.cumsum([0, *(len(c) for c in network.costs)])
     count, rows = int(starts[-1]), len(network.costs)
     of = np.repeat(np.arange(rows), np.diff(starts))

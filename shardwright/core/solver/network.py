@@ -1,9 +1,9 @@
-"""Choices with costs of their own and between pairs, minimised exactly.
+"""Choices with costs of their own and costs of pairs, minimised exactly.
 
-Every node has options; an option has a cost and a weight (seconds, bytes); an edge adds a cost for each pair of
+Every node has options. An option has a cost and a weight (seconds, bytes), and an edge adds a cost for each pair of
 options.
 The least total comes from eliminating nodes one by one (dynamic programming over a tree decomposition; Bertelè and
-Brioschi, Nonserial Dynamic Programming, 1972): blocks of real models are close to series-parallel, so tables stay
+Brioschi, Nonserial Dynamic Programming, 1972). Blocks of real models are close to series-parallel, so tables stay
 small.
 """
 
@@ -17,17 +17,17 @@ from shardwright.core.errors import PlanError
 
 Table = NDArray[np.float64]
 MAX_TABLE = 40_000_000
-"""Entries of the largest table that elimination may build; above it the graph is not one this method suits."""
+"""The entries of the largest table that elimination may build; a graph that needs more does not suit this method."""
 
 
 ORDERS = 12
 EASY = 20_000
-"""Entries of all tables together up to which the first order does."""
+"""The entries of all tables together up to which the first order is good enough."""
 
 
 @dataclass
 class Network:
-    """Built up node by node; `least` solves it."""
+    """A network that is built node by node and solved by `least`."""
 
     costs: list[Table] = field(default_factory=list)
     weights: list[Table] = field(default_factory=list)
@@ -35,14 +35,14 @@ class Network:
     _orders: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
 
     def node(self, costs: Sequence[float], weights: Sequence[float] | None = None) -> int:
-        """A node with these costs per option (infinite: not allowed)."""
+        """Add a node with these costs per option (infinite: not allowed) and return its number."""
         self.costs.append(np.asarray(costs, dtype=np.float64))
         self.weights.append(np.asarray(weights if weights is not None else np.zeros(len(costs)), dtype=np.float64))
         return len(self.costs) - 1
 
     def edge(self, first: int, second: int, costs: Table) -> None:
-        """Add costs of pairs, [option of first, option of second]."""
-        if len(self.costs[first]) == 1:  # nothing to choose on one side: a cost of the other's own
+        """Add the costs of pairs, [option of first, option of second]."""
+        if len(self.costs[first]) == 1:  # no choice on one side: the cost is the other node's own
             self.costs[second] = self.costs[second] + costs[0]
             return
         if len(self.costs[second]) == 1:
@@ -52,20 +52,20 @@ class Network:
         self.edges[key] = self.edges[key] + table if key in self.edges else np.asarray(table, dtype=np.float64)
 
     def total(self, chosen: Sequence[int]) -> tuple[float, float]:
-        """(cost, weight) of one option for every node."""
+        """The (cost, weight) of one option for every node."""
         cost = sum(float(self.costs[n][c]) for n, c in enumerate(chosen))
         cost += sum(float(table[chosen[a], chosen[b]]) for (a, b), table in self.edges.items())
         return cost, sum(float(self.weights[n][c]) for n, c in enumerate(chosen))
 
     def least(self, price: float = 0.0, fixed: Mapping[int, int] | None = None) -> tuple[float, tuple[int, ...]]:
-        """(least of cost + price · weight, the options). Raises PlanError where nothing is allowed."""
+        """The least cost + price · weight, and its options. Raises PlanError where nothing is allowed."""
         value, choices = self.tables((), price, fixed)
         return float(value), choices(())
 
     def tables(
         self, kept: Sequence[int], price: float = 0.0, fixed: Mapping[int, int] | None = None
     ) -> tuple[Table, "Choices"]:
-        """The least for every combination of options of the nodes in ``kept``, and what attains it."""
+        """The least for every combination of options of the nodes in ``kept``, and the choices that attain it."""
         held = fixed or {}
         factors: list[tuple[tuple[int, ...], Table]] = []
         for node, (cost, weight) in enumerate(zip(self.costs, self.weights, strict=True)):
@@ -110,7 +110,7 @@ class Network:
         return result, Choices(tuple(kept), tuple(order), len(sizes))
 
     def is_solvable(self, kept: Sequence[int]) -> bool:
-        """Whether `tables` can build what it needs."""
+        """Whether `tables` can build the tables that it needs."""
         sizes = [len(c) for c in self.costs]
         near = _neighbours(len(sizes), self.edges)
         for node in self._order(tuple(kept)):
@@ -120,7 +120,7 @@ class Network:
         return True
 
     def _order(self, kept: tuple[int, ...]) -> tuple[int, ...]:
-        """An order of elimination: the best of a few greedy ones, seeded, by the entries of all tables together."""
+        """An order of elimination: the best of a few greedy, seeded ones, by the entries of all tables together."""
         if kept not in self._orders:
             sizes = [len(c) for c in self.costs]
             best = _greedy(sizes, self.edges, kept, 0)
@@ -137,7 +137,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Choices:
-    """What attains each entry of a table: call with an option for every kept node."""
+    """The choices that attain each entry of a table: call it with an option for every kept node."""
 
     kept: tuple[int, ...]
     order: tuple[tuple[int, tuple[int, ...], NDArray[np.intp]], ...]
@@ -153,8 +153,8 @@ class Choices:
 def _greedy(
     sizes: Sequence[int], edges: Iterable[tuple[int, int]], kept: Sequence[int], seed: int
 ) -> tuple[int, tuple[int, ...]]:
-    """(entries of all tables, the order) when the node with the cheapest table goes first. Seeds weigh what remains
-    after a step against what the step costs, and break ties."""
+    """The pair (entries of all tables, order) when the node with the cheapest table goes first. Seeds weigh what
+    remains after a step against the cost of the step, and break ties."""
     draws = np.random.default_rng(seed)
     keeps_weight = (0.0, 0.5, 1.0)[seed % 3]
     near = _neighbours(len(sizes), edges)
@@ -187,7 +187,7 @@ def _neighbours(nodes: int, edges: Iterable[tuple[int, int]]) -> list[set[int]]:
 
 
 def _eliminate(near: list[set[int]], node: int) -> None:
-    """What a node's elimination leaves: its neighbours are each other's."""
+    """Eliminate a node: its neighbours become each other's neighbours."""
     for other in near[node]:
         near[other] |= near[node]
         near[other] -= {other, node}

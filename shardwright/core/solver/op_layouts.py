@@ -1,9 +1,9 @@
-"""How a model lies on the tensor axis: chosen by the layout solver, kept in a plan by slot, realised from a plan.
+"""The layouts of a model on the tensor axis: chosen by the layout solver, kept in a plan by slot, realised from a plan.
 
-The solver minimises seconds and, at a price, bytes held: a tensor axis is there to save both. The price makes twice the
-memory as dear as twice the time, both taken as if everything were divided evenly; it follows from FLOPs and parameters
-alone, which the twins of a model share, so that both get the same layouts. Megatron's column/row pairs (arXiv
-1909.08053, section 3) and split vocabularies come out of this, they are not put in.
+The solver minimises seconds and, at a price, bytes held, because a tensor axis saves both. The price makes twice the
+memory as expensive as twice the time, both as if everything were divided evenly. It follows from FLOPs and parameters
+alone, which the twins of a model share, so both get the same layouts. Megatron's column/row pairs (arXiv 1909.08053,
+section 3) and split vocabularies are results of this and are not built in.
 """
 
 import hashlib
@@ -25,13 +25,13 @@ AXIS = "tp"
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What layouts are chosen by, kept in the plan: rates of large work, so that a small model is laid out as its large
-    sibling is."""
+    """The rates by which layouts are chosen, kept in the plan. They are the rates of large work, so that a small model
+    gets the layouts of its large sibling."""
 
     flops_per_s: Rate
     memory_bytes_per_s: Rate
     link_bytes_per_s: Rate
-    """What each rank of a ring over the tensor axis sends."""
+    """The bytes per second that each rank of a ring over the tensor axis sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Terms:
         )
 
     def price_s_per_byte(self, folded: Folded) -> float:
-        """Seconds that a byte is worth."""
+        """The seconds that a byte is worth."""
         held = folded.graph.parameter_count() * self.state_bytes_per_element / self.degree
         products = 3 * forward_flops(folded.graph, 1) / self.degree / self.rates.flops_per_s
         return (products + held / self.rates.memory_bytes_per_s) / max(held, 1.0)
@@ -70,7 +70,7 @@ class TensorLayouts:
     terms: Terms
     solution: Solution
     variants: tuple[int, ...]
-    """For every unit its variant: units of one fold class that are laid out alike. Numbered in order of first use."""
+    """The variant of each unit, in order of first use; units of one fold class with equal layouts share one."""
 
     @property
     def firsts(self) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ class TensorLayouts:
 
 
 def choose(frame: Frame, terms: Terms, pins: Pins | None = None) -> TensorLayouts:
-    """The layouts of least time and price. ``pins``: a parameter's tensor → its placement, None where free.
+    """The layouts of least time and price. ``pins`` maps a parameter's tensor to its placement, None where it is free.
 
     Raises PlanError when the pins leave nothing that is legal.
     """
@@ -103,8 +103,9 @@ def choose(frame: Frame, terms: Terms, pins: Pins | None = None) -> TensorLayout
 def choose_form(
     frame: Frame, terms: Terms, sequence_parallel: bool | None, pins: Pins | None = None
 ) -> tuple[TensorLayouts, tuple[tuple[str, str], ...]]:
-    """`choose`, with the sequence divided between units or not: as asked, or where that is better and the framework's
-    runtime can do it. Also (parameter, reason) of the pins that no op can use, which are left out."""
+    """The layouts of `choose`, with the sequence divided between units or not: as asked, or where that is better and
+    the framework's runtime can do it. Also the (parameter, reason) of the pins that no op can use, which are left out.
+    """
     if sequence_parallel is None and not frame.graph.capabilities.sequence_parallel:
         sequence_parallel = False
     forms = (False, True) if sequence_parallel is None else (sequence_parallel,)
@@ -135,7 +136,7 @@ def _no_op_uses(places: tuple[Placement | None, ...]) -> str:
 
 
 def digest(layouts: Iterable[tuple[str, Layout]], sequence_parallel: bool) -> str:
-    """A short hash of a plan's layouts on the tensor axis, so that what was measured under them is known again."""
+    """A short hash of a plan's layouts on the tensor axis, so that measurements under them are recognised."""
     said = f"{sequence_parallel} {sorted((slot, str(layout)) for slot, layout in layouts)}"
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
@@ -144,7 +145,7 @@ def digest(layouts: Iterable[tuple[str, Layout]], sequence_parallel: bool) -> st
 
 
 def slot_layouts(frame: Frame, structure: Structure, chosen: TensorLayouts) -> tuple[tuple[str, Layout], ...]:
-    """Layouts in slot dims: ``class/role`` as in the first unit of a structural class, ``@unit/role`` where another
+    """The layouts in slot dims: ``class/role`` as in the first unit of a structural class, ``@unit/role`` where another
     unit of it differs."""
     graph, folded = frame.graph, frame.folded
     first: dict[int, dict[str, Layout]] = {}
@@ -163,7 +164,7 @@ def slot_layouts(frame: Frame, structure: Structure, chosen: TensorLayouts) -> t
 
 
 def pins_of(frame: Frame, structure: Structure, layouts: Mapping[str, Layout]) -> Pins:
-    """The pins that bring a plan's layouts about."""
+    """The pins that reproduce a plan's layouts."""
     graph, folded = frame.graph, frame.folded
     found: dict[int, tuple[Placement | None, ...]] = {}
     for unit, structural in zip(folded.units, structure.unit_classes, strict=True):
@@ -174,16 +175,16 @@ def pins_of(frame: Frame, structure: Structure, layouts: Mapping[str, Layout]) -
 
 
 KEPT_ALTERNATIVES = 3
-"""Other layouts of one parameter that a plan keeps."""
+"""The number of other layouts of one parameter that a plan keeps."""
 
 SlotAlternatives = tuple[tuple[str, tuple[Alternative, ...]], ...]
-"""(``class/role``, other layouts in slot dims, best first)."""
+"""The other layouts of each ``class/role``, in slot dims, best first."""
 
 
 def slot_alternatives(
     frame: Frame, structure: Structure, chosen: TensorLayouts, pins: Pins | None = None
 ) -> SlotAlternatives:
-    """What else every parameter could be, as seen in the first unit of its structural class."""
+    """The other layouts of every parameter, as seen in the first unit of its structural class."""
     setting, price = chosen.terms.setting(), chosen.terms.price_s_per_byte(frame.folded)
     found: dict[str, tuple[Alternative, ...]] = {}
     seen: set[int] = set()
@@ -205,8 +206,8 @@ def slot_alternatives(
 
 
 def unsplit(frame: Frame, structure: Structure, chosen: TensorLayouts) -> tuple[tuple[str, str], ...]:
-    """(``class/role``, reason) of every matrix that is whole on the tensor axis, and (``class/name of the op``, reason)
-    of every product that each rank computes whole."""
+    """The (``class/role``, reason) of every matrix that is whole on the tensor axis, and the (``class/kind of the op``,
+    reason) of every product that each rank computes whole."""
     graph, degree = frame.graph, chosen.terms.degree
     found: dict[str, str] = {}
     for unit in (frame.folded.units[first] for first in chosen.firsts):

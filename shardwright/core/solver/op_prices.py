@@ -1,4 +1,4 @@
-"""What the solver counts: seconds of an op as its operands lie, seconds of a conversion, bytes that are held."""
+"""The prices of the solver: seconds of an op by the placements of its operands, seconds of a conversion, bytes held."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from shardwright.core.layout.unit_layouts import Places, steps
 from shardwright.core.model.graph import Graph, Op
 
 State = tuple[Places, Places]
-"""Where a value lies, and where its gradient does."""
+"""The placements of a value, and those of its gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class AxisCost:
-    """A tensor-like axis: its size, and what a byte and a message cost on it."""
+    """A tensor-like axis: its size, and the cost of a byte and a message on it."""
 
     name: str
     size: int
@@ -30,7 +30,7 @@ class AxisCost:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the solver is told about devices and the step."""
+    """The facts about devices and the step that the solver is given."""
 
     axes: tuple[AxisCost, ...]
     flops_per_s: float
@@ -38,18 +38,18 @@ class Setting:
     batch: int = 1
     precision: str = "bf16"
     state_bytes_per_element: float = 16.0
-    """Parameter, gradient and optimizer state of one entry."""
+    """The bytes of one entry's parameter, gradient and optimizer state."""
     microbatches: int = 1
-    """Gradients of parameters are reduced once for so many microbatches."""
+    """The number of microbatches for which gradients of parameters are reduced once."""
     free_activations: bool = True
     """Whether values may be split along dims that no parameter has, such as the sequence. Without it a unit is split
     along the dims of its parameters that do not leave it: Megatron's first form (arXiv 1909.08053)."""
     split_borders: bool = False
-    """Whether what units hand on must be split along the sequence where it divides (arXiv 2205.05198)."""
+    """Whether values that units hand on must be split along the sequence where it divides (arXiv 2205.05198)."""
 
 
 class Prices:
-    """Prices of the ops of one unit."""
+    """The prices of the ops of one unit."""
 
     def __init__(
         self, graph: Graph, counter: WorkCounter, ops: Sequence[Op], setting: Setting, kept: Kept, parameters: set[int]
@@ -65,7 +65,7 @@ class Prices:
         return self.counter.needs_gradient(tensor) and self.graph.tensors[tensor].carries_gradients
 
     def local(self, tensor: int, places: Places) -> float:
-        """Bytes of a rank's piece."""
+        """The bytes of a rank's shard."""
         size = self._bytes.get(tensor)
         if size is None:
             size = float(self.counter.size_bytes(tensor, self.setting.batch, self.setting.precision))
@@ -76,13 +76,13 @@ class Prices:
         return size
 
     def state_bytes(self, tensor: int, places: Places) -> float:
-        """Bytes of a parameter with its gradient and optimizer state."""
+        """The bytes of a parameter with its gradient and optimizer state."""
         whole = self.local(tensor, (Replicate(),) * len(self._sizes))
         entries = self.graph.tensors[tensor].elements(1) * self.setting.state_bytes_per_element
         return entries * self.local(tensor, places) / whole if whole else 0.0
 
     def seconds(self, op: Op, chosen: tuple[Signature, ...]) -> float:
-        """Forward and backward of an op on what a rank holds."""
+        """The forward and backward seconds of an op on the shards of one rank."""
         tensors = (*op.inputs, *op.outputs)
         if op.kind in ("view", "create"):
             return 0.0
@@ -108,8 +108,8 @@ class Prices:
         return seconds
 
     def kept_bytes(self, op: Op, chosen: tuple[Signature, ...]) -> float:
-        """Bytes that the op's backward needs of its inputs, counted where they are made: a share for each reader would
-        count twice, so results are counted, once, when something non-linear or a product reads them."""
+        """The bytes of the op's results that some backward needs. They are counted once where they are made, because
+        counting at each reader would count them several times."""
         if op.kind in ("view", "create") or not any(self.flows(t) for t in op.inputs):
             return 0.0
         size = 0.0
@@ -123,8 +123,8 @@ class Prices:
         return {t for op in self.ops for t in self._kept.by(op)}
 
     def conversion_s(self, tensor: int, before: Places, after: Places, *, bucketed: bool = False) -> float:
-        """Seconds to convert, axis after axis, on what the other axes leave of the tensor. ``bucketed`` conversions go
-        with many others in one message: they pay no latency of their own."""
+        """Seconds to convert, axis after axis, the part of the tensor that the other axes leave. ``bucketed``
+        conversions share one message with many others and pay no latency of their own."""
         if before == after:
             return 0.0
         key = (tensor, before, after, bucketed)
@@ -152,8 +152,8 @@ class Prices:
         return ahead + (self.conversion_s(tensor, wanted[1], given[1]) if flows else 0.0)
 
     def _parameter_s(self, tensor: int, held: State, used: State, flows: bool) -> float:
-        """A parameter is used as it is held: gathering parameters is a sharding policy, not a tensor layout. Its
-        gradient is reduced once a step."""
+        """Seconds to use a parameter. It is used as it is held: gathering parameters is a sharding policy, not a tensor
+        layout. Its gradient is reduced once a step."""
         for place, use in zip(held[0], used[0], strict=True):
             if place != use and not (isinstance(place, Replicate) and isinstance(use, Split)):
                 return float("inf")
@@ -163,5 +163,5 @@ class Prices:
 
 
 def operand(chosen: tuple[Signature, ...], i: int) -> Places:
-    """How operand ``i`` lies, inputs and then outputs."""
+    """The placements of operand ``i``, inputs first and then outputs."""
     return tuple((*s.inputs, *s.outputs)[i] for s in chosen)

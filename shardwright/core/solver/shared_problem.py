@@ -1,4 +1,4 @@
-"""What all layout problems of one graph share, whatever the axes: read once."""
+"""The facts that all layout problems of one graph share, whatever the axes; they are read once."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -45,8 +45,8 @@ class Frame:
 
     @cached_property
     def main(self) -> tuple[int | None, ...]:
-        """For the border after every unit: the tensor whose layout is chosen, the largest that goes to the next unit
-        and no further. Others cross whole."""
+        """The tensor whose layout is chosen at the border after each unit: the largest that goes to the next unit and
+        no further. Others cross whole."""
         graph, units = self.graph, self.folded.units
         unit_of = [unit.index for unit in units for _ in range(unit.first_op, unit.end_op)]
         readers: dict[int, set[int]] = {}
@@ -68,7 +68,7 @@ class Frame:
 
     @cached_property
     def leaving(self) -> tuple[frozenset[int], ...]:
-        """For every unit the tensors that it makes and other units read, or the model returns."""
+        """The tensors of each unit that other units read, or that the model returns."""
         made_in = {
             t: unit.index
             for unit in self.folded.units
@@ -93,7 +93,7 @@ class Frame:
         return self._groups[unit]
 
     def split_with(self, unit: int, dim: Dim) -> frozenset[Dim]:
-        """The dims that ops split together with a dim of a parameter, in those ops that read it or a view of it."""
+        """The dims that ops split together with a dim of a parameter, in the ops that read it or a view of it."""
         of = self.folded.units[unit]
         found, followed = {dim}, {dim}
         for op in self.graph.ops[of.first_op : of.end_op]:
@@ -111,7 +111,7 @@ class Frame:
         return frozenset(found)
 
     def signatures(self, unit: int, batch: int) -> tuple[tuple[Signature, ...], ...]:
-        """For every op of a unit its signatures along one axis, at ``batch`` samples."""
+        """The signatures of each op of a unit along one axis, at ``batch`` samples."""
         key = (unit, batch)
         if key not in self._signatures:
             of, able = self.folded.units[unit], self.graph.capabilities.block_layouts
@@ -123,7 +123,7 @@ class Frame:
         return self._signatures[key]
 
     def places(self, unit: int) -> dict[int, tuple[int, int]]:
-        """Tensor → (op of the unit, operand) at which it is met first: the same for units of one class."""
+        """The (op of the unit, operand) at which each tensor first occurs; units of one class have the same."""
         if unit not in self._places:
             of, found = self.folded.units[unit], dict[int, tuple[int, int]]()
             for i, op in enumerate(self.graph.ops[of.first_op : of.end_op]):
@@ -136,7 +136,7 @@ class Frame:
 def _label_blocks(
     graph: Graph, op: Op, batch: int, blocks: Mapping[Dim, tuple[int, ...]]
 ) -> dict[int, tuple[int, ...]]:
-    """The blocks that a unit's fused dims give an op's labels, at the label's whole size."""
+    """The blocks that a unit's fused dims give to an op's labels, at the label's whole size."""
     if not blocks:
         return {}
     sizes = graph.label_sizes(op, batch)

@@ -1,9 +1,9 @@
 """One unit as a network of choices: a signature for every op, a placement for every parameter and boundary.
 
-Time is compute, forward and backward, on what each rank holds, plus the conversions of values in the forward pass and
-of gradients in the backward pass. A value and its gradient are placed as duals: split as split; the gradient of a
-partial value is replicated; that of a replicated operand is a partial sum when the op split or summed anything, else
-replicated.
+The time is compute, forward and backward, on what each rank holds, plus the conversions of values in the forward pass
+and of gradients in the backward pass. A value and its gradient are placed as duals. The gradient of a split value is
+split alike, and that of a partial value is replicated. The gradient of a replicated operand is a partial sum when the
+op split or summed anything, else replicated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ class Edge:
     flows: bool
     is_parameter: bool = False
     reader: int | None = None
-    """The op of the unit that reads it; None: the state that all readers, or later units, share."""
+    """The op of the unit that reads the tensor; None for the state that all readers, or later units, share."""
     position: int = 0
     leaves: bool = False
 
@@ -52,18 +52,18 @@ class Move:
     after: Placement
     is_backward: bool
     size_bytes: float
-    """The tensor as the other axes leave it: what the collective's members together hold or reduce."""
+    """The bytes of the tensor as the other axes leave it: what the collective's members together hold or reduce."""
     is_parameter: bool = False
-    """A parameter's gradient, once a step."""
+    """Whether the conversion is of a parameter's gradient, once a step."""
 
 
 def dual(value: Placement) -> Placement:
-    """Where the gradient of an op's result is wanted."""
+    """The placement in which the gradient of an op's result is wanted."""
     return R if isinstance(value, Partial) else value
 
 
 def operand_gradient(signature: Signature, position: int) -> Placement:
-    """Where the gradient of an operand comes out of the op's backward."""
+    """The placement in which the gradient of an operand comes out of the op's backward."""
     given = signature.inputs[position]
     if not isinstance(given, Replicate):
         return dual(given)
@@ -71,9 +71,9 @@ def operand_gradient(signature: Signature, position: int) -> Placement:
 
 
 class UnitProblem:
-    """The network of one unit. ``pins`` fix the placement of parameters: tensor → one per axis, None where free.
+    """The network of one unit. ``pins`` fix the placements of parameters: tensor → one per axis, None where free.
 
-    ``dims`` are those that may be split; None: all.
+    ``dims`` are the dims that may be split; None: all.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ class UnitProblem:
         self._main = {frame.main[unit], frame.main[unit - 1] if unit else None}
         self.choice_of_op: dict[int, int] = {}
         self.choice_of_tensor: dict[int, int] = {}
-        """Nodes of parameters, boundary tensors and values with several readers."""
+        """The nodes of parameters, boundary tensors and values with several readers."""
         self.options: dict[int, list[State]] = {}
-        """For the nodes of tensors: (value, gradient)."""
+        """The (value, gradient) states of each tensor node."""
         self.signatures: dict[int, list[tuple[Signature, ...]]] = {}
         self._made = {t for op in self.ops for t in op.outputs}
         self.leaving: dict[int, int] = {}
-        """Tensors that later units read → their nodes."""
+        """The nodes of the tensors that later units read."""
         self._shape = self.prices.shape
         self._flows = self.prices.flows
         self._build()
@@ -154,7 +154,7 @@ class UnitProblem:
 
     @property
     def entering(self) -> dict[int, int]:
-        """Values that earlier units made, with a gradient → their nodes."""
+        """The nodes of values with a gradient that earlier units made."""
         made = {t for op in self.ops for t in op.outputs}
         return {
             t: n
@@ -185,7 +185,7 @@ class UnitProblem:
         able = self.graph.capabilities
         for tensor, place in zip((*op.inputs, *op.outputs), (*signature.inputs, *signature.outputs), strict=True):
             if isinstance(place, Partial):
-                # Nothing that comes from outside the unit is a term of a sum.
+                # Values from outside the unit are never partial sums.
                 if place.op != "sum" or tensor not in self._made or not able.partial_layouts or axis.size == 1:
                     return False
             elif isinstance(place, Split) and (
@@ -195,7 +195,7 @@ class UnitProblem:
         return True
 
     def _may_split(self, tensor: int, place: Split, axis: AxisCost) -> bool:
-        """Whether an axis may cut a dim: the batch dim belongs to others, and pieces are equal."""
+        """Whether an axis may split a dim: the batch dim belongs to other axes, and shards are equal."""
         if axis.size == 1:
             return False
         if self.graph.tensors[tensor].per_sample[place.dim] and not axis.splits_batch:
@@ -222,7 +222,7 @@ class UnitProblem:
         return [p for p in places if self._shape[tensor][p.dim] > 1 and self._may_split(tensor, p, axis)]
 
     def every_split(self, tensor: int) -> list[Split]:
-        """How a parameter can be cut evenly by every axis, whether or not the solver may."""
+        """The splits that cut a parameter evenly over every axis, whether or not the solver may use them."""
         places = (Split(dim, self.blocks.get((tensor, dim), ())) for dim in range(len(self._shape[tensor])))
         degrees = [axis.size for axis in self.setting.axes]
         return [p for p in places if divides(self._shape[tensor], [(p, n) for n in degrees])]
@@ -246,10 +246,10 @@ class UnitProblem:
         return self._combined(tensor, per_axis)
 
     def _border_options(self, tensor: int, flows: bool) -> list[State]:
-        """Between units: whole, or split along a dim that is not the batch's; the gradient lies like the value. Values
-        without a gradient (masks, positions) cross whole: every rank can make them; so do all where the dims of
-        activations are not free. ``split_borders`` is of the one value that goes from unit to unit; those beside it (an
-        encoder's result on its way to the decoder) stay whole."""
+        """The states between units: whole, or split along a dim that is not the batch's, with the gradient placed like
+        the value. Values without a gradient (masks, positions) cross whole, because every rank can make them. All
+        values do so where the dims of activations are not free. ``split_borders`` applies to the one value that goes
+        from unit to unit; others (an encoder's result on its way to the decoder) stay whole."""
         whole: Places = (R,) * self._n
         if not flows or not self.setting.free_activations:
             return [(whole, whole)]
@@ -260,14 +260,14 @@ class UnitProblem:
         return [(v, g) for v, g in found if all(p == Split(along) for p in v)] or found
 
     def _along_the_sequence(self, tensor: int) -> int | None:
-        """The dim of an activation with a batch, a sequence and features that is its sequence."""
+        """The sequence dim of an activation with a batch, a sequence and features; None for others."""
         slopes = self.graph.tensors[tensor].per_sample
         return (
             next((d for d, slope in enumerate(slopes) if not slope), None) if any(slopes) and len(slopes) > 2 else None
         )
 
     def _middle_options(self, tensor: int) -> list[State]:
-        """What several readers share: one conversion of the value, one of the sum of their gradients."""
+        """The states that several readers share: one conversion of the value, and one of the sum of their gradients."""
         per_axis: list[list[tuple[Placement, Placement]]] = []
         for axis in self.setting.axes:
             per_axis.append([(R, R), (R, P), (P, R), *((s, s) for s in self._splits(tensor, axis))])
@@ -341,12 +341,12 @@ class UnitProblem:
         return Layout.of({axis.name: p for axis, p in zip(self.setting.axes, places, strict=True)})
 
     def parameter_layouts(self, chosen: tuple[int, ...]) -> dict[int, Layout]:
-        """Tensor → layout."""
+        """The layout of each parameter's tensor."""
         nodes = {t: n for t, n in self.choice_of_tensor.items() if t in self.parameters}
         return {t: self.layout(self.options[n][chosen[n]][0]) for t, n in nodes.items()}
 
     def links(self, chosen: tuple[int, ...]) -> tuple[Link, ...]:
-        """How every tensor gets from where it lies to where it is read."""
+        """The conversions of every tensor from its placement to the one in which it is read."""
         found = []
         for edge in self.edges:
             given, wanted = edge.given[chosen[edge.nodes[0]]], edge.wanted[chosen[edge.nodes[1]]]
@@ -357,7 +357,7 @@ class UnitProblem:
         return tuple(found)
 
     def moves(self, links: Sequence[Link]) -> tuple[Move, ...]:
-        """The conversions among them that move anything, in order of the ops."""
+        """The conversions that move anything, in order of the ops."""
         found = []
         for link in links:
             ahead = () if link.is_parameter else link.forward

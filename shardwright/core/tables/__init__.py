@@ -1,1 +1,1 @@
-"""What units and ranks cost and hold, counted once for the search and the plan."""
+"""The time and memory of units and ranks, counted once for the search and the plan."""

@@ -1,4 +1,4 @@
-"""What units cost at every tensor degree and microbatch size: counted once, shared by all candidates of a search."""
+"""The unit costs at every tensor degree and microbatch size, counted once and shared by all candidates of a search."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -41,33 +41,33 @@ from shardwright.core.tables.memory import Precision, Recompute, state_bytes_per
 from shardwright.core.tables.unit_table import Tie, UnitTable
 
 HOST_LINK_EFFICIENCY = 0.75
-"""Of the bandwidth to the host's memory, that copies reach. Prior: as of the links over PCI Express."""
+"""The share of the bandwidth to the host's memory that copies reach. Prior: as for the links over PCI Express."""
 
 
 def unpriced_of(graph: Graph) -> str | None:
-    """What `unpriced_text` says of a graph, found once."""
+    """The text of `unpriced_text` for a graph, found once."""
     return read(graph).remembered("unpriced", lambda: unpriced_text(graph))
 
 
 LARGE_BYTES = 2**32
-"""Of a reduction whose latency no longer counts."""
+"""Size in bytes of a reduction whose latency is negligible next to bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank of a mesh lies, as far as its costs go."""
+    """The place of a rank on a cluster, as far as its costs depend on it."""
 
     device: Device
     tensor_group: Group
-    """Its peers on the tensor axis, itself among them."""
+    """The group of the rank's peers on the tensor axis, with itself."""
     entering: Link | None
-    """By which the stage before sends, all of its ranks at once; None where there is none."""
+    """The link over which the previous stage sends, all of its ranks at once; None where there is no such stage."""
     in_stages: bool
-    """Whether its mesh has several pipeline ranks."""
+    """Whether the mesh has several pipeline ranks."""
 
 
 def _best_precision(cluster: Cluster) -> Precision:
-    """The 16-bit one in which all devices compute faster than in fp32, or fp32."""
+    """The 16-bit precision in which all devices compute faster than in fp32, or fp32 where there is none."""
     peaks = [group.device.peak_flops_per_s for group in cluster.groups]
 
     def is_faster(name: str) -> bool:
@@ -101,7 +101,7 @@ class CostTables:
         self.binding: Binding = self._read.binding
         self.counter = self._read.counter
         self._pins = pins
-        resolve(graph, pins, {AXIS: 1})  # bad ones are told whatever the degrees
+        resolve(graph, pins, {AXIS: 1})  # bad pins raise, whatever the degrees
         self._chosen: dict[int, TensorLayouts] = {}
         self._refused: dict[int, tuple[tuple[str, str], ...]] = {}
         self._layouts: dict[int, tuple[tuple[str, Layout], ...]] = {}
@@ -122,7 +122,7 @@ class CostTables:
         )
 
     def chosen(self, tp: int) -> TensorLayouts:
-        """The layouts on a tensor axis of so many ranks."""
+        """The layouts on a tensor axis of ``tp`` ranks."""
         if tp not in self._chosen:
             self._chosen[tp], self._layouts[tp], self._refused[tp] = self._read.remembered(
                 ("chosen", *self._layout_terms(tp)), lambda: self._choose(tp)
@@ -130,7 +130,7 @@ class CostTables:
         return self._chosen[tp]
 
     def _layout_terms(self, tp: int) -> tuple[Terms, bool | None, tuple[Pin, ...]]:
-        """All that layouts depend on beside the graph: many clusters share it."""
+        """Everything that layouts depend on beside the graph; many clusters share it."""
         state = state_bytes_per_element(self.precision, self.optimizer, gradient_precision=self.gradient_precision)
         form = self._sequence_parallel if tp > 1 else False
         return Terms(tp, self.rates(tp), self.precision, state), form, self._pins if tp > 1 else ()
@@ -139,7 +139,7 @@ class CostTables:
         terms, form, given = self._layout_terms(tp)
         asked = resolve(self.graph, given, {AXIS: tp})
         found, refused = choose_form(self.frame, terms, form, dict(asked.places))
-        # What is counted is what the plan says: from its slots alone, as a runtime reads them.
+        # Costs are counted for the plan's layouts: from its slots alone, as a runtime reads them.
         layouts = slot_layouts(self.frame, self.structure, found)
         pins = pins_of(self.frame, self.structure, dict(layouts))
         return choose(self.frame, found.terms, pins), layouts, (*asked.unsplit, *refused)
@@ -155,16 +155,16 @@ class CostTables:
         )
 
     def sequence_parallel(self, tp: int) -> bool:
-        """Whether what goes from unit to unit is divided along the sequence."""
+        """Whether values that go from unit to unit are divided along the sequence."""
         return self.chosen(tp).terms.sequence_parallel
 
     def layouts(self, tp: int) -> tuple[tuple[str, Layout], ...]:
-        """Layouts by slot."""
+        """The layouts by slot."""
         self.chosen(tp)
         return self._layouts[tp]
 
     def unsplit(self, tp: int) -> tuple[tuple[str, str], ...]:
-        """The matrices that stay whole, and why; pins that could not be kept."""
+        """The matrices that stay whole and the pins that could not be kept, each with the reason."""
         said = dict(unsplit(self.frame, self.structure, self.chosen(tp)))
         slot_of: dict[str, str] = {}
         for unit, structural in zip(self.binding.units, self.structure.unit_classes, strict=True):
@@ -176,7 +176,7 @@ class CostTables:
         return tuple(sorted(said.items()))
 
     def layout_alternatives(self, tp: int) -> SlotAlternatives:
-        """What else every parameter could be, and what that would have cost."""
+        """The other layouts of every parameter, each with the cost that it would have had."""
         if tp == 1:
             return ()
         chosen = self.chosen(tp)
@@ -189,8 +189,8 @@ class CostTables:
         return self._read.remembered(("alternatives", *self._layout_terms(tp)), find)
 
     def slow_tensor_axis(self, tp: int, microbatch: int) -> str | None:
-        """With figures, whether a tensor axis that runs across nodes leaves each of its ranks with no less time than
-        the part of it that fits into one node would."""
+        """A warning, with figures, where a tensor axis across nodes takes each of its ranks at least as long as the
+        part of the axis that fits into one node would; None otherwise."""
         per_node = max(1, self.cluster.world_size // self.cluster.nodes)
         if tp <= per_node:
             return None
@@ -212,11 +212,11 @@ class CostTables:
         )
 
     def variants(self, tp: int) -> tuple[int, ...]:
-        """For every unit its place in `class_costs`: units that are alike and laid out alike share one."""
+        """The index of each unit in `class_costs`: equal units with equal layouts share one."""
         return self.chosen(tp).variants
 
     def table(self, tp: int, microbatch: int, recompute: Recompute, place: Place) -> UnitTable:
-        """What units cost on a rank at that place, at that tensor degree."""
+        """The unit costs on a rank at that place, at that tensor degree."""
         key = (tp, microbatch, recompute, place)
         if key not in self._tables:
             self._tables[key] = self._make_table(tp, microbatch, recompute, place)
@@ -263,7 +263,7 @@ class CostTables:
         )
 
     def _looked_up(self, tp: int) -> tuple[int, ...]:
-        """For every unit the entries, on one rank, of trained tables that nothing but its look-ups reads."""
+        """The entries of trained tables, on one rank and for each unit, that only the unit's look-ups read."""
         kinds: dict[int, set[str]] = {}
         for op in self.graph.ops:
             for tensor in op.inputs:
@@ -276,11 +276,11 @@ class CostTables:
         return tuple(found)
 
     def _gathered_stays(self, tp: int) -> bool:
-        """Whether what is gathered for an op and read by its backward is kept as it was gathered."""
+        """Whether a value that is gathered for an op and read by its backward is kept as it was gathered."""
         return tp > 1 and not self.sequence_parallel(tp) and not self.graph.footprints
 
     def _shared(self, tp: int) -> tuple[tuple[SharedValue, int], ...]:
-        """The values that several units hold in one memory, and in how many pieces they lie."""
+        """The values that several units share in one memory, each with its number of shards."""
         if tp == 1:
             return tuple((value, 1) for value in self._read.shared)
         chosen, stays = self.chosen(tp), self._gathered_stays(tp)
@@ -292,14 +292,14 @@ class CostTables:
         )
 
     def _arrivals(self, tp: int, microbatch: int) -> tuple[int, ...]:
-        """Of every shared value its bytes as a message of one microbatch."""
+        """The bytes of each shared value as a message of one microbatch."""
         ways = tp if self.sequence_parallel(tp) else 1
         return tuple(
             self.counter.size_bytes(value.tensor, microbatch, self.precision) // ways for value in self._read.shared
         )
 
     def _twice(self, units: Sequence[UnitCost], microbatch: int) -> tuple[int, ...]:
-        """For every unit what it and the next one keep twice: of units that ranks share, the share that they keep."""
+        """The bytes that each unit and the next one both keep; of a unit divided over ranks, one rank's share."""
         sizes = {(pair.first, pair.second): pair.size for pair in self.graph.kept_twice}
         found = []
         for unit, both in enumerate(pairwise(own.fold_class for own in self.folded.units)):
@@ -310,8 +310,8 @@ class CostTables:
         return (*found, 0)
 
     def _held_parameters(self, tp: int) -> tuple[tuple[Tie, ...], int]:
-        """What one rank holds of parameters at a tensor degree: those that are tied, and the entries of the largest of
-        all. Counted once for each degree."""
+        """The parameters of one rank at a tensor degree: those that are tied, and the entries of the largest of all.
+        They are counted once for each degree."""
         if tp not in self._held:
             ties: list[Tie] = []
             largest = 0
@@ -324,29 +324,30 @@ class CostTables:
         return self._held[tp]
 
     def _entries(self, parameter: int, unit: int, tp: int) -> int:
-        """Entries of a parameter that one rank holds, which ``unit`` uses."""
+        """The entries on one rank of a parameter that ``unit`` uses."""
         tensor = self.graph.parameters[parameter].tensor
         layout = dict(self.chosen(tp).solution.units[unit].parameters)[tensor]
         return self.graph.tensors[tensor].elements(1) // (1 if layout.is_replicated else tp)
 
     @property
     def _added_bytes(self) -> int:
-        """What adding one gradient entry to the sum over microbatches moves: it is read, the sum read and written."""
+        """The bytes moved to add a gradient entry to a sum: entry and sum are read, and the sum is written."""
         width = PRECISION_BYTES[self.precision]
         return width + 2 * PRECISION_BYTES[self.gradient_precision or self.precision]
 
     @property
     def repeated(self) -> tuple[bool, ...]:
-        """For every unit whether there are others like it, as a plan tells them apart (`Plan.recomputed_units`): layers
-        of one stack, which read different rows of it, are alike."""
+        """Whether each unit has others like it, as a plan tells them apart (`Plan.recomputed_units`). Layers of one
+        stack, which read different rows of it, are alike."""
         members = Counter(self.structure.unit_classes)
         return tuple(members[held] > 1 for held in self.structure.unit_classes)
 
     def _send_s(self, size_bytes: int, tp: int, place: Place) -> float:
-        """Seconds of a message from the stage before, all ranks of the stage sending theirs at once.
+        """Seconds of a message from the previous stage, when all ranks of the stage send at once.
 
-        The ranks of a tensor group hold the same tensor: each sends a piece, and the receivers gather them over their
-        own link, where that is faster (arXiv 2104.04473, section 4.1). Split sequences are sent as they are.
+        The ranks of a tensor group hold the same tensor. Each sends a shard of it, and the receivers gather the shards
+        over their own link, where that is faster (arXiv 2104.04473, section 4.1). Divided sequences are sent as they
+        are.
         """
         if place.entering is None:
             return 0.0
@@ -356,8 +357,8 @@ class CostTables:
         return min(whole, send_s(size_bytes / tp, place.entering) + place.tensor_group.all_gather_s(size_bytes))
 
     def _boundaries(self, *, flowing: bool = True) -> tuple[tuple[int, int], ...]:
-        """For every unit the bytes that enter it from before, (fixed, for each sample), of values through which a
-        gradient flows; else of the others that earlier units made. (The batch, every stage has.)"""
+        """The bytes that enter each unit from before, as (fixed, for each sample), of values through which a gradient
+        flows; without ``flowing``, of the other values that earlier units made. (Every stage has the batch.)"""
         counter, starts = self.counter, [unit.first_op for unit in self.folded.units]
 
         def crossing(batch: int) -> list[int]:
@@ -382,8 +383,8 @@ class CostTables:
         return {parameter: tuple(units) for parameter, units in users.items()}
 
     def _runs_of(self, unit: Unit, place: Place, tp: int) -> list[MeasuredUnit]:
-        """The measured runs of a unit's class at a tensor degree, laid out as here: in stages where there are several,
-        if it ran so too."""
+        """The measured runs of a unit's class at a tensor degree, with the same layouts; only those in stages, or not,
+        as here, if there are any."""
         device = place.device
         if not device.measured_units:
             return []
@@ -396,7 +397,7 @@ class CostTables:
         return [m for m in runs if m.in_stages == place.in_stages] or runs
 
     def class_costs(self, tp: int, microbatch: int, place: Place) -> tuple[UnitCost, ...]:
-        """What a unit of every variant costs on a rank at that place."""
+        """The cost of one unit of each variant on a rank at that place."""
         in_stages = bool(place.device.measured_units) and place.in_stages
         key = (tp, microbatch, place.device, place.tensor_group, in_stages)
         if key not in self._costs:
@@ -405,7 +406,7 @@ class CostTables:
         return self._costs[key]
 
     def _cost(self, unit: Unit, tp: int, microbatch: int, place: Place) -> UnitCost:
-        """What a unit costs: as its ops say, or as far as runs of it were measured, as those say."""
+        """The cost of a unit, counted from its ops and corrected by measured runs where there are any."""
         cost = self._counted(unit, tp, microbatch, place)
         inside_a_node = place.tensor_group.outside is None
         if tp > 1 and inside_a_node and (runs := self._runs_of(unit, place, tp)):
@@ -415,7 +416,7 @@ class CostTables:
         return calibrated(cost, self._runs_of(unit, place, 1), microbatch, whole)
 
     def _counted(self, unit: Unit, tp: int, microbatch: int, place: Place) -> UnitCost:
-        """What a unit costs as its ops say, on one of ``tp`` ranks that share it."""
+        """The cost of a unit, counted from its ops, on one of the ``tp`` ranks that share it."""
         layouts = self.chosen(tp).realised(unit.index) if tp > 1 else None
         like = unit if layouts is None else self.folded.units[layouts.unit]
         held = {p: self._entries(p, unit.index, tp) for p in unit.parameters}

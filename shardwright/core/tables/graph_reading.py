@@ -1,4 +1,4 @@
-"""What is read of a graph once, for all plans of it."""
+"""The parts of a plan's input that depend on the graph alone, read once for all its plans."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ Found = TypeVar("Found")
 
 
 class Reading:
-    """What depends on a graph alone: its units, its structure, and the work of units as far as it was counted."""
+    """The facts that depend on a graph alone: its units, its structure, and the work of units counted so far."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -35,7 +35,7 @@ class Reading:
         self._found: dict[object, Any] = {}
 
     def remembered(self, key: object, find: Callable[[], Found]) -> Found:
-        """What was found under this key before, or is found now."""
+        """The value that was found under this key before, or is found now."""
         if key not in self._found:
             if len(self._found) >= REMEMBERED_LAYOUTS:
                 self._found.clear()
@@ -55,8 +55,8 @@ class Reading:
     def _as_held(
         self, counted: UnitWork, unit: Unit, batch: int, precision: str, layouts: RealisedUnit | None
     ) -> UnitWork:
-        """The bytes as the framework's runtime holds them, where the graph says: of a unit that ranks share, the share
-        that the ops say."""
+        """The bytes as the framework's runtime holds them, where the graph says so. For a unit that several ranks
+        share, one rank holds the share that the ops give."""
         if not self.graph.footprints:
             return counted
         footprint = self.graph.footprints[unit.fold_class]
@@ -85,9 +85,10 @@ _readings: OrderedDict[int, Reading] = OrderedDict()
 
 
 def read(graph: Graph) -> Reading:
-    """The reading of a graph, made once for the graphs used last: plans of one model differ in what they pin.
+    """The reading of a graph, made once for the graphs used last: plans of one model differ in their pins.
 
-    Graphs are known by identity, each kept alive by its reading: to hash one means to walk through all of its ops.
+    Graphs are known by identity, and each is kept alive by its reading: hashing a graph would walk through all of its
+    ops.
     """
     found = _readings.get(id(graph))
     if found is None:

@@ -1,4 +1,4 @@
-"""Costs of units that were measured: what the model of ops says, corrected by what a run took."""
+"""The costs of measured units: the costs that the model of ops predicts, corrected by measured runs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,18 +17,18 @@ def calibrated(
     *,
     with_collectives: bool = False,
 ) -> UnitCost:
-    """``cost`` with its seconds multiplied by measured over predicted, what a step takes once added, and the
-    shares that were measured: of its optimizer's step, and of idle time that is lent.
+    """``cost`` with its seconds multiplied by measured over predicted, with the measured time per step added, and with
+    the measured shares: of the optimizer's step, and of idle time that is lent.
 
     Args:
-        cost: of one microbatch of ``microbatch`` samples, on the whole unit or on one rank's part of it.
-        measured: runs of this class of units, all at one tensor degree; none: the cost is given back.
-        predicted: what is predicted of what ran, at a microbatch that was measured.
-        with_collectives: the runs were at the cost's own tensor degree, collectives included; otherwise collectives
-            are left as they are.
+        cost: the cost of one microbatch of ``microbatch`` samples, on the whole unit or on one rank's part of it.
+        measured: runs of this class of units, all at one tensor degree; with none, the cost is returned unchanged.
+        predicted: the predicted cost of what ran, at a microbatch that was measured.
+        with_collectives: whether the runs were at the cost's own tensor degree, with collectives; otherwise
+            collectives are left as they are.
 
-    Between the microbatches that were measured the factor is interpolated in their logarithm; outside, it is that of
-    the nearest.
+    Between the measured microbatches the factor is interpolated in their logarithm; outside them it is that of the
+    nearest one.
     """
     if not measured:
         return cost

@@ -14,38 +14,38 @@ from shardwright.core.values.fields import Amount
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp16"]
 Mode = Literal["none", "selective", "full", "offload"]
-"""What one unit does with its activations: keep them, compute some or all of them again, or send them to the host."""
+"""The treatment of one unit's activations: keep them, compute some or all of them again, or send them to the host."""
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
-"""fp32 values that an optimizer keeps for each parameter."""
+"""The number of fp32 values that an optimizer keeps for each parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What one rank holds at its peak."""
+    """The peak memory of one rank."""
 
     parameters_bytes: Amount
     gradients_bytes: Amount
     optimizer_bytes: Amount
     activations_bytes: Amount
-    """Kept for backward passes, of all microbatches under way."""
+    """The activations that are kept for backward passes, of all microbatches under way."""
     buffers_bytes: Amount
-    """What a pass holds for a while: values and gradients under way, what is computed again, tensors sent."""
+    """The memory that a pass holds for a while: values and gradients under way, recomputed values, tensors sent."""
     apart_bytes: Amount = 0
-    """How much less the peak is than all of the above, which are not there at once: gradients that the first backward
-    makes as it gives activations up (`core.schedule.peak_memory`)."""
+    """The bytes by which the peak is below the sum of the above, because not all exist at once: gradients that the
+    first backward makes while it frees activations (`core.schedule.peak_memory`)."""
     host_bytes: Amount = 0
-    """Activations that are offloaded to the host's memory: no part of the total."""
+    """The activations that are offloaded to the host's memory; they are not part of the total."""
     batch_bytes: Amount = 0
-    """The rank's part of the batch, of all microbatches: it is there all through the step."""
+    """The rank's part of the batch, of all microbatches, which stays all through the step."""
     copies_bytes: Amount = 0
-    """What copies of gradients on their way to other replicas add to the peak: they come when activations go."""
+    """The bytes that gradient copies on their way to other replicas add to the peak, when activations are gone."""
     model_buffers_bytes: Amount = 0
-    """What the model holds beside its parameters, such as running statistics, and what a replica remembers of these."""
+    """The model's buffers, such as running statistics, and what a replica remembers of these."""
 
     @property
     def classes(self) -> dict[str, int]:
-        """Bytes of every class by its name."""
+        """The bytes of every class by its name."""
         return {
             "parameters": self.parameters_bytes,
             "gradients": self.gradients_bytes,
@@ -77,14 +77,15 @@ def state_bytes(
     trained: int | None = None,
     updated: int | None = None,
 ) -> tuple[int, int, int]:
-    """(parameters, gradients, optimizer) bytes on one rank.
+    """The (parameters, gradients, optimizer) bytes on one rank.
 
-    Of ``elements`` parameter entries ``trained`` ones have gradients (None: all), and ``updated`` ones are those whose
-    optimizer states lie on this rank (None: all that are trained).
-    ``gradient_precision`` is that in which gradients add up over microbatches; None: as the parameters. With "fp32"
-    beside 16-bit parameters the 16-bit gradients are gone as soon as they are added (Megatron's main gradients).
-    Mixed precision keeps an fp32 master copy with the optimizer's states. ``shard`` is ZeRO's stage (arXiv 1910.02054,
-    section 5): 1 divides the optimizer's states by ``ways`` ranks, 2 the gradients too, 3 the parameters too.
+    ``elements`` is the number of parameter entries. ``trained`` of them have gradients (None: all), and ``updated`` of
+    them have their optimizer states on this rank (None: all that are trained).
+    ``gradient_precision`` is the precision in which gradients add up over microbatches (None: as the parameters). With
+    "fp32" beside 16-bit parameters, the 16-bit gradients are freed as soon as they are added (Megatron's main
+    gradients). Mixed precision keeps an fp32 master copy with the optimizer's states. ``shard`` is ZeRO's stage (arXiv
+    1910.02054, section 5): 1 divides the optimizer's states by ``ways`` ranks, 2 the gradients too, 3 the parameters
+    too.
     Raises PlanError for an unknown optimizer.
     """
     if optimizer not in OPTIMIZER_STATES:
@@ -103,18 +104,18 @@ def state_bytes(
 def state_bytes_per_element(
     precision: str, optimizer: str, shard: int = 0, ways: int = 1, gradient_precision: str | None = None
 ) -> float:
-    """Bytes of one parameter with its gradient and optimizer state, on one rank: see `state_bytes`."""
+    """The bytes of one parameter with its gradient and optimizer state, on one rank: see `state_bytes`."""
     many = 1 << 20
     return sum(state_bytes(many, precision, optimizer, shard, ways, gradient_precision)) / many
 
 
 def unit_recompute(recompute: Recompute, repeated: bool) -> Recompute:
-    """What one unit does: only repeated units are recomputed in full."""
+    """The recompute mode of one unit: only repeated units are recomputed in full."""
     return "none" if recompute == "full" and not repeated else recompute
 
 
 def kept_bytes(unit: UnitCost, recompute: Mode) -> int:
-    """Bytes of activations that a unit keeps on the device for one microbatch."""
+    """The bytes of activations that a unit keeps on the device for one microbatch."""
     if recompute == "offload":
         return 0
     if recompute == "full":
@@ -123,7 +124,7 @@ def kept_bytes(unit: UnitCost, recompute: Mode) -> int:
 
 
 def recomputed_s(unit: UnitCost, recompute: Mode) -> float:
-    """Seconds that the backward of one microbatch spends on computing again."""
+    """Seconds that the backward of one microbatch spends on recomputing."""
     if recompute == "full":
         return unit.forward_s
     return unit.selective_s if recompute == "selective" else 0.0
@@ -135,7 +136,7 @@ def collectives_s(unit: UnitCost, recompute: Mode) -> float:
 
 
 def live_microbatches(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
-    """For every rank how many activations of one stage are live at most; long schedules as in `live_bytes`."""
+    """The largest number of live activations of one stage, for each rank; long schedules as in `live_bytes`."""
     return live_bytes(name, ranks, microbatches, virtual_stages, None)
 
 
@@ -147,9 +148,9 @@ def live_bytes(
     sizes: tuple[int, ...] | None,
     freed_by_input_grad: tuple[int, ...] | None = None,
 ) -> tuple[int, ...]:
-    """For every rank the most bytes of activations that it keeps at once; the sizes are as in `peak_live`. Schedules
-    settle: beyond a few rounds of the pipeline the peak is constant or grows evenly, so long ones are extrapolated from
-    short ones."""
+    """The most bytes of activations that each rank keeps at once; the sizes are as in `peak_live`. Schedules settle:
+    beyond a few rounds of the pipeline the peak is constant or grows evenly, so long ones are extrapolated from short
+    ones."""
     first, second = 4 * ranks, 5 * ranks
     if microbatches <= second:
         return _peaks(name, ranks, microbatches, virtual_stages, sizes, freed_by_input_grad)
@@ -160,7 +161,7 @@ def live_bytes(
 
 @lru_cache(maxsize=64)
 def named_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
-    """`Schedule.build`, done once for the schedules used last: many choices of memory have the same."""
+    """The schedule of `Schedule.build`, built once for the schedules used last: many choices of memory share it."""
     return Schedule.build(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
 
 

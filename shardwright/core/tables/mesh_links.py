@@ -1,4 +1,4 @@
-"""The links of a mesh on a cluster: looked up once, shared by all candidates of a search."""
+"""The links of a mesh on a cluster, looked up once and shared by all candidates of a search."""
 
 import math
 
@@ -10,7 +10,7 @@ from shardwright.core.tables.cost_tables import Place
 
 
 class Links:
-    """Groups, messages and devices of meshes on one cluster, remembered by where they begin."""
+    """The groups, message links and devices of meshes on one cluster, remembered by their first rank."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -37,7 +37,7 @@ class Links:
             pp, node_of = mesh.axis_size("pp"), self.cluster.node_of
             near = mesh.stride("pp")
             reach = (pp - 1) * near
-            # On nodes that are alike the ranks lie as before once both begin anew.
+            # On equal nodes the placement repeats once a pipeline and a node begin at the same rank.
             several = min(mesh.size, math.lcm(near * pp, self._period)) if self._period else mesh.size
             firsts = (rank for begin in range(0, several, near * pp) for rank in range(begin, begin + near))
             self._on_nodes[mesh] = (
@@ -50,8 +50,8 @@ class Links:
         return self._group(mesh.rank({"pp": pp}), mesh.axis_size(axis), mesh.stride(axis))
 
     def shard_groups(self, mesh: Mesh, pp: int, ways: int | None) -> tuple[Group, Group | None, int]:
-        """Of a data group divided into shard groups of ``ways`` (None: all of it): one of them, the replicas of one
-        shard (None where there is one group), and how many share."""
+        """The first shard group of a data group divided into groups of ``ways`` (None: one group), the replicas of its
+        first shard (None where there is one group), and the number of ranks that share."""
         members, stride = mesh.axis_size("dp"), mesh.stride("dp")
         count = ways or members
         first = mesh.rank({"pp": pp})
@@ -59,7 +59,7 @@ class Links:
         return self._group(first, count, stride), across, count
 
     def places(self, mesh: Mesh) -> tuple[tuple[Place, ...], ...]:
-        """For every pipeline rank the kinds of place that its ranks lie at, one where all are alike."""
+        """The kinds of place of each pipeline rank's ranks; one where all are alike."""
         if mesh not in self._places:
             pp = mesh.axis_size("pp")
             self._places[mesh] = tuple(
@@ -77,7 +77,7 @@ class Links:
         return min(self.cluster.memory_bytes(rank) for rank in self._representatives(mesh)[pp])
 
     def _representatives(self, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-        """For every pipeline rank one rank of each kind of device it has."""
+        """One rank of each kind of device, for each pipeline rank."""
         if mesh not in self._kinds:
             pp = mesh.axis_size("pp")
             if self.cluster.is_uniform:

@@ -1,4 +1,4 @@
-"""What units cost on every rank of a pipeline, and the best cut into stages."""
+"""The unit costs on every rank of a pipeline, and the best cut into stages."""
 
 import itertools
 from bisect import bisect_right
@@ -19,53 +19,54 @@ from shardwright.core.tables.stage_memory import stage_memories
 from shardwright.core.tables.unit_table import MemoryRequest, UnitTable
 
 EVEN_SHARE = 1.15
-"""How far above an equal share of the parameters a pipeline rank may be, beside one parameter that cannot be cut."""
+"""The most parameters of a pipeline rank, as a multiple of an equal share, beside one parameter that cannot be cut."""
 PRICE_OF_EVENNESS = 1.25
-"""How much longer the slowest stage may take for it."""
+"""The factor by which the slowest stage may take longer for an even cut."""
 LEAST_SHARE = 0.5
-"""What every stage has to do, of an equal share of the time, unless the slowest stage would take that much longer."""
+"""The least work of a stage, as a share of an equal part of the time, unless the slowest stage then took
+`PRICE_OF_EVENNESS` times as long."""
 UNCOUNTED_BYTES = 16 * 1024
-"""What no graph shows: losses and their seeds, an optimizer's count of its steps for each parameter, rows of statistics
-on their way between ranks."""
+"""The bytes that no graph shows: losses and their seeds, an optimizer's count of its steps for each parameter, rows of
+statistics on their way between ranks."""
 MOST_TRIES = 4
-"""Cuts tried with less memory each time, where what the matrices of a stage leave out does not fit beside it."""
+"""The number of cuts tried with less memory each time, where what the stage matrices leave out does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankWork:
-    """One pipeline rank."""
+    """The work of one pipeline rank."""
 
     seconds: float
-    """Of one microbatch, forward and backward."""
+    """Seconds of one microbatch, forward and backward."""
     collective_s: float
-    """Of them, tensor collectives."""
+    """The seconds of these that are tensor collectives."""
     once_s: float
-    """What is done once a step, whatever the number of microbatches."""
+    """Seconds of the work that is done once a step, whatever the number of microbatches."""
     elements: int
-    """Parameter entries that it trains."""
+    """The parameter entries that the rank trains."""
     held_elements: int
-    """All that it holds."""
+    """All parameter entries that the rank holds."""
     updated_elements: float
-    """Those that it trains, each as the share of the optimizer's step that was measured for it."""
+    """The entries that the rank trains, each times the measured share of the optimizer's step."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What one pipeline rank holds: entries of parameters, and bytes of one microbatch."""
+    """The holdings of one pipeline rank: entries of parameters, and bytes of one microbatch."""
 
     elements: int
     trained: int
     updated: int
-    """Of those that are trained, the ones whose optimizer states lie here."""
+    """The trained entries whose optimizer states are on this rank."""
     kept: int
     working: int
     sent: int
     batch: tuple[int, int]
-    """As `UnitTable.batch_bytes` has it."""
+    """The bytes of the batch, as in `UnitTable.batch_bytes`."""
     away: int
-    """Offloaded."""
+    """The offloaded bytes."""
     buffers: tuple[int, ...]
-    """Of the model: where it is there once, and where it is replicated."""
+    """The bytes of the model's buffers: without replicas, and with them."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class RankTables:
     limits_bytes: tuple[int, ...]
     """The memory of every pipeline rank's smallest device."""
     idle_lent: float = 0.0
-    """As of `StageCosts`."""
+    """The share of idle time that is lent, as in `StageCosts`."""
 
     @property
     def ranks(self) -> int:
@@ -92,16 +93,16 @@ class RankTables:
         return all(table is self.tables[0] for table in self.tables)
 
     def ends(self, starts: Sequence[int]) -> list[tuple[int, int]]:
-        """(first unit, end) of every stage."""
+        """The (first unit, end) of every stage."""
         return list(itertools.pairwise((*starts, self.units)))
 
     # Bounds ------------------------------------------------------------------------------------------------------
 
     @cached_property
     def alike(self) -> tuple[tuple[int, tuple[float, ...]], ...]:
-        """Of every kind of unit that stands more than once how many there are, and the least that one of them adds to
-        all before it, in parameter entries, those that are trained and bytes that are kept (what it shares with them
-        they hold already), and the bytes of its passes."""
+        """The number of units of every kind that occurs more than once, and the least that one of them adds to all
+        before it: parameter entries, trained entries, kept bytes (without what the units before it share with it), and
+        the bytes of its passes."""
         counts: dict[int, list[int]] = {}
         for index, unit in enumerate(self.tables[0].units):
             counts.setdefault(id(unit), []).append(index)
@@ -115,12 +116,12 @@ class RankTables:
         )
 
     def has_room(self, live: Sequence[int], held: int, held_bytes: float, trained_bytes: float) -> bool:
-        """Whether the ranks have room for the units that are alike, leaving the others out: False means that no cut
-        fits. ``held`` is how many stages each rank holds."""
+        """Whether the ranks have room for the units that are alike, leaving the others out; False means that no cut
+        fits. ``held`` is the number of stages on each rank."""
         for count, (elements, trained, kept, working) in self.alike:
             state, room = held_bytes * elements + trained_bytes * trained, 0
             for limit, alive in zip(self.limits_bytes, live, strict=True):
-                # Of n units in ``held`` stages one stage has at least n / held, whose activations count.
+                # With n units in ``held`` stages, one stage has at least n / held, whose activations count.
                 each = state + alive * kept / held
                 room += max(0, int((limit - working) / each)) if each > 0 else count
                 if room >= count:
@@ -134,8 +135,8 @@ class RankTables:
     def cut(self, placement: Sequence[int], live: Sequence[int], request: MemoryRequest) -> list[int] | None:
         """The first unit of every stage: least largest stage time among the cuts that fit, then least parameters.
 
-        Cuts that spread the parameters evenly (no rank above `EVEN_SHARE` of its share and the largest parameter) come
-        first, and before them those in which no stage idles (`LEAST_SHARE`), unless they are slower by more than
+        Cuts that spread the parameters evenly (no rank above `EVEN_SHARE` of its share plus the largest parameter) come
+        first, and before them those in which also no stage idles (`LEAST_SHARE`), unless they are slower by more than
         `PRICE_OF_EVENNESS`. None when no cut fits.
         """
         held = len(placement) // self.ranks
@@ -157,7 +158,7 @@ class RankTables:
         return None
 
     def free_cut(self, placement: tuple[int, ...]) -> tuple[int, ...]:
-        """The cut where memory does not bind: the same for all policies of memory."""
+        """The cut where memory does not bind, which is the same for all memory policies."""
         if placement not in self._free:
             stages = len(placement)
             found = self._fastest(placement, None)
@@ -203,7 +204,7 @@ class RankTables:
             cut = min_max_cut(times, elements, stages, wanted if fits is None else fits & wanted)
             if cut is not None and self._slowest(times, cut) <= longest:
                 return cut
-        # Single units are too large: some stage idles. What is left is spread over the others.
+        # Single units are too large, so some stage idles. The other units are spread over the other stages.
         cut = min_max_cut(times, elements, stages, even if fits is None else fits & even)
         if cut is None or (bound := self._slowest(times, cut)) > longest:
             return spread_cut(times, self._slowest(times, fastest), fits)
@@ -217,7 +218,7 @@ class RankTables:
     def memory(
         self, starts: Sequence[int], placement: Sequence[int], live: Sequence[int], request: MemoryRequest
     ) -> tuple[MemoryUse, ...]:
-        """What every pipeline rank holds, its stages together."""
+        """The memory of every pipeline rank, with all of its stages."""
         found = []
         held = self._held(tuple(starts), tuple(placement), summed=request.is_summed)
         activations = [of_rank.kept * count for count, of_rank in zip(live, held, strict=True)]
@@ -250,15 +251,15 @@ class RankTables:
         return tuple(found)
 
     def buffers(self, starts: Sequence[int], placement: Sequence[int], request: MemoryRequest) -> list[int]:
-        """What passes hold for a while on every rank."""
+        """The bytes that passes hold for a while, on every rank."""
         held = self._held(tuple(starts), tuple(placement), summed=request.is_summed)
         return [own.working + own.sent + UNCOUNTED_BYTES for own in held]
 
     def copies(
         self, starts: Sequence[int], placement: Sequence[int], activations: Sequence[int], request: MemoryRequest
     ) -> list[int]:
-        """What copies of gradients on their way to other replicas take beyond the buffers and so many bytes of
-        ``activations``, when these are gone."""
+        """The bytes of gradient copies on their way to other replicas, beyond the buffers and the given bytes of
+        ``activations`` that are gone by then."""
         if not request.bucket_bytes:
             return [0] * self.ranks
         key = tuple(starts), tuple(placement)
@@ -268,8 +269,8 @@ class RankTables:
         return [max(0, last - kept - own.working) for own, last, kept in rows]
 
     def _held(self, starts: tuple[int, ...], placement: tuple[int, ...], *, summed: bool) -> list["_Held"]:
-        """What every rank holds; where it has several stages, for one microbatch of its fullest. ``summed``: gradients
-        over replicas."""
+        """The holdings of every rank; where it has several stages, the bytes of one microbatch are of its fullest.
+        ``summed``: whether gradients are summed over replicas."""
         key = starts, placement, summed
         if key not in self._holdings:
             found = []
@@ -286,9 +287,9 @@ class RankTables:
                 )
                 sent = 0
                 if self.ranks > 1:  # a value and a gradient at either end, on their way or there before they are used
-                    # Stages of one rank run in turn: as much is on its way as for the one that has most. Compiled ones
-                    # are dispatched ahead, so that all have some; the gradient that such a backward makes for the stage
-                    # before, its passes hold already.
+                    # Stages of one rank run in turn: the one that sends most counts. Compiled stages are dispatched
+                    # ahead, so all of them count; the gradient that such a backward makes for the previous stage is
+                    # already among the bytes of its passes.
                     entering, together = (1, sum) if table.found_bytes else (2, max)
                     crossing = (0, *table.boundary_bytes[1:], 0)
                     constant = (0, *table.constant_bytes[1:], 0) if table.constant_bytes else (0,) * len(crossing)
@@ -303,8 +304,8 @@ class RankTables:
         return self._holdings[key]
 
     def _closing(self, starts: tuple[int, ...], placement: tuple[int, ...], width: int, bucket_bytes: int) -> list[int]:
-        """For every rank the most bytes beside its parameters, gradients and states while the last gradients become
-        whole and copies of all travel to other replicas."""
+        """The most bytes beside parameters, gradients and states, for each rank, while the last gradients are completed
+        and copies of all travel to other replicas."""
         key = starts, placement, width, bucket_bytes
         if key not in self._closings:
             found = []
@@ -327,7 +328,7 @@ class RankTables:
         return {}
 
     def keeping(self, units: Collection[int], offloaded: Collection[int] = ()) -> "RankTables":
-        """The same where these units are not recomputed, and those offloaded."""
+        """The same tables where ``units`` are kept and not recomputed, and ``offloaded`` ones are offloaded."""
         kept, away = frozenset(units), frozenset(offloaded)
         made = {id(table): replace(table, kept=kept, offloaded=away) for table in self.tables}
         return replace(self, tables=tuple(made[id(table)] for table in self.tables))
@@ -335,9 +336,9 @@ class RankTables:
     def kept_units(
         self, starts: Sequence[int], placement: Sequence[int], live: Sequence[int], request: MemoryRequest
     ) -> tuple[int, ...]:
-        """Of a cut that fits with every unit recomputed, those that need not be: on every rank the last of its stages'
-        repeated units, as many as there is room for. (The last ones, as a backward finds those after it done with.)
-        Copies of gradients are left out: they come when activations are gone."""
+        """The units that need no recomputing, for a cut that fits with every unit recomputed: on every rank the last
+        repeated units of its stages, as many as there is room for. (The last ones, because a backward finds the units
+        after it finished.) Copies of gradients are left out: they appear when activations are gone."""
         memory, found = self.memory(starts, placement, live, replace(request, bucket_bytes=0)), []
         for rank, (use, limit, count) in enumerate(zip(memory, self.limits_bytes, live, strict=True)):
             table = self.tables[rank]
@@ -357,7 +358,7 @@ class RankTables:
     def kept_but_one(
         self, kept: tuple[int, ...], starts: Sequence[int], placement: Sequence[int], memory: Sequence[MemoryUse]
     ) -> tuple[int, ...]:
-        """The same without the first that is kept on every rank that has too little memory."""
+        """The kept units without the first one on every rank that has too little memory."""
         rank_of = {unit: placement[bisect_right(starts, unit) - 1] for unit in kept}
         first: dict[int, int] = {}
         for unit, rank in rank_of.items():
@@ -366,8 +367,8 @@ class RankTables:
         return tuple(unit for unit in kept if first.get(rank_of[unit]) != unit)
 
     def offloaded_units(self, starts: Sequence[int], placement: Sequence[int]) -> tuple[int, ...]:
-        """Of the units that a cut recomputes, those that are better offloaded: of every stage the first ones, whose
-        activations are needed last, as many as make its passes shortest (KARMA, arXiv 2008.11421)."""
+        """The recomputed units of a cut that are better offloaded: of every stage the first ones, whose activations are
+        needed last, as many as make its passes shortest (KARMA, arXiv 2008.11421)."""
         found: list[int] = []
         for stage, (a, b) in enumerate(self.ends(starts)):
             table = self.tables[placement[stage]]
@@ -383,11 +384,11 @@ class RankTables:
         return tuple(found)
 
     def over_bytes(self, memory: Sequence[MemoryUse]) -> int:
-        """What the fullest rank lacks, 0 when all fits."""
+        """The bytes that the fullest rank lacks, 0 when all fits."""
         return max(0, *(use.total_bytes - limit for use, limit in zip(memory, self.limits_bytes, strict=True)))
 
     def stage_costs(self, starts: Sequence[int], placement: Sequence[int]) -> StageCosts:
-        """What the stages of a cut cost for one microbatch."""
+        """The costs of a cut's stages for one microbatch."""
         forward, input_grad, weight_grad, kept, freed = [], [], [], [], []
         for stage, (a, b) in enumerate(self.ends(starts)):
             table = self.tables[placement[stage]]
@@ -405,7 +406,7 @@ class RankTables:
         )
 
     def work(self, starts: Sequence[int], placement: Sequence[int]) -> list["RankWork"]:
-        """What every rank does and holds, its stages together."""
+        """The work of every rank, with all of its stages."""
         found = [RankWork(0.0, 0.0, 0.0, 0, 0, 0.0)] * self.ranks
         for stage, (a, b) in enumerate(self.ends(starts)):
             rank, table = placement[stage], self.tables[placement[stage]]
@@ -421,7 +422,7 @@ class RankTables:
         return found
 
     def tied(self, starts: Sequence[int], placement: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
-        """(pipeline ranks, entries) of every trained parameter that several ranks hold."""
+        """The (pipeline ranks, entries) of every trained parameter that several ranks hold."""
         found = []
         for tie in self.tables[0].ties:
             ranks = sorted({placement[bisect_right(starts, unit) - 1] for unit in tie.users})
@@ -430,11 +431,11 @@ class RankTables:
         return found
 
     def with_limit(self, limit_bytes: int) -> "RankTables":
-        """The same on devices of another memory."""
+        """The same tables on devices of another memory."""
         return replace(self, limits_bytes=(limit_bytes,) * self.ranks)
 
 
 def _update_share(units: Sequence[UnitCost]) -> float:
-    """What the optimizer's step on the units takes of what is counted for it; 1 where they train nothing."""
+    """The share of the counted optimizer time that the step on the units takes; 1 where they train nothing."""
     trained = sum(unit.trained_elements for unit in units)
     return sum(unit.update_share * unit.trained_elements for unit in units) / trained if trained else 1.0

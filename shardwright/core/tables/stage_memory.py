@@ -1,8 +1,8 @@
-"""The memory of every stage of a rank, counted from its units: the sizes that `core.schedule.peak_memory` walks with.
+"""The memory of every stage of a rank, counted from its units: the sizes that `core.schedule.peak_memory` uses.
 
-Gradients and activations are not all there at once: a backward goes unit by unit, and makes gradients as it gives
-activations up. So the first and the last backward of every stage are counted unit by unit: the gradients of one unit,
-and the copies of those behind it, beside its activations.
+Gradients and activations do not all exist at once: a backward goes unit by unit, and makes gradients while it frees
+activations. So the first and the last backward of every stage are counted unit by unit: the activations of the
+units up to one, and beside them the gradients of that unit and those behind it, and the copies of those behind it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,14 +22,14 @@ def stage_memories(
 ) -> dict[int, StageMemory]:
     """The memory of each stage of a rank, with gradients of ``gradient_width`` bytes an entry.
 
-    ``ends`` are the (first unit, end) of every stage, ``first`` the stages in the order of their first backward,
-    ``last`` from the one that is done last to the one that is done first. A parameter that several of them use has one
-    gradient, which the first of them makes and the last makes whole.
+    ``ends`` gives the (first unit, end) of every stage, ``first`` the stages in the order of their first backward, and
+    ``last`` the stages from the last to finish to the first to finish. A parameter that several stages use has one
+    gradient, which the first of them makes and the last completes.
     """
 
     def that_share(stage: int, others: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Of ``others`` those that use a trained parameter of ``stage`` too, each by its (first unit, end): a stage's
-        bytes depend on no others, so that cuts which differ elsewhere share what was counted."""
+        """The (first unit, end) of each of ``others`` that uses a trained parameter of ``stage`` too. A stage's bytes
+        depend on no others, so cuts that differ elsewhere share what was counted."""
         return tuple(ends[other] for other in others if table.shares_parameters(ends[stage], ends[other]))
 
     found = {}
@@ -49,7 +49,7 @@ def _stage_memory(
     after: Sequence[tuple[int, int]],
     gradient_width: int,
 ) -> StageMemory:
-    """The memory of one stage; ``before`` are other stages whose first backward comes before its own, and ``after``
+    """The memory of one stage. ``before`` are other stages whose first backward comes before its own, and ``after``
     those whose last backward comes after its own."""
     first, end = units
     saved = table.range_kept[first, first + 1 : end + 1]

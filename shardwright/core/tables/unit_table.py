@@ -1,4 +1,4 @@
-"""Stages from units: what any run of units costs in time and memory."""
+"""Stages made of units: the time and memory of any run of units."""
 
 import itertools
 import math
@@ -28,9 +28,9 @@ class Tie:
     """A parameter that several units use."""
 
     users: tuple[int, ...]
-    """The units, in order."""
+    """The units that use it, in order."""
     elements: int
-    """Its entries on one rank."""
+    """The entries of the parameter on one rank."""
     is_trained: bool
 
 
@@ -40,56 +40,57 @@ class UnitTable:
 
     units: tuple[UnitCost, ...]
     boundary_bytes: tuple[int, ...]
-    """For every unit, the bytes that enter it from before."""
+    """The bytes that enter each unit from before."""
     boundary_s: tuple[float, ...]
     ties: tuple[Tie, ...]
     largest_parameter: int
-    """Entries of the largest parameter, on one rank."""
+    """The entries of the largest parameter, on one rank."""
     recompute: Recompute
     repeated: tuple[bool, ...]
-    """Whether a unit has others like it: full recompute is of these. What comes before and after them, embeddings and
-    head, is kept: the backward of the head follows its forward at once, so that recomputing it would save nothing."""
+    """Whether each unit has others like it: only these are recomputed in full. The units before and after them,
+    embeddings and head, are kept: the backward of the head follows its forward at once, so recomputing it would save
+    nothing."""
     kept: frozenset[int] = frozenset()
-    """Units that keep their activations although they could be recomputed."""
+    """The units that keep their activations although they could be recomputed."""
     offloaded: frozenset[int] = frozenset()
-    """Units whose activations are on the host between forward and backward."""
+    """The units whose activations are on the host between forward and backward."""
     host_bytes_per_s: float = math.inf
-    """Over the link to the host, in one direction."""
+    """The bandwidth of the link to the host, in one direction."""
     shared: tuple[tuple[SharedValue, int], ...] = ()
-    """Values that several units hold, and their bytes on one rank."""
+    """The values that several units share, and their bytes on one rank."""
     arrivals: tuple[int, ...] = ()
-    """Of each of these its bytes where it comes from another rank, and stays until its gradient goes back there. Empty:
-    what arrives stays only as long as it is read."""
+    """The bytes of each shared value where it comes from another rank and stays until its gradient goes back there.
+    Empty where a value that arrives stays only as long as it is read."""
     twice_bytes: tuple[int, ...] = ()
-    """For every unit what it and the next one keep less together than each for itself where both keep all: counted in
-    place of what they share. Empty: not known."""
+    """The bytes by which each unit and the next one keep less together than separately, where both keep all; they are
+    counted in place of what the two share. Empty where this is not known."""
     batch: tuple[tuple[int, bool, tuple[int, ...]], ...] = ()
-    """Of every tensor of the batch its bytes for one microbatch, whether each microbatch has its own part of it, and
+    """The bytes of every tensor of the batch for one microbatch, whether each microbatch has its own part of it, and
     the units that read it."""
     model_buffers: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """Of every buffer of the model its bytes, and the units that use it."""
+    """The bytes of every buffer of the model, and the units that use it."""
     remembered_bytes: tuple[int, ...] = ()
-    """For every unit what each of several replicas remembers of its running statistics. Empty: nothing."""
+    """The bytes of running statistics that each of several replicas remembers, for each unit. Empty: none."""
     batch_is_everywhere: bool = False
-    """Whether every rank is given the batch, whatever it reads of it."""
+    """Whether every rank is given the whole batch, whatever it reads of it."""
     waiting_bytes: tuple[int, ...] = ()
-    """For every unit, of the gradients that pass it by: of values made before it and read after it. Empty: none."""
+    """The bytes of waiting gradients for each unit, of values made before it and read after it. Empty: none."""
     constant_bytes: tuple[int, ...] = ()
-    """For every unit, the bytes that enter it from before of values without a gradient. Empty: none."""
+    """The bytes that enter each unit from before, of values without a gradient. Empty: none."""
     given_stay: bool = False
-    """Whether the gradients that a stage is given by the next stay to the end of its backward."""
+    """Whether the gradients that a stage is given by the next one stay to the end of its backward."""
     ties_have_one_home: bool = False
-    """As in `MemoryTraits`."""
+    """The trait of the same name in `MemoryTraits`."""
     found_bytes: int = 0
-    """Of the gradient of one parameter entry that waits until a stage's backward is done and its gradients are added up
-    together; 0 where each is added as soon as it is there."""
+    """The bytes of the gradient of one parameter entry that waits until a stage's backward is done and its gradients
+    are added up together; 0 where each is added as soon as it is made."""
     looked_up: tuple[int, ...] = ()
-    """Of a unit's trained parameter entries, those of tables that are looked up alone, here alone: their gradients come
-    when the passes of a stage that begins here are over. Empty: none."""
+    """The trained parameter entries of each unit that are in tables read by look-ups of this unit alone: their
+    gradients come when the passes of a stage that begins here are over. Empty: none."""
 
     @cached_property
     def modes(self) -> list[Mode]:
-        """What each unit does under the policy of the whole."""
+        """The treatment of each unit's activations under the policy of the whole."""
         return [
             "offload"
             if unit in self.offloaded
@@ -101,15 +102,15 @@ class UnitTable:
 
     @cached_property
     def swapped_s(self) -> NDArray[np.float64]:
-        """For every unit the time that its activations take to the host, and back."""
+        """The time that the activations of each unit take to the host, and again back."""
         sent = [u.saved_bytes if mode == "offload" else 0 for u, mode in zip(self.units, self.modes, strict=True)]
         return np.array(sent) / self.host_bytes_per_s
 
     def passes_s(self, first: int, end: int) -> tuple[float, float]:
         """Seconds of the forward and of the backward of a stage of units ``first`` … ``end`` - 1 for one microbatch.
 
-        What is offloaded travels while the stage computes, out in the forward and back in the backward: the longer of
-        the two counts (KARMA, arXiv 2008.11421, for blocks that are alike: max(F, S) and max(B + rF, S)).
+        Offloaded activations travel while the stage computes, out in the forward and back in the backward, and the
+        longer of the two counts (KARMA, arXiv 2008.11421, for blocks that are alike: max(F, S) and max(B + rF, S)).
         """
         units, swapped = self.units[first:end], float(self.swapped_s[first:end].sum())
         backward = sum(u.input_grad_s + u.weight_grad_s for u in units) + float(self.again_s[first:end].sum())
@@ -117,19 +118,19 @@ class UnitTable:
 
     @cached_property
     def again_s(self) -> NDArray[np.float64]:
-        """What is computed again of every unit."""
+        """Seconds of recomputation for each unit."""
         modes = self.modes
         return np.array([recomputed_s(u, mode) for u, mode in zip(self.units, modes, strict=True)])
 
     @cached_property
     def seconds(self) -> NDArray[np.float64]:
-        """Forward and backward of every unit, what is computed again included."""
+        """Seconds of each unit's forward and backward, with recomputation."""
         total: NDArray[np.float64] = np.array([u.total_s for u in self.units]) + self.again_s
         return total
 
     @cached_property
     def range_seconds(self) -> Matrix:
-        """``[a, b]``: a stage of units a … b-1, with the transfer of what enters it and of its gradient."""
+        """Seconds ``[a, b]`` of a stage of units a … b-1, with the transfer of what enters it and of its gradient."""
         entering = np.array([*self.boundary_s, 0.0])
         entering[0] = 0.0
         if not self.offloaded:
@@ -145,12 +146,12 @@ class UnitTable:
 
     @cached_property
     def range_elements(self) -> Matrix:
-        """Parameters on a rank that holds units a … b-1; a parameter that several of them use counts once."""
+        """The parameters on a rank that holds units a … b-1; a parameter that several of them use counts once."""
         return self._once([u.parameter_elements for u in self.units], self.ties)
 
     @cached_property
     def range_trained(self) -> Matrix:
-        """The same of the parameters that are trained, which alone have gradients."""
+        """The trained parameters on a rank that holds units a … b-1; these alone have gradients."""
         return self._once([u.trained_elements for u in self.units], [tie for tie in self.ties if tie.is_trained])
 
     def _once(self, elements: Sequence[int], ties: Sequence[Tie]) -> Matrix:
@@ -161,8 +162,8 @@ class UnitTable:
         return found
 
     def trained_from(self, first: int, end: int, others: Sequence[tuple[int, int]]) -> NDArray[np.float64]:
-        """For every unit of a stage the trained entries of it and of those after it, without those that the stages
-        ``others``, of the same rank, use too."""
+        """The trained entries of each unit of a stage and of those after it, without those that the stages ``others``,
+        of the same rank, use too."""
         entries: NDArray[np.float64] = self.range_trained[first:end, end].copy()
         for tie in self.ties:
             mine = [unit - first for unit in tie.users if first <= unit < end]
@@ -171,7 +172,7 @@ class UnitTable:
         return entries
 
     def shares_parameters(self, one: tuple[int, int], other: tuple[int, int]) -> bool:
-        """Whether a trained parameter is used by two stages, each given by its first unit and its end."""
+        """Whether two stages, each given by its first unit and its end, use the same trained parameter."""
         return any(
             tie.is_trained and all(any(a <= unit < b for unit in tie.users) for a, b in (one, other))
             for tie in self.ties
@@ -179,13 +180,13 @@ class UnitTable:
 
     @cached_property
     def stage_memories(self) -> dict[object, StageMemory]:
-        """The memory of stages, as far as it was counted (`core.tables.stage_memory`): many cuts have the same."""
+        """The stage memories counted so far (`core.tables.stage_memory`); many cuts have the same stages."""
         return {}
 
     @cached_property
     def range_kept(self) -> Matrix:
-        """Bytes of activations that a stage of units a … b-1 keeps for one microbatch; a value that several of its
-        units hold counts once."""
+        """The bytes of activations that a stage of units a … b-1 keeps for one microbatch; a value that several of its
+        units share counts once."""
         modes = self.modes
         kept = range_sums([kept_bytes(u, mode) for u, mode in zip(self.units, modes, strict=True)])
         neighbours = enumerate(itertools.pairwise(modes)) if self.twice_bytes else ()
@@ -205,9 +206,9 @@ class UnitTable:
 
     @cached_property
     def range_freed_by_input_grad(self) -> Matrix:
-        """Bytes of the activations that a stage of units a … b-1 keeps for one microbatch, of those that the input
-        gradient of a split backward is the last to read: the weight gradient needs the factors of the gradients of
-        weights. Counted where nothing is recomputed, and what arrived from another rank as if it stayed."""
+        """The bytes of activations, kept for one microbatch by a stage of units a … b-1, that the input gradient of a
+        split backward is the last to read: the weight gradient needs only the factors of the gradients of weights. They
+        are counted where nothing is recomputed, and a value that arrived from another rank counts as if it stayed."""
         put_off = range_sums([u.saved_bytes if u.put_off_bytes is None else u.put_off_bytes for u in self.units])
         recomputed = range_sums([mode != "none" for mode in self.modes])
         arrived = np.array([0, *self.boundary_bytes[1:], 0])[:, None]
@@ -216,7 +217,7 @@ class UnitTable:
         return freed
 
     def _add_arrival(self, kept: Matrix, value: SharedValue, size: int) -> None:
-        """Count a value in stages that it enters and of which no unit keeps it."""
+        """Count a value in the stages that it enters and in which no unit keeps it."""
         holders = {unit for unit in value.keepers if self.modes[unit] not in ("full", "offload")}
         holders |= {unit for unit in value.enterers if self.modes[unit] == "full"}
         if holders.issuperset(value.enterers):
@@ -229,8 +230,8 @@ class UnitTable:
 
     @cached_property
     def beside_bytes(self) -> NDArray[np.float64]:
-        """For every unit what its passes hold beside kept activations: values and gradients under way, and under full
-        recompute all that it computes again. Of offloaded units two are there at once: one on its way, one in use."""
+        """The bytes that each unit's passes hold beside kept activations: values and gradients under way, and all that
+        is recomputed. Two offloaded units exist at once: one on its way, one in use."""
         again = [
             2 * u.saved_bytes
             if mode == "offload"
@@ -244,8 +245,8 @@ class UnitTable:
         return beside
 
     def batch_bytes(self, held: Sequence[tuple[int, int]]) -> tuple[int, int]:
-        """Bytes of the batch on a rank of these stages: of what all microbatches share, and of one microbatch's
-        part."""
+        """The bytes of the batch on a rank of these stages: those that all microbatches share, and those of one
+        microbatch's part."""
         sizes = [0, 0]
         for size, is_divided, readers in self.batch:
             if self.batch_is_everywhere or any(a <= unit < b for unit in readers for a, b in held):
@@ -253,14 +254,14 @@ class UnitTable:
         return sizes[0], sizes[1]
 
     def model_buffers_bytes(self, held: Sequence[tuple[int, int]], *, replicated: bool) -> int:
-        """Bytes of the model's buffers on a rank of these stages, with what it remembers where it is ``replicated``."""
+        """The bytes of the model's buffers on a rank of these stages; ``replicated``: with those remembered."""
         used = sum(size for size, users in self.model_buffers if any(a <= unit < b for unit in users for a, b in held))
         return used + (sum(sum(self.remembered_bytes[a:b]) for a, b in held) if replicated else 0)
 
     @cached_property
     def range_working(self) -> Matrix:
-        """What the passes of one microbatch hold beside the kept activations. The backward of a unit finds the units
-        after it done with."""
+        """The bytes that the passes of one microbatch hold beside the kept activations. The backward of a unit finds
+        the units after it finished."""
         return self._working(self.beside_bytes + self.found_bytes * np.array([u.trained_elements for u in self.units]))
 
     @cached_property
@@ -268,8 +269,8 @@ class UnitTable:
         return self._working(self.beside_bytes)
 
     def given_bytes(self, first: int, end: int) -> NDArray[np.float64]:
-        """For every unit of a stage what its backward holds more as the gradients from the next stage stay: the last
-        unit reads them itself."""
+        """The bytes that each unit's backward holds in addition because the gradients from the next stage stay; the
+        last unit reads them itself."""
         found = np.zeros(end - first)
         if self.given_stay and end < len(self.units):
             found[:] = self.boundary_bytes[end]
@@ -290,8 +291,8 @@ class UnitTable:
         return working
 
     def stage_working(self, first: int, end: int, *, summed: bool = False) -> int:
-        """The same of one of several stages, with the gradients that wait. Where they are ``summed`` over replicas, all
-        are there twice at the end, as terms and as sums."""
+        """The bytes that the passes of one of several stages hold beside kept activations, with the gradients that
+        wait. Where these are ``summed`` over replicas, all exist twice at the end, as terms and as sums."""
         if not self.found_bytes:
             return int(self.range_working[first, end])
         found = self.found_bytes * self.range_trained[first, end]
@@ -301,9 +302,9 @@ class UnitTable:
     def range_memory(
         self, live: float, held_bytes: float, trained_bytes: float, copied_bytes_per_element: float = 0
     ) -> Matrix:
-        """Peak bytes of a stage with ``live`` microbatches under way, or when its gradients are there twice, as copies
-        on their way to other replicas. A parameter entry takes ``held_bytes``, and ``trained_bytes`` beside them if it
-        is trained."""
+        """The peak bytes of a stage with ``live`` microbatches under way, or when its gradients exist twice, as copies
+        on their way to other replicas. A parameter entry takes ``held_bytes``, and ``trained_bytes`` more if it is
+        trained."""
         passes = live * self.range_kept + self.range_working
         if copied_bytes_per_element:
             passes = np.maximum(passes, copied_bytes_per_element * self.range_trained)
@@ -311,7 +312,7 @@ class UnitTable:
         return memory
 
     def tied_twice(self, held: Sequence[tuple[int, int]], *, trained: bool = False) -> int:
-        """Entries of parameters that two stages of one rank share; of those that are ``trained`` alone, if asked."""
+        """The entries of parameters that two stages of one rank share; with ``trained``, only of trained ones."""
         extra = 0
         for tie in self.ties:
             stages = sum(any(a <= u < b for u in tie.users) for a, b in held)
@@ -319,7 +320,7 @@ class UnitTable:
         return extra
 
     def updated_elsewhere(self, held: Sequence[tuple[int, int]]) -> int:
-        """Of the parameters that the stages of one rank use, entries whose optimizer states lie on another rank."""
+        """The entries of the parameters that a rank's stages use whose optimizer states are on another rank."""
         if not self.ties_have_one_home:
             return 0
         return sum(
@@ -332,28 +333,28 @@ class UnitTable:
 
 
 MANY = 1 << 20
-"""Entries of which the bytes of one are averaged: sharded bytes are rounded up."""
+"""The number of entries over which the bytes of one are averaged, because sharded bytes are rounded up."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRequest:
-    """What decides the bytes of a parameter, and how many there may be."""
+    """The choices that decide the bytes of a parameter, and the limit of the bytes."""
 
     limit_bytes: int
     precision: str
     optimizer: str
     shard: int
     ways: int
-    """Ranks that share the sharded part."""
+    """The number of ranks that share the sharded part."""
     gradient_precision: str | None = None
     bucket_bytes: int = 0
-    """Of the copies in which gradients are summed over the data axis (`MemoryTraits.bucket_bytes`); 0: none."""
+    """The bytes of the copies that sum gradients over the data axis (`MemoryTraits.bucket_bytes`); 0: no copies."""
     microbatches: int = 1
-    """Whose part of the batch lies on a rank all through a step."""
+    """The number of microbatches whose part of the batch stays on a rank all through a step."""
     is_replicated: bool = False
     """Whether there are several replicas."""
     gradients_when_made: bool = False
-    """As in `MemoryTraits`."""
+    """The trait of the same name in `MemoryTraits`."""
 
     @property
     def is_summed(self) -> bool:
@@ -362,17 +363,17 @@ class MemoryRequest:
 
     @property
     def gradient_width(self) -> int:
-        """Bytes of one entry of a gradient."""
+        """The bytes of one entry of a gradient."""
         return PRECISION_BYTES[self.gradient_precision or self.precision]
 
     @property
     def held_bytes(self) -> float:
-        """Bytes of one parameter entry by itself, on one rank."""
+        """The bytes of one parameter entry by itself, on one rank."""
         return self._many[0] / MANY
 
     @property
     def trained_bytes(self) -> float:
-        """What one takes beside that if it is trained: its gradient and optimizer states."""
+        """The bytes that a trained entry takes beside that: its gradient and optimizer states."""
         return sum(self._many[1:]) / MANY
 
     @property

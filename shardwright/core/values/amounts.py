@@ -2,7 +2,7 @@
 
 
 def bytes_text(size: float) -> str:
-    """``1.5 GiB``."""
+    """A size as text: ``1.5 GiB``."""
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit:
             return f"{_three_digits(size / unit)} {name}"
@@ -10,7 +10,7 @@ def bytes_text(size: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """``12.3 ms``."""
+    """A time as text: ``12.3 ms``."""
     for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if seconds >= unit:
             return f"{_three_digits(seconds / unit)} {name}"
@@ -18,7 +18,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def count_text(count: int) -> str:
-    """``1.56 B``: parameters, in thousands, millions, billions or trillions."""
+    """A count as text: ``1.56 B``, in thousands, millions, billions or trillions."""
     for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
         if count >= unit:
             return f"{_three_digits(count / unit)} {name}"

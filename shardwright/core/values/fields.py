@@ -1,6 +1,6 @@
 """Fields that users give, checked by their annotations: whole numbers in a range, one of some words, yes or no.
 
-A class says in its annotations what each field may be (`Count`, a Literal, `Words`), and with `Option` what it means to
+The annotations of a class say what each field may be (`Count`, a Literal, `Words`), and with `Option` what it means to
 who asks for it. The check, the arguments of `plan()`, the command line's options and the plan file follow from these.
 """
 
@@ -16,7 +16,7 @@ from shardwright.core.errors import ShardwrightError, nearest
 from shardwright.core.values.text_files import printable
 
 MOST = 1 << 40
-"""Of any size that is asked for: more samples or ranks than there are, and small enough for sums of 64 bits."""
+"""The most of any size asked for: more samples or ranks than there are, and small enough for sums of 64 bits."""
 
 
 def _is_printable(text: str) -> bool:
@@ -30,19 +30,19 @@ Seconds = Annotated[float, Ge(0), Le(1e12)]
 Rate = Annotated[float, Ge(1e-30), Le(1e30)]
 Share = Annotated[float, Ge(0), Le(1)]
 Text = Annotated[str, Predicate(_is_printable)]
-"""Names and sentences: what they hold reaches terminals."""
+"""The type of names and sentences, which must be printable because they reach terminals."""
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """One of some words, which are known when they are asked for."""
+    """A restriction of a field to some words, which are looked up when they are needed."""
 
     known: Callable[[], Collection[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """One of some whole numbers."""
+    """A restriction of a field to some whole numbers."""
 
     known: tuple[int, ...]
 
@@ -53,7 +53,7 @@ class Option:
 
     Attributes:
         means: a sentence that completes the field's name, for the documentation of `plan()` and of the command line.
-        without: what None does.
+        without: the effect of None.
     """
 
     means: str
@@ -66,12 +66,13 @@ class Field:
 
     name: str
     kind: type | None
-    """int, bool, str, tuple (of whole numbers); None: it has values of its own, which its class checks."""
+    """The type of its values: int, bool, str, tuple (of whole numbers). None: it has values of its own, which its class
+    checks."""
     least: int = 0
     most: int = MOST
     choices: tuple[int, ...] = ()
     words: Words | None = None
-    """For whole numbers beside them, or alone, the words that it may be."""
+    """The words that the field may be, beside whole numbers or alone."""
     optional: bool = False
     option: Option | None = None
 
@@ -144,7 +145,7 @@ def _field(name: str, hint: Any) -> Field:
 
 
 def _read(hint: Any, kinds: set[type], found: dict[str, Any], words: list[str]) -> None:
-    """Collect what one annotation says: the kinds of its values, their range, words and option."""
+    """Collect the facts that one annotation gives: the kinds of its values, their range, words and option."""
     origin = get_origin(hint)
     if origin is Annotated:
         inner, *metadata = get_args(hint)

@@ -9,14 +9,14 @@ from pathlib import Path
 from shardwright.core.errors import ShardwrightError
 
 MOST_BYTES = 64 << 20
-"""Of any file that is read: the plan of a model with tens of thousands of parameters has less."""
+"""The most bytes of any file that is read: the plan of a model with tens of thousands of parameters has less."""
 _LONG_KEY = re.compile(r"""(?:(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){32}""")
-"""A dotted key of more than 32 parts: a reader of TOML takes time in the square of their number."""
+"""A pattern for a dotted key of more than 32 parts: a reader of TOML takes time in the square of their number."""
 
 
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters (escape codes move cursors and set titles), marks that turn the direction of text around, and
-halves of characters, which no terminal can be sent. Tabs and line ends are not among them."""
+"""A pattern for control characters (escape codes move cursors and set titles), marks that turn the direction of text
+around, and halves of characters, which no terminal can be sent. Tabs and line ends are not among them."""
 
 
 def printable(text: str) -> str:
@@ -32,7 +32,7 @@ def visible(text: str) -> str:
 
 
 def path_of(path: object, error: type[ShardwrightError]) -> Path:
-    """What a user gave as a path. Raises ``error`` when it is none."""
+    """The path that a user gave. Raises ``error`` when it is none."""
     if not isinstance(path, str | os.PathLike):
         raise error(f"{path!r} is not the path of a file: expected text, or a Path")
     found = os.fspath(path)
@@ -58,7 +58,7 @@ def read_text(path: Path, error: type[ShardwrightError], what: str = "file", mos
 
 
 def write_text(path: Path, text: str, error: type[ShardwrightError]) -> None:
-    """Write a file: whole or not at all. What stood there before stays until the new text is on the disk.
+    """Write a file, whole or not at all. What stood there before stays until the new text is on the disk.
 
     Raises ``error`` when the system does not let it; then the file is as it was.
     """

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from shardwright.core.errors import ClusterError
 
 ORIGINS = ("data sheet", "paper", "price list", "measured", "fitted", "prior", "derived", "user")
-"""How the text of an origin begins, before its colon. A *prior* is a published or assumed value that a fit may move."""
+"""The words with which the text of an origin begins, before its colon. A *prior* is a published or assumed value that a
+fit may move."""
 
 
 def positive(

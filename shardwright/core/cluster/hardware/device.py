@@ -1,4 +1,4 @@
-"""A device: what one rank computes on, and the profile that joins it to its usual links."""
+"""The device that one rank computes on, and the profile that joins it to its usual links."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
 @dataclass(frozen=True, slots=True)
 class MeasuredProduct:
-    """How fast one product of m × k by k × n ran. Raises ClusterError for sizes or a rate that cannot be."""
+    """The rate at which one product of m × k by k × n ran. Raises ClusterError for sizes or a rate that cannot be."""
 
     precision: str
     m: int
@@ -38,19 +38,19 @@ class MeasuredProduct:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredUnit:
-    """What one microbatch of one class of units of a model took on one device.
+    """The measured time of one microbatch of one class of units of a model on one device.
 
     model: the framework and the digest of the model's structure.
-    unit_class: as a plan at that tensor degree tells units apart (`Costs.unit_classes`).
-    tensor_degree: the ranks that shared the unit, collectives among them included; 1: it ran whole.
-    layouts: how they shared it (`op_layouts.digest`); "" where it ran whole.
+    unit_class: the class, as a plan at that tensor degree tells units apart (`Costs.unit_classes`).
+    tensor_degree: the number of ranks that shared the unit, collectives among them included; 1: it ran whole.
+    layouts: the digest of the layouts by which they shared it (`op_layouts.digest`); "" where it ran whole.
     step_s: its part, by entries of the parameters of the fullest stage, of what a step took beside its microbatches and
         above what is counted for gradients and optimizer: handing out the batch, starting and ending.
-    update_share: what the optimizer's step takes of what is counted for it: below 1 where a step took less than is
-        counted, as small parameters stay in a cache.
-    in_stages: it ran in a pipeline of several stages, not in one stage.
-    idle_lent: of a pipeline whose ranks share a machine, how much of what idle ranks left unused those at work got
-        (`StageCosts`).
+    update_share: the time of the optimizer's step, as a share of what is counted for it: below 1 where a step took less
+        than is counted, as small parameters stay in a cache.
+    in_stages: whether it ran in a pipeline of several stages, not in one stage.
+    idle_lent: the share of what idle ranks left unused that ranks at work got, in a pipeline whose ranks share a
+        machine (`StageCosts`).
 
     Raises ClusterError for a count or a time that cannot be.
     """
@@ -87,26 +87,26 @@ class MeasuredUnit:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One rank's device.
+    """The device of one rank.
 
     memory_bytes: its whole memory; ``reserved_memory_bytes`` of it go to the driver, the runtime and the communication
         library before a model has any.
     peak_flops_per_s: dense peak of matrix products, by precision; a precision that is absent is not supported.
     memory_bandwidth_bytes_per_s: peak of its own memory.
-    kernel_launch_s: what one op costs at least, however small.
+    kernel_launch_s: the least that one op costs, however small.
     matmul_efficiency, memory_efficiency: the share of the peaks that large ops reach.
-    host_link_bandwidth_bytes_per_s: to the host's memory, in one direction.
+    host_link_bandwidth_bytes_per_s: the bandwidth to the host's memory, in one direction.
     compute_units: the multiprocessors that share out the tiles of a matrix product; None: no such rounding.
     tile_depth: the contracted entries that a tile's start and end cost, beside its own; None: nothing.
-    vector_efficiency: the share of the memory bandwidth that everything but products reaches, its traffic counted as
-        if chains of elementwise ops ran as one kernel each; None: memory_efficiency.
+    vector_efficiency: the share of the memory bandwidth that everything but products reaches, its traffic counted as if
+        chains of elementwise ops ran as one kernel each; None: memory_efficiency.
     dispatch_s: the host's time to issue one product or one such chain, forward; None: kernel_launch_s.
     optimizer_efficiency: the share of the memory bandwidth that an optimizer's step reaches, its traffic counted as if
         it were one kernel; None: memory_efficiency.
     measured_products: rates of products measured on this device, which stand in for peak, tiles and efficiency.
-    measured_units: what units of some models took on this device, which stands in for the sum of their ops.
-    price_usd_per_hour: of one device, None when not known; 0 of machines of one's own.
-    origins: for each constant, where it comes from.
+    measured_units: times of units of some models measured on this device, which stand in for the sum of their ops.
+    price_usd_per_hour: the price of one device; None when not known; 0 for machines of one's own.
+    origins: the source of each constant.
 
     Raises ClusterError when a constant is not positive and finite, or an efficiency is above 1.
     """
@@ -178,18 +178,18 @@ class Device:
 
     @property
     def usable_memory_bytes(self) -> int:
-        """What is left for the model."""
+        """The memory that is left for the model."""
         return self.memory_bytes - self.reserved_memory_bytes
 
     @property
     def vector_bandwidth_bytes_per_s(self) -> float:
-        """What everything but matrix products reaches, by the traffic of fused chains."""
+        """The memory bandwidth that everything but matrix products reaches, by the traffic of fused chains."""
         efficiency = self.memory_efficiency if self.vector_efficiency is None else self.vector_efficiency
         return self.memory_bandwidth_bytes_per_s * efficiency
 
     @property
     def optimizer_bandwidth_bytes_per_s(self) -> float:
-        """What an optimizer's step reaches, by the traffic of a single kernel."""
+        """The memory bandwidth that an optimizer's step reaches, by the traffic of a single kernel."""
         efficiency = self.memory_efficiency if self.optimizer_efficiency is None else self.optimizer_efficiency
         return self.memory_bandwidth_bytes_per_s * efficiency
 
@@ -216,7 +216,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A device and the links that its usual node has: what one profile file holds."""
+    """A device and the links that its usual node has, as one profile file holds them."""
 
     device: Device
     intra_node: Link

@@ -1,4 +1,4 @@
-"""A small read-only mapping: what a frozen value can hold and still be hashed, compared and pickled."""
+"""A small read-only mapping, which a frozen value can hold and still be hashed, compared and pickled."""
 
 from collections.abc import Iterator, Mapping
 from typing import TypeVar

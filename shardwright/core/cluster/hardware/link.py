@@ -1,4 +1,4 @@
-"""A link: how fast bytes leave a device, and who shares the wire."""
+"""A link: the speed at which bytes leave a device, and whether its node's devices share the wire."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,13 +13,13 @@ Sharing = Literal["device", "node"]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins devices: inside a node, or a node to the others.
+    """A link that joins devices inside a node, or a node to the others.
 
-    bandwidth_bytes_per_s: in one direction, by data sheet; of one device's own port when ``sharing`` is "device", of
-        the whole node's when it is "node" (all devices of the node then share it).
-    latency_s: from the start of a message until its first byte arrives (the α of an α-β model).
+    bandwidth_bytes_per_s: the bandwidth in one direction, by data sheet; that of one device's own port when ``sharing``
+        is "device", that of the whole node's port when it is "node" (all devices of the node then share it).
+    latency_s: the time from the start of a message until its first byte arrives (the α of an α-β model).
     efficiency: the share of the bandwidth that large messages reach.
-    origins: for each constant, where it comes from.
+    origins: the source of each constant.
 
     Raises ClusterError when a constant is not positive and finite, or an efficiency is above 1.
     """
@@ -44,7 +44,7 @@ class Link:
 
     @property
     def effective_bandwidth_bytes_per_s(self) -> float:
-        """What large messages reach, in one direction."""
+        """The bandwidth that large messages reach, in one direction."""
         return self.bandwidth_bytes_per_s * self.efficiency
 
     def scaled(self, factor: float) -> "Link":

@@ -1,4 +1,4 @@
-"""What a machine measured of itself, and the profile that follows from it."""
+"""The measurements that a machine takes of itself, and the profile that follows from them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,12 +15,12 @@ from shardwright.core.errors import ClusterError
 
 SHARED_MEMORY_LINK = "shared-memory"
 MeasureProgress = Callable[[str, int, int], None]
-"""Called with (what is being measured, how much is done, how much there is)."""
+"""A function called with (what is being measured, how much is done, how much there is)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSample:
-    """One all-reduce of the process group that measured: every rank's bytes, and seconds."""
+    """One all-reduce of the process group that measured: every rank's bytes, and the seconds that it took."""
 
     size_bytes: int
     seconds: float
@@ -28,14 +28,14 @@ class LinkSample:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """One device, as its framework uses it, and the collectives of the group it measured in (none for one rank).
+    """The measurements of one device, as its framework uses it, and of its group's collectives (none for one rank).
 
-    memory_bandwidth_bytes_per_s: of a copy, bytes read and written together.
+    memory_bandwidth_bytes_per_s: that of a copy, bytes read and written together.
     vector_efficiency: the share of it that a chain of elementwise ops and a normalisation reaches, its traffic counted
         as if the chain were one kernel.
     optimizer_efficiency: the share of it that a step of AdamW reaches, counted as one kernel.
-    kernel_launch_s: of the smallest such chain.
-    units: of a model that was measured too.
+    kernel_launch_s: the time of one op in a chain of small elementwise ops.
+    units: the measured units of a model, if one was measured too.
 
     Raises ClusterError when a figure is not positive and finite, or no product was measured.
     """
@@ -118,7 +118,7 @@ class Measurements:
         return document
 
     def profile(self) -> Profile:
-        """What a cluster of such devices takes."""
+        """The profile that a cluster of such devices takes."""
         return profile_of(self.document(), f"measurements of {self.name!r}")
 
     def save(self, path: Path) -> None:

@@ -28,8 +28,8 @@ _PLAUSIBLE: dict[str, tuple[float, float, str]] = {
     "tile_depth": (0.0, 4096.0, "contracted entries"),
     "price_usd_per_hour": (0.0, 1e4, "US dollars for one device and hour"),
 }
-"""For each constant the range outside which it is almost surely in another unit (80 for 80 GB, 400 for 400 Gb/s, 5 for
-5 µs), and its unit."""
+"""The range of each constant outside which it is almost surely in another unit (80 for 80 GB, 400 for 400 Gb/s,
+5 for 5 µs), and its unit."""
 
 
 def check_plausible(source: str, path: str, value: object) -> None:

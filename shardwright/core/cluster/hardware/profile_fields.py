@@ -15,7 +15,7 @@ from shardwright.core.errors import ClusterError, nearest
 from shardwright.core.values.text_files import printable, read_text, require_short_keys
 
 MOST_BYTES = 4 << 20
-"""Of a file of hardware: a profile with thousands of measurements has less."""
+"""The largest size of a file of hardware: a profile with thousands of measurements has less."""
 
 FORMAT = 1
 """The version of profile, link and cluster files that this version writes, and the newest that it reads."""
@@ -28,7 +28,7 @@ class _Section(BaseModel):
 
 
 class Constant(_Section):
-    """One number and where it comes from."""
+    """A number and its origin."""
 
     value: Annotated[float, Field(allow_inf_nan=False)]
     origin: Annotated[str, Field(min_length=1)]
@@ -46,7 +46,7 @@ Given = Annotated[
 
 
 class LinkTable(_Section):
-    """A link of the catalogue: every constant has its origin."""
+    """A link of the catalogue, with an origin for every constant."""
 
     summary: str = ""
     sharing: Sharing
@@ -66,7 +66,7 @@ class UserLinkTable(_Section):
 
 
 class DeviceTable(_Section):
-    """A device: every constant has its origin."""
+    """A device, with an origin for every constant."""
 
     name: Annotated[str, Field(min_length=1)]
     kind: Kind

@@ -1,4 +1,4 @@
-"""What a loss is to the batch: a mean over samples, a weighted mean, a sum, or something that couples samples."""
+"""The relation of a loss to its batch: a mean over samples, a weighted mean, a sum, or one that couples samples."""
 
 from shardwright.core.model.loss.combination import Combination as Combination
 from shardwright.core.model.loss.combination import Count as Count

@@ -1,4 +1,4 @@
-"""How the losses of microbatches make the loss of their batch: L = Σ wₘ·Lₘ / total, and the same of gradients.
+"""The combination of the losses of microbatches into that of a batch, L = Σ wₘ·Lₘ / total, and of gradients alike.
 
 A term of a loss is N / (B^p · g(C / B^q)): a numerator N and a count C that add up over samples, the number of samples
 B, and a guard g against counts of zero. With wₘ = Bₘ^p · g(Cₘ / Bₘ^q) every wₘ·Lₘ is Nₘ, and B^p · g(C / B^q) of the
@@ -12,12 +12,12 @@ from typing import Literal
 from shardwright.core.errors import ShardwrightError
 
 AGREEMENT = 1e-6
-"""Shares that differ by less, relative to the whole, are the same: far below what a gradient in fp32 is good for."""
+"""The relative difference below which two shares are the same: far below what a gradient in fp32 is good for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A step from a count to the number that divides: + eps, at least 1, times a number."""
+    """A step from a count to the number that divides: + eps, at least 1, or times a number."""
 
     how: Literal["add", "at_least", "scale"]
     number: float
@@ -33,9 +33,9 @@ class Count:
     """A number that samples add to, by which a loss is divided.
 
     Attributes:
-        value: the value of the program, of one entry, that holds C / B^power: what a runtime has to compute.
+        value: the value of the program, of one entry, that holds C / B^power and that a runtime has to compute.
         power: 1 where the program takes the mean of a mask, say, in place of its sum.
-        guards: what was done to it before it divided.
+        guards: the steps from it to the number that divides.
     """
 
     value: int
@@ -43,7 +43,7 @@ class Count:
     guards: tuple[Guard, ...] = ()
 
     def divisor(self, count: float, samples: float) -> float:
-        """What the loss of so many samples is divided by; ``count`` is C."""
+        """The number that the loss of so many samples is divided by; ``count`` is C."""
         found = count / samples**self.power
         for guard in self.guards:
             found = guard(found)
@@ -56,7 +56,7 @@ class Combination:
 
     Attributes:
         power: the loss is divided by the number of samples to this power.
-        count: and by this.
+        count: the loss is also divided by this count; None: by none.
     """
 
     power: int
@@ -74,14 +74,14 @@ class Combination:
         return self.power == 1 if self.count is None else self.power == self.count.power
 
     def divisor(self, samples: float, count: float | None) -> float:
-        """What the loss of so many samples was divided by."""
+        """The number that the loss of so many samples was divided by."""
         found = float(samples**self.power)
         if self.count is not None and count is not None:
             found *= self.count.divisor(count, samples)
         return found
 
     def shares(self, samples: Sequence[float], values: Sequence[float] | None) -> list[float]:
-        """The share of each microbatch's loss in that of the batch, from what ``count.value`` is in each.
+        """The share of each microbatch's loss in that of the batch, from the value of ``count.value`` in each.
 
         Raises ShardwrightError when there is nothing to divide by.
         """
@@ -102,13 +102,13 @@ class Combination:
 def shares_of_microbatches(
     combinations: Sequence[Combination], constant: bool, samples: Sequence[float], counts: Mapping[int, Sequence[float]]
 ) -> list[float]:
-    """What each microbatch's loss, and its gradient, is multiplied by in the sum that is the whole batch's.
+    """The factor of each microbatch's loss, and of its gradient, in the sum that is the whole batch's.
 
     Args:
-        combinations: those of a verdict.
+        combinations: the combinations of a verdict.
         constant: whether a term of the loss does not depend on samples: shares must then add up to 1.
-        samples: of every microbatch of every replica.
-        counts: what the value of each count (`Count.value`) is in every microbatch.
+        samples: the number of samples in every microbatch of every replica.
+        counts: the value of each count (`Count.value`) in every microbatch.
 
     Raises:
         ShardwrightError: the terms of the loss have different shares in this batch; says which.

@@ -1,4 +1,4 @@
-"""Where the batch lies in what an op makes, from where it lies in what the op reads."""
+"""The place of the batch in what an op makes, from its place in what the op reads."""
 
 from dataclasses import replace
 from math import prod
@@ -11,7 +11,7 @@ _ANOTHER_WAY = "puts the samples of the batch together in another way than by a 
 
 
 class LostError(Exception):
-    """Nothing more is known of a value; carries the finding."""
+    """The error that nothing more is known of a value; carries the finding."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.reason)
@@ -19,7 +19,7 @@ class LostError(Exception):
 
 
 def lost(kind: str, op: LossOp, what: str) -> LostError:
-    """``what`` is the end of a sentence whose subject is the op."""
+    """An error with a finding of ``kind``. ``what`` is the end of a sentence whose subject is the op."""
     place = f" in {op.where!r}" if op.where else ""
     assert kind in ("coupled", "mixed", "unknown")
     return LostError(Finding(kind, f"{op.name}{place} {what}"))  # type: ignore[arg-type]
@@ -48,7 +48,7 @@ def growing(program: LossProgram, number: int, op: LossOp) -> tuple[int, int] | 
 
 
 def of_reshape(op: LossOp, place: Place, before: Shape, after: Shape, batch: int) -> Place:
-    """The same entries in the same order in another shape: the batch is where it was among all of them."""
+    """The place of the batch after a reshape, which keeps the order of all entries."""
     inner = place.inner * prod(before[place.dim + 1 :])
     for dim, size in enumerate(after):
         following = prod(after[dim + 1 :])

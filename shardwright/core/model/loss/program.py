@@ -1,4 +1,4 @@
-"""The program from a batch to its loss, as both frameworks hand it to the core: what each op does to sums over samples.
+"""The program from a batch to its loss, as both frameworks hand it to the core: each op with its effect on sums.
 
 A program is traced at two batch sizes. What grows with the batch is a batch dim, and a number that differs between the
 two traces (``x.shape[0]`` in ``loss / x.shape[0]``) is a power of the batch size or nothing that is understood.
@@ -45,7 +45,7 @@ class Source:
 
     kind: SourceKind
     number: tuple[float, float] | None = None
-    """Its value at both batch sizes, of a constant of one entry whose value is known."""
+    """The value at both batch sizes of a constant of one entry, where it is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class LossOp:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     labels: tuple[tuple[int, ...], ...] = ()
-    """For every input and then every output, one label per dim; -1 stands alone. Not read of reshapes and sources."""
+    """One label per dim for every input and then every output; -1 stands alone. Reshapes and sources need none."""
     special: tuple[tuple[int, LabelRole], ...] = ()
     where: str = ""
     """The module path that the op ran in, for messages."""
@@ -66,12 +66,12 @@ class LossOp:
     """The number operand at both batch sizes."""
     dims: tuple[int, ...] = ()
     offsets: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    """Of a cut, where each output begins, at both batch sizes."""
+    """The beginnings of the outputs of a cut, at both batch sizes."""
     differentiable: bool = True
     """Whether gradients flow from outputs to inputs."""
 
     def role(self, label: int) -> LabelRole:
-        """What splitting a label does; see `core.model.graph.LabelRole`."""
+        """The effect of splitting a label; see `core.model.graph.LabelRole`."""
         if label < 0:
             return "whole"
         for named, role in self.special:
@@ -86,8 +86,8 @@ class LossProgram:
 
     Attributes:
         sizes: the two batch sizes.
-        shapes: of every value at both sizes.
-        sources: the values that no op makes. One that is not named is "fixed".
+        shapes: the shapes of every value at both sizes.
+        sources: the values that no op makes. A value that is not named is "fixed".
     """
 
     sizes: tuple[int, int]

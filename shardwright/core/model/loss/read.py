@@ -1,8 +1,8 @@
-"""Reads a loss program forwards, value by value, and says how the losses of microbatches make the loss of a batch.
+"""A reader of loss programs: follows values forwards and says how the losses of microbatches make the loss of a batch.
 
 Every value is a sum of terms N / (B^p · C), where N is a constant, a function of each entry's own sample, or a sum over
-samples; what no such form holds is lost, with the op that lost it. Linear ops keep terms apart, a sum over the batch
-dim turns functions of a sample into sums, and a division by a sum that gradients do not reach makes it the count.
+samples. A value that no such form holds is lost, with the op that lost it. Linear ops keep terms apart, a sum over the
+batch dim turns functions of a sample into sums, and a division by a sum that gradients do not reach makes it the count.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from shardwright.core.model.loss.verdict import Finding, Verdict
 
 
 def read_loss(program: LossProgram, loss: int) -> Verdict:
-    """How value ``loss`` of a program, which has one entry, follows from its microbatches."""
+    """The verdict on value ``loss`` of a program, which has one entry."""
     reader = _Reader(program)
     for op in program.ops:
         reader.read(op)
@@ -238,7 +238,7 @@ class _Reader:
         raise lost("coupled", op, "is no linear function of a sum over the batch")
 
     def _kept_from(self, value: Value, number: int, least: float) -> Value | None:
-        """A count that is at least ``least``."""
+        """A count after it is kept from below ``least``; None where the value is no count."""
         found = value.guarded_by(Guard("at_least", least), number).guarded
         if found is not None:
             return Value(frozenset({Term("guarded")}), guarded=found)
@@ -314,7 +314,7 @@ class _Reader:
 
     @staticmethod
     def _summed(op: LossOp, terms: frozenset[Term]) -> frozenset[Term]:
-        """After a sum over the batch dim: entries that all samples share are there B times."""
+        """The terms after a sum over the batch dim: entries that all samples share are there B times."""
         if any(t.kind in ("position", "guarded") for t in terms):
             raise lost("unknown", op, "computes with the places of samples in their batch")
         return frozenset(replace(t, kind="sum") if t.kind == "sample" else replace(t, power=t.power - 1) for t in terms)

@@ -1,4 +1,4 @@
-"""What is known of one value of a loss program: where its batch lies, and which sums over samples it is made of."""
+"""The known facts of one value of a loss program: the place of its batch, and its sums over samples."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -17,8 +17,8 @@ class Term:
         kind: what N is: "constant": the same for every batch; "sample": in every entry a function of the entry's own
             sample; "sum": a sum over samples of such functions; "position": the number of the sample in its batch;
             "guarded": a count that was kept from zero, which is good for nothing but to divide by.
-        power: of the batch size B that divides.
-        count: what else divides.
+        power: the power of the batch size B that divides.
+        count: the count that divides as well.
     """
 
     kind: TermKind
@@ -27,7 +27,7 @@ class Term:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing of the batch as a whole is in it."""
+        """Whether the term holds nothing of the batch as a whole."""
         return self.kind in ("constant", "sample", "position") and self.power == 0 and self.count is None
 
 
@@ -37,7 +37,7 @@ SAMPLE = Term("sample")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the batch lies: dim ``dim`` has outer · B · inner entries, in this order.
+    """The place of the batch: dim ``dim`` has outer · B · inner entries, in this order.
 
     Attributes:
         free: whether any order will do, since all samples have the same or independent random entries.
@@ -51,14 +51,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What is known of one value.
+    """The known facts of one value.
 
     Attributes:
-        place: None where no dim grows with the batch.
-        gradient: whether it depends on trained parameters in a way that gradients take.
-        guarded: of a count that was kept from zero, what it was before, and how it was kept.
-        number: of a constant of one entry, its value at both batch sizes where that is known.
-        finding: why nothing is known.
+        place: the place of the batch; None where no dim grows with the batch.
+        gradient: whether the value depends on trained parameters in a way that gradients take.
+        guarded: the count that the value is after it was kept from zero, with its guards.
+        number: the value of a constant of one entry at both batch sizes, where it is known.
+        finding: the reason why nothing is known.
     """
 
     terms: frozenset[Term] = frozenset({CONSTANT})
@@ -88,7 +88,7 @@ class Value:
         return replace(self, guarded=replace(before, guards=(*before.guards, guard)))
 
     def as_count(self, number: int) -> Count | None:
-        """As what divides a mean: a number that samples add to, whatever the parameters are."""
+        """The value as the count that divides a mean, to which samples add whatever the parameters are; else None."""
         if self.guarded is not None:
             return self.guarded
         if self.place is not None or self.gradient or len(self.terms) != 1:
@@ -98,13 +98,13 @@ class Value:
 
 
 def normalized(terms: frozenset[Term]) -> frozenset[Term]:
-    """Without constants that a function of the sample takes in."""
+    """The terms without the constants that a function of the sample takes in."""
     taken = {(t.power, t.count) for t in terms if t.kind == "sample"}
     return frozenset(t for t in terms if t.kind != "constant" or (t.power, t.count) not in taken)
 
 
 def power_of(number: tuple[float, float], sizes: tuple[int, int]) -> int | None:
-    """The r for which a number is a constant times B^r; None: there is none."""
+    """The power r for which a number is a constant times B^r; None where there is none."""
     first, second = number
     if first == second or (first != first and second != second):
         return 0  # NaN is one too, by which JAX fills what an index outside of an array looks up
@@ -118,7 +118,7 @@ def power_of(number: tuple[float, float], sizes: tuple[int, int]) -> int | None:
 
 
 def follows(one: object, pair: tuple[object, object], sizes: tuple[int, int]) -> bool:
-    """Whether a number is, with one sample, what its values at two batch sizes say; True where they say nothing."""
+    """Whether a number at one sample agrees with its values at two batch sizes; True where these say nothing."""
     if pair[0] == pair[1]:
         return one == pair[0] or (one != one and pair[0] != pair[0])
     if not all(isinstance(n, (int, float)) for n in (one, *pair)):

@@ -1,4 +1,4 @@
-"""What was found out about a loss, and in words."""
+"""The findings about a loss, and their words."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +10,7 @@ FindingKind = Literal["coupled", "mixed", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Why the loss of a batch does not follow from the losses of its microbatches.
+    """The reason why the loss of a batch does not follow from the losses of its microbatches.
 
     Attributes:
         kind: "coupled": a term depends on several samples together; "mixed": its terms follow in different ways;
@@ -24,13 +24,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How the loss of a batch follows from those of its microbatches.
+    """The way in which the loss of a batch follows from those of its microbatches.
 
     Attributes:
-        combinations: of its terms, the ways in which they add up. Several are one where they give the same shares of a
-            batch at hand; see `combination.shares_of_microbatches`. None at all: it does not depend on the samples.
+        combinations: the ways in which the loss's terms add up. Several are one where they give the same shares of a
+            batch at hand; see `combination.shares_of_microbatches`. None at all: the loss does not depend on the
+            samples.
         constant: whether a term does not depend on the samples, such as a penalty on weights.
-        finding: why it cannot be said; then there are no combinations.
+        finding: the reason why it cannot be said; then there are no combinations.
     """
 
     combinations: tuple[Combination, ...] = ()
@@ -44,12 +45,12 @@ class Verdict:
 
     @property
     def needs_counts(self) -> bool:
-        """Whether numbers of the batch at hand are needed, beside those of its samples."""
+        """Whether numbers of the batch at hand are needed, beside the number of its samples."""
         return any(c.count is not None for c in self.combinations)
 
     @property
     def reduction(self) -> str:
-        """In a word or two."""
+        """The name of the reduction, in a word or two."""
         if self.finding is not None:
             return {"coupled": "coupled", "mixed": "of several kinds", "unknown": "unknown"}[self.finding.kind]
         kinds = [c.reduction for c in self.combinations]

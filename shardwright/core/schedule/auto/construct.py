@@ -2,8 +2,8 @@
 
 The same rules play it forwards, and backwards from the end: in the mirror, input gradients come first, from the first
 stage to the last, and forwards follow on the way back. Forwards builds good beginnings, backwards good ends. A
-microbatch takes memory at its first action on a stage and gives it back at its last; it may do so only where all that
-are under way can still get through, so that memory never locks the pipeline.
+microbatch takes memory at its first action on a stage and gives it back at its last. It may take memory only where all
+microbatches under way can still get through, so that memory never locks the pipeline.
 """
 
 import heapq
@@ -18,14 +18,14 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """How ranks choose.
+    """The rules by which ranks choose.
 
     Args:
-        ahead: per stage: while it is fewer than so many microbatches ahead, what lets microbatches in (F; I in the
-            mirror) comes before what lets them out; 0 is "backward first".
-        patience: per rank: a weight gradient fills a gap only of at least this share of its time.
-        owed: per rank: with more weight gradients put off than this, one goes before the next forward (in the mirror:
-            how many may go ahead of their input gradients).
+        ahead: per stage, the lead in microbatches below which what lets microbatches in (F; I in the mirror) comes
+            before what lets them out; 0 is "backward first".
+        patience: per rank, the share of its time that a gap must have for a weight gradient to fill it.
+        owed: per rank, the number of weight gradients put off above which one goes before the next forward (in the
+            mirror: the number that may go ahead of their input gradients).
     """
 
     ahead: tuple[int, ...]
@@ -55,8 +55,9 @@ _LINES = ((0, 0), (1, 1), (0, ANY), (2, 1), (0, 1), (1, 0), (0.5, 1), (2, 0), (0
 
 
 def habits(problem: Problem, count: int) -> list[tuple[Habits, bool]]:
-    """Up to `count` habits, and whether to play them in the mirror: first those that have proved useful, then a spread
-    of warm-ups from flat ones to twice 1F1B's, gaps filled always or only when wide, weight gradients put off or not.
+    """Up to `count` habits, each with whether to play it in the mirror: first those that have proved useful, then a
+    spread of warm-ups from flat ones to twice 1F1B's, gaps filled always or only when wide, weight gradients put off or
+    not.
     """
     ranks, last = problem.ranks, problem.stages - 1
     chosen: dict[tuple[Habits, bool], None] = {}
@@ -71,7 +72,7 @@ def habits(problem: Problem, count: int) -> list[tuple[Habits, bool]]:
 
 
 def construct(problem: Problem, habit: Habits, mirrored: bool = False) -> list[Word]:
-    """The words that these habits lead to; in the mirror they are played from the end."""
+    """The words that a habit leads to; in the mirror they are played from the end."""
     m, last, placement, move = problem.microbatches, problem.stages - 1, problem.placement, problem.transfer_s
     sizes, limits, weigh = problem.activation_bytes, problem.limit_bytes, problem.weight_grad_s
     # In the mirror a weight gradient takes all the memory of its microbatch at once, which is too much, but leaves its
@@ -93,7 +94,7 @@ def construct(problem: Problem, habit: Habits, mirrored: bool = False) -> list[W
     asleep = [False] * problem.ranks
     free_s = [0.0] * problem.ranks
     events = [(0.0, rank) for rank in range(problem.ranks)]
-    # What takes a microbatch's memory on a stage, and what gives it back.
+    # The counts of what takes a microbatch's memory on a stage, and of what gives it back.
     takes, gives = (weighed, left) if mirrored else (entered, weighed)
 
     def room(rank: int, stage: int) -> bool:

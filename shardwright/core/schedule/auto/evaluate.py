@@ -8,7 +8,8 @@ from shardwright.core.schedule.auto.problem import Problem, Word
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One run. Letters are numbered over all ranks in order; `cause` is the letter each waited for last, or -1."""
+    """One run of words. Letters are numbered over all ranks in order; `cause` is the letter that each waited for last,
+    or -1."""
 
     makespan_s: float
     ends_s: list[float]
@@ -17,14 +18,14 @@ class Trace:
 
 
 class Evaluator:
-    """Runs words of one problem; what does not depend on the words is worked out once."""
+    """An engine for the words of one problem. What does not depend on the words is worked out once."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         last, placement, move = problem.stages - 1, problem.placement, problem.transfer_s
         self.seconds: list[float] = []
         self.changes = problem.held_changes()
-        # Where what a letter makes goes: the letter that needs it, the link it takes (-1: none), and the seconds there.
+        # The way of what a letter makes: the letter that needs it, the link it takes (-1: none), and the seconds there.
         self.goes: list[tuple[int, int, float]] = []
         for s in range(last + 1):
             self.seconds += [problem.forward_s[s], problem.input_grad_s[s], problem.weight_grad_s[s]]

@@ -1,7 +1,7 @@
 """Improve words by local search: move letters that lie on the critical path.
 
-Only where the critical path runs from a letter to the next one of the same rank can another order shorten it, so that
-is where letters are moved: the two change places, the later moves further up, or the earlier further down. Longer
+Another order can shorten the critical path only where the path runs from a letter to the next one of the same rank, so
+that is where letters are moved: the two change places, the later moves further up, or the earlier further down. Longer
 makespans are accepted now and then, ever less so (Kirkpatrick et al., Science 220, 1983; van Laarhoven et al.,
 Operations Research 40, 1992, for the neighbourhood in job shops).
 """
@@ -22,7 +22,7 @@ _SMALL = 250  # Actions.
 def improve(
     engine: Evaluator, words: Sequence[Word], runs: int, bound_s: float, seed: int = 0
 ) -> tuple[float, list[Word]]:
-    """The best words within so many runs of the engine, and their makespan; stops at the bound."""
+    """The best words within `runs` runs of the engine, and their makespan; stops at the bound."""
     draw = random.Random(seed)
     current = [list(word) for word in words]
     trace = engine.run(current)

@@ -1,4 +1,4 @@
-"""What `auto` solves: stages with times on ranks with memory, as plain arrays, and bounds on every answer.
+"""The problem that `auto` solves: stages with times on ranks with memory, as plain arrays, and bounds on every answer.
 
 Microbatches are alike, so each stage may take them in order: whatever runs k-th may be called microbatch k, and what it
 needs has then run k times too. A rank's order is thus a word over its stages and kinds; the microbatches follow.
@@ -73,15 +73,16 @@ class Problem:
         return [stage for stage in range(self.stages) if self.placement[stage] == rank]
 
     def least_bytes(self) -> list[int]:
-        """For each rank, what one microbatch takes: every schedule needs that, and one microbatch at a time no more."""
+        """The bytes that one microbatch takes on each rank. Every schedule needs that, and one microbatch at a time
+        needs no more."""
         least = [0] * self.ranks
         for stage, rank in enumerate(self.placement):
             least[rank] += self.activation_bytes[stage]
         return least
 
     def held_changes(self) -> list[int]:
-        """For each letter by how many bytes it changes the activations that its rank holds: forwards as they begin,
-        gradients as they end. The rule is that of `core.schedule.peak_memory.walk_activations`."""
+        """The bytes by which each letter changes the activations that its rank holds: forwards as they begin, gradients
+        as they end. The rule is that of `core.schedule.peak_memory.walk_activations`."""
         found: list[int] = []
         for size, freed in zip(self.activation_bytes, self.freed_by_input_grad_bytes, strict=True):
             found += [size, -freed, freed - size]
@@ -91,9 +92,9 @@ class Problem:
         """A makespan that no schedule beats.
 
         A rank can start no earlier than its first stage's input arrives, and has all its work to do. With one stage per
-        rank there is more: until the first gradient is back it can run only as many forwards as its memory holds; and
-        when its last input gradient is done, at most so many weight gradients are left to it while the stages above
-        still wait for theirs.
+        rank there is more: until the first gradient is back, the rank can run only as many forwards as its memory
+        holds; and when its last input gradient is done, at most so many weight gradients are left to it while the
+        stages above still wait for theirs.
         """
         f, i, w, move, m = self.forward_s, self.input_grad_s, self.weight_grad_s, self.transfer_s, self.microbatches
         stages = self.stages
@@ -129,7 +130,7 @@ class Problem:
         return best
 
     def table(self, words: Sequence[Word]) -> Table:
-        """The actions of words."""
+        """The actions of words, for each rank."""
         rows = []
         for word in words:
             count: dict[int, int] = {}

@@ -1,6 +1,6 @@
 """The search of `auto`: named schedules and constructed ones as starts, the best of them improved.
 
-How much is tried depends on the size alone, never on a clock: the same request gives the same schedule everywhere.
+The number of tries depends on the size alone, never on a clock: the same request gives the same schedule everywhere.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ _MOST_IMPROVE_ACTIONS = 2_500_000
 _SMALL = 800  # Actions of a schedule up to which it gets the first of these; larger ones get more, in proportion.
 _MOST_RUNS = 4_000  # Beyond these, small schedules gain nothing.
 _MERGED_BY_STAGE = 5_000  # Actions of a schedule up to which backwards are merged for each stage by itself.
-_SHARES = (0.6, 0.2, 0.2)  # Of the improvement, for the best start, the second best, ...
+_SHARES = (0.6, 0.2, 0.2)  # Shares of the improvement, for the best start, the second best, ...
 
 
 def shortest(sizes: Sizes) -> Placed:
@@ -40,7 +40,7 @@ def shortest(sizes: Sizes) -> Placed:
     Raises:
         ScheduleError: a rank's limit does not hold one microbatch; says the least that does.
     """
-    # Of one work, what is shorter alone is also shorter where idle time is lent.
+    # For the same work, the schedule that is shorter alone is also shorter where idle time is lent.
     costs = replace(sizes.costs or StageCosts.uniform(sizes.stages), idle_lent=0.0)
     placements = [looped(sizes.ranks, sizes.virtual_stages)]
     if sizes.virtual_stages == 2 and sizes.ranks > 1:
@@ -92,7 +92,7 @@ def _search(problem: Problem, sizes: Sizes, costs: StageCosts, share: int) -> tu
 
 
 def _different(starts: list[tuple[float, list[Word]]]) -> list[tuple[float, list[Word]]]:
-    """The starts, each makespan once: equal ones are mostly the same words."""
+    """The starts, one for each makespan: equal ones are mostly the same words."""
     kept: list[tuple[float, list[Word]]] = []
     for start in starts:
         if not kept or start[0] > kept[-1][0] * (1 + 1e-12):
@@ -101,7 +101,7 @@ def _different(starts: list[tuple[float, list[Word]]]) -> list[tuple[float, list
 
 
 def _merged(problem: Problem, words: list[Word], costs: StageCosts, makespan_s: float) -> Table:
-    """The table of words, whole backwards where these take nothing longer: all of them, or else those of some stages.
+    """The table of words, with whole backwards where these take nothing longer: in all stages, or else in some.
 
     A whole backward hands its input gradient on later, and does with one action what else takes two.
     """

@@ -1,9 +1,10 @@
 """Schedules from a building block: one microbatch's passes in fixed slots, repeated, then squeezed.
 
-Qi et al., arXiv 2405.15362, sections 3 and 4. A block fixes when each rank runs its two forwards and its two input
-gradients of a microbatch; every microbatch repeats it six slots later (two forwards, two input gradients and two weight
-gradients fill six slots), and weight gradients go into the slots left over. How long a block holds its activations sets
-the memory. Squeezing then moves passes into earlier free slots where that leaves the peak as it is.
+The method is that of Qi et al., arXiv 2405.15362, sections 3 and 4. A block fixes when each rank runs its two forwards
+and its two input gradients of a microbatch; every microbatch repeats it six slots later (two forwards, two input
+gradients and two weight gradients fill six slots), and weight gradients go into the slots left over. The time for which
+a block holds its activations sets the memory. Squeezing then moves passes into earlier free slots where that leaves the
+peak as it is.
 """
 
 from collections.abc import Sequence
@@ -14,13 +15,13 @@ from shardwright.core.schedule.peak_memory import peak_live
 
 PERIOD = 6
 Block = Sequence[tuple[int, int, int, int]]
-"""For each rank the slots of: F on the way down, F on the way up, I on the way up, I on the way down."""
+"""The slots of each rank: F on the way down, F on the way up, I on the way up, I on the way down."""
 Cells = dict[int, Action]
-"""What one rank runs in which slot."""
+"""The actions of one rank by slot."""
 
 
 def repeat(block: Block, sizes: Sizes) -> Table:
-    """The schedule of a block, two stages per rank, down and back up."""
+    """The schedule of a block with two stages per rank, down and back up."""
     last = sizes.stages - 1
     ranks = []
     for rank, (down_f, up_f, up_i, down_i) in enumerate(block):
@@ -53,7 +54,7 @@ def fill(cells: Cells) -> Cells:
 
 
 def _needs(action: Action, last: int) -> tuple[int, Kind, int | None] | None:
-    """What must be done before an action: its stage, kind and microbatch."""
+    """The action that must be done before another, as its stage, kind and microbatch; None where there is none."""
     stage, mb = action.stage, action.microbatch
     if action.kind is F:
         return (stage - 1, F, mb) if stage else None
@@ -100,7 +101,7 @@ def _squeeze(ranks: Sequence[Cells], limit: int, last: int) -> list[Cells]:
 
 
 def _squeeze_tail(ranks: Sequence[Cells], limit: int, last: int, tail: int) -> list[Cells]:
-    """Once no microbatch enters any more, let forwards and input gradients displace weight gradients."""
+    """Let forwards and input gradients displace weight gradients once no microbatch enters any more."""
     now = [dict(cells) for cells in ranks]
     last_forward = [max(slot for slot, action in cells.items() if action.kind is F) for cells in ranks]
     before = [_state(cells, tail) for cells in ranks]
@@ -126,7 +127,7 @@ def _squeeze_tail(ranks: Sequence[Cells], limit: int, last: int, tail: int) -> l
 
 
 def _state(cells: Cells, until: int) -> tuple[int, int]:
-    """How many activations are held, and how many weight gradients owed, when a slot begins."""
+    """The number of activations held, and that of weight gradients owed, when a slot begins."""
     live = owed = 0
     for slot in range(min(cells), until):
         live, owed = _after(cells.get(slot), live, owed)
@@ -143,7 +144,8 @@ def _tail_peak(cells: Cells, live: int, owed: int, tail: int) -> int:
 
 
 def _after(action: Action | None, live: int, owed: int) -> tuple[int, int]:
-    """What is held and owed after a slot; a free one takes a weight gradient that is owed."""
+    """The numbers of activations held and of weight gradients owed after a slot. A free slot takes a weight gradient
+    that is owed."""
     if action is None:
         return live - (owed > 0), owed - (owed > 0)
     return live + (action.kind is F), owed + (action.kind is I)

@@ -9,11 +9,11 @@ from shardwright.core.schedule.actions import B, F, cell
 from shardwright.core.schedule.family import Family, Sizes, Table
 from shardwright.core.schedule.placement import looped
 
-Visit = tuple[int, int]  # (which of the rank's stages, microbatch)
+Visit = tuple[int, int]  # (index among the rank's stages, microbatch)
 
 
 def round_size(sizes: Sizes) -> int:
-    """Microbatches in a round."""
+    """The number of microbatches in a round."""
     return sizes.microbatches // max(1, sizes.microbatches // sizes.ranks)
 
 
@@ -40,12 +40,13 @@ def forward_visits(sizes: Sizes) -> list[Visit]:
 
 
 def backward_visits(sizes: Sizes) -> list[Visit]:
-    """The backwards of any rank: as the forwards, its last stage first."""
+    """The backwards of any rank, in order: those of the forwards, with the rank's last stage first."""
     return [(sizes.virtual_stages - 1 - chunk, mb) for chunk, mb in forward_visits(sizes)]
 
 
 def warmup_length(sizes: Sizes, rank: int, per_hop: int) -> int:
-    """Forwards before the first backward: all rounds but the last stage's, and some for each rank still to pass."""
+    """The number of forwards before the first backward: all rounds but the last stage's, and some for each rank still
+    to pass."""
     first = (sizes.virtual_stages - 1) * round_size(sizes) + per_hop * (sizes.ranks - 1 - rank)
     return min(first, sizes.microbatches * sizes.virtual_stages)
 

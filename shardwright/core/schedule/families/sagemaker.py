@@ -1,9 +1,9 @@
 """SageMaker's two pipelines, `simple` and `interleaved`, bounded by `active_microbatches` (arXiv 2111.05972).
 
 `simple` finishes the forwards before it starts the backwards; when fewer microbatches may be active than there are, it
-does so in waves. `interleaved` runs a backward as soon as there is one; which one there is depends on how long things
-take, so it is built by playing it through: with the costs given, or with a backward of twice a forward. A microbatch is
-active from the start of its first forward until the end of its last backward. Default: ranks + 2.
+does so in waves. `interleaved` runs a backward as soon as there is one. Which one there is depends on the times of
+actions, so it is built by playing it through: with the costs given, or with a backward of twice a forward. A microbatch
+is active from the start of its first forward until the end of its last backward. Default: ranks + 2.
 """
 
 import math
@@ -42,7 +42,8 @@ def generate_interleaved(sizes: Sizes) -> Table:
     arrival: dict[tuple[Kind, int, int], float] = {(F, 0, mb): 0.0 for mb in range(limit)}
 
     def next_of(rank: int) -> tuple[float, bool, int, int]:
-        """What a rank can start first, at the same moment a backward before a forward, later ranks first."""
+        """The first action that a rank can start, as (start, whether a forward, minus the rank, microbatch). At the
+        same moment a backward comes before a forward, and later ranks come first."""
         options = [
             (max(clock[rank], arrival[(kind, rank, mb)]), kind is F, -rank, mb)
             for kind in (B, F)

@@ -7,8 +7,9 @@ from shardwright.core.schedule.family import Order
 
 
 class Tape:
-    """The order of one rank. Words are a kind and which of the rank's stages; each kind takes the microbatches of a
-    stage in order. `W` alone is the oldest weight gradient still owed; `F0+B1` runs the two overlapped.
+    """The order of one rank. A word is a kind and the number of one of the rank's stages; each kind takes the
+    microbatches of a stage in order. `W` alone is the oldest weight gradient still owed; `F0+B1` runs the two
+    overlapped.
     """
 
     def __init__(self, stages: Sequence[int]) -> None:
@@ -24,7 +25,7 @@ class Tape:
                 self._write(word)
 
     def finish(self, microbatches: int) -> Order:
-        """The order, without what lies beyond the last microbatch."""
+        """The order, without the actions beyond the last microbatch."""
         return tuple(action for action in self.order if (action.microbatch or 0) < microbatches)
 
     def _write(self, word: str) -> None:

@@ -35,7 +35,7 @@ def split_backward(schedule: TableT, microbatches: Collection[int] | None = None
     Training under a schedule with backwards of both kinds shows what each of them costs: `measured_costs`.
 
     Args:
-        delay: so many actions of its rank come between an I and its W, as in schedules that fill bubbles with Ws.
+        delay: the number of its rank's actions between an I and its W, as in schedules that fill bubbles with Ws.
     """
     table = []
     for order in schedule.table:

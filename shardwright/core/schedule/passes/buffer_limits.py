@@ -1,8 +1,8 @@
 """Bound the buffers between ranks: a producer waits until its consumer has used what was sent before.
 
-Credits as in a dataflow runtime (Yuan et al., arXiv 2110.15032, section 4): each boundary between two ranks, in each
-direction, has so many buffers. One is taken when an action that fills it starts, and given back when the action that
-uses it has ended. With one credit the two ranks take turns; with two they overlap.
+The bounds are credits as in a dataflow runtime (Yuan et al., arXiv 2110.15032, section 4): each boundary between two
+ranks, in each direction, has so many buffers. One is taken when an action that fills it starts, and given back when the
+action that uses it has ended. With one credit the two ranks take turns; with two they overlap.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from shardwright.core.schedule.simulate import Engine
 
 
 def bound_buffers(schedule: TableT, credits: int) -> TableT:
-    """The schedule with so many buffers on each boundary between ranks. Do this before `insert_transfers`, which then
+    """The schedule with `credits` buffers on each boundary between ranks. Do this before `insert_transfers`, which then
     posts no receive for which there is no buffer.
 
     Raises:

@@ -66,7 +66,7 @@ def _rank(order: Order, room: int) -> Order:
 
 
 def _upcoming(order: Sequence[Action], room: int) -> list[tuple[int, ...]]:
-    """For each position, the stages used from there on, nearest first and at most `room` of them."""
+    """The stages used from each position on, nearest first and at most `room` of them."""
     nearest: list[int] = []
     result: list[tuple[int, ...]] = []
     for action in reversed(order):

@@ -12,7 +12,7 @@ from shardwright.core.schedule.simulate import simulate_schedule
 def insert_transfers(schedule: TableT, costs: StageCosts | None = None, *, blocking: bool = False) -> TableT:
     """Insert a send behind each action whose result another rank needs, and the receive on that rank.
 
-    Everything is put down in one global order, that of a simulated run, a send and its receive at the same moment. So
+    All actions are put down in one global order, that of a simulated run, a send and its receive at the same moment. So
     the two ends of every link agree on their order, and of the transfers that are left the earliest can always proceed:
     the result cannot deadlock, whether transfers block or not.
 
