@@ -69,7 +69,8 @@ def test_changes_of_the_core_can_be_parsed() -> None:
             changed = mutation.apply(source)
             ast.parse(changed)
             assert changed != source
-            assert mutation.diff(source).count("\n+") == mutation.text.count("\n") + 2  # a line, and the head
+            # The head and a line; of arguments over several lines that are swapped, some stay where they are.
+            assert 2 <= mutation.diff(source).count("\n+") <= mutation.text.count("\n") + 2
 
 
 def test_what_counts_as_equivalent_is_there_and_has_a_reason() -> None:
