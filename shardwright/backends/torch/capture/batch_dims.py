@@ -28,12 +28,12 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How a sample grows with the batch, where that is known.
+    """The growth of a sample with the batch, where it is known.
 
     Attributes:
-        batch: of the sample.
+        batch: the batch size of the sample.
         dims: of every tensor, in the order of the sample, its batch dim (None: it has none) and rows for each sample.
-        at: the whole sample at other batch sizes, for what of it is no tensor and changes too.
+        at: the whole sample at other batch sizes, because arguments that are no tensors may change too.
     """
 
     batch: int
@@ -52,7 +52,8 @@ class Sample:
     def __init__(
         self, sample: Any, batch_dims: Any = None, *, fixed: bool = False, growth: Growth | None = None
     ) -> None:
-        """``fixed``: no tensor grows with the batch. ``growth``: how they grow, in place of ``batch_dims``."""
+        """``fixed``: no tensor grows with the batch. ``growth``: the growth of every tensor, in place of
+        ``batch_dims``."""
         self._sample = sample
         self._at: Mapping[int, Any] = {} if growth is None else growth.at
         self.leaves: list[Leaf] = []
@@ -97,8 +98,8 @@ class Sample:
     def arguments(
         self, make: Callable[[Leaf], torch.Tensor], size: int
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
-        """Positional and keyword arguments at a batch size, with every tensor replaced by ``make(leaf)``; and what was
-        made."""
+        """The positional and keyword arguments at a batch size, with every tensor replaced by ``make(leaf)``; and the
+        tensors that were made."""
         made = [make(leaf) for leaf in self.leaves]
         replaced = _replace(self._at.get(size, self._sample), iter(made))
         if isinstance(self._sample, Mapping):

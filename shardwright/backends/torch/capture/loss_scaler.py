@@ -9,7 +9,7 @@ import torch
 from shardwright.backends.torch.compat import DisableTorchFunction, without_dispatch_modes
 
 _BEGIN = "_lazy_init_scale_growth_tracker"
-"""By which a scaler makes its scale, when the first loss is scaled."""
+"""The method by which a scaler makes its scale, when the first loss is scaled."""
 
 
 @contextmanager

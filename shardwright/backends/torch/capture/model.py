@@ -50,7 +50,7 @@ from shardwright.core.errors import CaptureError
 from shardwright.core.model.graph import Graph, Parameter, TensorRole
 
 SIZES = (2, 3)
-"""Batch 1 would specialise: size-1 dims broadcast."""
+"""The batch sizes of the two runs. Batch 1 would specialise: size-1 dims broadcast."""
 
 
 def capture(
@@ -92,7 +92,7 @@ def capture(
 
 
 class _Readings(TorchFunctionMode):
-    """Tells a recorder of values that are read by no op."""
+    """A mode that tells a recorder of values that are read by no op."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class _NeedsValuesError(Exception):
 
 
 class _Run:
-    """What one run leaves: its record and the numbers of what it returned."""
+    """The result of one run: its record and the numbers of the values that it returned."""
 
     def __init__(self, recorder: Recorder, outputs: tuple[int, ...]) -> None:
         self.recorder = recorder
@@ -117,7 +117,7 @@ class _Run:
 
 
 class _Session:
-    """One capture: what its two runs share."""
+    """One capture: the state that its two runs share."""
 
     make_recorder: type[Recorder] = Recorder
 
@@ -131,9 +131,9 @@ class _Session:
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.templates: dict[Any, Any] = {}
         self.chance = False
-        """What branches get that random numbers alone decide."""
+        """The outcome of branches that random numbers alone decide."""
         self.with_values = False
-        """Whether the runs were on real tensors, whose values may have decided what was run."""
+        """Whether the runs were on real tensors, whose values may have decided which ops were run."""
 
     def run_fake(self) -> tuple[_Run, _Run]:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -164,7 +164,7 @@ class _Session:
         return self._both(run)
 
     def _both(self, run: Callable[[int], _Run]) -> tuple[_Run, _Run]:
-        """Runs at both sizes. Where random numbers alone decide branches, as those of layers that are dropped, they all
+        """The runs at both sizes. Branches that random numbers alone decide, as those of layers that are dropped, all
         go the way on which more modules are called: a plan has a place for each."""
         self.chance = False
         small = run(SIZES[0])
@@ -184,7 +184,7 @@ class _Session:
         return [tensor for _, tensor in self.tensors.values()] + [leaf.tensor for leaf in self.sample.leaves]
 
     def has_values(self) -> bool:
-        """Whether model and sample could run for real."""
+        """Whether the model and the sample have values, so that the model could run for real."""
         return not any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in self._held())
 
     def _fake_leaf(self, size: int) -> Callable[[Leaf], torch.Tensor]:
@@ -248,7 +248,7 @@ class _Session:
     def _name_all(
         self, recorder: Recorder, stand_ins: Mapping[int, torch.Tensor], made: Sequence[torch.Tensor]
     ) -> None:
-        """Inputs first, then what the model holds, in the same order in every run."""
+        """Number the inputs first, then the tensors that the model holds, in the same order in every run."""
         for leaf, tensor in zip(self.sample.leaves, made, strict=True):
             recorder.name(tensor, "input", leaf.name)
         for key, (name, tensor) in self.tensors.items():

@@ -15,7 +15,7 @@ SILENT = frozenset({"detach_", "requires_grad_", "retain_grad", "_version", "set
 
 
 class Func:
-    """What is known about one overload of an op, found out once."""
+    """The properties of one overload of an op, read once from its schema, its tags and the table."""
 
     __slots__ = (
         "arguments", "composite", "draws", "name", "passing", "pointwise", "reads", "reshapes", "rule", "silent",

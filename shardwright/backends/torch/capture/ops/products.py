@@ -85,8 +85,9 @@ def parse_einsum(equation: str, operands: list[tuple[int, ...]]) -> tuple[str, s
 
 
 def is_plain_einsum(equation: str, operands: int) -> bool:
-    """Whether `einsum` above can label it: two operands, no ellipsis, no letter twice in one of them. A letter that
-    only one operand has and the output has not is summed before the product, so that too is left to torch."""
+    """Whether `einsum` above can label the equation: two operands, no ellipsis, no letter twice in one of them. A
+    letter that only one operand has and the output has not is summed before the product, so that too is left to
+    torch."""
     terms, arrow, out = equation.replace(" ", "").partition("->")
     names = terms.split(",")
     if operands != 2 or "." in equation or not arrow or any(len(set(n)) != len(n) for n in (*names, out)):
@@ -160,7 +161,8 @@ def grouped_product(call: OpCall) -> None:
 
 
 def _grouped_mm(func: Any, left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Its kernel for fake tensors refuses every dtype but bfloat16 on the CPU; the shape is known without it."""
+    """A grouped product whose result on fake tensors is made here: torch's kernel for them refuses every dtype but
+    bfloat16 on the CPU, and the shape is known without it."""
     if isinstance(left, FakeTensor) and left.dim() == 2 and right.dim() == 3:
         return left.new_empty((left.shape[0], right.shape[2]))
     result: torch.Tensor = func(left, right, *args, **kwargs)
@@ -168,4 +170,4 @@ def _grouped_mm(func: Any, left: torch.Tensor, right: torch.Tensor, *args: Any, 
 
 
 WITHOUT_KERNEL: dict[str, Callable[..., torch.Tensor]] = {"aten._grouped_mm": _grouped_mm}
-"""Ops whose kernel for fake tensors is narrower than the real one, and how to make their result."""
+"""Ops whose kernel for fake tensors is narrower than the real one, and the functions that make their results."""
