@@ -39,8 +39,8 @@ class Fault:
     Attributes:
         rank: the rank that tells it.
         kind: "failed": a step failed while its messages were under way; "ended": the script ended with an error;
-            "lost": a peer is gone, or no rank can go on; "left": the rank is done, which is a fault only for a rank that
-            waits for it.
+            "lost": a peer is gone, or no rank can go on; "left": the rank is done, which is a fault only for a rank
+            that waits for it.
         attempt: the step, counted from 1.
         culprits: the ranks that are gone.
     """

@@ -30,8 +30,8 @@ class Traffic:
     Attributes:
         actions: the actions of this rank, in order.
         incoming: the messages of the others to this rank, each in the order of its sender's schedule.
-        taken: for some of these, the messages that this rank had sent to their source and the source had taken before it
-            made them.
+        taken: for some of these, the messages that this rank had sent to their source and the source had taken
+            before it made them.
         pairs: the (source, target) coordinates between which anything is sent, on any rank.
     """
 
