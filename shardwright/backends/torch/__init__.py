@@ -1,4 +1,4 @@
-"""The PyTorch backend: capture is loaded at once, the runtime when it is first asked for."""
+"""The PyTorch backend. Capture and the runtime are loaded when they are first asked for."""
 
 from collections.abc import Callable
 from importlib import import_module

@@ -14,8 +14,8 @@ _BEGIN = "_lazy_init_scale_growth_tracker"
 
 @contextmanager
 def real_scales() -> Iterator[None]:
-    """In here a ``GradScaler`` makes its scale as a real tensor, whatever modes are in force: it is kept for all steps,
-    and a recorded step reads it where it is."""
+    """A context in which a ``GradScaler`` makes its scale as a real tensor, whatever modes are in force: it is kept for
+    all steps, and a recorded step reads it where it is."""
     original: Any = getattr(torch.amp.GradScaler, _BEGIN, None)
     if original is None:
         yield

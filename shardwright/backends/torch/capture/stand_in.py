@@ -56,8 +56,8 @@ def _dressed(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def no_remembered_results(model: nn.Module) -> Iterator[None]:
-    """In here functions that remember their results (``functools.lru_cache``) begin and end with none, in the modules
-    that define the model's classes: a stand-in that one of them kept would turn up in a later run."""
+    """A context in which functions that remember their results (``functools.lru_cache``) begin and end with none, in
+    the modules that define the model's classes: a stand-in that one of them kept would turn up in a later run."""
     homes = {cls.__module__ for module in model.modules() for cls in type(module).__mro__ if cls is not nn.Module}
     caches = [cache for name in sorted(homes) if name in sys.modules for cache in _remembering(sys.modules[name])]
     for cache in caches:

@@ -94,8 +94,8 @@ class Exchange:
 
     @contextmanager
     def closing(self, parameters: Iterable[tuple[str, nn.Parameter]], hooked: bool) -> Iterator[None]:
-        """In here runs the last action that adds to the gradients of these parameters; ``hooked``: a whole backward, of
-        which each parameter's accumulation tells on its own."""
+        """A context in which the last action runs that adds to the gradients of these parameters. ``hooked``: the
+        action is a whole backward, in which the accumulation of each parameter's gradient tells that it is whole."""
         names = [name for name, _ in parameters]
         handles = []
         if hooked:

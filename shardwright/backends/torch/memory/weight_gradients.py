@@ -74,8 +74,8 @@ of autograd's on some devices, and there is one I at a time."""
 
 @contextmanager
 def deferrable() -> Iterator[None]:
-    """In here the ops run so that their backward can defer weight gradients. It is for forward passes, and for the
-    backward passes of their results, since these may run parts of the forward again."""
+    """A context in which the ops run so that their backward can defer weight gradients. It is for forward passes, and
+    for the backward passes of their results, since these may run parts of the forward again."""
     patched: list[tuple[Any, str, Any]] = [
         (functional, "linear", linear),
         (functional, "embedding", embedding),

@@ -14,7 +14,7 @@ from shardwright.backends.torch.messages.microbatch_threads import current_fiber
 
 @contextmanager
 def patched_calls(calls: Calls) -> Iterator[None]:
-    """In here module calls of fibers go through ``calls``; those of other threads are unchanged."""
+    """A context in which module calls of fibers go through ``calls``; those of other threads are unchanged."""
     original = nn.Module.__call__
     apply: Any = torch.autograd.Function.__dict__.get("apply")
     inherited = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]

@@ -85,7 +85,7 @@ class CallStack:
 
     @contextmanager
     def inside(self, draft: Draft) -> Iterator[None]:
-        """In here everything that runs is recorded as one step."""
+        """A context in which everything that runs is recorded as one step."""
         self.unit_depth += 1
         outer, self.current = self.current, draft
         try:

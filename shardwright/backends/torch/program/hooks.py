@@ -76,7 +76,8 @@ class Ops(TorchDispatchMode):
 
 @contextmanager
 def patched_modules(hooks: ModuleHooks) -> Iterator[None]:
-    """In here calls of modules and of autograd functions, and assignments to attributes, go through these hooks."""
+    """A context in which calls of modules and of autograd functions, and assignments to attributes, go through these
+    hooks."""
     original, assign = nn.Module.__call__, nn.Module.__setattr__
     apply: Any = torch.autograd.Function.__dict__.get("apply")
     inherited = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]

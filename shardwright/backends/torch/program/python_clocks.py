@@ -47,7 +47,7 @@ class Clocks:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """In here the clocks of the module ``time`` are followed, and those that `meet` is shown."""
+        """A context in which the clocks of the module ``time`` are followed, and those that `meet` is shown."""
         self._are_followed = True
         try:
             for name, value in list(vars(time).items()):
@@ -60,7 +60,7 @@ class Clocks:
             self._changed.clear()
 
     def meet(self, variables: dict[str, Any], name: str, value: Any) -> None:
-        """Follow a clock that is a global which code that is about to run names."""
+        """Follow the value of a global, where it is a clock. Code that is about to run names this global."""
         followed = self._followed.get(id(value))
         if followed is not None and self._are_followed:
             self._changed.append((variables, name, value))

@@ -207,8 +207,8 @@ class Tape:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """In here, while the step runs, stand-ins are where the values are. Raises whatever a holder raises that takes
-        none."""
+        """A context in which stand-ins are where the values are, while the step runs. Raises whatever a holder raises
+        that takes no stand-in."""
         before: list[tuple[Holder, Any, Any]] = []
         patched = _patched_math(self)
         try:
@@ -319,7 +319,8 @@ def _look_of(value: Any) -> Any:
 
 @contextmanager
 def _patched_math(tape: Tape) -> Iterator[None]:
-    """In here functions of ``math`` note their results from stand-ins, where they are called as ``math.exp``."""
+    """A context in which functions of ``math`` note their results from stand-ins, where they are called as
+    ``math.exp``."""
     known: Mapping[str, Any] = {name: f for name, f in vars(math).items() if callable(f) and not name.startswith("_")}
 
     def noted(function: Callable[..., Any]) -> Callable[..., Any]:

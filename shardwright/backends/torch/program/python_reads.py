@@ -58,7 +58,7 @@ class Write:
 
 @contextmanager
 def left_as_it_is(model: nn.Module, roots: Iterable[tuple[Any, str]] = ()) -> Iterator[None]:
-    """In here code may write to Python values, which is undone on leaving: it runs on stand-ins."""
+    """A context in which code may write to Python values, which is undone on leaving: it runs on stand-ins."""
     reads = Reads(model, lambda: False)
     try:
         with reads.watching(roots):
@@ -162,7 +162,7 @@ class Reads:
 
     @contextmanager
     def unit(self) -> Iterator[None]:
-        """In here a unit runs. The values that it writes it writes again whenever it is replayed."""
+        """A context in which a unit runs. It writes the same values again whenever it is replayed."""
         before = [(holder, holder.read()) for holder in self.reached.holders if not isinstance(holder, Asked)]
         try:
             yield

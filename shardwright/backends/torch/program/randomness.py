@@ -126,7 +126,8 @@ class Streams:
 
     @contextmanager
     def again(self, step: Step) -> Iterator[None]:
-        """In here a unit runs a second time, in a backward pass: it draws the same numbers as the first time."""
+        """A context in which a unit runs a second time, in a backward pass: it draws the same numbers as the first
+        time."""
         before = self._counts, self._frames, self._recomputing
         self._counts, self._frames, self._recomputing = dict(step.counts), [], False
         try:
@@ -215,7 +216,7 @@ def draw_again(values: Sequence[Value], step: Step | Draft, device: torch.device
 
 @contextmanager
 def kept_generators(active: bool, device: torch.device) -> Iterator[None]:
-    """In here the default generators may be used; afterwards they are as they were found."""
+    """A context in which the default generators may be used; afterwards they are as they were found."""
     if not active:
         yield
         return

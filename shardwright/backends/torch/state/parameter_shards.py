@@ -110,7 +110,7 @@ class Shards:
 
     @contextmanager
     def as_whole(self) -> Iterator[None]:
-        """In here the model has parameters of whole shapes, on the meta device, in place of shards."""
+        """A context in which the model has parameters of whole shapes, on the meta device, in place of shards."""
         stand_ins: dict[int, nn.Parameter] = {}
         for name in self.places:
             piece = self.ownership.parameter(name)
