@@ -105,8 +105,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return local_states(self._ownership, self.optimizer, self._named_groups())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this rank's share of what `state_dict` gave under any plan, or of what torch's own optimizer gave for
-        the unsplit model; or what `local_state_dict` gave on this rank under the same plan.
+        """Load this rank's share of a state dict from `state_dict` under any plan, or from torch's own optimizer for
+        the unsplit model; or one from `local_state_dict` on this rank under the same plan.
 
         Raises PlanError for parameters and shapes that do not fit.
         """

@@ -80,7 +80,8 @@ def _precision(module: torch.nn.Module) -> Literal["fp32", "bf16", "fp16"]:
 
 
 def _hardware(device: torch.device) -> str | Device:
-    """The profile of this device; the CPU's, with this machine's memory, when the device is not among them."""
+    """The profile of this device: for one that is no CUDA device the CPU's, with this machine's memory; for a CUDA
+    device without a profile the H100's."""
     if device.type != "cuda":
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return replace(load_profile("cpu").device, memory_bytes=memory_bytes)

@@ -135,7 +135,7 @@ def init(
     Raises:
         ShardwrightError: an unknown key, a degree that does not divide the number of ranks.
         PlanError: the plan is for another number of ranks.
-        MissingCapabilityError: the plan or a key asks for what this version's runtime does not do.
+        MissingCapabilityError: the plan or a key asks for something that this version's runtime does not do.
         DisagreementError: ranks were given different configurations or plans, or another rank has failed.
     """
     global _session

@@ -1,4 +1,4 @@
-"""A plan bound to a model and an optimizer, for callers that know no framework: what `Backend.compile` returns."""
+"""A plan bound to a model and an optimizer, for callers that know no framework: the result of `Backend.compile`."""
 
 import atexit
 from collections.abc import Callable, Iterable, Mapping

@@ -161,7 +161,7 @@ class Runtime:
 
         Raises:
             UnrecordableError: the step cannot be recorded, and is not to run by messages.
-            MissingCapabilityError: the configuration or the plan asks for what recorded steps alone do.
+            MissingCapabilityError: the configuration or the plan asks for something that only recorded steps do.
             DisagreementError, LossError: see `RecordedSteps.prepare`.
         """
         mode = self._mode
@@ -242,7 +242,7 @@ class Runtime:
     def _start_messages(self, mode: StepMode, call: StepCall) -> None:
         """Run steps by messages from now on. A model that is not split yet is divided by its module tree.
 
-        Raises MissingCapabilityError: the configuration or the plan asks for what recorded steps alone do.
+        Raises MissingCapabilityError: the configuration or the plan asks for something that only recorded steps do.
         """
         stage_map, ranks = self.stage_map, self.bound.size("tp")
         mode.require_messages(None if stage_map is None else stage_map.plan)

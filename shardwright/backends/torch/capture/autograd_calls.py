@@ -20,7 +20,7 @@ _PASSING = frozenset({torch.Tensor.retain_grad, torch.Tensor.requires_grad_})
 
 
 class AutogradQuestions(TorchFunctionMode):
-    """A mode that answers these calls by what a recorder knows."""
+    """A mode that answers these calls from a recorder's knowledge."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

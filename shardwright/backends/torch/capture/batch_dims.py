@@ -1,8 +1,7 @@
 """The sample that a model is captured with: which dim of which tensor is the batch, and other sizes of it.
 
 A sample is a tensor, a tuple or list (positional arguments) or a mapping (keyword arguments), nested as deep as the
-model's forward takes it. What is not a tensor is handed on as it is, or as a copy
-where it can change.
+model's forward takes it. An entry that is no tensor is handed on as it is, or as a copy where it can change.
 """
 
 import copy
@@ -45,8 +44,8 @@ class Sample:
     """A sample with its batch dims known. Raises CaptureError when they do not agree.
 
     ``batch_dims`` is a dim for all tensors (None: dim 0), or the sample's own structure with a dim, or None for no
-    batch, in place of each tensor; what a mapping leaves out is dim 0. The batch is the smallest of their sizes; others
-    may be multiples of it, several entries for each sample.
+    batch, in place of each tensor; the dim of an entry that a mapping leaves out is 0. The batch is the smallest of
+    their sizes; others may be multiples of it, several entries for each sample.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ State = AbstractContextManager[tuple[dict[str, torch.Tensor], dict[str, torch.Te
 
 
 def fake_state(model: nn.Module, device: torch.device) -> State:
-    """The model with fake parameters and buffers, under a fake tensor mode; see `_swapped`."""
+    """A context in which the model has fake parameters and buffers, under a fake tensor mode; see `_swapped`."""
 
     def fake_of(tensor: torch.Tensor) -> torch.Tensor:
         mode = current_fake_mode()

@@ -1,9 +1,9 @@
 """Functions that draw arrays from Python's or NumPy's generator, such as the masks of SpecAugment (arXiv 1904.08779).
 
-A recording sees what torch does, and what NumPy does is a constant to it. A whole function of the model's own code that
-draws and gives arrays is therefore recorded as one step, which is run again with the same numbers wherever its arrays
-are needed. What it gave may be handed to torch, and is nothing else to the model: a value that was computed from it in
-NumPy would be the same in every step.
+A recording sees the ops of torch, and to it the results of NumPy are constants. A whole function of the model's own
+code that draws and gives arrays is therefore recorded as one step, which is run again with the same numbers wherever
+its arrays are needed. What it gave may be handed to torch, and is nothing else to the model: a value that was computed
+from it in NumPy would be the same in every step.
 """
 
 import functools
@@ -95,8 +95,9 @@ Call = Callable[[Callable[..., Any], Any, Any], Any]
 
 @contextmanager
 def patched_functions(model: nn.Module, call: Call, call_torch: Call) -> Iterator[None]:
-    """The functions beside the model's classes whose code names a generator of Python's or NumPy's go through
-    ``call(function, args, kwargs)``; and `torch.from_numpy`, which torch tells nobody of, through ``call_torch``."""
+    """A context in which two kinds of functions are replaced. The functions beside the model's classes whose code names
+    a generator of Python's or NumPy's go through ``call(function, args, kwargs)``. `torch.from_numpy`, whose calls
+    torch tells nobody of, goes through ``call_torch``."""
     homes = {cls.__module__ for module in model.modules() for cls in type(module).__mro__ if cls is not nn.Module}
     replaced: list[tuple[types.ModuleType, str, Any]] = []
     for home in (sys.modules[name] for name in sorted(homes) if name in sys.modules):

@@ -1,7 +1,7 @@
 """Capture of a PyTorch model: its forward pass and loss, run on fake tensors at batch 2 and at batch 3.
 
-What differs between the two runs is the batch dim; everything else must be the same, op for op. Where an op needs
-values (`.item()`, `nonzero`), both runs are repeated on real tensors, on a copy of the model.
+A size that differs between the two runs is that of a batch dim; everything else must be the same, op for op. Where an
+op needs values (`.item()`, `nonzero`), both runs are repeated on real tensors, on a copy of the model.
 """
 
 import logging
@@ -64,7 +64,7 @@ def capture(
 ) -> Graph:
     """The graph of ``model``'s forward pass on ``sample`` and of its loss. The model is read, never changed.
 
-    The model may lie on any device, the meta device included; no memory is allocated for it. ``sample`` is a tensor, a
+    The model may be on any device, the meta device included; no memory is allocated for it. ``sample`` is a tensor, a
     tuple (positional arguments) or a dict (keyword arguments), or a `Sample` of them; ``batch_dims`` says where the
     batch is when it is not dim 0. ``loss`` maps the model's output to a scalar; without it the output's own ``loss`` is
     used, or the output itself where that is a scalar. With ``require_loss=False`` a model without a loss gives a graph
@@ -314,7 +314,8 @@ class _Session:
 
 @contextmanager
 def noted_calls(recorder: Recorder, paths: Mapping[int, str]) -> Iterator[None]:
-    """Global module hooks that keep the recorder's call stack, for this thread; ``paths`` are by ids of modules."""
+    """A context with global module hooks that keep the recorder's call stack, for this thread; ``paths`` are by ids of
+    modules."""
     thread = threading.get_ident()
 
     def before(module: nn.Module, args: Any) -> None:
@@ -336,7 +337,7 @@ def noted_calls(recorder: Recorder, paths: Mapping[int, str]) -> Iterator[None]:
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Torch's process-wide settings as the record needs them, put back afterwards."""
+    """A context with torch's process-wide settings as the record needs them; they are put back afterwards."""
     mkldnn = mkldnn_enabled()
     logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     level = logger.level

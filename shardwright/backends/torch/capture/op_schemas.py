@@ -1,4 +1,4 @@
-"""The overloads of torch's ops: what their schemas say, and their arguments by name."""
+"""The overloads of torch's ops: the contents of their schemas, and their arguments by name."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -44,7 +44,7 @@ class Func:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
+    """The name of a dtype: ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 

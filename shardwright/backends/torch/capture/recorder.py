@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
     # -- module calls --------------------------------------------------------------------------------------------
 
     def enter(self, path: str) -> None:
-        """A module call begins. The first call of the model itself is call 0."""
+        """Begin a module call. The first call of the model itself is call 0."""
         occurrence = self._occurrences.get(path, 0)
         self._occurrences[path] = occurrence + 1
         if path == "" and occurrence == 0:
@@ -106,7 +106,7 @@ class Recorder(TorchDispatchMode):
         self._stack.append(len(self.calls) - 1)
 
     def leave(self, *, failed: bool) -> None:
-        """The innermost module call ends."""
+        """End the innermost module call."""
         if failed and self.failed_path is None:
             self.failed_path = self.path
         if len(self._stack) > 1:
@@ -123,7 +123,7 @@ class Recorder(TorchDispatchMode):
         return self._root(tensor) in self._flowing if id(tensor) in self._views else tensor.requires_grad
 
     def note_reading(self) -> None:
-        """The innermost module call reads a value, or makes a tensor whose shape depends on values."""
+        """Note that the innermost module call reads a value, or makes a tensor whose shape depends on values."""
         self.reading.add(self._stack[-1])
 
     @property
@@ -348,7 +348,7 @@ class Recorder(TorchDispatchMode):
 
 
 def shares_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors, fake or real, lie in one storage."""
+    """Whether two tensors, fake or real, share one storage."""
     try:
         return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse and other tensors without a storage

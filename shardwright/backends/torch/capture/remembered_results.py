@@ -64,7 +64,8 @@ class _Result:
 
 
 class Inferred:
-    """Runs ops on meta tensors, or on fake tensors of one mode, each combination of operands and arguments once."""
+    """The results of ops on meta tensors, or on fake tensors of one mode. Each combination of operands and arguments is
+    run once."""
 
     def __init__(self) -> None:
         self._may_be: dict[Any, bool] = {}

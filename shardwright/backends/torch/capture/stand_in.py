@@ -95,8 +95,8 @@ def _is_filled(cell: Any) -> bool:
 
 @contextmanager
 def swapped_in(model: nn.Module, stand_ins: Tensors) -> Iterator[None]:
-    """The model with stand-ins for its tensors. On leaving, every module's attributes, parameters, buffers and hooks
-    are as they were, and so are the random number generators."""
+    """A context in which the model has stand-ins for its tensors. On leaving, every module's attributes, parameters,
+    buffers and hooks are as they were, and so are the random number generators."""
     states = [(module, dict(vars(module))) for module in model.modules()]
     tables = [(v, dict(v)) for _, state in states for v in state.values() if isinstance(v, dict)]
     lists = [(v, list(v)) for _, state in states for v in state.values() if isinstance(v, list)]

@@ -33,7 +33,7 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True) -> None:
 
 @contextmanager
 def tensor_parallelism(enabled: bool = True) -> Iterator[None]:
-    """Modules made inside are marked as by `set_tensor_parallelism`; the innermost context wins."""
+    """A context in which new modules are marked as by `set_tensor_parallelism`; the innermost context wins."""
     original = nn.Module.__init__
 
     @wraps(original)

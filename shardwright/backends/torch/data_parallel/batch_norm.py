@@ -155,8 +155,8 @@ class _Synchronized:
 
 
 class _Normed(torch.autograd.Function):
-    """(x - mean) / sqrt(variance + eps) per channel, by the samples of all replicas. Ioffe and Szegedy, ICML 2015,
-    section 3, with the sums of forward and backward taken over all replicas."""
+    """Batch norm, (x - mean) / sqrt(variance + eps) per channel, by the samples of all replicas. Ioffe and Szegedy,
+    ICML 2015, section 3, with the sums of forward and backward taken over all replicas."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, eps: float, summed: Callable[[torch.Tensor], torch.Tensor]) -> Any:

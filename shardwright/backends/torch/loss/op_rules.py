@@ -151,7 +151,7 @@ def _divide(call: TracedOp) -> list[LossOp]:
 
 
 def _reciprocal(call: TracedOp) -> list[LossOp]:
-    """1 / x, as the first half of number / x."""
+    """A reciprocal, 1 / x, as the first half of number / x."""
     op, one = call.constant((1.0, 1.0))
     return [op, call.how("divide", inputs=(one, *call.a.inputs), labels=((), *call.op.labels))]
 
@@ -256,7 +256,7 @@ def _cut(call: TracedOp) -> list[LossOp]:
 
 
 def _unfold(call: TracedOp) -> list[LossOp]:
-    """Windows over one dim, whose entries become a last dim of their own."""
+    """An unfolding: windows over one dim, whose entries become a last dim of their own."""
     rank = len(call.op.labels[0])
     dim = call.arguments[0]["dimension"] % rank if rank else 0
     kept = tuple(-1 if d == dim else d for d in range(rank))

@@ -1,5 +1,5 @@
-"""The reading of a step body's losses: how the losses of its microbatches make that of the batch, and what must be
-counted."""
+"""The reading of a step body's losses: the relation of its microbatches' losses to that of the batch, and the counts
+that it needs."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -91,7 +91,7 @@ class Losses:
         """The value of each loss, whether it has a weight, and the reduction that the step states."""
 
     def backward(self, loss: Any, weight: Any = None, reduction: Any = None) -> None:
-        """``model.backward`` inside the body."""
+        """Note a loss that the body gives to ``model.backward``."""
         if not isinstance(loss, torch.Tensor):
             raise CaptureError(f"model.backward takes the loss, a tensor: given a {type(loss).__name__}")
         if loss.numel() != 1:

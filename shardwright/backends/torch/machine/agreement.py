@@ -1,8 +1,8 @@
 """The comparison of everything that must be the same on all ranks, made whenever ranks begin something together.
 
-Each rank makes claims: a name of something, and a digest of what the rank has of it. The digests travel in one row of
-numbers. Where rows differ, every rank sees that they do, and all tell each other the values: so all raise one error,
-and none waits.
+Each rank makes claims: a name of something, and a digest of the rank's value. The digests travel in one row of numbers.
+Where rows differ, every rank sees that they do, and all tell each other the values: so all raise one error, and none
+waits.
 """
 
 from collections.abc import Callable, Mapping, Sequence

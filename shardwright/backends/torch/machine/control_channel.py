@@ -307,7 +307,7 @@ def different_calls(calls: dict[int, str]) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 2``, ``ranks 0, 1 and 3``, ``ranks 0 to 7``."""
+    """Ranks in words: ``rank 2``, ``ranks 0, 1 and 3``, ``ranks 0 to 7``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):

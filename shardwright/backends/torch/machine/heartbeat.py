@@ -129,7 +129,7 @@ class Pulse:
         ]
 
     def start(self) -> None:
-        """Begin to tell and to look. Every rank calls this at the start of a run."""
+        """Begin to write and to read beats. Every rank calls this at the start of a run."""
         self._beat()
         for thread in self._threads:
             thread.start()

@@ -35,7 +35,7 @@ class BoundMesh:
         return self.groups[axis][coordinate]
 
     def describe(self) -> str:
-        """``rank 3 (pp 1, dp 1)``: axes of size 1 are left out."""
+        """This rank and its coordinates in words: ``rank 3 (pp 1, dp 1)``. Axes of size 1 are left out."""
         places = [f"{a} {c}" for a, c in self.mesh.coordinates(self.rank).items() if self.mesh.axis_size(a) > 1]
         return f"rank {self.rank}" + (f" ({', '.join(places)})" if places else "")
 

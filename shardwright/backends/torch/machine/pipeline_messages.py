@@ -41,7 +41,7 @@ class Shape:
 
 
 Key = tuple[int, int, bool]
-"""(edge, microbatch, whether these are gradients)."""
+"""The name of a message within a step: (edge, microbatch, whether these are gradients)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,7 +211,7 @@ def _is_quiet(parameter: torch.Tensor) -> bool:
 
 
 def linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``functional.linear``."""
+    """The replacement of ``functional.linear``."""
     if not _can_defer(given, weight) or weight.dim() != 2:
         return _linear(given, weight, bias)
     rows = _cast(given)[0].reshape(-1, given.shape[-1])
@@ -220,7 +220,7 @@ def linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 
 def addmm(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """``torch.addmm``, as a linear layer with its weight the other way round (GPT-2's) calls it."""
+    """The replacement of ``torch.addmm``, as a linear layer with its weight the other way round (GPT-2's) calls it."""
     if len(args) != 3 or kwargs or not _can_defer(args[1], args[2]) or args[0].dim() != 1:
         return _addmm(*args, **kwargs)
     bias, given, weight = args
@@ -341,7 +341,7 @@ def embedding(
     input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None, max_norm: float | None = None,
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """``functional.embedding``."""
+    """The replacement of ``functional.embedding``."""
     if max_norm is not None or sparse or not _can_defer(input, weight) or weight.dim() != 2:
         return _embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]

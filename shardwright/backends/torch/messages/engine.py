@@ -254,7 +254,7 @@ class Messages:
         return len(self._results) < self._next_microbatch
 
     def _drive(self, fiber: Fiber) -> None:
-        """One microbatch on the driver: the body, then the backward pass."""
+        """Run one microbatch on the driver: the body, then the backward pass."""
         m = fiber.microbatch
         fiber.batch = {i: _copied(tensor) for i, tensor in enumerate(self.calls.microbatches[m])}
         self.draws.body(fiber)
@@ -311,8 +311,8 @@ class Messages:
 
     @contextlib.contextmanager
     def _noting_python_writes(self, body: StepBody) -> Iterator[None]:
-        """In the first step, which is run in order: note whether the body, or modules that run here, write to Python
-        values such as counters. Two overlapping microbatches would see each other's."""
+        """A context for the first step, which is run in order. It notes whether the body, or modules that run here,
+        write to Python values such as counters: two overlapping microbatches would see each other's."""
         if self.ownership.model.training in self._writes or self._wrote:
             yield
             return
@@ -350,7 +350,7 @@ class Messages:
         return [(id(b), 0 if b.is_inference() else b._version) for b in self.ownership.local_buffers().values()]
 
     def _serve(self, fiber: Fiber) -> None:
-        """One microbatch on a rank that is not the driver."""
+        """Run one microbatch on a rank that is not the driver."""
         while True:
             envelope = self.turns.take(fiber)
             if envelope.kind is Kind.DONE:

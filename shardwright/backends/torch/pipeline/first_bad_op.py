@@ -45,7 +45,7 @@ class OpChecks(TorchDispatchMode):
 
     @contextmanager
     def watching(self, held: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Look at the ops that run in here; ``held`` are the modules that may be called, by path."""
+        """A context in which every op that runs is looked at; ``held`` are the modules that may be called, by path."""
         paths = {
             id(inner): f"{path}.{name}".strip(".") for path, m in held.items() for name, inner in m.named_modules()
         }

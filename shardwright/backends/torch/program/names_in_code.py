@@ -1,4 +1,4 @@
-"""The names in a piece of Python code: the globals that it reads, and the attributes that it asks objects for."""
+"""The names in Python code: the globals that it reads, and the attributes that it asks objects for."""
 
 import functools
 import opcode

@@ -98,7 +98,7 @@ class Value:
     step: int | None
     input: int | None = None
     memory: int = 0
-    """Values with the same number share memory."""
+    """The number of the value's memory: values with the same number share memory."""
     strides: tuple[int, ...] = ()
     """The strides in memory, in elements: dropout draws its mask in this order."""
 

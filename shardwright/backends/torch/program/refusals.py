@@ -136,7 +136,7 @@ def shares_a_value(model: nn.Module, place: str) -> UnrecordableError:
 
 
 def takes_a_gradient(model: nn.Module, function: Callable[..., Any]) -> CaptureError:
-    """The error for a gradient taken in the body of a step whose values lie on several pipeline ranks."""
+    """The error for a gradient taken in the body of a step whose values are on several pipeline ranks."""
     name = f"torch.autograd.{getattr(function, '__name__', 'grad')}"
     return CaptureError(
         f"{name} is called in the step at {where()}, and {type(model).__name__} is split over pipeline stages, each of "

@@ -190,7 +190,7 @@ class StepRecorder:
         return made.requires_grad_(tensor.requires_grad)
 
     def backward(self, loss: Any, weight: Any = None, reduction: str | None = None) -> None:
-        """``model.backward`` inside the body."""
+        """Note a loss that the body gives to ``model.backward``."""
         if not isinstance(loss, torch.Tensor) or not isinstance(self.ledger.ref(loss), ValueRef):
             raise CaptureError(f"model.backward takes the loss, a tensor that this step computed: given {said(loss)}")
         if loss.numel() != 1:

@@ -127,9 +127,9 @@ def load_states(
     *,
     with_options: bool = True,
 ) -> None:
-    """Load this rank's share of what `gather_states` gave, under whatever plan that was; of what an optimizer of torch
-    gave for the unsplit model, whose parameters have numbers in the order of the groups; or what `local_states` gave.
-    The options of groups, learning rates among them, are loaded if ``with_options``.
+    """Load this rank's share of a state dict from `gather_states`, under whatever plan that was; of one from an
+    optimizer of torch for the unsplit model, whose parameters have numbers in the order of the groups; or of one from
+    `local_states`. The options of groups, learning rates among them, are loaded if ``with_options``.
 
     Raises PlanError when the groups hold other parameters.
     """

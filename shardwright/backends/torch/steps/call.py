@@ -25,8 +25,8 @@ class StepCall:
     Attributes:
         signature: the key of a recorded program, beside the shapes; the same on all pp peers.
         microbatches: the tensors of each microbatch, on this run's device. There may be fewer than planned.
-        shares: what `Runtime.begin` gave: the samples of each microbatch are the weight of its losses, where the step
-            gives none.
+        shares: the result of `Runtime.begin`: the samples of each microbatch are the weight of its losses, where the
+            step gives none.
         axes: of each input, the dim that is its batch; None where every microbatch gets it whole. Default: losses are
             means over samples.
         shapes: the shapes and dtypes of each microbatch.

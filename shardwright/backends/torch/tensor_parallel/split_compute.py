@@ -57,14 +57,14 @@ def product_and_sum(call: Call) -> bool:
 
 
 def _flat_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """[…, k] · [k, n] (+ [n]), as one product over flattened leading dims."""
+    """The product […, k] · [k, n] (+ [n]), as one over flattened leading dims."""
     flat = left.reshape(-1, left.shape[-1])
     made = flat @ right if bias is None else torch.addmm(bias, flat, right)
     return made.view(*left.shape[:-1], right.shape[-1])
 
 
 def _product(call: Call, product: Callable[..., Any], add: Any) -> bool:
-    """A product and its bias; in one kernel when nothing is converted in between."""
+    """Lower a product and its bias; in one kernel when nothing is converted in between."""
     source = call.lowering.source
     if _columns(call, product):
         return True

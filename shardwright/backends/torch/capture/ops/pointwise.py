@@ -92,5 +92,5 @@ def uniform(call: OpCall) -> None:
 @rule("create", "arange", "linspace", "logspace", "eye", "tril_indices", "triu_indices", "randperm", "range",
       "hann_window", "hamming_window")  # fmt: skip
 def positional(call: OpCall) -> None:
-    """Values that depend on the position: made whole."""
+    """Values that depend on the position. They are made whole."""
     call.add("create", (), call.outputs, Labelled(tuple((-1,) * len(out.shape) for out in call.outputs)))

@@ -43,7 +43,7 @@ def linear(call: OpCall) -> None:
 
 
 def linear_parts(call: OpCall, source: Ref, weight: Ref, bias: Ref | None) -> None:
-    """x · Wᵀ + b, with as many leading dims as x has."""
+    """A linear layer, x · Wᵀ + b, with as many leading dims as x has."""
     lead = tuple(range(len(source.shape) - 1))
     summed, column = len(lead), len(lead) + 1
     one_output = len(weight.shape) == 1
@@ -151,8 +151,8 @@ def attention(call: OpCall) -> None:
 
 @rule("contraction", "_grouped_mm")
 def grouped_product(call: OpCall) -> None:
-    """Rows sorted by group, each multiplied by its group's matrix: [rows, k] · [groups, k, n]. The groups' borders are
-    values, so rows are not split."""
+    """A grouped product: rows sorted by group, each multiplied by its group's matrix: [rows, k] · [groups, k, n]. The
+    groups' borders are values, so rows are not split."""
     left, right = call.inputs[:2]
     if len(left.shape) != 2 or len(right.shape) != 3:
         call.add("opaque", call.inputs, call.outputs, labels.opaque(shapes(call.inputs), shapes(call.outputs)))

@@ -50,7 +50,8 @@ def softmax(call: OpCall) -> None:
 
 
 def _normalize(call: OpCall, dims: Sequence[int], scale: Ref | None, bias: Ref | None, at: Sequence[int]) -> None:
-    """(x - mean) / deviation over ``dims``, then · scale + bias, whose dims are the dims ``at`` of x."""
+    """A normalisation, (x - mean) / deviation over ``dims``, then · scale + bias, whose dims are the dims ``at`` of
+    x."""
     source = call.inputs[0]
     rank = len(source.shape)
     where, all_dims = tuple(d % rank for d in at), tuple(range(rank))
@@ -87,7 +88,8 @@ def layer_norm(call: OpCall) -> None:
 
 @rule("normalization", "group_norm", "native_group_norm")
 def group_norm(call: OpCall) -> None:
-    """Statistics over the channels of a group and all positions: the channel dim is a statistic one."""
+    """Group norm. Its statistics are over the channels of a group and all positions: the channel dim is a statistic
+    one."""
     source = call.inputs[0]
     _normalize(call, range(1, len(source.shape)), call.get("weight"), call.get("bias"), (1,))
     for i, out in enumerate(call.outputs[1:]):

@@ -94,7 +94,8 @@ class OpCall:
 
 Rule = Callable[[OpCall], None]
 RULES: dict[str, tuple[OpKind, Rule]] = {}
-"""Op name without overload and without the in-place underscore → the kind of its main piece, and its rule."""
+"""The kind of an op's main piece, and the op's rule, by the op's name without overload and without the in-place
+underscore."""
 
 
 def rule(kind: OpKind, *names: str) -> Callable[[Rule], Rule]:

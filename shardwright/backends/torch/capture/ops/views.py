@@ -146,7 +146,7 @@ def rearrange(call: OpCall) -> None:
 
 @rule("copy", "repeat", "tile")
 def repeat(call: OpCall) -> None:
-    """Whole copies one after the other: a dim that is repeated is never split."""
+    """A repetition of whole copies, one after the other. A dim that is repeated is never split."""
     before, after = call.inputs[0].shape, call.out.shape
     first = len(after) - len(before)
     kept = tuple(i if before[i] == after[first + i] else -1 for i in range(len(before)))
