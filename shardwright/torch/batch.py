@@ -11,7 +11,7 @@ from shardwright.core.errors import ShardwrightError
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """How a batch is cut.
+    """The cut of a batch into microbatches.
 
     Attributes:
         samples: of each microbatch; all 1 where arguments of different sizes are cut into equal parts.
@@ -23,10 +23,10 @@ class Batch:
 
     @classmethod
     def of(cls, given: Mapping[str, tuple[torch.Tensor, int | None]], microbatches: int) -> "Batch":
-        """Cut into so many microbatches, or into as many as there are samples.
+        """Cut a batch into so many microbatches, or into as many as there are samples.
 
         Args:
-            given: tensors by what to call them in errors, and the axis along which each is cut; None: not cut.
+            given: tensors by their names in errors, and the axis along which each is cut; None: not cut.
 
         Raises:
             ShardwrightError: there are no samples, or sizes that differ do not divide.

@@ -30,7 +30,7 @@ _LATER: dict[str, tuple[Any, str]] = {
     "bf16": (False, "use torch.autocast around the step, or a bfloat16 model"),
     "delayed_parameter_initialization": (False, "build the model on the meta device and pass weights="),
 }
-"""Keys of features that this version lacks: the value that asks for nothing, and what holds instead."""
+"""Keys of features that this version lacks: the value that asks for nothing, and the alternative."""
 
 _WITHOUT_EFFECT = {
     "memory_weight", "default_partition", "activation_loading_horizon", "skip_tracing",
@@ -48,7 +48,7 @@ _COUNTS = (
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What `init` was asked for.
+    """The configuration that `init` was given.
 
     Attributes:
         pipeline: the name of a schedule, "auto" for the one that is searched for the planned costs, or a schedule.
@@ -57,19 +57,19 @@ class Config:
         recompute: "full" runs the forward of repeated blocks again in the backward pass.
         prescaled_batch: whether all ranks of the tensor axis are given the same batch. Without it each has samples of
             its own, and a step is over all of them.
-        optimize: on the tensor axis, "memory" divides along the sequence what would be held whole by every rank,
-            "speed" keeps it whole; default: what the planner finds.
-        loss_scope: what is meant where the loss couples samples: "replica" takes every microbatch of every replica by
+        optimize: on the tensor axis, "memory" divides along the sequence the values that every rank would hold whole,
+            "speed" keeps them whole; default: the planner decides.
+        loss_scope: the meaning where the loss couples samples: "replica" takes every microbatch of every replica by
             itself; "global" lets batch norm see the microbatches of all replicas together. None: such a loss is an
             error where there are several microbatches.
         compile: run each block of this rank through torch.compile; a name is that of its backend. Not with dropout,
             with recompute or with schedules that split the backward pass.
         compare_in_full_every: in every so many training steps ranks compare all of their batches, replicas all of their
-            parameters, and every rank what the model's modules are; in the others they compare digests of the batches.
-        wait_timeout_s: how long a peer may give no sign of life before this rank stops with an error; how long all
-            ranks may wait for each other without anything moving; how long ranks wait for each other to start. A peer
-            that computes, compiles or saves is waited for.
-        nonfinite: what to do when a loss or a gradient is NaN or infinite: "warn", "error", or "ignore". In float16
+            parameters, and every rank the model's modules; in the others they compare digests of the batches.
+        wait_timeout_s: the time in seconds that a peer may give no sign of life before this rank stops with an error;
+            that all ranks may wait for each other without anything moving; that ranks wait for each other to start. A
+            peer that computes, compiles or saves is waited for.
+        nonfinite: the reaction when a loss or a gradient is NaN or infinite: "warn", "error", or "ignore". In float16
             gradients that overflow are left to the scaler.
         debug: "numerics" looks at every op, and names the first that made a NaN or an infinity; slow.
         axes: the mesh axes, outermost first.

@@ -11,14 +11,16 @@ from shardwright.torch import session as sessions
 
 
 class DistributedSampler(Sampler[int]):
-    """Gives each dp coordinate its share of a dataset; pipeline peers get the same samples in the same order.
+    """A sampler that gives each dp coordinate its share of a dataset; pipeline peers get the same samples in the same
+    order.
 
     With ``batch_size``, that of one replica's loader, the replicas' k-th batches laid end to end are the k-th batch of
     the unsplit run, in its order, so that losses compare step by step. Without it samples are dealt out in turn.
 
     Args:
         shuffle: in an order that depends on the seed and on the epoch alone; see `set_epoch`.
-        drop_last: leave out what does not fill a round of all replicas, instead of repeating samples from the start.
+        drop_last: leave out the samples that do not fill a round of all replicas, instead of repeating samples from the
+            start.
     """
 
     def __init__(

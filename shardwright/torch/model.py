@@ -1,4 +1,4 @@
-"""The model as the user holds it: whole in name, split in memory."""
+"""The model as the user sees it: whole in name, split in memory."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,14 +30,14 @@ from shardwright.torch.step_mode import ConfiguredMode
 class DistributedModel(nn.Module):
     """A model split over the ranks of this run.
 
-    The tree of modules stays whole, under the names of the unsplit model; what this rank does not hold is on the meta
-    device. With a plan it is split here, else at the first step. Names never get a prefix.
+    The tree of modules stays whole, under the names of the unsplit model; tensors that this rank does not hold are on
+    the meta device. With a plan the model is split here, else at the first step. Names never get a prefix.
 
     Args:
         module: the model; split in place. It may be on the meta device.
         weights: data for a model on the meta device: a ``.safetensors`` file, a file of ``torch.save(state_dict)``, a
             state dict, or a function called with every module that owns parameters, as by ``nn.Module.apply``. Each
-            rank makes only what it holds.
+            rank makes only the tensors that it holds.
 
     Raises:
         PlanError: the plan is for another model; names the parameters that differ.
@@ -77,7 +77,7 @@ class DistributedModel(nn.Module):
             )
 
     def _agree(self, module: nn.Module, weights: Weights | None) -> None:
-        """Go on when all ranks wrap the same model; take the values of rank 0 where peers begin with others."""
+        """Go on when all ranks wrap the same model. Take the values of rank 0 where peers begin with others."""
         session = self.session
         claims: list[Claim] = []
         failure: Exception | None = None
@@ -114,7 +114,7 @@ class DistributedModel(nn.Module):
     # Inside a step -----------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Inside ``@sw.step``: the model. Outside, only where one rank holds all of it."""
+        """The model's forward: inside ``@sw.step``, or outside where one rank holds the whole model."""
         if not self.runtime.in_step_body and max(self.session.bound.size("pp"), self.session.bound.size("tp")) > 1:
             raise ShardwrightError(
                 "a model that is split over pipeline stages or the tensor axis runs inside a function decorated with "
@@ -130,22 +130,23 @@ class DistributedModel(nn.Module):
         weight: float | torch.Tensor | None = None,
         reduction: Literal["mean", "sum"] | None = None,
     ) -> None:
-        """Inside ``@sw.step``: the loss of a microbatch, whose gradient is wanted.
+        """Give the loss of a microbatch, whose gradient is wanted, inside ``@sw.step``.
 
-        Gradients are those of the unsplit model on the batch of all microbatches and replicas. What the loss is to its
-        batch is told from what computes it: a mean over samples, a weighted mean whose count follows from the batch
-        (a mask, ``ignore_index``), a sum, and penalties beside them. What cannot be told is asked for.
+        Gradients are those of the unsplit model on the batch of all microbatches and replicas. The relation of the loss
+        to its batch is told from the code that computes it: a mean over samples, a weighted mean whose count follows
+        from the batch (a mask, ``ignore_index``), a sum, and penalties beside them. Where it cannot be told, the user
+        is asked.
 
         Args:
             tensors: the loss, a scalar; or tensors as `torch.autograd.backward` takes them.
-            grad_tensors: what each of them is multiplied by, as `torch.autograd.backward` takes them.
+            grad_tensors: the factor of each of them, as `torch.autograd.backward` takes them.
             weight: of this microbatch, the number that its loss is divided by; gradients are those of the weighted mean
                 over all microbatches of all replicas.
-            reduction: what the loss is to the batch: its "mean" over samples, or the "sum".
+            reduction: the relation of the loss to the batch: its "mean" over samples, or the "sum".
 
         Raises:
-            LossError: when the step is first run: there are several microbatches, and what the loss is to the batch
-                cannot be told.
+            LossError: when the step is first run: there are several microbatches, and the relation of the loss to the
+                batch cannot be told.
         """
         if not self.runtime.in_step_body:
             raise ShardwrightError("model.backward(loss) belongs inside a function decorated with @sw.step")
@@ -161,8 +162,8 @@ class DistributedModel(nn.Module):
         """Run the steps from now on under another schedule of the same stages; every rank calls this.
 
         Args:
-            schedule: one of as many ranks, stages and microbatches, that places the stages as before; or the name of
-                one, "auto" among them.
+            schedule: a schedule of as many ranks, stages and microbatches, that places the stages as before; or the
+                name of one, "auto" among them.
             costs: of the stages, for "auto": those that `sw.measured_costs` found, say. Default: the planned ones.
 
         Raises:
@@ -186,13 +187,14 @@ class DistributedModel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """All of them, by original names; what other ranks hold is on the meta device and never gets a gradient."""
+        """All parameters, by original names. Those that other ranks hold are on the meta device and never get a
+        gradient."""
         yield from self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """All of them, by original names; what other ranks hold is on the meta device."""
+        """All buffers, by original names. Those that other ranks hold are on the meta device."""
         yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -208,7 +210,7 @@ class DistributedModel(nn.Module):
         yield from self.runtime.ownership.local_buffers().items()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, which are those of the parameters that this rank holds."""
+        """Reset the gradients: those of the parameters that this rank holds."""
         for parameter in self.local_parameters():
             if set_to_none:
                 parameter.grad = None
@@ -218,7 +220,7 @@ class DistributedModel(nn.Module):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clip the gradients by the norm that the unsplit model's have; every rank calls this. Returns that norm."""
+        """Clip the gradients by the norm of the unsplit model's gradients; every rank calls this. Returns that norm."""
         call = f"model.clip_grad_norm_({float(max_norm)}, {float(norm_type)})"
         self.session.agreement.meet(call)
         return self.runtime.gradients.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite)
@@ -266,7 +268,7 @@ class DistributedModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Attributes are the model's, as they are when they are read, but for those of this class."""
+        """Set an attribute of the model, where attributes are read from too, unless it is one of this class."""
         module = vars(self).get("_modules", {}).get("module")
         if module is not None and name in ("session", "runtime"):
             raise ShardwrightError(
@@ -285,11 +287,11 @@ class DistributedModel(nn.Module):
             delattr(self.module, name)
 
     def __deepcopy__(self, memo: Any) -> "DistributedModel":
-        """Refused, and with it AveragedModel. Raises ShardwrightError."""
+        """Refuse a deep copy, and with it AveragedModel. Raises ShardwrightError."""
         raise ShardwrightError(_NO_COPY)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: a split model is no object to pickle. Raises ShardwrightError."""
+        """Refuse pickling: a split model is no object to pickle. Raises ShardwrightError."""
         raise ShardwrightError(_NO_COPY)
 
     def _watch_clipping(self) -> None:
@@ -307,7 +309,7 @@ _NO_COPY = (
 
 
 def _one_loss(tensors: Any, grad_tensors: Any) -> Any:
-    """What `torch.autograd.backward` of tensors and their gradients is the backward of."""
+    """The loss whose backward is that of `torch.autograd.backward` on these tensors and gradients."""
     many = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
     if grad_tensors is None:
         factors: list[Any] = [None] * len(many)
@@ -361,7 +363,7 @@ _plain_clip: Callable[..., Any] | None = None
 
 
 def warn_of_plain_clipping(parameters: Iterator[nn.Parameter]) -> None:
-    """From now on torch's clip_grad_norm_ warns when it is given one of these parameters.
+    """Let torch's clip_grad_norm_ warn, from now on, when it is given one of these parameters.
 
     Its inner function is replaced, since user code may have imported the outer one already.
     """

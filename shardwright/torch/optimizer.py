@@ -16,7 +16,7 @@ from shardwright.torch.scaler import share_overflows
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Wraps an optimizer made from the model's parameters, before or after the model was wrapped or split.
+    """A wrapper of an optimizer made from the model's parameters, before or after the model was wrapped or split.
 
     Parameters are matched by identity: those of other ranks leave the groups, those of a model on the meta device are
     replaced by the ones with data. Learning-rate schedulers take the wrapper, and so does ``torch.amp.GradScaler``,
@@ -65,7 +65,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.optimizer.step()
 
     def said(self, name: str) -> dict[str, str]:
-        """How the optimizer is set, by what it is: what every rank must have alike."""
+        """The settings of the optimizer in words, by name: every rank must have the same."""
         found = {name: type(self.optimizer).__name__, f"the steps of {name}": str(self._steps)}
         for number, group in enumerate(self.param_groups):
             for key, value in group.items():
@@ -83,13 +83,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """The states of all parameters, by their original names, whatever the split: `load_state_dict` takes them under
-        any other. On every rank, or with ``rank0_only`` on rank 0 and empty elsewhere. Every rank calls this.
+        any other. They are on every rank, or with ``rank0_only`` on rank 0 and empty elsewhere. Every rank calls this.
 
         Returns:
             ``{"state": {name: {...}}, "param_groups": [{"params": [names], ...}]}``, tensors on the CPU.
 
         Raises:
-            MissingCapabilityError: a parameter lies in pieces along the tensor axis, and has a state of another shape.
+            MissingCapabilityError: a parameter is sharded along the tensor axis, and has a state of another shape.
         """
         self._cut_states()
         current = sessions.current()
@@ -101,12 +101,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
 
     def local_state_dict(self) -> dict[str, Any]:
-        """The states of this rank's parameters, or of its pieces of them, by their original names."""
+        """The states of this rank's parameters, or of its shards of them, by their original names."""
         return local_states(self._ownership, self.optimizer, self._named_groups())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this rank's share of what `state_dict` gave under any plan, or of what torch's own optimizer gave for
-        the unsplit model; or what `local_state_dict` gave on this rank under the same plan.
+        """Load this rank's share of a state dict from `state_dict` under any plan, or from torch's own optimizer for
+        the unsplit model; or one from `local_state_dict` on this rank under the same plan.
 
         Raises PlanError for parameters and shapes that do not fit.
         """
@@ -135,7 +135,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return [[str(name) for name in names] for names in self._names]
 
     def _note_groups(self) -> None:
-        """Remember every group by names; parameters that are not the model's by themselves."""
+        """Remember every group by names. A parameter that is not the model's is remembered itself."""
         for group in self.param_groups[len(self._names) :]:
             self._names.append([self._ownership.name_of(p) or p for p in group["params"]])
 

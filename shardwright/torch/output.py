@@ -1,4 +1,4 @@
-"""What a step returns: one value for each microbatch, and their reductions."""
+"""The outputs of a step: one value for each microbatch, and their reductions."""
 
 import torch
 
@@ -8,10 +8,10 @@ from shardwright.core.errors import ShardwrightError
 class StepOutput:
     """A tensor that the step returned, once for every microbatch of this rank's replica.
 
-    Reductions are over the microbatches of this replica, as SageMaker's are; those whose name begins with
-    ``all_reduce`` are over all replicas, and the same on every rank. A mean takes a loss by the shares that its
-    microbatches have in the whole batch (weights that were given, what a masked mean counts), and anything else by
-    samples where microbatches have different numbers of them.
+    Reductions are over the microbatches of this replica, as SageMaker's are. Those whose name begins with
+    ``all_reduce`` are over all replicas, and the same on every rank. A mean weighs a loss by the shares of its
+    microbatches in the whole batch (weights that were given, the count of a masked mean). It weighs anything else by
+    samples, where microbatches have different numbers of them.
 
     Attributes:
         outputs: the values of this replica's microbatches, in order. They are detached.
@@ -42,17 +42,17 @@ class StepOutput:
         return self.stack().sum(dim=0)
 
     def all_reduce_mean(self) -> torch.Tensor:
-        """The mean over the microbatches of all replicas: of a loss that is a mean, the loss of the whole batch.
+        """The mean over the microbatches of all replicas. For a loss that is a mean it is the loss of the whole batch.
 
-        Raises ShardwrightError for what is no floating scalar: only those travel between replicas.
+        Raises ShardwrightError for a value that is no floating scalar: only those travel between replicas.
         """
         everywhere = self._of_all()
         return everywhere.mean() if self._weights is None else _mean(everywhere, self._weights)
 
     def all_reduce_sum(self) -> torch.Tensor:
-        """The sum over the microbatches of all replicas: of a loss that is a sum, the loss of the whole batch.
+        """The sum over the microbatches of all replicas. For a loss that is a sum it is the loss of the whole batch.
 
-        Raises ShardwrightError for what is no floating scalar.
+        Raises ShardwrightError for a value that is no floating scalar.
         """
         return self._of_all().sum()
 
@@ -65,7 +65,7 @@ class StepOutput:
         return self._everywhere
 
     def item(self) -> float:
-        """Refused: there is one value for each microbatch. Raises ShardwrightError naming what to call instead."""
+        """Refuse: there is one value for each microbatch. Raises ShardwrightError naming what to call instead."""
         raise ShardwrightError(
             f"a StepOutput holds {len(self.outputs)} values, one for each microbatch: call .reduce_mean().item(), or "
             f".all_reduce_mean().item() for those of all replicas"
@@ -96,6 +96,6 @@ class StepOutput:
 
 
 def _mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """By weight; a value without any, such as the mean over nothing, does not count."""
+    """The mean by weight. A value of weight 0, such as the mean over nothing, does not count."""
     weights = weights.to(values)
     return torch.where(weights == 0, torch.zeros_like(values), values * weights).sum() / weights.sum()

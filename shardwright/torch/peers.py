@@ -1,5 +1,5 @@
-"""Batches of the tensor axis: where its ranks have samples of their own, a step is over those of all of them, and each
-rank gets the results of its own."""
+"""Batches of the tensor axis. Where its ranks have samples of their own, a step is over the samples of all of them, and
+each rank gets the results of its own."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ def of_all_peers(tensor: torch.Tensor, axis: int, bound: BoundMesh, watchdog: Wa
 
 
 def of_this_rank(outputs: Sequence[torch.Tensor], samples: Sequence[int], bound: BoundMesh) -> list[torch.Tensor]:
-    """What a step over the samples of all tensor-parallel peers gave for those of this rank.
+    """The results for this rank's samples of a step over the samples of all tensor-parallel peers.
 
     Args:
         outputs: of the microbatches, in order. Where dim 0 counts samples, or as many entries for each of them, this

@@ -19,7 +19,8 @@ from shardwright.torch.config import Config
 
 
 def _layouts(asked: Any, module: nn.Module) -> Any:
-    """What `plan` is asked for. Raises ShardwrightError for "auto" where the model brings no plan of its own."""
+    """The layouts that `plan` is asked for. Raises ShardwrightError for "auto" where the model brings no plan of its
+    own."""
     if asked != "auto":
         return asked
     shipped = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
@@ -54,15 +55,15 @@ def plan_at_first_step(config: Config, bound: BoundMesh, model: nn.Module, graph
 
 
 def _divides_sequence(config: Config) -> bool | None:
-    """Whether what the tensor axis leaves whole is divided along the sequence; None: as the planner finds."""
+    """Whether values that the tensor axis leaves whole are divided along the sequence; None: the planner decides."""
     if config.optimize is None or config.tensor_parallel_degree == 1:
         return None
     return config.optimize == "memory"
 
 
 def _schedule_for_cut(config: Config) -> str:
-    """The named schedule by whose placement and memory the stages are cut: one that every number of microbatches has,
-    where the schedule itself is built from the costs of the stages or is given."""
+    """The named schedule by whose placement and memory the stages are cut. Every number of microbatches has it, because
+    the schedule itself may be built later from the costs of the stages, or be given."""
     if config.virtual_stages == 1:
         return "1f1b"
     if isinstance(config.pipeline, Schedule):
@@ -71,7 +72,7 @@ def _schedule_for_cut(config: Config) -> str:
 
 
 def _precision(module: torch.nn.Module) -> Literal["fp32", "bf16", "fp16"]:
-    """That of the model as it is."""
+    """The precision of the model as it is."""
     dtypes = {parameter.dtype for parameter in module.parameters()}
     if torch.float32 in dtypes or torch.float64 in dtypes:
         return "fp32"
@@ -79,7 +80,8 @@ def _precision(module: torch.nn.Module) -> Literal["fp32", "bf16", "fp16"]:
 
 
 def _hardware(device: torch.device) -> str | Device:
-    """The profile of this device; the CPU's, with this machine's memory, when the device is not among them."""
+    """The profile of this device: for one that is no CUDA device the CPU's, with this machine's memory; for a CUDA
+    device without a profile the H100's."""
     if device.type != "cuda":
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return replace(load_profile("cpu").device, memory_bytes=memory_bytes)

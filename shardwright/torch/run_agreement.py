@@ -1,4 +1,4 @@
-"""What the ranks of a run compare: when it starts, and in every step."""
+"""The comparison of the ranks of a run: when it starts, and in every step."""
 
 import platform
 import re
@@ -30,7 +30,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def said_at_start(config: Config, plan: Plan | None, mesh: Mesh, device: torch.device) -> dict[str, str]:
-    """What must be the same on all ranks before there are process groups, in words, by name."""
+    """The values, in words and by name, that must be the same on all ranks before there are process groups."""
     python = ".".join(platform.python_version_tuple()[:2])
     said = {
         "the mesh": " × ".join(f"{name} {size}" for name, size in zip(mesh.names, mesh.sizes, strict=True)),
@@ -69,7 +69,7 @@ def _text_of(value: Any) -> str:
 
 
 def mode_claim() -> Claim:
-    """Of what torch itself is set to while the step runs."""
+    """The claim of torch's own settings while the step runs."""
     autocast = [
         f"autocast of {kind} to {torch.get_autocast_dtype(kind)}"
         for kind in ("cpu", "cuda")
@@ -84,7 +84,8 @@ def mode_claim() -> Claim:
 
 
 def session_claims(session: "Session") -> list[Claim]:
-    """Of the seed, how many steps there were, the schedule, optimizers, and what was loaded since the start."""
+    """The claims of the seed, the number of steps, the schedule, the optimizers, and the state dicts loaded since the
+    start."""
     runtime = session.runtime
     assert runtime is not None
     fix = "Call sw.set_seed, or pass seed to sw.init, with the same number on every rank."
@@ -106,13 +107,13 @@ def session_claims(session: "Session") -> list[Claim]:
 
 
 def optimizers_claim(session: "Session") -> Claim:
-    """Of the settings of all optimizers, and how often each was stepped."""
+    """The claim of the settings of all optimizers, and of the number of times that each was stepped."""
     fix = "Every rank makes the same optimizer, with the same settings, and steps it as often."
     return Claim.of("the optimizers", session.optimizers_said(), fix)
 
 
 def batch_claims(names: Sequence[str], leaves: Sequence[Any], session: "Session", *, in_full: bool) -> list[Claim]:
-    """Of the arguments of a step.
+    """The claims of the arguments of a step.
 
     Args:
         names: of each leaf, the place in the arguments.

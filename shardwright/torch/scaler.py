@@ -8,13 +8,14 @@ from shardwright.core.errors import ShardwrightError
 from shardwright.torch import session as sessions
 
 _LOOK = "_unscale_grads_"
-"""By which a scaler divides gradients, and looks for infinities in them."""
+"""The method by which a scaler divides gradients, and looks for infinities in them."""
 _original: Any = None
 
 
 def share_overflows() -> None:
-    """From now on a ``torch.amp.GradScaler`` that finds an overflow in the gradients of this rank makes all ranks skip
-    the update, and shrink the scale, as the unsplit model would. The scaler's step and update stay the user's calls."""
+    """Let a ``torch.amp.GradScaler``, from now on, that finds an overflow in the gradients of this rank make all ranks
+    skip the update, and shrink the scale, as the unsplit model would. The scaler's step and update stay the user's
+    calls."""
     global _original
     if _original is None and hasattr(torch.amp.GradScaler, _LOOK):
         _original = getattr(torch.amp.GradScaler, _LOOK)

@@ -1,4 +1,5 @@
-"""What `init` sets up for this process: its place among the ranks, the plan or the configuration, and the model."""
+"""The session that `init` sets up for this process: its place among the ranks, the plan or the configuration, and the
+model."""
 
 import atexit
 import gc
@@ -34,7 +35,7 @@ from shardwright.torch.step_mode import require_carried_out
 
 
 class OptimizerSettings(Protocol):
-    """An optimizer that says how it is set."""
+    """An optimizer that gives its settings in words."""
 
     def said(self, name: str) -> dict[str, str]: ...
 
@@ -57,11 +58,11 @@ class Session:
         self.owns_group = owns_group
         self.seed = config.seed
         self.runtime: Runtime | None = None
-        """Of the model that was wrapped."""
+        """The runtime of the model that was wrapped."""
         self.steps_begun = 0
-        """How many steps were called, evaluation among them."""
+        """The number of steps that were called, evaluation among them."""
         self.loaded = "nothing"
-        """Which state dicts were loaded, in words."""
+        """The state dicts that were loaded, in words."""
         self.optimizers: list[Callable[[], OptimizerSettings | None]] = []
         """References to the optimizers that were made, which give their settings in words."""
 
@@ -74,7 +75,7 @@ class Session:
 
     @property
     def loss_scope(self) -> LossScope | None:
-        """What is meant where the loss couples samples; None: nobody has said so."""
+        """The user's choice for a loss that couples samples; None: the user has not said."""
         planned = None if self.plan is None else self.plan.decision.loss_scope
         return self.config.loss_scope or planned
 
@@ -88,7 +89,7 @@ class Session:
 
     @property
     def compares_in_full(self) -> bool:
-        """Whether the step that comes next is one of those that compare everything."""
+        """Whether the next step is one of those that compare everything."""
         return self.steps_begun % self.config.compare_in_full_every == 0
 
     def optimizers_said(self) -> dict[str, str]:
@@ -134,7 +135,7 @@ def init(
     Raises:
         ShardwrightError: an unknown key, a degree that does not divide the number of ranks.
         PlanError: the plan is for another number of ranks.
-        MissingCapabilityError: the plan or a key asks for what this version's runtime does not do.
+        MissingCapabilityError: the plan or a key asks for something that this version's runtime does not do.
         DisagreementError: ranks were given different configurations or plans, or another rank has failed.
     """
     global _session
@@ -175,7 +176,7 @@ def init(
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What `init` was asked for, checked."""
+    """The checked arguments of `init`."""
 
     settings: Config
     plan: Plan | None
@@ -257,7 +258,7 @@ _are_told = False
 
 
 def _tell_of_uncaught_errors() -> None:
-    """From now on the other ranks are told of an error that ends this script, and at once: the interpreter may wait for
+    """Tell the other ranks, from now on, of an error that ends this script, and at once: the interpreter may wait for
     threads of the user's before it leaves."""
     global _are_told
     if _are_told:
@@ -293,8 +294,8 @@ def _refuse_degrees(given: Mapping[str, Any]) -> None:
 
 
 def set_seed(seed: int) -> None:
-    """Set the seed of dropout. What is drawn depends on (seed, step, global microbatch, module call) and on nothing
-    else: not on how the model is split, nor on torch's own generators."""
+    """Set the seed of dropout. The numbers that are drawn depend on (seed, step, global microbatch, module call) and on
+    nothing else: not on how the model is split, nor on torch's own generators."""
     session = current()
     session.seed = int(seed)
     if session.runtime is not None:
@@ -307,7 +308,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """How many processes there are."""
+    """The number of processes."""
     return current().bound.mesh.size
 
 
@@ -352,7 +353,7 @@ def dp_rank() -> int:
 
 
 def dp_size() -> int:
-    """rdp_size · tp_size, in SageMaker's words."""
+    """The number of ranks that take different batches: rdp_size · tp_size, in SageMaker's words."""
     return rdp_size() * tp_size()
 
 
@@ -365,12 +366,12 @@ def get_world_process_group() -> ProcessGroup:
 
 
 def get_pp_process_group() -> ProcessGroup:
-    """The ranks of this rank's pipeline."""
+    """The group of the ranks of this rank's pipeline."""
     return current().bound.handles["pp"]
 
 
 def get_rdp_process_group() -> ProcessGroup:
-    """The ranks that hold the same parameters as this one."""
+    """The group of the ranks that hold the same parameters as this one."""
     return current().bound.handles["dp"]
 
 
@@ -386,7 +387,7 @@ def get_dp_process_group() -> ProcessGroup:
 
 
 def get_tp_process_group() -> ProcessGroup:
-    """The ranks of this rank's tensor-parallel group."""
+    """The group of this rank's tensor-parallel peers."""
     return current().bound.handles["tp"]
 
 

@@ -1,4 +1,4 @@
-"""``@sw.step``: a function that runs once for every microbatch, wherever its parts live."""
+"""The decorator ``@sw.step``: a function that runs once for every microbatch, wherever its parts are."""
 
 import copy
 import functools
@@ -73,7 +73,7 @@ class _Given:
     spec: Any
     form: str
     names: list[str]
-    """Of each leaf, the argument that it belongs to."""
+    """The argument that each leaf belongs to."""
     batch: Batch
 
 
@@ -86,11 +86,12 @@ class _Step:
         self._code = f"{digest_of(code_of(function), sorted(whole), sorted(axes.items())) & 0xFFFFFFFF:08x}"
         self._said: set[int] = set()
         self._numbers: dict[str, dict[tuple[str, int], float]] = {}
-        """By the form of the arguments the numbers among them, by (name, position): a recording is given them anew."""
+        """The numbers among the arguments, by the form of the arguments and (name, position): a recording is given them
+        anew."""
         self._names: dict[str, list[str]] = {}
-        """By the form of the arguments, the argument that each leaf belongs to."""
+        """The argument that each leaf belongs to, by the form of the arguments."""
         self._labels: dict[str, list[str]] = {}
-        """By the form of the arguments, where each leaf lies: ``batch['labels']``."""
+        """The place of each leaf in words, by the form of the arguments: ``batch['labels']``."""
         self._signature = inspect.signature(function)
         named = set(self._signature.parameters)
         takes_any = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
@@ -104,7 +105,7 @@ class _Step:
             return self._agreed(args, kwargs, session)
 
     def _agreed(self, args: Any, kwargs: Any, session: sessions.Session) -> Any:
-        """The step, once all ranks have come to it with what must be alike."""
+        """Run the step, once all ranks have come to it with the same claims."""
         runtime = session.runtime
         if runtime is None:
             raise ShardwrightError("wrap the model first: sw.DistributedModel(model)")
@@ -124,7 +125,7 @@ class _Step:
         return self._run(given, session, runtime, shares)
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any], session: sessions.Session) -> "_Given":
-        """The arguments, taken apart. Takes nothing from other ranks."""
+        """The arguments, taken apart, without anything from other ranks."""
         bound = self._signature.bind(*args, **kwargs)
         arguments = {name: _plain(value) for name, value in bound.arguments.items()}
         leaves, spec = pytree.tree_flatten(arguments, is_leaf=_is_model)
@@ -151,7 +152,7 @@ class _Step:
         return _Given(bound, leaves, spec, form, names, batch)
 
     def _claims(self, given: "_Given", session: sessions.Session, runtime: Runtime) -> list[Claim]:
-        """What all ranks must have alike for this call."""
+        """The claims of this call that must be the same on all ranks."""
         in_full = session.compares_in_full
         fix = "Every rank runs the same script."
         function = Claim.of("the code of the step", f"{self._name} ({self._code})", fix)
@@ -220,7 +221,7 @@ class _Step:
         return axis
 
     def _say_of_size(self, session: sessions.Session, batch: Batch) -> None:
-        """Warn, once for each size, of a training batch that is not the one that was planned for."""
+        """Warn, once for each size, of a training batch whose size is not the planned one."""
         total = sum(batch.samples)
         if total in self._said or not torch.is_grad_enabled():
             return
@@ -257,7 +258,7 @@ def _is_model(item: Any) -> bool:
 
 
 class _Leaves:
-    """Hands out the leaves of a result in order, tensors as StepOutput."""
+    """The leaves of a result in order, tensors as StepOutput."""
 
     def __init__(self, returned: Mapping[int, Any]) -> None:
         self._returned = returned
@@ -272,12 +273,13 @@ class _Leaves:
 
 
 def _counted(samples: Sequence[int]) -> str:
-    """``3 x 2, 1 x 1``."""
+    """The sizes of microbatches in words: ``3 x 2, 1 x 1``."""
     return ", ".join(f"{samples.count(size)} x {size}" for size in sorted(set(samples), reverse=True))
 
 
 def _plain(value: Any) -> Any:
-    """Mappings such as tokenizers return, as dicts, so that their tensors are found."""
+    """An argument whose tensors can be found: mappings such as tokenizers return become dicts. Raises ShardwrightError
+    for another object that holds tensors."""
     if isinstance(value, UserDict):
         return dict(value.data)
     is_leaf = not isinstance(value, (torch.Tensor, torch.nn.Module)) and pytree.tree_structure(value).is_leaf()

@@ -1,4 +1,4 @@
-"""What the configuration says of the form of the steps: recorded pipelines, or message passing."""
+"""The form of the steps that the configuration asks for: recorded pipelines, or message passing."""
 
 from dataclasses import dataclass
 
@@ -74,7 +74,7 @@ class ConfiguredMode:
             )
 
     def unheeded(self, stage_map: StageMap | None) -> str:
-        """What messages leave out of what was asked for, although it changes no result: a sentence, or nothing."""
+        """The settings that steps by messages leave out although these change no result: a sentence, or nothing."""
         config = self.config
         schedule: str | Schedule = config.pipeline if stage_map is None else stage_map.schedule.name
         left = [] if _is_carried_out(schedule) else [f"the schedule {_name(schedule)}"]

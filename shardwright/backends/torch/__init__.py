@@ -1,4 +1,4 @@
-"""The PyTorch backend: capture here, the runtime in the modules beside, loaded when it is asked for."""
+"""The PyTorch backend. Capture and the runtime are loaded when they are first asked for."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -16,7 +16,7 @@ CAPABILITIES = TORCH
 
 
 class TorchBackend:
-    """What `backends.protocol.Backend` asks for, in PyTorch."""
+    """The PyTorch implementation of `backends.protocol.Backend`."""
 
     name = "torch"
     capabilities = CAPABILITIES
@@ -43,14 +43,14 @@ class TorchBackend:
         return executable
 
     def profile(self, *, name: str, budget_s: float, progress: MeasureProgress | None = None) -> Measurements:
-        """What this process's device and its group take."""
+        """The measurements of this process's device and its group."""
         measured: Measurements = import_module("shardwright.backends.torch.machine.profile").profile(
             name=name, budget_s=budget_s, progress=progress
         )
         return measured
 
     def longest_s(self, seconds: float) -> float:
-        """The largest over the process group, where there is one."""
+        """The largest ``seconds`` over the process group, where there is one."""
         longest: float = import_module("shardwright.backends.torch.machine.profile").longest_s(seconds)
         return longest
 

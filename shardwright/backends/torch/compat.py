@@ -1,7 +1,7 @@
-"""The private names of PyTorch that this backend leans on, all of them here, and what is done where one is gone.
+"""The private names of PyTorch that this backend leans on, and the fallbacks where one is gone.
 
-Known in torch 2.6 to 2.13. Without those that are imported there is no capture and no recording, so that a torch that
-lacks one is refused by name; what a function here asks of torch falls back on something slower where it can.
+The names are those of torch 2.6 to 2.13. Capture and recording need the imported names, so a torch that lacks one is
+refused by name. A function here falls back on something slower where it can.
 """
 
 from collections.abc import Sequence
@@ -88,7 +88,7 @@ def current_fake_mode() -> Any:
 
 
 def dispatch_depth() -> int:
-    """How many dispatch modes are entered."""
+    """The number of dispatch modes that are entered."""
     return torch._C._len_torch_dispatch_stack()
 
 
@@ -116,18 +116,18 @@ def collects_all_gradients() -> bool:
 
 
 def transforms_are_active() -> bool:
-    """Whether a transform of `torch.func` is at work."""
+    """Whether a transform of `torch.func` is active."""
     return torch._C._are_functorch_transforms_active()
 
 
 def mkldnn_enabled() -> bool:
-    """Whether oneDNN computes."""
+    """Whether oneDNN is enabled."""
     enabled: bool = torch._C._get_mkldnn_enabled()
     return enabled
 
 
 def set_mkldnn_enabled(enabled: bool) -> None:
-    """Let oneDNN compute, or not."""
+    """Enable or disable oneDNN."""
     torch._C._set_mkldnn_enabled(enabled)
 
 
@@ -138,7 +138,7 @@ def default_store() -> Store:
 
 
 def set_timeout(group: dist.ProcessGroup, longest: timedelta) -> None:
-    """Let the collectives of a group take so long."""
+    """Set the timeout of a group's collectives."""
     dist.distributed_c10d._set_pg_timeout(longest, group)
 
 

@@ -1,4 +1,4 @@
-"""A plan bound to a model and an optimizer, for callers that know no framework: what `Backend.compile` returns."""
+"""A plan bound to a model and an optimizer, for callers that know no framework: the result of `Backend.compile`."""
 
 import atexit
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +25,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class TorchExecutable:
-    """Trains on a batch at a time."""
+    """A plan bound to a model, which trains on one batch at a time."""
 
     def __init__(
         self, runtime: Runtime, loss: Callable[[Any], torch.Tensor], make_optimizer: MakeOptimizer,
@@ -36,11 +36,12 @@ class TorchExecutable:
         self._loss = loss
         self._make_optimizer = make_optimizer
         self._optimizer: torch.optim.Optimizer | None = None
-        """Made after the first step's gradients: only then it is certain which tied parameters this rank holds."""
+        """The optimizer. It is made after the first step's gradients: only then it is certain which tied parameters
+        this rank holds."""
 
     def step(self, batch: Any) -> float:
-        """One training step on this replica's batch: a tensor, or a tuple or dict of them, batch first; the loss of the
-        batch of all replicas.
+        """One training step on this replica's batch: a tensor, or a tuple or dict of them, batch first. Returns the
+        loss of the batch of all replicas.
 
         Raises:
             ShardwrightError: the batch does not divide.
@@ -89,7 +90,7 @@ class TorchExecutable:
         return sum(float(loss) * scale for loss, scale in zip(every, each, strict=True) if scale)
 
     def timelines(self, batch: Any, steps: int) -> tuple[Timeline, ...]:
-        """When each action of this replica's pipeline ran in each of some training steps; every rank calls this."""
+        """The times of each action of this replica's pipeline in each of some training steps; every rank calls this."""
         runtime, model = self._runtime, self._runtime.split_model
         model.recorders = []
         try:
@@ -100,7 +101,7 @@ class TorchExecutable:
             model.recorders = None
 
     def whole_parameters(self) -> Mapping[str, torch.Tensor]:
-        """Every parameter, whole, by its first name, on every rank."""
+        """All parameters, whole, by first name, on every rank."""
         state = checkpoint.gather(
             self._runtime.ownership, self._runtime.bound, self._runtime.watchdog, shards=self._runtime.gradients.shards
         )
@@ -124,12 +125,12 @@ def compile(
         loss: called on the model's output; by default its ``.loss``, or the output itself.
         optimizer: makes the optimizer of this rank's parameters; by default AdamW at 1e-3.
         weights: data for a model on the meta device.
-        reduction: what the loss is to the batch: its "mean" over samples, or the "sum"; None: told from what computes
-            it.
+        reduction: the relation of the loss to the batch: its "mean" over samples, or the "sum"; None: told from the
+            code that computes the loss.
 
     Raises:
         PlanError: the plan is for another model or number of ranks.
-        MissingCapabilityError: the plan asks for what this runtime does not do.
+        MissingCapabilityError: the plan asks for something that this runtime does not do.
     """
     if reduction not in (None, "mean", "sum"):
         raise ShardwrightError(f"reduction={reduction!r}: expected 'mean', 'sum', or None to have it told")

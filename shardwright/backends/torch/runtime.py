@@ -33,13 +33,13 @@ from shardwright.core.schedule import Schedule
 
 
 class StepMode(Protocol):
-    """What the user asked for of the form of the steps.
+    """The form of the steps that the user asked for.
 
     Attributes:
         name: "recorded" runs the step body once and replays it; "messages" runs it as a program whose control flow may
             depend on values; "auto" takes messages where recording fails.
         schedule: the name of the schedule that was asked for.
-        active_microbatches: how many microbatches are under way at once by messages; None: its default.
+        active_microbatches: the number of microbatches under way at once by messages; None: the default.
     """
 
     @property
@@ -56,7 +56,7 @@ class StepMode(Protocol):
         """Raise MissingCapabilityError where messages would compute something else than was asked for."""
 
     def unheeded(self, stage_map: StageMap | None) -> str:
-        """What messages leave out of what was asked for, although it changes no result: a sentence, or nothing."""
+        """The settings that steps by messages leave out although these change no result: a sentence, or nothing."""
 
 
 class Runtime:
@@ -67,8 +67,8 @@ class Runtime:
         bound: the mesh of this run.
         seed: the seed of dropout and of init functions.
         weights: where a model on the meta device gets its data; see `weights.materialize`.
-        agreement: by which ranks see what they have alike; default: one of its own, which every rank makes then.
-        loss_scope: what is meant where the loss couples samples; see `LossSemantics`.
+        agreement: compares the ranks; default: one of its own, which every rank makes then.
+        loss_scope: the meaning where the loss couples samples; see `LossSemantics`.
         sentinel: looks for NaN and infinity in losses and gradients; default: one that warns.
         compiler: compiles the units of this rank's stages; None: they run as they are.
         mode: chooses between recorded steps and messages; None: recorded steps of a model that `split` has split.
@@ -96,7 +96,7 @@ class Runtime:
 
     @property
     def stage_map(self) -> StageMap | None:
-        """How the model is split; None until it is, and where it is divided by its module tree."""
+        """The split of the model; None until it is split, and where it is divided by its module tree."""
         return self.split_model.stage_map
 
     @property
@@ -106,7 +106,7 @@ class Runtime:
 
     @property
     def messages(self) -> Messages | None:
-        """What runs the steps, where these run by message passing."""
+        """The engine that runs the steps, where these run by message passing."""
         return self.steps.engine if isinstance(self.steps, MessageSteps) else None
 
     @property
@@ -116,7 +116,7 @@ class Runtime:
 
     @property
     def schedule_text(self) -> str:
-        """The schedule by which steps run, in words that two schedules share that do the same."""
+        """The schedule by which steps run, in words; two schedules that do the same have the same words."""
         return "none yet" if self.steps is None else self.steps.schedule_text
 
     # Steps -------------------------------------------------------------------------------------------------------
@@ -128,11 +128,11 @@ class Runtime:
 
         Args:
             call: the same text on all ranks.
-            samples: how many each microbatch of this rank has, as `results.even_split` gives them.
-            failure: why this rank cannot begin.
+            samples: the number of samples of each microbatch of this rank, as `step_results.even_split` gives them.
+            failure: the reason why this rank cannot begin.
 
         Returns:
-            how many samples each microbatch of each replica has.
+            the number of samples of each microbatch of each replica.
 
         Raises:
             DisagreementError: on every rank; see `Agreement.meet`.
@@ -148,7 +148,7 @@ class Runtime:
         return Shares(tuple(even_split(total, count) for count, total, *_ in every), self.bound.coordinate("dp"))
 
     def backward(self, loss: Any, weight: Any = None, reduction: str | None = None) -> None:
-        """Inside the body of a step: the loss of a microbatch, whose gradient is wanted."""
+        """Note the loss of a microbatch, whose gradient is wanted, inside the body of a step."""
         assert self.split_model.bodies.listener is not None
         self.split_model.bodies.listener.backward(loss, weight, reduction)
 
@@ -161,7 +161,7 @@ class Runtime:
 
         Raises:
             UnrecordableError: the step cannot be recorded, and is not to run by messages.
-            MissingCapabilityError: the configuration or the plan asks for what recorded steps alone do.
+            MissingCapabilityError: the configuration or the plan asks for something that only recorded steps do.
             DisagreementError, LossError: see `RecordedSteps.prepare`.
         """
         mode = self._mode
@@ -184,7 +184,7 @@ class Runtime:
     # The form of the steps ---------------------------------------------------------------------------------------
 
     def split(self, stage_map: StageMap, ahead: RecordedAhead | None = None) -> None:
-        """Split the model; from now on its steps are recorded. ``ahead`` is a recording that is there already."""
+        """Split the model; from now on its steps are recorded. ``ahead`` is a recording that exists already."""
         self.split_model.split(stage_map)
         self.steps = RecordedSteps(self.split_model, self._losses, self.compiler, ahead)
 
@@ -217,7 +217,7 @@ class Runtime:
         self.split_model.use(replace(stage_map, schedule=schedule))
 
     def _split_at_first_step(self, mode: StepMode, call: StepCall) -> None:
-        """Plan and split the model; without a plan, and by messages, where the step cannot be recorded."""
+        """Plan and split the model. Where the step cannot be recorded, it runs without a plan, by messages."""
         must_record = mode.name == "recorded"
         found = plan_first_step(
             self.split_model, lambda graph: mode.plan(self.model, graph), call, must_record=must_record
@@ -240,9 +240,9 @@ class Runtime:
         self._start_messages(mode, call)
 
     def _start_messages(self, mode: StepMode, call: StepCall) -> None:
-        """From now on steps run by messages. A model that is not split yet is divided by its module tree.
+        """Run steps by messages from now on. A model that is not split yet is divided by its module tree.
 
-        Raises MissingCapabilityError: the configuration or the plan asks for what recorded steps alone do.
+        Raises MissingCapabilityError: the configuration or the plan asks for something that only recorded steps do.
         """
         stage_map, ranks = self.stage_map, self.bound.size("tp")
         mode.require_messages(None if stage_map is None else stage_map.plan)
@@ -257,7 +257,7 @@ class Runtime:
         self.run_by_messages(Owners.of(self.model, given), active=mode.active_microbatches, schedule=schedule)
 
     def close(self) -> None:
-        """End what runs beside the main thread, and take the hooks off the model."""
+        """End the threads beside the main one, and take the hooks off the model."""
         self.split_model.close()
         if self.steps is not None:
             self.steps.close()

@@ -1,1 +1,1 @@
-"""From an `nn.Module` to the core's graph: the forward pass on fake tensors, op by op."""
+"""Capture of an `nn.Module` as the core's graph: the forward pass on fake tensors, op by op."""

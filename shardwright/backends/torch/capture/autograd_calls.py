@@ -1,8 +1,8 @@
-"""What a model asks of autograd while it is captured below it, where no graph of gradients is kept.
+"""The calls of autograd that a model makes while it is captured below autograd, where no graph of gradients is kept.
 
 A tensor says whether gradients flow through it as it would in a training step. A gradient that the model computes by
-itself has the shape of what it is of and no values. A hook on a tensor is left out: it matters to a recording that is
-run again, which refuses it (`Recorder.refuse`).
+itself has the right shape and no values. A hook on a tensor is left out: it matters to a recording that is run again,
+which refuses it (`Recorder.refuse`).
 """
 
 from collections import OrderedDict
@@ -20,7 +20,7 @@ _PASSING = frozenset({torch.Tensor.retain_grad, torch.Tensor.requires_grad_})
 
 
 class AutogradQuestions(TorchFunctionMode):
-    """Answers them by what a recorder knows."""
+    """A mode that answers these calls from a recorder's knowledge."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
 """The sample that a model is captured with: which dim of which tensor is the batch, and other sizes of it.
 
 A sample is a tensor, a tuple or list (positional arguments) or a mapping (keyword arguments), nested as deep as the
-model's forward takes it. What is not a tensor is handed on as it is, or as a copy
-where it can change.
+model's forward takes it. An entry that is no tensor is handed on as it is, or as a copy where it can change.
 """
 
 import copy
@@ -28,12 +27,12 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How a sample grows with the batch, where that is known.
+    """The growth of a sample with the batch, where it is known.
 
     Attributes:
-        batch: of the sample.
+        batch: the batch size of the sample.
         dims: of every tensor, in the order of the sample, its batch dim (None: it has none) and rows for each sample.
-        at: the whole sample at other batch sizes, for what of it is no tensor and changes too.
+        at: the whole sample at other batch sizes, because arguments that are no tensors may change too.
     """
 
     batch: int
@@ -45,14 +44,15 @@ class Sample:
     """A sample with its batch dims known. Raises CaptureError when they do not agree.
 
     ``batch_dims`` is a dim for all tensors (None: dim 0), or the sample's own structure with a dim, or None for no
-    batch, in place of each tensor; what a mapping leaves out is dim 0. The batch is the smallest of their sizes; others
-    may be multiples of it, several entries for each sample.
+    batch, in place of each tensor; the dim of an entry that a mapping leaves out is 0. The batch is the smallest of
+    their sizes; others may be multiples of it, several entries for each sample.
     """
 
     def __init__(
         self, sample: Any, batch_dims: Any = None, *, fixed: bool = False, growth: Growth | None = None
     ) -> None:
-        """``fixed``: no tensor grows with the batch. ``growth``: how they grow, in place of ``batch_dims``."""
+        """``fixed``: no tensor grows with the batch. ``growth``: the growth of every tensor, in place of
+        ``batch_dims``."""
         self._sample = sample
         self._at: Mapping[int, Any] = {} if growth is None else growth.at
         self.leaves: list[Leaf] = []
@@ -97,8 +97,8 @@ class Sample:
     def arguments(
         self, make: Callable[[Leaf], torch.Tensor], size: int
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
-        """Positional and keyword arguments at a batch size, with every tensor replaced by ``make(leaf)``; and what was
-        made."""
+        """The positional and keyword arguments at a batch size, with every tensor replaced by ``make(leaf)``; and the
+        tensors that were made."""
         made = [make(leaf) for leaf in self.leaves]
         replaced = _replace(self._at.get(size, self._sample), iter(made))
         if isinstance(self._sample, Mapping):

@@ -22,14 +22,14 @@ from shardwright.backends.torch.compat import (
 from shardwright.core.errors import CaptureError
 
 VALUE_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
-"""What torch raises when the value of a fake tensor is asked for."""
+"""The errors that torch raises when the value of a fake tensor is asked for."""
 
 
 State = AbstractContextManager[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]
 
 
 def fake_state(model: nn.Module, device: torch.device) -> State:
-    """The model with fake parameters and buffers, under a fake tensor mode; see `_swapped`."""
+    """A context in which the model has fake parameters and buffers, under a fake tensor mode; see `_swapped`."""
 
     def fake_of(tensor: torch.Tensor) -> torch.Tensor:
         mode = current_fake_mode()
@@ -44,7 +44,7 @@ def fake_state(model: nn.Module, device: torch.device) -> State:
 
 
 def real_state(model: nn.Module, device: torch.device) -> State:
-    """The model with small random parameters and with buffers of zeros, the same on every rank whatever it holds."""
+    """The model with small random parameters and with buffers of zeros: the same values on every rank."""
 
     def real_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
         made = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
@@ -59,7 +59,7 @@ def real_state(model: nn.Module, device: torch.device) -> State:
 def _swapped(
     model: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor]
 ) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
-    """The model with other parameters and buffers; afterwards all of it is as it was."""
+    """The model with other parameters and buffers; afterwards it is as it was before."""
     made: dict[int, torch.Tensor] = {}
 
     def stand_in(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ def _swapped(
 
 
 def _parameter(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
-    """A tensor that nothing else has, as a parameter."""
+    """A tensor that nothing else refers to, made a parameter."""
     if not isinstance(tensor, FakeTensor):
         return nn.Parameter(tensor, requires_grad=requires_grad)
     fake: Any = tensor.requires_grad_(requires_grad)
@@ -101,7 +101,8 @@ def grouped_product(
 
 
 class _Found(BaseException):
-    """Ends a run of the body once the model is called. No Exception, so that user code does not catch it."""
+    """An exception that ends a run of the body once the model is called. It is no Exception, so that user code does not
+    catch it."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()

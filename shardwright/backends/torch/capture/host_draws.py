@@ -1,9 +1,9 @@
 """Functions that draw arrays from Python's or NumPy's generator, such as the masks of SpecAugment (arXiv 1904.08779).
 
-A recording sees what torch does, and what NumPy does is a constant to it. A whole function of the model's own code that
-draws and gives arrays is therefore recorded as one step, which is run again with the same numbers wherever its arrays
-are needed. What it gave may be handed to torch, and is nothing else to the model: a value that was computed from it in
-NumPy would be the same in every step.
+A recording sees the ops of torch, and to it the results of NumPy are constants. A whole function of the model's own
+code that draws and gives arrays is therefore recorded as one step, which is run again with the same numbers wherever
+its arrays are needed. What it gave may be handed to torch, and is nothing else to the model: a value that was computed
+from it in NumPy would be the same in every step.
 """
 
 import functools
@@ -29,7 +29,7 @@ CONSTRUCTORS = (torch.tensor, torch.as_tensor, torch.asarray, FROM_NUMPY)
 
 @dataclass(frozen=True, slots=True)
 class HostFunction:
-    """Calls a function and gives its arrays as tensors."""
+    """A function whose arrays are returned as tensors."""
 
     function: Callable[..., Any]
 
@@ -42,7 +42,7 @@ class HostFunction:
 
 
 class DrawnArray(np.ndarray[Any, Any]):
-    """What a recorded function gave: to be handed to torch."""
+    """An array that a recorded function returned. It can only be handed to torch."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnrecordableError(
@@ -55,7 +55,7 @@ class DrawnArray(np.ndarray[Any, Any]):
 
 
 def host_state() -> tuple[Any, ...]:
-    """Changes whenever Python's or NumPy's generator has drawn."""
+    """A state that changes whenever Python's or NumPy's generator draws."""
     numpy = np.random.get_state(legacy=False)["state"]
     python = random.getstate()[1]
     return int(numpy["pos"]), int(numpy["key"][0]), python[-1], python[0]
@@ -66,7 +66,7 @@ GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
 
 def generator_state(generator: Any) -> Any:
-    """Changes whenever such a generator has drawn."""
+    """A state that changes whenever this generator draws."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.RandomState):
@@ -86,7 +86,7 @@ def of_array(
     requires_grad: bool = False,
     **others: Any,
 ) -> torch.Tensor:
-    """What one of the constructors makes of an array that comes as a tensor."""
+    """The tensor that one of the constructors makes of an array, where the array is given as a tensor."""
     return data.clone().to(device=device or data.device, dtype=dtype or data.dtype).requires_grad_(requires_grad)
 
 
@@ -95,8 +95,9 @@ Call = Callable[[Callable[..., Any], Any, Any], Any]
 
 @contextmanager
 def patched_functions(model: nn.Module, call: Call, call_torch: Call) -> Iterator[None]:
-    """The functions beside the model's classes whose code names a generator of Python's or NumPy's go through
-    ``call(function, args, kwargs)``; and `torch.from_numpy`, which torch tells nobody of, through ``call_torch``."""
+    """A context in which two kinds of functions are replaced. The functions beside the model's classes whose code names
+    a generator of Python's or NumPy's go through ``call(function, args, kwargs)``. `torch.from_numpy`, whose calls
+    torch tells nobody of, goes through ``call_torch``."""
     homes = {cls.__module__ for module in model.modules() for cls in type(module).__mro__ if cls is not nn.Module}
     replaced: list[tuple[types.ModuleType, str, Any]] = []
     for home in (sys.modules[name] for name in sorted(homes) if name in sys.modules):

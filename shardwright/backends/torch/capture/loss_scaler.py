@@ -9,13 +9,13 @@ import torch
 from shardwright.backends.torch.compat import DisableTorchFunction, without_dispatch_modes
 
 _BEGIN = "_lazy_init_scale_growth_tracker"
-"""By which a scaler makes its scale, when the first loss is scaled."""
+"""The method by which a scaler makes its scale, when the first loss is scaled."""
 
 
 @contextmanager
 def real_scales() -> Iterator[None]:
-    """In here a ``GradScaler`` makes its scale as a real tensor, whatever modes are in force: it is kept for all steps,
-    and a recorded step reads it where it is."""
+    """A context in which a ``GradScaler`` makes its scale as a real tensor, whatever modes are in force: it is kept for
+    all steps, and a recorded step reads it where it is."""
     original: Any = getattr(torch.amp.GradScaler, _BEGIN, None)
     if original is None:
         yield

@@ -1,7 +1,7 @@
 """Capture of a PyTorch model: its forward pass and loss, run on fake tensors at batch 2 and at batch 3.
 
-What differs between the two runs is the batch dim; everything else must be the same, op for op. Where an op needs
-values (`.item()`, `nonzero`), both runs are repeated on real tensors, on a copy of the model.
+A size that differs between the two runs is that of a batch dim; everything else must be the same, op for op. Where an
+op needs values (`.item()`, `nonzero`), both runs are repeated on real tensors, on a copy of the model.
 """
 
 import logging
@@ -50,7 +50,7 @@ from shardwright.core.errors import CaptureError
 from shardwright.core.model.graph import Graph, Parameter, TensorRole
 
 SIZES = (2, 3)
-"""Batch 1 would specialise: size-1 dims broadcast."""
+"""The batch sizes of the two runs. Batch 1 would specialise: size-1 dims broadcast."""
 
 
 def capture(
@@ -64,7 +64,7 @@ def capture(
 ) -> Graph:
     """The graph of ``model``'s forward pass on ``sample`` and of its loss. The model is read, never changed.
 
-    The model may lie on any device, the meta device included; no memory is allocated for it. ``sample`` is a tensor, a
+    The model may be on any device, the meta device included; no memory is allocated for it. ``sample`` is a tensor, a
     tuple (positional arguments) or a dict (keyword arguments), or a `Sample` of them; ``batch_dims`` says where the
     batch is when it is not dim 0. ``loss`` maps the model's output to a scalar; without it the output's own ``loss`` is
     used, or the output itself where that is a scalar. With ``require_loss=False`` a model without a loss gives a graph
@@ -92,7 +92,7 @@ def capture(
 
 
 class _Readings(TorchFunctionMode):
-    """Tells a recorder of values that are read by no op."""
+    """A mode that tells a recorder of values that are read by no op."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class _NeedsValuesError(Exception):
 
 
 class _Run:
-    """What one run leaves: its record and the numbers of what it returned."""
+    """The result of one run: its record and the numbers of the values that it returned."""
 
     def __init__(self, recorder: Recorder, outputs: tuple[int, ...]) -> None:
         self.recorder = recorder
@@ -117,7 +117,7 @@ class _Run:
 
 
 class _Session:
-    """One capture: what its two runs share."""
+    """One capture: the state that its two runs share."""
 
     make_recorder: type[Recorder] = Recorder
 
@@ -131,9 +131,9 @@ class _Session:
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.templates: dict[Any, Any] = {}
         self.chance = False
-        """What branches get that random numbers alone decide."""
+        """The outcome of branches that random numbers alone decide."""
         self.with_values = False
-        """Whether the runs were on real tensors, whose values may have decided what was run."""
+        """Whether the runs were on real tensors, whose values may have decided which ops were run."""
 
     def run_fake(self) -> tuple[_Run, _Run]:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -164,7 +164,7 @@ class _Session:
         return self._both(run)
 
     def _both(self, run: Callable[[int], _Run]) -> tuple[_Run, _Run]:
-        """Runs at both sizes. Where random numbers alone decide branches, as those of layers that are dropped, they all
+        """The runs at both sizes. Branches that random numbers alone decide, as those of layers that are dropped, all
         go the way on which more modules are called: a plan has a place for each."""
         self.chance = False
         small = run(SIZES[0])
@@ -184,7 +184,7 @@ class _Session:
         return [tensor for _, tensor in self.tensors.values()] + [leaf.tensor for leaf in self.sample.leaves]
 
     def has_values(self) -> bool:
-        """Whether model and sample could run for real."""
+        """Whether the model and the sample have values, so that the model could run for real."""
         return not any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in self._held())
 
     def _fake_leaf(self, size: int) -> Callable[[Leaf], torch.Tensor]:
@@ -248,7 +248,7 @@ class _Session:
     def _name_all(
         self, recorder: Recorder, stand_ins: Mapping[int, torch.Tensor], made: Sequence[torch.Tensor]
     ) -> None:
-        """Inputs first, then what the model holds, in the same order in every run."""
+        """Number the inputs first, then the tensors that the model holds, in the same order in every run."""
         for leaf, tensor in zip(self.sample.leaves, made, strict=True):
             recorder.name(tensor, "input", leaf.name)
         for key, (name, tensor) in self.tensors.items():
@@ -314,7 +314,8 @@ class _Session:
 
 @contextmanager
 def noted_calls(recorder: Recorder, paths: Mapping[int, str]) -> Iterator[None]:
-    """Global module hooks that keep the recorder's call stack, for this thread; ``paths`` are by ids of modules."""
+    """A context with global module hooks that keep the recorder's call stack, for this thread; ``paths`` are by ids of
+    modules."""
     thread = threading.get_ident()
 
     def before(module: nn.Module, args: Any) -> None:
@@ -336,7 +337,7 @@ def noted_calls(recorder: Recorder, paths: Mapping[int, str]) -> Iterator[None]:
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Torch's process-wide settings as the record needs them, put back afterwards."""
+    """A context with torch's process-wide settings as the record needs them; they are put back afterwards."""
     mkldnn = mkldnn_enabled()
     logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     level = logger.level

@@ -1,8 +1,9 @@
-"""The call of the model in a step body, as a sample for capture: its arguments, and what of them grows with the batch.
+"""The call of the model in a step body, as a sample for capture: its arguments, and which of their dims grow with the
+batch.
 
 The body says where the batch is. It is run up to that call at two batch sizes, on tensors without values: sizes that
-change are the batch's, numbers and lists among the arguments are taken as they are at each size, and what stays the
-same (positions, masks, arguments that are not split) is no batch.
+change are the batch's, numbers and lists among the arguments are taken as they are at each size, and sizes that stay
+the same (of positions, masks, arguments that are not split) are no batch.
 """
 
 import inspect
@@ -49,7 +50,7 @@ def arguments_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def growth_of(model: nn.Module, body: Body, inputs: Sequence[torch.Tensor], device: torch.device) -> Growth | None:
-    """How the arguments of the model's call grow with the batch; None where two sizes do not say."""
+    """The growth of the call's arguments with the batch; None where two batch sizes do not determine it."""
     axes: Sequence[int | None] | None = getattr(body, "axes", None)
     if axes is None:
         return None

@@ -1,4 +1,4 @@
-"""The overloads of torch's ops: what their schemas say, and their arguments by name."""
+"""The overloads of torch's ops: the contents of their schemas, and their arguments by name."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ SILENT = frozenset({"detach_", "requires_grad_", "retain_grad", "_version", "set
 
 
 class Func:
-    """What is known about one overload of an op, found out once."""
+    """The properties of one overload of an op, read once from its schema, its tags and the table."""
 
     __slots__ = (
         "arguments", "composite", "draws", "name", "passing", "pointwise", "reads", "reshapes", "rule", "silent",
@@ -44,7 +44,7 @@ class Func:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
+    """The name of a dtype: ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,8 +1,8 @@
 """The recorder: a dispatch mode that turns the aten ops of one forward pass into core ops on numbered values.
 
-It runs below autograd, where composite ops (linear, matmul, scaled_dot_product_attention, layer_norm …) arrive whole;
-those that the table of `ops` does not name are decomposed, and what they are made of is recorded. In-place ops are
-recorded as functions: the tensor that was written, and every tensor that shares its memory, gets a new value.
+It runs below autograd, where composite ops (linear, matmul, scaled_dot_product_attention, layer_norm …) arrive whole. A
+composite op that the table of `ops` does not name is decomposed, and the ops that it is made of are recorded. In-place
+ops are recorded as functions: the tensor that was written, and every tensor that shares its memory, gets a new value.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,12 +49,13 @@ class Recorded:
 
 @dataclass(slots=True)
 class View:
-    """How a tensor that shares memory was made, so that it can be made again when that memory is written."""
+    """The way in which a tensor that shares memory was made, so that it can be made again when that memory is
+    written."""
 
     parent: torch.Tensor
     root: int
     template: Template | None
-    """None: the same tensor under another name."""
+    """The template of the op; None where it is the same tensor under another name."""
     name: str
     call: int
     output: int
@@ -62,11 +63,11 @@ class View:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the ops of one forward pass while it is entered. `calls` must be kept current by `enter` and `leave`."""
+    """A recorder of the ops of one forward pass, while it is entered. `enter` and `leave` must keep `calls` current."""
 
     def __init__(self, templates: dict[Any, Template], chance: bool = False) -> None:
-        """``templates`` are kept from run to run: the same call means the same ops. ``chance`` is what branches get
-        that random numbers alone decide."""
+        """``templates`` are kept from run to run: the same call means the same ops. ``chance`` is the outcome of
+        branches that random numbers alone decide."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._templates = templates
         self._functions: dict[Any, Func] = {}
@@ -95,7 +96,7 @@ class Recorder(TorchDispatchMode):
     # -- module calls --------------------------------------------------------------------------------------------
 
     def enter(self, path: str) -> None:
-        """A module call begins. The first call of the model itself is call 0."""
+        """Begin a module call. The first call of the model itself is call 0."""
         occurrence = self._occurrences.get(path, 0)
         self._occurrences[path] = occurrence + 1
         if path == "" and occurrence == 0:
@@ -105,14 +106,15 @@ class Recorder(TorchDispatchMode):
         self._stack.append(len(self.calls) - 1)
 
     def leave(self, *, failed: bool) -> None:
-        """The innermost module call ends."""
+        """End the innermost module call."""
         if failed and self.failed_path is None:
             self.failed_path = self.path
         if len(self._stack) > 1:
             self._stack.pop()
 
     def refuse(self, reason: str) -> None:
-        """The model does something that a graph of ops does not hold; ``reason`` says what. A plan does without it."""
+        """Note that the model does something that a graph of ops does not hold; ``reason`` says what. A plan does
+        without it."""
 
     def flows(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor would require a gradient if autograd kept its graph."""
@@ -121,7 +123,7 @@ class Recorder(TorchDispatchMode):
         return self._root(tensor) in self._flowing if id(tensor) in self._views else tensor.requires_grad
 
     def note_reading(self) -> None:
-        """The innermost module call reads a value, or makes a tensor whose shape depends on values."""
+        """Note that the innermost module call reads a value, or makes a tensor whose shape depends on values."""
         self.reading.add(self._stack[-1])
 
     @property
@@ -166,7 +168,7 @@ class Recorder(TorchDispatchMode):
         return id(tensor) if view is None else view.root
 
     def _write(self, tensor: torch.Tensor, number: int) -> None:
-        """A tensor was written in place: it, and the memory that it is a view of, hold new values."""
+        """Give a tensor that was written in place its new value, and the memory that it is a view of."""
         view = self._views.get(id(tensor))
         if view is None:
             self._value_of[id(tensor)] = number
@@ -328,7 +330,7 @@ class Recorder(TorchDispatchMode):
         return template
 
     def _emit(self, template: Template, name: str, inputs: Sequence[int], call: int) -> list[int]:
-        """Append the template's ops to the record; the numbers of their outputs."""
+        """Append the template's ops to the record, and return the numbers of their outputs."""
         made = [self._new(ref.shape, ref.dtype) for ref in template.outputs]
         slots = [*inputs, *made, *(self._new(ref.shape, ref.dtype) for ref in template.between)]
         for piece in template.pieces:
@@ -346,7 +348,7 @@ class Recorder(TorchDispatchMode):
 
 
 def shares_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors, fake or real, lie in one storage."""
+    """Whether two tensors, fake or real, share one storage."""
     try:
         return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse and other tensors without a storage
@@ -364,7 +366,7 @@ def _same_geometry(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _is_whole(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a composite op of the table is recorded as one, for these arguments."""
+    """Whether a composite op of the table is recorded as one op, for these arguments."""
     return name != "aten.einsum" or is_plain_einsum(args[0], len(args[1]))
 
 

@@ -1,7 +1,8 @@
-"""Results of ops on tensors without values, remembered: of blocks that repeat, the ops of one alone are worked out.
+"""Remembered results of ops on tensors without values: where blocks repeat, only the ops of one block are worked out.
 
-What an op gives on such tensors (their shapes, strides, dtypes, and which of them share memory) follows from the same
-of its operands and from its other arguments. Torch works most of it out in Python, which takes a millisecond an op.
+The result of an op on such tensors (shapes, strides, dtypes, and which tensors share memory) follows from the same
+properties of its operands and from its other arguments. Torch works most of it out in Python, which takes a millisecond
+an op.
 """
 
 import sys
@@ -32,7 +33,7 @@ _VIEW = torch.ops.aten.as_strided.default
 
 
 class _NotRememberedError(Exception):
-    """What an op gives follows from more than is compared."""
+    """The result of an op follows from more than is compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +57,24 @@ class _Output:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What an op gives: outputs, in a list or a tuple where ``kind`` is one."""
+    """The result of an op: outputs, in a list or a tuple where ``kind`` is one."""
 
     kind: type | None
     outputs: tuple[_Output | None, ...]
 
 
 class Inferred:
-    """Runs ops on meta tensors, or on fake tensors of one mode, each combination of operands and arguments once."""
+    """The results of ops on meta tensors, or on fake tensors of one mode. Each combination of operands and arguments is
+    run once."""
 
     def __init__(self) -> None:
         self._may_be: dict[Any, bool] = {}
-        """By op, whether its results are remembered."""
+        """Whether the results of an op are remembered, by op."""
         self._known: dict[Any, _Result | None] = {}
-        """By op and what it was given; None: what it gives is not remembered."""
+        """The result of a call, by op and arguments; None where it is not remembered."""
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``func(*args, **kwargs)`` gives, where no dispatch mode but that of fake tensors is entered."""
+        """The result of ``func(*args, **kwargs)``, where no dispatch mode but that of fake tensors is entered."""
         may_be = self._may_be.get(func)
         if may_be is None:
             may_be = self._may_be[func] = _is_remembered(func)
@@ -103,7 +105,7 @@ class Inferred:
 
 
 def _without_mode(func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor]) -> Any:
-    """What an op gives on fake tensors, straight from the kernel that their mode asks too in the end."""
+    """The result of an op on fake tensors, straight from the kernel that their mode asks too in the end."""
     first: Any = operands[0]
     if any(operand.fake_device != first.fake_device for operand in operands):  # type: ignore[attr-defined]
         return func(*args, **kwargs)
@@ -117,7 +119,7 @@ def _without_mode(func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor
 
 
 def _is_remembered(func: Any) -> bool:
-    """Whether what an op gives follows from the forms of its operands, which it leaves as they are."""
+    """Whether the result of an op follows from the forms of its operands, and the op leaves these as they are."""
     schema = func._schema
     return (
         schema.name.startswith("aten::")
@@ -128,7 +130,7 @@ def _is_remembered(func: Any) -> bool:
 
 
 def _key(value: Any, operands: list[torch.Tensor]) -> Any:
-    """What of an argument decides the result. Raises _NotRememberedError where that is more than its form."""
+    """The part of an argument that decides the result. Raises _NotRememberedError where that is more than its form."""
     kind = type(value)
     if kind in _AS_THEY_ARE:
         return kind, value
@@ -146,7 +148,7 @@ def _key(value: Any, operands: list[torch.Tensor]) -> Any:
 
 
 def _device_of(tensor: torch.Tensor) -> torch.device | None:
-    """Where a tensor without values is; None for others, and for subclasses of the user's."""
+    """The device of a tensor without values; None for others, and for subclasses of the user's."""
     kind = type(tensor)
     if kind is FakeTensor or (kind is torch.nn.Parameter and isinstance(tensor, FakeTensor)):
         fake: Any = tensor
@@ -230,7 +232,7 @@ def _plain(one: _Output, operands: list[torch.Tensor]) -> torch.Tensor:
 
 def unwatched(call: Callable[..., Any], func: Any, args: Any, kwargs: Any, modes: int) -> Any:
     """``call(func, args, kwargs)`` without tracing of Python calls, where nothing of the user's runs for the op: where
-    it is torch's own, and no more than so many dispatch modes are entered."""
+    the op is torch's own, and no more than ``modes`` dispatch modes are entered."""
     outer = sys.gettrace()
     if outer is None or dispatch_depth() > modes or not func._schema.name.startswith(_BUILT_IN):
         return call(func, args, kwargs)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 Tensors = Mapping[int, torch.Tensor]
-"""id of one of the model's tensors → its stand-in."""
+"""The stand-in of each of the model's tensors, by the tensor's id."""
 
 
 def tensors_of(model: nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
@@ -32,8 +32,8 @@ def tensors_of(model: nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
 
 
 def fake_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same geometry on the CPU, to be made under a fake tensor mode. Which device the model is on does
-    not matter to its graph, and one that is on the meta device meets inputs that are not."""
+    """A tensor of the same geometry on the CPU, to be made under a fake tensor mode. The device of the model does not
+    matter to its graph, and a model on the meta device meets inputs that are not."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return _dressed(made, tensor)
 
@@ -56,8 +56,8 @@ def _dressed(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def no_remembered_results(model: nn.Module) -> Iterator[None]:
-    """Functions that remember their results (``functools.lru_cache``) begin and end with none, in the modules that
-    define the model's classes: a stand-in that one of them kept would turn up in a later run."""
+    """A context in which functions that remember their results (``functools.lru_cache``) begin and end with none, in
+    the modules that define the model's classes: a stand-in that one of them kept would turn up in a later run."""
     homes = {cls.__module__ for module in model.modules() for cls in type(module).__mro__ if cls is not nn.Module}
     caches = [cache for name in sorted(homes) if name in sys.modules for cache in _remembering(sys.modules[name])]
     for cache in caches:
@@ -95,8 +95,8 @@ def _is_filled(cell: Any) -> bool:
 
 @contextmanager
 def swapped_in(model: nn.Module, stand_ins: Tensors) -> Iterator[None]:
-    """The model with stand-ins for its tensors. On leaving, every module's attributes, parameters, buffers and hooks
-    are as they were, and so are the random number generators."""
+    """A context in which the model has stand-ins for its tensors. On leaving, every module's attributes, parameters,
+    buffers and hooks are as they were, and so are the random number generators."""
     states = [(module, dict(vars(module))) for module in model.modules()]
     tables = [(v, dict(v)) for _, state in states for v in state.values() if isinstance(v, dict)]
     lists = [(v, list(v)) for _, state in states for v in state.values() if isinstance(v, list)]

@@ -1,4 +1,4 @@
-"""SageMaker's marks on modules: which are split on the tensor axis, and which stay whole.
+"""SageMaker's marks on modules: modules to be split on the tensor axis, and modules to stay whole.
 
 Marks belong to module objects; capture turns them into pins by the modules' paths.
 """
@@ -22,8 +22,9 @@ _marks: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 def set_tensor_parallelism(module: nn.Module, enabled: bool = True) -> None:
     """Mark a module, with all below it, to be split on the tensor axis or (False) to stay whole.
 
-    The innermost mark wins. True leaves it to the planner how; the plan says of every matrix that stays whole why. Call
-    it before the model is captured or planned. Raises ShardwrightError for what is no module.
+    The innermost mark wins. True leaves the manner to the planner; the plan gives the reason for every matrix that
+    stays whole. Call it before the model is captured or planned. Raises ShardwrightError for an argument that is no
+    module.
     """
     if not isinstance(module, nn.Module):
         raise ShardwrightError(f"set_tensor_parallelism marks a torch.nn.Module, not a {type(module).__name__}")
@@ -32,7 +33,7 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True) -> None:
 
 @contextmanager
 def tensor_parallelism(enabled: bool = True) -> Iterator[None]:
-    """Modules made inside are marked as by `set_tensor_parallelism`; the innermost context wins."""
+    """A context in which new modules are marked as by `set_tensor_parallelism`; the innermost context wins."""
     original = nn.Module.__init__
 
     @wraps(original)

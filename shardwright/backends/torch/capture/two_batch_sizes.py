@@ -1,7 +1,7 @@
-"""Two runs of one model at two batch sizes, side by side: which op of the one is which op of the other.
+"""The alignment of two runs of one model at two batch sizes: each op of one run with its counterpart in the other.
 
-Both run the same ops, but for modules that read values. Of those the first run's ops stand for both, with the sizes
-that they had there, and only what leaves such a module has to be alike.
+Both runs have the same ops, except in modules that read values. There the first run's ops stand for both, with their
+sizes at the first batch, and only the tensors that leave such a module have to agree.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ class Alignment:
     """The runs ``a`` and ``b``, at batch ``sizes[0]`` and ``sizes[1]``.
 
     Args:
-        outputs: the numbers of what each run returned.
+        outputs: the numbers of the values that each run returned.
 
     Raises CaptureError where they differ; UnrecordableError where values may be the reason.
     """
@@ -122,7 +122,7 @@ class Alignment:
         self.pairs += [(op, None) for op in x.ops]
 
     def _leaving(self, which: int, region: _Region) -> list[int]:
-        """What a region makes that is used outside of it, in order."""
+        """The values that a region makes and that are used outside of it, in order."""
         inside: dict[int, int] = {}
         for op in region.ops:
             for n in op.inputs:
@@ -137,7 +137,8 @@ class Alignment:
             self._of_b[m], self._partner[n] = n, m
 
     def _same_value(self, n: int, m: int) -> bool:
-        """Whether value ``m`` of the second run is value ``n`` of the first; those that no op makes pair up as met."""
+        """Whether value ``m`` of the second run is value ``n`` of the first. Values that no op makes are paired when
+        they are met."""
         if m in self._of_b or n in self._partner:
             return self._of_b.get(m) == n
         if m in self._made_in_b or not self._same_kind(n, m) or self.a.values[n].role != self.b.values[m].role:
@@ -150,7 +151,7 @@ class Alignment:
         return len(x.shape) == len(y.shape) and x.dtype == y.dtype
 
     def _require_linear(self, tensors: Sequence[Tensor]) -> None:
-        """What grows faster than the batch would have less than no entries at batch 1."""
+        """Raise CaptureError for a size that grows faster than the batch: at batch 1 it would be negative."""
         for n, value in enumerate(tensors):
             if any(fixed + slope < 0 for fixed, slope in zip(value.fixed, value.per_sample, strict=True)):
                 op = next(op for op in self.a.ops if n in op.outputs)
@@ -185,7 +186,8 @@ class Alignment:
 
 
 def _pieces(recorder: Recorder) -> Iterator[Recorded | _Region]:
-    """The ops of a run, those of each module call that reads values together. The model's own are not put together."""
+    """The ops of a run, those of each module call that reads values together. The model's own ops are not put
+    together."""
     region_of: list[int | None] = []
     for index, call in enumerate(recorder.calls):
         outer = region_of[call.parent] if index else None

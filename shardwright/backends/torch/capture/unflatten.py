@@ -2,8 +2,8 @@
 
 Hugging Face's Conv1D views [batch, length, k] as [batch · length, k], multiplies, and views the result back. Between
 the views nothing can be split along the length, and the batch only because it is the outer of the two; the product
-itself minds neither. So view, product (and bias), view become a product (and bias) of all dims, as a linear layer and
-JAX's products are.
+itself minds neither. So view, product (and bias), view become a product (and bias) of all dims, like a linear layer or
+a product in JAX.
 """
 
 from collections.abc import Iterable, Sequence
@@ -64,7 +64,8 @@ def unflatten_products(
 def without_unused(
     ops: Sequence[Op], tensors: Sequence[Tensor], outputs: Sequence[int]
 ) -> tuple[list[Op], list[Tensor], tuple[int, ...]]:
-    """Renumbered, so that every activation and constant is one that an op uses or makes."""
+    """The ops, tensors and outputs, renumbered so that every activation and constant is one that an op uses or
+    makes."""
     used = {t for op in ops for t in (*op.inputs, *op.outputs)} | set(outputs)
     kept = [t for t, x in enumerate(tensors) if t in used or x.role not in ("activation", "constant")]
     if len(kept) == len(tensors):
@@ -91,6 +92,6 @@ def _same_leading(a: Tensor, b: Tensor) -> bool:
 
 
 def _keeps_last(tensors: Sequence[Tensor], before: Op, after: Op) -> bool:
-    """Both views leave the last dim alone."""
+    """Whether both views leave the last dim alone."""
     pairs = [(tensors[op.inputs[0]], tensors[op.outputs[0]]) for op in (before, after)]
     return all(x.fixed[-1] == y.fixed[-1] and x.per_sample[-1] == y.per_sample[-1] for x, y in pairs)

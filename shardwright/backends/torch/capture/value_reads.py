@@ -8,16 +8,18 @@ from torch import nn
 from shardwright.core.errors import UnrecordableError
 
 REAL_LIMIT_BYTES = 4 << 30
-"""Up to this size a model whose ops depend on values is run for real while it is captured or recorded."""
+"""The largest size of a model that is run for real, while it is captured or recorded, because its ops depend on
+values."""
 READING = frozenset({
     "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__", "__index__",
     "__contains__", "equal", "allclose", "is_nonzero",
 })  # fmt: skip
-"""Functions of tensors whose result is the value of one, whether or not they run an op for it."""
+"""Functions of tensors whose result is the value of a tensor, whether or not they run an op for it."""
 
 
 def masks_of(op: Any, args: Any) -> list[torch.Tensor] | None:
-    """The masks whose number of entries decides the shape of what an aten op gives; None: it is decided otherwise."""
+    """The masks whose number of entries decides the shape of an aten op's result; None where something else decides
+    it."""
     if op is torch.ops.aten.masked_select.default:
         return [args[1]]
     if op in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default):

@@ -1,8 +1,9 @@
 """Batch norm over several replicas, under either loss scope.
 
-What batch norm gives depends on which samples it sees together. Under ``loss_scope="replica"`` those are one microbatch
-of one replica: the reference run has all microbatches one after the other, so its running statistics have seen them
-all, and so have ours, after every step. Under ``"global"`` they are the m-th microbatches of all replicas together.
+The result of batch norm depends on which samples it sees together. Under ``loss_scope="replica"`` those are one
+microbatch of one replica: the reference run has all microbatches one after the other, so its running statistics have
+seen them all, and so have ours, after every step. Under ``"global"`` they are the m-th microbatches of all replicas
+together.
 """
 
 import math
@@ -19,7 +20,7 @@ from shardwright.backends.torch.machine.watchdog import Watchdog
 
 
 def batch_norms(model: nn.Module) -> dict[str, BatchNorm]:
-    """Those of this rank that norm by the batch, by path."""
+    """The batch norms of this rank, by path."""
     return {
         path: module
         for path, module in model.named_modules()
@@ -28,11 +29,11 @@ def batch_norms(model: nn.Module) -> dict[str, BatchNorm]:
 
 
 class RunningStatistics:
-    """Takes the running statistics of this replica to what all microbatches of all replicas, in order, would have made
-    of them.
+    """The running statistics of this replica, brought to the values that all microbatches of all replicas, in order,
+    would have given them.
 
-    An update is r ← (1 - a)·r + a·x, so k of them in a row are r ← (1 - a)^k·r + b, and what each replica did is known
-    from where it began and ended. Without a momentum r is the mean of all x so far.
+    An update is r ← (1 - a)·r + a·x, so k of them in a row are r ← (1 - a)^k·r + b, and the updates of each replica are
+    known from where it began and ended. Without a momentum r is the mean of all x so far.
     """
 
     def __init__(self, model: nn.Module, bound: BoundMesh, watchdog: Watchdog) -> None:
@@ -50,7 +51,7 @@ class RunningStatistics:
         }
 
     def finish(self) -> None:
-        """Every replica calls this at the end of a step."""
+        """Combine the running statistics of all replicas. Every replica calls this at the end of a step."""
         if not self._before:
             return
         counts = torch.tensor([_count(self._norms[p]) - n for p, (n, _) in self._before.items()], dtype=torch.int64)
@@ -103,8 +104,8 @@ def _unpack(module: BatchNorm, packed: torch.Tensor) -> None:
 def norm_over_replicas(
     model: nn.Module, bound: BoundMesh, watchdog: Watchdog, recording: Callable[[], bool]
 ) -> Callable[[], None]:
-    """From now on the batch norms of this rank norm by the microbatches of all replicas together, where they train.
-    While ``recording`` says so they do what they did. Returns what undoes it."""
+    """Let the batch norms of this rank norm by the microbatches of all replicas together, where they train. While
+    ``recording`` is true they work as before. Returns the function that undoes it."""
     found = list(batch_norms(model).values())
     for module in found:
         module.forward = _Synchronized(module, bound, watchdog, recording)  # type: ignore[method-assign,assignment]
@@ -154,8 +155,8 @@ class _Synchronized:
 
 
 class _Normed(torch.autograd.Function):
-    """(x - mean) / sqrt(variance + eps) per channel, by the samples of all replicas. Ioffe and Szegedy, ICML 2015,
-    section 3, with the sums of forward and backward taken over all replicas."""
+    """Batch norm, (x - mean) / sqrt(variance + eps) per channel, by the samples of all replicas. Ioffe and Szegedy,
+    ICML 2015, section 3, with the sums of forward and backward taken over all replicas."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, eps: float, summed: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -17,23 +17,24 @@ from shardwright.core.errors import ShardwrightError
 
 
 class Gradients:
-    """Takes one step's gradients from what the backward passes left to what the unsplit model would have."""
+    """The gradients of one step, taken from what the backward passes left to those that the unsplit model would
+    have."""
 
     def __init__(self, ownership: Ownership, bound: BoundMesh, watchdog: Watchdog) -> None:
         self.ownership, self.bound, self.watchdog = ownership, bound, watchdog
         self.shards: Shards | None = None
-        """Where parameters lie in pieces along the tensor axis."""
+        """The shards of parameters along the tensor axis; None where parameters are whole."""
         self._before: dict[str, torch.Tensor] = {}
         self._order: tuple[str, ...] = ()
         self._exchange: Exchange | None = None
 
     def begin(self, order: Sequence[str] | None = None) -> Exchange | None:
-        """Set aside what earlier steps added up: it is reduced already.
+        """Set aside the gradients that earlier steps accumulated: they are reduced already.
 
         With ``order``, the names of this rank's parameters in the order in which their gradients become whole, returns
-        what to tell of that, so that sums over dp begin at once; None where there is nothing to sum or where pieces
-        along the tensor axis are summed first. The first order that is given is kept: buckets are the same on all
-        replicas, whatever the sizes of their batches.
+        the exchange to tell of that, so that sums over dp begin at once; None where there is nothing to sum or where
+        shards along the tensor axis are summed first. The first order that is given is kept: buckets are the same on
+        all replicas, whatever the sizes of their batches.
         """
         self._before = {}
         self._exchange = None
@@ -56,8 +57,8 @@ class Gradients:
         return Exchange(chosen, self.bound.handles["dp"], self.watchdog, peers)
 
     def finish(self, total_weight: float | None) -> None:
-        """Sum over the holders of tied parameters and over dp, divide by the total weight if there is one, and add what
-        was set aside. Every rank calls this at the same time."""
+        """Sum over the holders of tied parameters and over dp, divide by the total weight if there is one, and add the
+        gradients that were set aside. Every rank calls this at the same time."""
         if self.shards is not None:
             self.shards.sum_gradients(self._trainable())
         if self.bound.size("dp") > 1:
@@ -75,7 +76,7 @@ class Gradients:
         self._before = {}
 
     def abandon(self) -> None:
-        """Put back what was set aside: the step has failed."""
+        """Put back the gradients that were set aside: the step has failed."""
         for name, parameter in self.ownership.local_parameters().items():
             parameter.grad = self._before.get(name)
         self._before = {}
@@ -90,7 +91,8 @@ class Gradients:
                 self._sum_tie(parameter, holders)
 
     def _sum_tie(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
-        """To the home, summed there in the order of holders, and back: the same bits on every holder."""
+        """Send the gradient to the home, sum it there in the order of holders, and send it back: every holder has the
+        same bits."""
         me, home = self.ownership.rank, holders[0]
         present = torch.tensor([0 if parameter.grad is None else 1], dtype=torch.int32, device=parameter.device)
         own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -115,7 +117,8 @@ class Gradients:
         parameter.grad = total if int(present) else None
 
     def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
-        """Scale the gradients so that their norm, over the whole model, is at most ``max_norm``; the norm before.
+        """Scale the gradients so that their norm, over the whole model, is at most ``max_norm``; return the norm
+        before.
 
         A tied parameter counts once, at its home. Raises ShardwrightError for a norm that is not finite, if asked to.
         """
@@ -150,7 +153,7 @@ class Gradients:
 
 
 def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The norm in float32; that of complex entries is of their absolute values."""
+    """The norm in float32; the norm of complex entries is that of their absolute values."""
     entries = gradient.abs() if gradient.is_complex() else gradient
     norm: torch.Tensor = torch.linalg.vector_norm(entries, norm_type, dtype=torch.float32)
     return norm

@@ -1,9 +1,9 @@
 """Gradients summed over the data axis while the pipeline still runs.
 
 A parameter's gradient is whole after the last weight gradient of the stages that use it. Then it joins its bucket, and
-a full bucket is sent on its way; so what the last backward passes make is exchanged while they go on, and while other
-ranks of the pipeline still compute. Buckets leave in one fixed order, the same on all replicas, as torch's
-DistributedDataParallel has it (Li et al., VLDB 2020, section 3.2.3).
+a full bucket is sent. So the gradients of the last backward passes are exchanged while these go on, and while other
+ranks of the pipeline still compute. Buckets leave in one fixed order, the same on all replicas, as in torch's
+DistributedDataParallel (Li et al., VLDB 2020, section 3.2.3).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,11 +20,12 @@ from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.core.errors import ShardwrightError
 
 BUCKET_BYTES = TORCH_MEMORY.bucket_bytes
-"""Gradients are reduced in pieces of about this size."""
+"""The size in bytes of a bucket, about: gradients are reduced in buckets."""
 
 
 class Bucket:
-    """Parameters of one dtype whose gradients travel together; behind them, for each, whether it has a gradient."""
+    """Parameters of one dtype whose gradients travel together, followed by a flag for each: whether it has a
+    gradient."""
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         self.parameters = tuple(parameters)
@@ -32,14 +33,15 @@ class Bucket:
         self._work: Work | None = None
 
     def send(self, group: ProcessGroup) -> None:
-        """Begin the sum. SUM, never AVG, which Gloo takes and does not compute; the scale is in the losses already."""
+        """Begin the sum. The op is SUM, never AVG, which Gloo takes and does not compute; the scale is in the losses
+        already."""
         pieces = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in self.parameters]
         present = torch.tensor([float(p.grad is not None) for _, p in self.parameters], dtype=pieces[0].dtype)
         self._flat = torch.cat([*(piece.reshape(-1) for piece in pieces), present.to(pieces[0].device)])
         self._work = dist.all_reduce(self._flat, op=dist.ReduceOp.SUM, group=group, async_op=True)
 
     def receive(self) -> None:
-        """Wait for the sum and put it in place; where no replica has a gradient there is none."""
+        """Wait for the sum and put it in place. A parameter that has a gradient on no replica gets none."""
         assert self._flat is not None
         if self._work is not None:
             self._work.wait()
@@ -71,7 +73,7 @@ class Exchange:
         self._sent = 0
 
     def ready(self, name: str) -> None:
-        """The gradient of a parameter is whole."""
+        """Note that the gradient of a parameter is whole."""
         number = self._bucket_of.get(name)
         if number is None or name in self._done:
             return
@@ -92,8 +94,8 @@ class Exchange:
 
     @contextmanager
     def closing(self, parameters: Iterable[tuple[str, nn.Parameter]], hooked: bool) -> Iterator[None]:
-        """In here runs the last action that adds to the gradients of these parameters; ``hooked``: a whole backward, of
-        which each parameter's accumulation tells on its own."""
+        """A context in which the last action runs that adds to the gradients of these parameters. ``hooked``: the
+        action is a whole backward, in which the accumulation of each parameter's gradient tells that it is whole."""
         names = [name for name, _ in parameters]
         handles = []
         if hooked:
@@ -109,7 +111,7 @@ class Exchange:
             self.ready(name)
 
     def finish(self) -> None:
-        """Wait for all sums; what was never told to be ready is sent now."""
+        """Wait for all sums; gradients that were never reported ready are sent now."""
         for bucket in self._buckets:
             for name, _ in bucket.parameters:
                 self.ready(name)
@@ -120,7 +122,7 @@ class Exchange:
 
 
 def _grouped(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
-    """Parameters of one dtype, together at most BUCKET_BYTES unless one alone is larger."""
+    """The buckets: parameters of one dtype, together at most BUCKET_BYTES unless one alone is larger."""
     found: list[list[tuple[str, nn.Parameter]]] = []
     open_of: dict[torch.dtype, tuple[list[tuple[str, nn.Parameter]], int]] = {}
     for name, parameter in parameters:

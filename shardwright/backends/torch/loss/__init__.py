@@ -1,1 +1,2 @@
-"""What the loss of a step is to its batch: the step body is run once more, op by op, and read by `core.model.loss`."""
+"""The relation of a step's loss to its batch: the step body is run once more, op by op, and read by
+`core.model.loss`."""

@@ -13,11 +13,11 @@ from shardwright.backends.torch.loss.traced_op import Counted
 
 
 class NotOfBatchError(Exception):
-    """A count that does not follow from the batch alone; says why."""
+    """A count does not follow from the batch alone; the message says why."""
 
 
 def _around(trace: LossTrace, call: int) -> set[int]:
-    """A module call and those that it is made in."""
+    """A module call and the calls that contain it."""
     found = {call}
     while call:
         call = trace.calls[call].parent
@@ -26,14 +26,14 @@ def _around(trace: LossTrace, call: int) -> set[int]:
 
 
 class Counting:
-    """What computes some values of a trace from the inputs of the step.
+    """A computation of some values of a trace from the inputs of the step.
 
     Args:
         trace: of a microbatch of the shapes that are counted; or of two samples, where a microbatch has one.
         wanted: the values, each a count of samples C / B^power, with that power.
         counted: values that are counts of `nll_loss`.
-        alone: of a microbatch of one sample, which cannot be told from a dim that broadcasts, the batch dim of every
-            input: the sample is counted twice.
+        alone: the batch dim of every input, for a microbatch of one sample: its size 1 cannot be told from a dim that
+            broadcasts, so the sample is counted twice.
 
     Raises:
         NotOfBatchError: one of them needs more than the batch.
@@ -128,13 +128,13 @@ class _Call:
         self.function = made.function
         writes = {a.name for a in made.function._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
         self._plain: dict[str, Any] = {}
-        """Arguments without tensors and devices in them."""
+        """Arguments without tensors and devices in them, by name."""
         self._single: list[tuple[str, int, bool]] = []
         """Arguments that are a tensor: the name, its slot, and whether the op writes into it."""
         self._other: list[tuple[str, Any, bool]] = []
         """Other arguments with tensors or devices in them."""
         self.inputs: dict[int, int] = {}
-        """By slot, the values that the op reads."""
+        """The values that the op reads, by slot."""
         for name, value in made.arguments.items():
             leaves = pytree.tree_leaves(value, is_leaf=_is_ref)
             self.inputs |= {leaf.slot: made.inputs[leaf.slot] for leaf in leaves if _is_ref(leaf)}

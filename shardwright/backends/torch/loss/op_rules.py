@@ -1,4 +1,4 @@
-"""What each op of torch does to sums over samples (`core.model.loss.program`), by its name."""
+"""The effect of each op of torch on sums over samples (`core.model.loss.program`), by the op's name."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +32,8 @@ PLACES = frozenset({"arange", "linspace", "logspace", "range", "randperm", "eye"
 
 
 def translated(call: TracedOp, *, norms_are_plain: bool) -> list[LossOp]:
-    """As `_known`, unless it is given other numbers at the other batch size, which nothing has taken."""
+    """The loss ops of a call, as `_known` gives them; "unlike" where the call is given other numbers at the other batch
+    size and none of the ops takes these up."""
     found = _known(call, norms_are_plain)
     is_taken = call.name in CUT_BY_NUMBERS or any(
         op.how == "position" or (op.number is not None and op.number[0] != op.number[1]) for op in found
@@ -69,7 +70,7 @@ def _by_kind(call: TracedOp, norms_are_plain: bool) -> list[LossOp]:
 
 
 def _likelihood(call: TracedOp) -> list[LossOp]:
-    """The pieces of `nll_loss`: what is looked up for each target, and its mean by the weights of the targets."""
+    """The ops of one piece of `nll_loss`: the look-up for each target, or its mean by the weights of the targets."""
     if call.piece == "total_weight":
         return _count(call)[0]
     if call.piece in ("mean", "sum"):
@@ -150,7 +151,7 @@ def _divide(call: TracedOp) -> list[LossOp]:
 
 
 def _reciprocal(call: TracedOp) -> list[LossOp]:
-    """1 / x, as the first half of number / x."""
+    """A reciprocal, 1 / x, as the first half of number / x."""
     op, one = call.constant((1.0, 1.0))
     return [op, call.how("divide", inputs=(one, *call.a.inputs), labels=((), *call.op.labels))]
 
@@ -160,7 +161,7 @@ def _negative(call: TracedOp) -> list[LossOp]:
 
 
 def _where(call: TracedOp) -> list[LossOp]:
-    """Numbers among the two that are chosen from become tensors."""
+    """A choice between two operands. A number among them becomes a tensor."""
     ops: list[LossOp] = []
     operands: list[int] = []
     dims: list[tuple[int, ...]] = []
@@ -255,7 +256,7 @@ def _cut(call: TracedOp) -> list[LossOp]:
 
 
 def _unfold(call: TracedOp) -> list[LossOp]:
-    """Windows over one dim, whose entries become a last dim of their own."""
+    """An unfolding: windows over one dim, whose entries become a last dim of their own."""
     rank = len(call.op.labels[0])
     dim = call.arguments[0]["dimension"] % rank if rank else 0
     kept = tuple(-1 if d == dim else d for d in range(rank))
@@ -263,7 +264,7 @@ def _unfold(call: TracedOp) -> list[LossOp]:
 
 
 def _repeat_interleave(call: TracedOp) -> list[LossOp]:
-    """Every entry of a dim several times in place: a new dim after it, and both as one."""
+    """A repetition of every entry of a dim in place: a new dim after it, and both as one."""
     (source,), (out,) = call.a.inputs[:1], call.a.outputs
     shapes, made = call.values.shapes[source], call.values.shapes[out]
     dim = call.arguments[0].get("dim")
@@ -274,7 +275,7 @@ def _repeat_interleave(call: TracedOp) -> list[LossOp]:
 
 
 def _repeat(call: TracedOp) -> list[LossOp]:
-    """Whole copies one after the other: for every repeated dim a new one before it, and both as one."""
+    """A repetition of whole copies one after the other: for every repeated dim a new one before it, and both as one."""
     (source,), (out,) = call.a.inputs, call.a.outputs
     rank = len(call.values.shapes[source][0])
     if rank != len(call.values.shapes[out][0]):
@@ -304,7 +305,8 @@ def _lookup(call: TracedOp) -> list[LossOp]:
 
 
 def _put(call: TracedOp) -> list[LossOp]:
-    """One value where a mask of the leading dims says so is a choice of every entry; anything else is not known."""
+    """A write by index. One value, written where a mask of the leading dims is true, is a choice for every entry; any
+    other write is opaque."""
     given = call.arguments[0].get("indices")
     refs = [ref for ref in given or () if ref is not None]
     values = call.value_of("values")
@@ -326,7 +328,7 @@ def _put(call: TracedOp) -> list[LossOp]:
 
 
 def _ctc(call: TracedOp) -> list[LossOp]:
-    """[positions, samples, classes], targets and lengths of every sample → a loss of every sample."""
+    """CTC loss: [positions, samples, classes], targets and lengths of every sample → a loss of every sample."""
     shapes = [call.values.shapes[n][0] for n in (*call.a.inputs, *call.a.outputs)]
     if len(shapes[0]) != 3 or len(shapes[1]) != 2:
         return [call.how("opaque")]

@@ -1,4 +1,5 @@
-"""Reads the losses of a step body: how those of its microbatches make that of the batch, and what must be counted."""
+"""The reading of a step body's losses: the relation of its microbatches' losses to that of the batch, and the counts
+that it needs."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -29,7 +30,7 @@ Listening = Callable[["Losses"], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """Which dim of every input of a step is its batch, and how many samples there are.
+    """The batch dim of every input of a step, and the numbers of samples.
 
     Attributes:
         axes: None where every microbatch gets the input whole.
@@ -43,8 +44,8 @@ class Batching:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The batch sizes at which a step is run: those of a microbatch and of the whole, so that what holds between
-        them is what is asked. One sample alone may run other ops."""
+        """The batch sizes at which a step is run: those of a microbatch and of the whole, because the relation between
+        these two is asked for. The smaller is at least 2: one sample alone may run other ops."""
         small = max(2, self.samples)
         return small, max(small + 1, self.whole)
 
@@ -60,13 +61,13 @@ class Batching:
 
 @dataclass(frozen=True, slots=True)
 class LossReading:
-    """What was found out about one loss of a step.
+    """The reading of one loss of a step.
 
     Attributes:
         verdict: its counts are numbered from 0.
-        counting: computes them, in this order, from a microbatch.
-        has_weight: whether the step gives its weight.
-        reduction: what the step says that it is.
+        counting: computes the counts, in this order, from a microbatch.
+        has_weight: whether the step gives the loss's weight.
+        reduction: the reduction that the step states.
         was_run: whether the step could be run to read it.
     """
 
@@ -82,15 +83,15 @@ class LossReading:
 
 
 class Losses:
-    """Takes the losses of one run."""
+    """The losses that one run gives to ``backward``."""
 
     def __init__(self, trace: LossTrace) -> None:
         self.trace = trace
         self.given: Given = []
-        """Of each loss its value, whether it has a weight, and what the step says that it is."""
+        """The value of each loss, whether it has a weight, and the reduction that the step states."""
 
     def backward(self, loss: Any, weight: Any = None, reduction: Any = None) -> None:
-        """``model.backward`` inside the body."""
+        """Note a loss that the body gives to ``model.backward``."""
         if not isinstance(loss, torch.Tensor):
             raise CaptureError(f"model.backward takes the loss, a tensor: given a {type(loss).__name__}")
         if loss.numel() != 1:
@@ -110,7 +111,7 @@ def read_losses(
     *,
     norms_are_plain: bool = False,
 ) -> list[LossReading]:
-    """What each loss that a step body gives to ``backward`` is to its batch.
+    """The relation to its batch of each loss that a step body gives to ``backward``.
 
     Args:
         inputs: those of a microbatch.
@@ -182,9 +183,9 @@ class _Reading:
                 return sizes, small, large
 
     def _run(self, samples: int) -> tuple[LossTrace, Given] | None:
-        """On tensors without values if that goes: on the meta device, where it is quickest; on fake ones, which can be
-        on any device and know the numbers that the step makes tensors of; or on real ones. None where the next kind is
-        needed."""
+        """Run the step on tensors without values if possible: on the meta device, where it is quickest; on fake ones,
+        which can be on any device and know the numbers that the step makes tensors of; or on real ones. None where the
+        next kind is needed."""
         if self.kind == "meta":
             with suppress(Exception):
                 trace, given = self._run_on(samples, nullcontext(), fake_state, self._empty_input, META)

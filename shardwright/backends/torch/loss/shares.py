@@ -1,4 +1,4 @@
-"""The share of every microbatch in the loss and the gradient of the whole batch, found out before a step is run."""
+"""The share of every microbatch in the loss and the gradient of the whole batch, determined before a step is run."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ from shardwright.core.errors import LossError
 from shardwright.core.model.loss import Finding, shares_of_microbatches
 
 LossShares = tuple[tuple[float, ...] | None, ...]
-"""For each loss of a step the share of every microbatch of every replica; None where the step gives weights."""
+"""The share of every microbatch of every replica in each loss of a step; None where the step gives weights."""
 
 
 def of_own(found: LossShares, shares: Shares) -> list[list[float | None]]:
-    """For each microbatch of this replica its share in each loss."""
+    """The share of each microbatch of this replica in each loss."""
     return [[None if every is None else every[shares.first + m] for every in found] for m in range(len(shares.own))]
 
 
 REMEMBERED = 256
-"""So many readings of steps are kept."""
+"""The number of readings of steps that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One of this replica: its inputs, and what is read of the losses of its step, each time that it is asked for."""
+    """One of this replica's microbatches: its inputs, and a function that reads the losses of its step."""
 
     inputs: Sequence[torch.Tensor]
     key: Hashable
@@ -37,11 +37,11 @@ class Microbatch:
 
 
 class LossSemantics:
-    """Tells what the losses of steps are to their batches.
+    """The relations of the losses of steps to their batches.
 
     Args:
-        scope: whether what couples samples is meant to see a microbatch by itself ("replica") or those of all replicas
-            ("global"); None: nobody has said so.
+        scope: whether an op that couples samples is meant to see a microbatch by itself ("replica") or those of all
+            replicas ("global"); None: the user has not said.
     """
 
     def __init__(self, bound: BoundMesh, watchdog: Watchdog, scope: str | None) -> None:
@@ -51,7 +51,7 @@ class LossSemantics:
     def shares(
         self, losses: Sequence[Loss], microbatches: Sequence[Microbatch], shares: Shares, steps_name: str
     ) -> LossShares:
-        """Every rank calls this together.
+        """The shares of the microbatches in every loss. Every rank calls this together.
 
         Raises:
             LossError: the loss of the batch does not follow from those of its microbatches, and the step does not say
@@ -128,7 +128,7 @@ class LossSemantics:
 
 
 def _question(finding: Finding, shares: Shares, scope: str | None, steps_name: str) -> str:
-    """What is wrong, and the ways to say what is meant."""
+    """The text of an error: the problem, and the ways to say what is meant."""
     replicas = len(shares.samples)
     among = f"{len(shares.flat)} microbatches" + (f" on {replicas} replicas" if replicas > 1 else "")
     ways = [

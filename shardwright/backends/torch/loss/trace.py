@@ -1,4 +1,4 @@
-"""One run of a step body, op by op: what capture records of a model, with the arguments of every op."""
+"""A trace of one run of a step body, op by op: the ops that capture records of a model, with the arguments of each."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from shardwright.backends.torch.compat import FakeTensor
 from shardwright.core.rules import op_rules as labels
 
 SMALL = 4096
-"""Entries up to which the values of a constant are looked at."""
+"""The number of entries up to which the values of a constant are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,31 +40,31 @@ _CROSS_ENTROPY = ("self", "target", "weight", "reduction", "ignore_index", "labe
 
 
 class LossTrace(Recorder):
-    """Records a step body from its inputs to its losses. Unlike capture it sees what cuts gradients off."""
+    """A recorder of a step body from its inputs to its losses. Unlike capture it sees where gradients are cut off."""
 
     def __init__(self) -> None:
         super().__init__({})
         self.calls_of: dict[int, Made] = {}
-        """By the index of an op, the call that it is a part of."""
+        """The call that an op is a part of, by the index of the op."""
         self.without_gradient: set[int] = set()
-        """Ops that ran where gradients were off."""
+        """Ops that ran while gradients were off."""
         self.constants: dict[int, tuple[float, ...] | None] = {}
         """Values that come from outside of the step, with their entries where they are few and known."""
         self.outside: dict[int, torch.Tensor] = {}
-        """The tensors that those are, where they have values."""
+        """The tensors of these values, where they have entries."""
         self.trained: set[int] = set()
         self.inputs: list[int] = []
         self.numbers_read: str | None = None
-        """Where the value of a tensor became a Python number."""
+        """The place where the value of a tensor first became a Python number; None where no value did."""
         self._host_state = host_state()
         self.drawn_on_host: set[int] = set()
-        """Of them those that came after a draw from Python's or NumPy's generator."""
+        """The values from outside of the step that came after a draw from Python's or NumPy's generator."""
         self._functions_of: dict[int, tuple[Any, dict[str, Any]]] = {}
 
     def name_all(
         self, inputs: Sequence[torch.Tensor], parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]
     ) -> None:
-        """Number what the step is given, in the same order in every run."""
+        """Number the tensors that the step is given, in the same order in every run."""
         self.inputs = [super(LossTrace, self).name(tensor, "input", "") for tensor in inputs]
         for name, parameter in parameters.items():
             if id(parameter) not in self._value_of:

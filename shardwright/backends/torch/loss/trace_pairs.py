@@ -1,4 +1,5 @@
-"""Traces of a step body at several batch sizes, compared: whether they did the same ops with the same numbers."""
+"""The comparison of a step body's traces at several batch sizes: whether they did the same ops with the same
+numbers."""
 
 from collections.abc import Mapping
 from itertools import zip_longest
@@ -8,15 +9,15 @@ from shardwright.backends.torch.loss.trace import LossTrace
 from shardwright.core.model.loss import follows
 
 CUT_BY_NUMBERS = frozenset({"slice", "narrow", "split", "unsafe_split", "repeat_interleave"})
-"""Ops whose numbers say where and how large their results are."""
+"""Ops whose numbers give the places and sizes of their results."""
 
 
 class DifferentRunsError(Exception):
-    """A step does something else at another batch size; says what."""
+    """A step does something else at another batch size; the message says what."""
 
 
 def require_alike(small: LossTrace, large: LossTrace) -> None:
-    """Raises DifferentRunsError unless both traces did the same ops on the same values."""
+    """Raise DifferentRunsError unless both traces did the same ops on the same values."""
     for a, b in zip_longest(small.ops, large.ops):
         if a is None or b is None or (a.name, a.inputs, a.outputs) != (b.name, b.inputs, b.outputs):
             op, trace = (a, small) if a is not None else (b, large)
@@ -28,8 +29,8 @@ def require_alike(small: LossTrace, large: LossTrace) -> None:
 
 
 def require_alike_alone(alone: LossTrace, small: LossTrace, large: LossTrace, sizes: tuple[int, int]) -> None:
-    """Raises DifferentRunsError unless one sample alone, of which the two traces know nothing, is computed with as they
-    say; how it lies in memory may differ."""
+    """Raise DifferentRunsError unless the run with one sample alone, which the two traces do not cover, computes as
+    they do; its memory layout may differ."""
     for op, a, b in zip_longest(*(_computed(trace) for trace in (alone, small, large))):
         if op is None or a is None or b is None or op[0] != a[0] or len(op[1]) != len(a[1]) or len(a[1]) != len(b[1]):
             raise DifferentRunsError(f"{(op or a or b)[0]} is not done alike with one sample")
@@ -48,7 +49,7 @@ def _computed(trace: LossTrace) -> list[tuple[str, list[Any]]]:
 
 
 def numbers_of(arguments: Mapping[str, Any]) -> list[Any]:
-    """Those of an op's arguments; of lists, most of which are sizes, those that are fractions."""
+    """The numbers among an op's arguments; of lists, most of which are sizes, only the fractions."""
     alone = [v for v in arguments.values() if isinstance(v, (int, float, bool, str))]
     lists = [v for v in arguments.values() if isinstance(v, (list, tuple))]
     return [*alone, *(v for listed in lists for v in listed if isinstance(v, float))]

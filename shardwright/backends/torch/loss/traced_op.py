@@ -20,11 +20,11 @@ class Counted:
 
 
 class TracedValues:
-    """The values of two traces by their numbers, a small and a large one, and some that no op of torch makes.
+    """The values of two traces by their numbers, a small and a large one, and some values that no op of torch makes.
 
     Attributes:
         shapes: at both batch sizes.
-        counted: those of them that are counts of `nll_loss`.
+        counted: the values that are counts of `nll_loss`.
     """
 
     def __init__(self, small: LossTrace, large: LossTrace) -> None:
@@ -55,14 +55,14 @@ class TracedOp:
         return replace(self.op, how=how, **changes)
 
     def number(self, name: str) -> tuple[float, float] | None:
-        """A number argument at both sizes."""
+        """A number argument at both sizes; None where it is no number."""
         first, second = (arguments.get(name) for arguments in self.arguments)
         if not isinstance(first, (int, float)) or not isinstance(second, (int, float)):
             return None
         return float(first), float(second)
 
     def value_of(self, name: str) -> int | None:
-        """The value that an argument is."""
+        """The number of the value that an argument is; None where it is no tensor."""
         found = self.arguments[0].get(name)
         if not isinstance(found, Ref) or self.made is None:
             return None
@@ -74,8 +74,8 @@ class TracedOp:
         return LossOp("fill", self.op.name, (), (value,), ((),), where=self.op.where, number=number), value
 
     def repeated(self, source: int, out: int, new: Mapping[int, int]) -> list[LossOp]:
-        """Dims of ``source`` whose entries ``out`` has several times, as a broadcast and a reshape. ``new`` says for a
-        dim whether what repeats it comes before it (0) or after it (1)."""
+        """The ops that repeat the entries of dims of ``source`` to make ``out``: a broadcast and a reshape. ``new``
+        gives, for a dim, whether the repeating dim comes before it (0) or after it (1)."""
         widened: list[list[int]] = [[], []]
         labels: list[int] = []
         for dim, sizes in enumerate(zip(*self.values.shapes[source], strict=True)):
@@ -94,6 +94,6 @@ class TracedOp:
         return [broadcast, self.how("reshape", inputs=(value,), labels=(), special=())]
 
     def has_same_numbers(self) -> bool:
-        """Whether the numbers among the arguments are those of the other batch size too."""
+        """Whether the numbers among the arguments are the same at both batch sizes."""
         a, b = (numbers_of(arguments) for arguments in self.arguments)
         return a == b

@@ -1,4 +1,5 @@
-"""Two traces of a step body as one loss program: what each op does to sums over samples (`core.model.loss.program`)."""
+"""Two traces of a step body as one loss program: the effect of each op on sums over samples
+(`core.model.loss.program`)."""
 
 import torch
 
@@ -16,11 +17,11 @@ class Translation:
     """The loss program of two traces, a small one and a large one.
 
     Attributes:
-        program: on the values of the small trace by their numbers, and some that no op of torch makes.
+        program: on the values of the small trace by their numbers, and some values that no op of torch makes.
     """
 
     def __init__(self, small: LossTrace, large: LossTrace, sizes: tuple[int, int], norms_are_plain: bool) -> None:
-        """``norms_are_plain``: what batch norm does to samples is not of interest.
+        """``norms_are_plain``: batch norm is taken as if it worked on samples one by one.
 
         Raises DifferentRunsError.
         """
@@ -56,7 +57,7 @@ class Translation:
                 )
 
     def _differs_outside(self, number: int) -> bool:
-        """Whether a tensor from outside of the step, of many entries, has others at the other batch size."""
+        """Whether a tensor from outside of the step, of many entries, has other entries at the other batch size."""
         one, other = (trace.outside.get(number) for trace in self.values.traces)
         if one is None or other is None or one is other or one.shape != other.shape:
             return False

@@ -1,7 +1,8 @@
-"""What ranks must have alike, compared whenever they begin something together.
+"""The comparison of everything that must be the same on all ranks, made whenever ranks begin something together.
 
-Each rank makes claims: of what, and a digest of what it has. The digests travel in one row of numbers. Where rows
-differ, every rank sees that they do, and all tell each other the values: so all raise one error, and none waits.
+Each rank makes claims: a name of something, and a digest of the rank's value. The digests travel in one row of numbers.
+Where rows differ, every rank sees that they do, and all tell each other the values: so all raise one error, and none
+waits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,22 +16,22 @@ from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.core.errors import DisagreementError, UnrecordableError
 
 Said = str | Mapping[str, str]
-"""A value in words; or several by name, of which those that differ are said."""
+"""A value in words; or several values by name, of which an error gives those that differ."""
 Among = Literal["all", "replica", "pipeline", "holders"]
-"""Who must have the same: all ranks; those of one replica, which share a batch; those of one pipeline; those that hold
-the same parameters."""
+"""The ranks that must have the same: all ranks; those of one replica, which share a batch; those of one pipeline; those
+that hold the same parameters."""
 AMONG: tuple[Among, ...] = ("all", "replica", "pipeline", "holders")
 NOTES = 4
-"""How many numbers a rank may tell beside its claims."""
+"""The number of notes, whole numbers, that a rank may send beside its claims."""
 SHOWN = 3
-"""How many names an error lists."""
+"""The number of names that an error lists."""
 _HEAD = 3
-"""Numbers of a row before the digests: the call, how many take part, whether this rank failed."""
+"""The numbers of a row before the digests: the call, the number of ranks that take part, whether this rank failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one rank has of something that others must have too.
+    """One rank's value of something that must be the same on other ranks.
 
     Attributes:
         what: a noun for errors.
@@ -78,8 +79,8 @@ class Agreement:
         """Go on only when every rank has come here, with the same claims, and none has failed. Every rank calls this.
 
         Args:
-            call: what is about to be done: the same text on all ranks.
-            failure: why this rank cannot do it.
+            call: the name of the step or function that comes next: the same text on all ranks.
+            failure: the reason why this rank cannot do it.
             notes: up to four numbers that the others want to know.
             in_replica: only the ranks of this replica take part.
 
@@ -138,7 +139,7 @@ class Agreement:
         raise DisagreementError(text)
 
     def _difference(self, every: Mapping[int, Any]) -> str:
-        """The one text of what ranks differ in, from what each says."""
+        """The text of the difference between ranks, made from what each rank says. It is the same on all of them."""
         calls = {rank: said["call"] for rank, said in every.items()}
         if len(set(calls.values())) > 1:
             return different_calls(calls)
@@ -162,18 +163,18 @@ class Agreement:
         return found + (f" They differ also in: {', '.join(others)}." if others else "")
 
     def leave(self, why: str) -> None:
-        """Tell ranks that still wait for this one that it makes no call any more."""
+        """Tell ranks that still wait for this one that it makes no more calls."""
         if self.channel is not None:
             self.channel.leave(why)
 
     def close(self) -> None:
-        """No comparisons are made afterwards."""
+        """Close the channel. No comparisons are made afterwards."""
         if self.channel is not None:
             self.channel.close()
 
 
 def values_text(said: Mapping[int, Said]) -> str:
-    """``4 on ranks 0 and 1, 5 on rank 2``; of values by name those that differ."""
+    """``4 on ranks 0 and 1, 5 on rank 2``; for values by name, those that differ."""
     named = {rank: value for rank, value in said.items() if isinstance(value, Mapping)}
     if len(named) < len(said):
         return _grouped({rank: str(value) for rank, value in said.items()})

@@ -1,8 +1,9 @@
-"""Rows of numbers that ranks exchange before they do anything together, and what is said when a rank does not come.
+"""Rows of numbers that ranks exchange before they do anything together, and the errors when a rank does not come.
 
 On one host every rank writes its row to sockets of its own and reads those of the others; over several hosts a Gloo
-group carries the rows. Neither touches the devices. A rank that waits for long writes to the store of the run where it
-is, and reads where the others are: ranks that wait for each other in different calls find out within seconds.
+group carries the rows. Neither touches the devices. A rank that waits for long writes its place, the call that it is
+in, to the store of the run, and reads the places of the others: ranks that wait for each other in different calls find
+out within seconds.
 """
 
 import contextlib
@@ -24,13 +25,13 @@ from shardwright.backends.torch.machine.watchdog import PeerError, Watchdog
 from shardwright.core.errors import DisagreementError
 
 LOOK_S = 1.0
-"""How often a waiting rank looks where the others are."""
+"""The interval in seconds at which a waiting rank looks for the others."""
 STALLED_S = 2.0
-"""Length of a wait after which a rank writes down where it is."""
+"""The length in seconds of a wait after which a rank writes down its place."""
 ANSWER_S = 2.0
-"""How long the store is waited for."""
+"""The time in seconds that the store has to answer."""
 DETAILS_S = 5.0
-"""How long a rank waits for another, in another call, to write down where it is."""
+"""The time in seconds that a rank waits for another one, in another call, to write down its place."""
 
 
 class ControlChannel:
@@ -46,11 +47,11 @@ class ControlChannel:
         self.replicas = bound.mesh.groups("pp", "tp")
         self.replica = next(ranks for ranks in self.replicas if bound.rank in ranks)
         self.broken = ""
-        """Why no exchange can be made any more."""
+        """The reason why no exchange can be made any more; empty while exchanges can be made."""
         self._links: LocalLinks | None = None
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._counts = dict.fromkeys(self.everyone, 0)
-        """How many exchanges there were with each rank."""
+        """The number of exchanges with each rank."""
         store: Any = default_store()
         self._store: Store = store.clone()  # of its own: one that never answers blocks nobody else
         self._asked: threading.Thread | None = None
@@ -84,7 +85,7 @@ class ControlChannel:
 
         Args:
             ranks: all ranks, or those of this replica.
-            call: what this rank is about to do, for errors.
+            call: the name of the call that this rank is about to make, for errors.
 
         Raises:
             DisagreementError: ranks wait for each other in different calls.
@@ -102,7 +103,7 @@ class ControlChannel:
         return {rank: entries.tolist() for rank, entries in table.items()}
 
     def tell(self, said: Any, ranks: tuple[int, ...]) -> dict[int, Any]:
-        """What each of ``ranks`` has to say, as JSON carries it; all of them call this."""
+        """The value that each of ``ranks`` gives, as JSON carries it; all of them call this."""
         data = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
         with self.watchdog.waiting(f"{self._named(ranks)}, to say what differs"):
             wait = _Wait(self, ranks, "to say what differs")
@@ -160,7 +161,7 @@ class ControlChannel:
     # Where ranks are ---------------------------------------------------------------------------------------------
 
     def write_place(self, ranks: tuple[int, ...], call: str) -> None:
-        """Write down in which exchange this rank waits."""
+        """Write down the exchange in which this rank waits."""
         counts = {rank: self._counts[rank] for rank in ranks}
         self._write(f"place/{self.bound.rank}", json.dumps({"ranks": ranks, "call": call, "counts": counts}))
 
@@ -168,7 +169,7 @@ class ControlChannel:
         self._write(f"place/{self.bound.rank}", "")
 
     def conflict(self, ranks: tuple[int, ...], call: str) -> str:
-        """Why the exchange in which this rank waits can never end; empty when no reason is known."""
+        """The reason why the exchange in which this rank waits can never end; empty when none is known."""
         reason = self._ask(lambda: self._reason(ranks, call))
         self.broken = self.broken or reason
         return reason
@@ -196,7 +197,7 @@ class ControlChannel:
         return ""
 
     def why_apart(self, ranks: tuple[int, ...], call: str) -> str:
-        """Why this exchange met another one: what its ranks write of where they are."""
+        """The reason why this exchange met another one, from the places that its ranks write down."""
         for rank in ranks:
             self._counts[rank] -= 1  # the exchange was none
         self.write_place(ranks, call)
@@ -210,11 +211,11 @@ class ControlChannel:
         return self.broken
 
     def _decided(self, text: str) -> str:
-        """Make a reason known to every rank that waits; gives the one that was made known first."""
+        """Make a reason known to every rank that waits; returns the reason that was made known first."""
         return self._store.compare_set(f"{self._prefix}/verdict", "", text).decode()
 
     def leave(self, why: str) -> None:
-        """Tell ranks that still wait that this one makes no call any more."""
+        """Tell ranks that still wait that this one makes no more calls."""
         self._write(f"left/{self.bound.rank}", why)
 
     def _read(self, key: str) -> str:
@@ -229,8 +230,8 @@ class ControlChannel:
         self._ask(write)
 
     def _ask(self, talk: Callable[[], str]) -> str:
-        """What ``talk`` with the store gives; empty when the store is gone, or does not answer in time. A store whose
-        host is stopped never answers, so that a thread of its own waits for it."""
+        """The result of ``talk`` with the store; empty when the store is gone, or does not answer in time. A store
+        whose host is stopped never answers, so a thread of its own waits for it."""
         answers: list[str] = []
 
         def ask() -> None:
@@ -261,9 +262,10 @@ class _Wait:
         self._written = False
 
     def look(self, rank: int | None) -> None:
-        """See whether the exchange can still end, while ``rank`` is waited for.
+        """Check whether the exchange can still end, while ``rank`` is waited for.
 
-        Raises DisagreementError when it cannot, PeerError after the timeout.
+        Raises DisagreementError when it cannot, PeerError when a peer is known to be gone, and RuntimeError after the
+        timeout.
         """
         waited_s = time.monotonic() - self._begun
         if waited_s < STALLED_S:
@@ -279,7 +281,8 @@ class _Wait:
             raise RuntimeError(f"{whom} lives, and did not come within {self.channel.watchdog.longest_s:g} s")
 
     def lost(self, rank: int, error: RuntimeError) -> None:
-        """The connection to a rank broke. Raises DisagreementError when it is known why."""
+        """Raise the error of a broken connection to a rank: a DisagreementError when the reason is known, else
+        ``error``."""
         if isinstance(error, PeerError):
             raise error
         if reason := self.channel.conflict(self.ranks, self.call):
@@ -292,7 +295,7 @@ class _Wait:
 
 
 def different_calls(calls: dict[int, str]) -> str:
-    """What is said of ranks that are in different calls."""
+    """The text of the error that ranks are in different calls."""
     by_call: dict[str, list[int]] = {}
     for rank, call in calls.items():
         by_call.setdefault(call, []).append(rank)
@@ -304,7 +307,7 @@ def different_calls(calls: dict[int, str]) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 2``, ``ranks 0, 1 and 3``, ``ranks 0 to 7``."""
+    """Ranks in words: ``rank 2``, ``ranks 0, 1 and 3``, ``ranks 0 to 7``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):

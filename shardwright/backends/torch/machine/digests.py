@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 SMALL_BYTES = 2**18
-"""Size in bytes up to which every byte of a tensor goes through a checksum; larger ones are summed up first."""
+"""The size in bytes up to which every byte of a tensor goes through a checksum; larger tensors are summed up first."""
 WORDS = 1024
-"""Length of the rows, in words of eight bytes, over which a large tensor is summed."""
+"""The length of the rows, in words of eight bytes, over which a large tensor is summed."""
 BLOCK_BYTES = 2**16
 BLOCKS = 64
-"""How many blocks of a file are read."""
+"""The number of blocks of a file that are read."""
 
 
 def digest_of(*parts: object) -> int:
@@ -29,9 +29,9 @@ def digest_of(*parts: object) -> int:
 
 
 def fingerprint(tensor: torch.Tensor, *, in_full: bool = False) -> int:
-    """A digest of the shape, the dtype and all bytes of a tensor. Of one on the meta device: of shape and dtype.
+    """A digest of the shape, the dtype and all bytes of a tensor; on the meta device, of shape and dtype.
 
-    Large tensors are summed over rows and over columns of words first, where they are: that takes as long as reading
+    Large tensors are summed over rows and over columns of words first, on their device: that takes as long as reading
     them, and changes with any one entry and with the order of entries.
 
     Args:
@@ -79,8 +79,8 @@ def digest_of_file(path: Path) -> int:
 
 
 def code_of(function: Callable[..., Any]) -> str:
-    """A text that two functions share when they were compiled from the same source; of what has no Python code its
-    name."""
+    """A text that two functions share when they were compiled from the same source; the name of a callable that has no
+    Python code."""
     inner = getattr(function, "__func__", function)
     inner = getattr(inner, "__wrapped__", inner)
     code = getattr(inner, "__code__", None)

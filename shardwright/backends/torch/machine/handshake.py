@@ -1,4 +1,4 @@
-"""What ranks tell each other before there is any process group: groups made for different meshes would never meet."""
+"""The exchange between ranks before there is any process group: groups made for different meshes would never meet."""
 
 import json
 import time
@@ -12,9 +12,10 @@ from shardwright.backends.torch.machine.control_channel import ranks_text
 from shardwright.core.errors import ClusterError, DisagreementError
 
 LOOK_S = 0.005
-"""How often rank 0 looks who has come."""
+"""The interval in seconds at which rank 0 looks which ranks have come."""
 GRACE_S = 5.0
-"""How long rank 0 waits for the others once it knows of a difference, so that it can name all of them."""
+"""The time in seconds that rank 0 waits for the others once it knows of a difference, so that it can name all of
+them."""
 
 
 def shake_hands(
@@ -23,8 +24,8 @@ def shake_hands(
     """Go on only when every rank has come, says the same, and none has failed. Every rank calls this.
 
     Args:
-        said: what must be the same on all ranks, by name.
-        failure: why this rank cannot start.
+        said: the values that must be the same on all ranks, by name.
+        failure: the reason why this rank cannot start.
 
     Raises:
         DisagreementError: on every rank: ranks differ, or another one has failed.

@@ -1,8 +1,8 @@
 """Signs of life between the ranks of a run, and the word that one of them has failed.
 
-Each rank tells every second, in the store that all share, that it lives and what it does. A rank that waits for long
-looks what the others say: one that computes, compiles or saves is waited for, one that has said nothing for
-``timeout_s`` is not. What fails on one rank is written down there too, so that all end soon and say why.
+Each rank writes every second, to the store that all share, that it lives and what it does. A rank that waits for long
+reads what the others wrote: a rank that computes, compiles or saves is waited for, a rank that has been silent for
+``timeout_s`` is not. A failure on one rank is written down there too, so that all end soon and say why.
 
 Two threads do this, of which one may be stuck in the store when its host is stopped. They wake a rank that is blocked
 in a collective by breaking its connections: a receive that runs out of time closes all those of its group in Gloo.
@@ -29,19 +29,20 @@ from shardwright.backends.torch.machine.watchdog import Fault, Watchdog, report
 
 BEAT_S = 1.0
 STILL_S = 2.0
-"""For so long a rank does one thing before it looks at what the others do."""
+"""The time in seconds that a rank does one thing before it looks at what the others do."""
 GRACE_S = 2.0
-"""How long a wait goes on after the reason for its end is known: what has failed here may say so itself."""
+"""The time in seconds that a wait goes on after the reason for its end is known: the failed call may report it
+itself."""
 LAST_S = 20.0
-"""How long after that a process that cannot be woken ends."""
+"""The time in seconds after that when a process that cannot be woken ends."""
 LEAVE_S = 5.0
-"""How long a wait for a rank that has left goes on: what it sent before it left may be on its way."""
+"""The time in seconds that a wait for a rank that has left goes on: its last messages may be on their way."""
 INQUEST_S = 4.5
-"""How long the cause of a broken connection is looked for: a rank that died misses beats meanwhile."""
+"""The time in seconds of the search for the cause of a broken connection: a rank that died misses beats meanwhile."""
 LATE_BEATS = 4
-"""After so many beats what is known of the others is old."""
+"""The number of beats after which the knowledge about the others is old."""
 LOOK_S = 0.02
-"""How often an answer in the store is looked for."""
+"""The interval in seconds at which an answer in the store is looked for."""
 IDLE_SHARE = 0.02
 """The share of a core that a rank uses which only waits, beside what the threads here need."""
 _LOG, _COUNT, _HEARD = "faults", "fault count", "heard"
@@ -49,28 +50,28 @@ _LOG, _COUNT, _HEARD = "faults", "fault count", "heard"
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a rank tells of itself."""
+    """The state of a rank, as it tells the others."""
 
     number: int
     moves: int
-    """Changes with whatever it does, while bytes flow too."""
+    """A number that changes with whatever the rank does, and while bytes flow."""
     waits: bool
     said: str
     host: str
     process: int
     born: str
-    """When the process started: a number of a process may come again."""
+    """The time when the process started: the number of a process may come again."""
 
 
 @dataclass(slots=True)
 class _Peer:
     beat: Beat
     heard: float
-    """When it was last known to live, by this rank's clock."""
+    """The time when the rank was last known to live, by this rank's clock."""
     told: float
-    """When its beat was new."""
+    """The time when its last new beat came."""
     moved: float
-    """When it did something, or began to wait."""
+    """The time when it last did something, or began to wait."""
 
 
 @dataclass(slots=True)
@@ -79,16 +80,16 @@ class _Asked:
 
     since: float | None = None
     lost: bool = False
-    """The store has closed the connection."""
+    """Whether the store has closed the connection."""
 
 
 @dataclass
 class Pulse:
-    """One rank's part.
+    """One rank's part of the heartbeat.
 
     Args:
-        store: that all ranks share; this one talks to it over a connection of its own.
-        host: who hosts it, as messages name it, and ``host_rank`` which rank that is, if it is one.
+        store: the store that all ranks share; this rank talks to it over a connection of its own.
+        host: the host of the store, as messages name it, and ``host_rank`` its rank, if it is one.
         groups: the process groups on which this rank may be blocked; more may be added.
     """
 
@@ -115,12 +116,12 @@ class Pulse:
         self._cpu = (time.monotonic(), time.process_time())
         self._asked = _Asked()
         self._looked = -math.inf
-        """When the others were looked at."""
+        """The time when the others were last looked at."""
         self._curious = False
         """Whether the others are looked at in every beat."""
         self._process = os.getpid()
         self._lock = threading.Lock()
-        """Held while this rank talks to the store."""
+        """A lock that is held while this rank talks to the store."""
         self._wake, self._stop = threading.Event(), threading.Event()
         self._threads = [
             threading.Thread(target=self._beat_on, name="shardwright-pulse", daemon=True),
@@ -128,7 +129,7 @@ class Pulse:
         ]
 
     def start(self) -> None:
-        """Begin to tell and to look. Every rank calls this at the start of a run."""
+        """Begin to write and to read beats. Every rank calls this at the start of a run."""
         self._beat()
         for thread in self._threads:
             thread.start()
@@ -153,7 +154,7 @@ class Pulse:
         self.groups.clear()
 
     def _may_go(self, farewell: Fault) -> bool:
-        """Whether the others need the store no more: they have left, or have heard what there was to hear."""
+        """Whether the others need the store no more: they have left, or have heard every fault."""
         if farewell.kind == "left" and not self._faults:
             return len(self._left) == self.size
         try:
@@ -176,7 +177,7 @@ class Pulse:
             time.sleep(LOOK_S)
 
     def look_now(self, seconds: float) -> None:
-        """Wait until the store was asked once more, but no longer than ``seconds``."""
+        """Wait until the store has been asked once more, but no longer than ``seconds``."""
         before = self._beats
         begun = time.monotonic()
         self._wake.set()
@@ -267,7 +268,7 @@ class Pulse:
             before.beat = beat
 
     def _is_looking(self) -> bool:
-        """Whether what is known of the others is new."""
+        """Whether the knowledge about the others is new."""
         return time.monotonic() - self._looked < LATE_BEATS * BEAT_S * (1 + self.size // 64)
 
     # The thread that judges --------------------------------------------------------------------------------------
@@ -293,7 +294,7 @@ class Pulse:
                 os._exit(1)
 
     def fault(self) -> Fault | None:
-        """Why the step of this rank cannot go on, as far as that is known now."""
+        """The reason why the step of this rank cannot go on, as far as it is known now; None where none is known."""
         for fault in self._faults:
             if self.watchdog.concerns(fault):
                 return fault
@@ -322,7 +323,7 @@ class Pulse:
         return self._stuck(limit_s)
 
     def told(self) -> Fault | None:
-        """What another rank has told; nothing is looked for."""
+        """The fault that another rank has told, if it concerns this one; nothing is looked for."""
         return next((fault for fault in self._faults if self.watchdog.concerns(fault)), None)
 
     def _lost(self, text: str, ranks: Sequence[int], is_certain: bool = True) -> Fault | None:
@@ -334,7 +335,7 @@ class Pulse:
         return fault
 
     def silent(self, seconds: float) -> list[int]:
-        """The ranks that have given no sign of life for so long, and whose process is not known to be at work."""
+        """The ranks that have given no sign of life for ``seconds``, and whose process is not known to be at work."""
         now = time.monotonic()
         found = []
         for rank, peer in tuple(self._peers.items()):
@@ -364,7 +365,7 @@ class Pulse:
         return "; ".join(said)
 
     def _stuck(self, limit_s: float) -> Fault | None:
-        """Every rank waits, and no bytes flow."""
+        """The fault that every rank waits while no bytes flow; None where that is not so."""
         now = time.monotonic()
         others = [self._peers.get(r) for r in range(self.size) if r != self.rank and r not in self._left]
         if self.watchdog.still_s() < limit_s or not self.watchdog.is_waiting:
@@ -383,7 +384,8 @@ class Pulse:
         )
 
     def inquest(self) -> Fault | None:
-        """What broke a connection of this rank: a fault that another one told, or the death of one."""
+        """The cause of a broken connection of this rank: a fault that another one told, or the death of one; None where
+        none is found."""
         begun = time.monotonic()
         before: dict[int, int] = {}
         self._curious = True

@@ -1,4 +1,4 @@
-"""The processes of this host, by their numbers: when they started, and whether they are at work."""
+"""The processes of this host, by their numbers: the times when they started, and whether they are at work."""
 
 import os
 import socket
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def host_name() -> str:
-    """This host, as processes that see each other's numbers call it."""
+    """The name of this host, the same for all processes that see each other's numbers."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -23,7 +23,7 @@ def _stat(process: int) -> list[str]:
 
 
 def birth_of(process: int) -> str:
-    """When a process started, in clock ticks since the host did; empty when it is gone."""
+    """The time when a process started, in clock ticks since the host did; empty when it is gone."""
     found = _stat(process)
     return found[19] if found else ""
 
@@ -35,5 +35,5 @@ def state_of(process: int, born: str) -> str:
 
 
 def is_at_work(process: int, born: str) -> bool:
-    """Whether a process that says nothing is neither stopped nor gone: then something holds its interpreter."""
+    """Whether a silent process is neither stopped nor gone: then something holds its interpreter."""
     return state_of(process, born) not in ("", "T", "t", "Z", "X")

@@ -1,10 +1,10 @@
 """Sockets between pipeline peers on one host, for messages so small that the way through Gloo costs more than they do.
 
-Gloo hands every message to a thread of its own and wakes the one that waits: in a pipeline whose actions take a
-millisecond, both show. Here the thread that computes writes to a Unix stream socket and reads from it, and while it
-waits it looks again and again, where every rank has a core for itself, before it sleeps. What the socket does not take
-at once is kept, and a thread that lives as long as there is such a rest writes it: so a sender never waits, and what it
-sent arrives whatever it does next, as with Gloo.
+Gloo hands every message to a thread of its own and wakes the waiting one: in a pipeline whose actions take a
+millisecond, both show. Here the thread that computes writes to a Unix stream socket and reads from it. While it waits
+it looks again and again before it sleeps, where every rank has a core for itself. Bytes that the socket does not take
+at once are kept, and a thread that lives as long as there are such bytes writes them: so a sender never waits, and its
+message arrives whatever it does next, as with Gloo.
 """
 
 import os
@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 LOOK_S = 0.02
-"""For so long a rank that has a core for itself looks for what it waits for before it sleeps."""
+"""The time in seconds that a rank with a core for itself looks for a message before it sleeps."""
 BUFFER_BYTES = 2**20
-"""What a socket is asked to hold; systems may allow less."""
+"""The buffer size in bytes that is asked of a socket; systems may allow less."""
 ASK_S = 0.25
-"""How often a rank that waits asks whether its peers are still there."""
+"""The interval in seconds at which a waiting rank asks whether its peers are still there."""
 _LOOKS_BETWEEN_CLOCKS = 50
 _HELLO = struct.Struct("!I")
 
@@ -49,8 +49,8 @@ class LocalLink:
         self._ever_awaited = 0
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Write contiguous CPU tensors, or keep what the socket does not take: a copy of it, since they may change.
-        Raises RuntimeError when the peer is gone."""
+        """Write contiguous CPU tensors, and keep a copy of the bytes that the socket does not take: the tensors may
+        change. Raises RuntimeError when the peer is gone."""
         with self._writing:
             self._require_peer()
             for tensor in tensors:
@@ -64,8 +64,8 @@ class LocalLink:
                 self._writer = writer
 
     def drain(self, timeout_s: float, require_peers: Callable[[], None] = lambda: None) -> None:
-        """Until everything is written. Raises RuntimeError when the peer does not take it, or is gone, and whatever
-        ``require_peers``, which is asked meanwhile, raises."""
+        """Wait until everything is written. ``require_peers`` is asked meanwhile. Raises RuntimeError when the peer
+        does not take everything, or is gone, and whatever ``require_peers`` raises."""
         end = time.monotonic() + timeout_s
         writer = self._writer
         while writer is not None and writer.is_alive():
@@ -76,7 +76,7 @@ class LocalLink:
         self._require_peer()
 
     def close(self) -> None:
-        """What was not written is lost."""
+        """Close the connection. Bytes that were not written are lost."""
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
         writer = self._writer
@@ -85,7 +85,7 @@ class LocalLink:
         self.connection.close()
 
     def _write_rest(self) -> None:
-        """Write what was kept, until nothing is left or the peer is gone, which the next send or drain tells."""
+        """Write the kept bytes, until none are left or the peer is gone; the next send or drain raises for that."""
         room = select.poll()
         room.register(self.connection, select.POLLOUT)
         while True:
@@ -112,9 +112,9 @@ class LocalLink:
             raise self._failure
 
     def await_into(self, tensors: Sequence[torch.Tensor]) -> int:
-        """The bytes that come next, after those awaited before, belong into these contiguous CPU tensors.
+        """Let the bytes that come next, after those awaited before, go into these contiguous CPU tensors.
 
-        Returns what `filled` reaches when they are there.
+        Returns the number that `filled` reaches when they are there.
         """
         for tensor in tensors:
             if tensor.numel():
@@ -124,11 +124,11 @@ class LocalLink:
 
     @property
     def filled(self) -> int:
-        """How many tensors have been filled so far."""
+        """The number of tensors that have been filled so far."""
         return self._ever_awaited - len(self._awaited)
 
     def read(self) -> bool:
-        """Fill awaited tensors with what has come; False when nothing had."""
+        """Fill awaited tensors with the bytes that have come; False when there were none."""
         progress = False
         while self._awaited:
             try:
@@ -161,7 +161,7 @@ class LocalLinks:
     Args:
         me: this rank's coordinate in ``group``.
         group: the peers; all of them make their links at the same time.
-        timeout_s: how long a wait may take.
+        timeout_s: the longest time that a wait may take.
         require_peers: asked in long waits; raises when a peer is known to be gone.
     """
 
@@ -185,12 +185,12 @@ class LocalLinks:
         return list(self._links.items())
 
     def reach(self, source: int, targets: Sequence[int]) -> bool:
-        """Whether one rank is linked with all these: the same answer on every rank."""
+        """Whether ``source`` is linked with all of ``targets``: the same answer on every rank."""
         return all((min(source, target), max(source, target)) in self._pairs for target in targets)
 
     def open(self, peers: Sequence[int]) -> None:
-        """Link this rank with those of ``peers`` that run on this host. All ranks of the group call this, and each is
-        named by those that it names. Raises RuntimeError when a peer that said that it came does not."""
+        """Link this rank with those of ``peers`` that run on this host. All ranks of the group call this, and two peers
+        name each other. Raises RuntimeError when a peer that announced its connection does not connect."""
         with tempfile.TemporaryDirectory(prefix="shardwright-") as folder, socket.socket(socket.AF_UNIX) as door:
             doors = self._gather(_listen(door, str(Path(folder) / str(self.me)), len(peers)))
             for peer in peers:
@@ -208,20 +208,20 @@ class LocalLinks:
                 self._links[peer] = LocalLink(connection)
 
     def _gather(self, mine: Any) -> dict[int, Any]:
-        """What each rank says, by its coordinate."""
+        """The object that each rank gives, by the rank's coordinate."""
         assert self.group is not None
         every: list[Any] = [None] * self.group.size()
         dist.all_gather_object(every, (self.me, mine), group=self.group)
         return dict(every)
 
     def wait(self, link: LocalLink, filled: int) -> None:
-        """Until the link has filled so many tensors. Raises RuntimeError when the peer is gone or too slow."""
+        """Wait until the link has filled ``filled`` tensors. Raises RuntimeError when the peer is gone or too slow."""
         if not self.arrived(link, filled, self.timeout_s):
             raise RuntimeError(f"nothing came for {self.timeout_s:g} s")
 
     def arrived(self, link: LocalLink, filled: int, within_s: float) -> bool:
-        """Wait so long for a link to have filled so many tensors; whether it has. Raises RuntimeError when the peer is
-        gone."""
+        """Whether a link has filled ``filled`` tensors, after a wait of at most ``within_s``. Raises RuntimeError when
+        the peer is gone."""
         begun = time.monotonic()
         looks = 0
         while link.filled < filled:
@@ -241,7 +241,7 @@ class LocalLinks:
         return True
 
     def drain(self) -> None:
-        """Until everything is written."""
+        """Wait until everything is written."""
         begun = time.monotonic()
         for link in self._links.values():
             link.drain(max(0.0, begun + self.timeout_s - time.monotonic()), self.require_peers)
@@ -254,7 +254,8 @@ class LocalLinks:
 
 
 def _listen(door: socket.socket, path: str, peers: int) -> str:
-    """Where peers find the door; empty where it cannot be: some systems' folders have names too long for a socket."""
+    """The path where peers find the door; empty where there can be none: some systems' folders have names too long for
+    a socket."""
     try:
         door.bind(path)
     except OSError:
@@ -264,7 +265,8 @@ def _listen(door: socket.socket, path: str, peers: int) -> str:
 
 
 def _connect(path: str, me: int) -> socket.socket | None:
-    """A connection to a peer's door; None where it has none, or its files are not here: it runs on another host."""
+    """A connection to a peer's door; None where the peer has no door, or its files are not here because it runs on
+    another host."""
     if not path:
         return None
     connection = socket.socket(socket.AF_UNIX)

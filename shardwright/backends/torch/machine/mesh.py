@@ -35,7 +35,7 @@ class BoundMesh:
         return self.groups[axis][coordinate]
 
     def describe(self) -> str:
-        """``rank 3 (pp 1, dp 1)``: axes of size 1 are left out."""
+        """This rank and its coordinates in words: ``rank 3 (pp 1, dp 1)``. Axes of size 1 are left out."""
         places = [f"{a} {c}" for a, c in self.mesh.coordinates(self.rank).items() if self.mesh.axis_size(a) > 1]
         return f"rank {self.rank}" + (f" ({', '.join(places)})" if places else "")
 
@@ -65,8 +65,8 @@ def bind(mesh: Mesh, device: torch.device | None = None) -> BoundMesh:
 
 
 _made: WeakValueDictionary[tuple[int, ...], ProcessGroup] = WeakValueDictionary()
-"""The groups made within the default process group, each with threads and sockets of its own: meshes share them. They
-are torch's to keep, and go with the default group."""
+"""The groups made within the default process group. Each has threads and sockets of its own, so meshes share them. They
+belong to torch, and go with the default group."""
 _of_others: set[tuple[int, ...]] = set()
 """Groups that this rank took part in making and is not in."""
 _made_within: ReferenceType[ProcessGroup] | None = None
@@ -74,7 +74,7 @@ _made_within: ReferenceType[ProcessGroup] | None = None
 
 def _group(ranks: tuple[int, ...]) -> ProcessGroup | None:
     """The process group of these ranks; None when this rank is not in it. Every rank takes part in making every group,
-    in the same order: torch asks for that."""
+    in the same order, because torch asks for that."""
     global _made_within
     whole = dist.group.WORLD
     assert whole is not None

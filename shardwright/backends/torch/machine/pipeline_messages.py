@@ -2,13 +2,13 @@
 
 Between two ranks each direction is a channel of its own. Messages leave a channel in the order in which the sender's
 schedule makes them, and the receiver posts its receives in that same order, which it knows because every rank has the
-whole schedule. A sender never waits. So a wait always ends: the earliest unfinished action of the schedule has all that
-it needs under way. NCCL gets one communicator per channel, since it matches messages by order alone; Gloo gets tags.
-Small messages between CPU ranks of one host go over sockets of their own (`local_links`).
+whole schedule. A sender never waits. So a wait always ends: the messages that the earliest unfinished action of the
+schedule needs are all under way. NCCL gets one communicator per channel, since it matches messages by order alone; Gloo
+gets tags. Small messages between CPU ranks of one host go over sockets of their own (`local_links`).
 
-A tensor that is sent lives until the send is over. Gloo tells that to who waits for it and to nobody else; but the
-schedule says which messages a peer had taken before it made the one that has just come in, and to wait for those takes
-no time. So no thread is needed that would wait for sends, and take its share of a core.
+A tensor that is sent lives until the send is over. Gloo tells that only to a caller that waits for the send. But the
+schedule says which messages a peer had taken before it made the message that has just come in, and to wait for those
+takes no time. So no thread is needed that would wait for sends and take its share of a core.
 """
 
 import math
@@ -25,12 +25,12 @@ from shardwright.backends.torch.machine.local_links import LocalLink, LocalLinks
 from shardwright.backends.torch.machine.watchdog import PeerError, Watchdog
 
 SMALL_BYTES = 256 * 2**10
-"""Messages up to this size go over local links. Both ends know the size from the program."""
+"""The size in bytes up to which messages go over local links. Both ends know the size from the program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What one tensor of a message looks like."""
+    """The shape and dtype of one tensor of a message."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -41,21 +41,21 @@ class Shape:
 
 
 Key = tuple[int, int, bool]
-"""(edge, microbatch, whether these are gradients)."""
+"""The name of a message within a step: (edge, microbatch, whether these are gradients)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Tensors that one rank sends to another in one go. ``key`` names it within a step on both sides."""
+    """Tensors that one rank sends to another in one go. ``key`` names the message within a step on both sides."""
 
     key: Key
     source: int
     target: int
-    """Coordinates on pp."""
+    """The coordinates of source and target on pp."""
     tensors: tuple[Shape, ...]
     tag: int
     text: str
-    """``activations of microbatch 3 from stage 0``."""
+    """The message in words: ``activations of microbatch 3 from stage 0``."""
     is_small: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,17 +68,17 @@ class _Posted:
     works: list[Work] = field(default_factory=list)
     link: LocalLink | None = None
     filled: int = 0
-    """On a local link: how many tensors it has filled when these are there."""
+    """The number of tensors that a local link has filled when this message is there."""
 
 
 class PipelineTransport:
-    """Sends and receives the messages of one rank.
+    """The transport of one rank: it sends and receives the rank's messages.
 
     Args:
         ranks: the global rank at each pp coordinate.
         me: this rank's pp coordinate.
         peers: the process group of ``ranks``.
-        group: the process group of all, that carries the messages.
+        group: the process group of all ranks, which carries the messages.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class PipelineTransport:
         self._taken: Mapping[Key, Sequence[Key]] = {}
 
     def open(self, pairs: Sequence[tuple[int, int]], homes: Collection[int] = ()) -> None:
-        """Make the channels (source, target) that are not there yet, and links from each of ``homes`` to all for what
-        it `spread`s. All pp peers call this with the same."""
+        """Make the channels (source, target) that are not there yet, and links from each of ``homes`` to all peers for
+        the tensors that it `spread`s. All pp peers call this with the same arguments."""
         if self.links is not None:
             wanted = {frozenset(pair) for pair in (*pairs, *((a, b) for a in homes for b in range(len(self.ranks))))}
             wanted = {pair for pair in wanted if len(pair) == 2} - self._linked
@@ -120,9 +120,9 @@ class PipelineTransport:
         """Begin a step.
 
         Args:
-            messages: what will come, of each source in the order in which it sends.
-            taken: for some of these, what this rank had sent to their source and the source had taken before it made
-                them.
+            messages: the messages that will come, of each source in the order in which it sends.
+            taken: for some of these, the messages that this rank had sent to their source and the source had taken
+                before it made them.
         """
         self._expected = {}
         for message in messages:
@@ -131,7 +131,8 @@ class PipelineTransport:
         self._taken = taken
 
     def gains_by_posting(self, message: Message) -> bool:
-        """Whether a message comes in earlier when it is posted before it is taken: a link reads what was awaited."""
+        """Whether a message comes in earlier when it is posted before it is taken. Over a local link it does not: the
+        link reads only what is awaited."""
         return self._link(message) is None
 
     def post(self, message: Message) -> None:
@@ -187,8 +188,8 @@ class PipelineTransport:
         self._sending[message.key] = going
 
     def spread(self, tensor: torch.Tensor, home: int, what: str) -> torch.Tensor:
-        """Give all pp peers, which call this together between steps, the contiguous tensor of the one at ``home``; the
-        others pass one of its shape and dtype, into which it comes. Raises PeerError when it does not come."""
+        """Give all pp peers, which call this together between steps, the contiguous tensor of the peer at ``home``; the
+        others pass a tensor of its shape and dtype, which is filled. Raises PeerError when it does not come."""
         with self.watchdog.waiting(f"{what} from rank {self.ranks[home]}"):
             everyone = [peer for peer in range(len(self.ranks)) if peer != home]
             if self.links is None or tensor.nbytes > SMALL_BYTES or not self.links.reach(home, everyone):
@@ -211,7 +212,7 @@ class PipelineTransport:
         return self.links.get(message.source + message.target - self.me)
 
     def _settle(self, key: Key) -> None:
-        """Let go of what a peer has taken."""
+        """Let go of a message that the peer has taken."""
         for work, _ in self._sending.pop(key, ()):
             with self.watchdog.waiting("the end of a send that was taken"):
                 self._wait(work)

@@ -1,4 +1,4 @@
-"""Where this process stands among the others: ranks from the launcher's environment, and the process groups."""
+"""This process's place among the others: ranks from the launcher's environment, and the process groups."""
 
 import os
 import re
@@ -24,9 +24,10 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What a launcher says: this process's rank, how many there are, its place on its node, and where rank 0 listens.
+    """The settings that a launcher gives: this process's rank, the number of ranks, its place on its node, and the
+    address of rank 0.
 
-    ``master_address`` is None when the launcher does not say; a world of 1 needs none.
+    ``master_address`` is None when the launcher does not give one; a world of 1 needs none.
     """
 
     launcher: str
@@ -86,7 +87,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 
 
 def this_launch() -> Launch:
-    """What this process's environment says."""
+    """The settings in this process's environment."""
     return read_launch(os.environ)
 
 
@@ -107,12 +108,13 @@ def choose_device(launch: Launch) -> torch.device:
 
 
 Handshake = Callable[[Store, int, int], None]
-"""Called with the store of the run, this rank and the number of ranks, before there is a process group."""
+"""A function that is called with the store of the run, this rank and the number of ranks, before there is a process
+group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A store that all ranks of a run share, and who hosts it: as messages name it, and which rank if it is one."""
+    """A store that all ranks of a run share, and its host: the name in messages, and the rank if it is one."""
 
     store: Store
     host: str
@@ -126,17 +128,17 @@ def start(
     backend: str | None = None,
     handshake: Handshake = lambda store, rank, size: None,
 ) -> Joined | None:
-    """Join the default process group: NCCL for CUDA devices, else Gloo. One that exists is used as it is. Where there
-    are several ranks ``handshake`` comes first.
+    """Join the default process group: NCCL for CUDA devices, else Gloo. A group that exists is used as it is. Where
+    there are several ranks ``handshake`` comes first.
 
     Sockets are bound to the loopback interface when the master's address is a loopback address, unless
     GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME say otherwise.
 
     Args:
-        timeout_s: how long a rank that has come waits for the others to come.
+        timeout_s: the time that a rank that has come waits for the others to come.
 
     Returns:
-        where the ranks tell each other how they are; None in a world of one.
+        the store over which the ranks tell each other how they are; None in a world of one.
 
     Raises:
         ClusterError: the master's address is not known; a process group of another size exists; ranks did not come,
@@ -196,17 +198,18 @@ def _meeting(launch: Launch, address: str, timeout_s: float) -> Meeting:
 
 
 def wait_longer(group: ProcessGroup | None) -> None:
-    """Let the collectives of a group take as long as peers may take that live: they were made within less."""
+    """Let the collectives of a group take LONGEST_WAIT_S, as long as peers that live may take: groups are made with a
+    shorter timeout."""
     if group is not None and dist.get_backend(group) in ("gloo", "nccl"):
         set_timeout(group, timedelta(seconds=LONGEST_WAIT_S))
 
 
 _runs = 0
-"""How many runs this process has begun over groups that were there: the same on all ranks."""
+"""The number of runs that this process has begun over groups that existed: the same on all ranks."""
 
 
 def _joined_before() -> Joined | None:
-    """Of a process group that somebody else made."""
+    """The store of a process group that somebody else made; None where the store cannot be shared."""
     global _runs
     _runs += 1
     store: Any = default_store()

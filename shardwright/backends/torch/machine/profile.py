@@ -16,17 +16,18 @@ from shardwright.core.cluster.hardware.measurements import LinkSample, Measureme
 SIDES = ((64, 64, 64), (128, 64, 256), (256, 64, 256), (256, 256, 64), (256, 256, 256), (512, 64, 512),
          (512, 512, 64), (256, 1024, 256), (256, 256, 1024), (512, 512, 512), (1024, 1024, 1024), (512, 3072, 768),
          (512, 768, 3072), (512, 8192, 512), (512, 512, 8192))  # fmt: skip
-"""(m, n, k) of the products measured: squares, and the thin ones of attention, feed-forward and vocabulary."""
+"""The sides (m, n, k) of the products measured: squares, and the thin ones of attention, feed-forward and
+vocabulary."""
 CUDA_SIDES = (*SIDES, (4096, 4096, 4096), (8192, 8192, 1024), (2048, 12288, 4096), (4096, 1024, 8192))
 MESSAGES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
-"""Bytes of the all-reduces measured."""
+"""The sizes in bytes of the all-reduces measured."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | None = None) -> Measurements:
     """Measure this process's device, and the collectives of all processes that the launcher started (torchrun, mpirun,
-    srun), or of the process group that is there already. The processes stay joined, and all of them are given what
-    rank 0 measured, so that they plan alike."""
+    srun), or of the process group that exists already. The processes stay joined, and all of them get the measurements
+    of rank 0, so that they make the same plan."""
     launch = this_launch()
     device = choose_device(launch)
     if launch.world_size > 1 and not dist.is_initialized():
@@ -39,7 +40,7 @@ def profile(*, name: str, budget_s: float = 20.0, progress: MeasureProgress | No
 
 
 def longest_s(seconds: float) -> float:
-    """The largest that any process of the group gives; all of them call this together."""
+    """The largest ``seconds`` that any process of the group gives; all of them call this together."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return seconds
     largest = torch.tensor(seconds, dtype=torch.float64, device=choose_device(this_launch()))
@@ -135,11 +136,10 @@ def _chain(values: torch.Tensor) -> torch.Tensor:
 def _quartile_s(
     run: Callable[[], object], device: torch.device, budget_s: float, *, runs: int = 0, whole: bool = True
 ) -> float:
-    """Seconds of a call, the lower quartile of several: other programs only ever make it longer.
+    """The time of a call in seconds, the lower quartile of several: other programs only ever make it longer.
 
-    ``runs`` fixed calls, or as many as the budget allows, at least 5.
-
-    Not ``whole``: the time to issue it, without waiting for the device.
+    There are ``runs`` calls, or as many as the budget allows, at least 5. Not ``whole``: the time to issue the call,
+    without waiting for the device.
     """
 
     def synchronize() -> None:
@@ -160,14 +160,14 @@ def _quartile_s(
 
 
 def _memory_bytes(device: torch.device, ranks: int) -> int:
-    """The device's memory; of a host, this rank's share of it."""
+    """The device's memory in bytes; for a host, this rank's share of it."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // ranks
 
 
 def _machine(device: torch.device, ranks: int) -> str:
-    """What was measured, and under which conditions."""
+    """The machine that was measured, and the conditions."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     threads = f"{torch.get_num_threads()} {'thread' if torch.get_num_threads() == 1 else 'threads'}"

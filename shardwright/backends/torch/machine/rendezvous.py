@@ -1,8 +1,8 @@
-"""How the ranks of a run meet: each writes down that it came, and rank 0 says whether all of them are there.
+"""The meeting of a run's ranks: each writes down that it came, and rank 0 says whether all of them are there.
 
-The list lies in torch's TCP store, which rank 0 hosts, or the agent of torchrun. A port that another program has, a
-rank that did not come, one that came twice and one that was started with another number of ranks are told on every
-rank that can be told, by name, instead of being waited for.
+The list is in torch's TCP store, which rank 0 hosts, or the agent of torchrun. A port that another program has, a rank
+that did not come, one that came twice and one that was started with another number of ranks are reported by name on
+every rank that can be reached, instead of being waited for.
 """
 
 import errno
@@ -22,9 +22,9 @@ from shardwright.core.errors import ClusterError
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 ANSWER_S = 10.0
-"""How long what listens at the port may take to answer as a store does."""
+"""The time in seconds that a program at the port may take to answer as a store does."""
 LATER_S = 5.0
-"""How much longer than rank 0 the others wait, so that they hear what it found."""
+"""The time in seconds that the others wait longer than rank 0, so that they hear what it found."""
 LOOK_S = 0.05
 _BACKLOG = 2048
 _LOG, _VERDICT, _HEARD = "arrivals", "verdict", "heard"
@@ -34,7 +34,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the ranks of a run meet. ``timeout_s`` is how long a rank that has come waits for the others."""
+    """The place where the ranks of a run meet. ``timeout_s`` is the time that a rank that has come waits for the
+    others."""
 
     rank: int
     world_size: int
@@ -50,13 +51,13 @@ class Meeting:
 
     @property
     def host(self) -> str:
-        """Who hosts the store, as messages name it."""
+        """The host of the store, as messages name it."""
         return f"the launcher's agent at {self.place}" if self.by_agent else f"rank 0 at {self.place}"
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a rank writes down when it comes."""
+    """The entry that a rank writes down when it comes."""
 
     rank: int
     world_size: int
@@ -69,10 +70,10 @@ class Arrival:
 
 
 _hosted: dict[tuple[str, int], Store] = {}
-"""The stores that this process knows. A host keeps its store until it ends: of two runs in one process, a peer may
-begin the second before rank 0 has ended the first."""
+"""The stores that this process knows. A host keeps its store until its process ends: of two runs in one process, a peer
+may begin the second before rank 0 has ended the first."""
 _meetings = 0
-"""How many times this process has met others: the same on all ranks, which start and end runs together."""
+"""The number of times that this process has met others: the same on all ranks, which start and end runs together."""
 
 
 def meet(meeting: Meeting) -> Store:
@@ -103,7 +104,8 @@ def meet(meeting: Meeting) -> Store:
 
 
 def _host(meeting: Meeting) -> Store:
-    """The store, listening on the loopback interface alone where that is what the ranks were given."""
+    """The store, listening on the loopback interface alone where the address that the ranks were given is a loopback
+    address."""
     try:
         listener = _listen(meeting.address, meeting.port)
     except OSError as error:
@@ -166,7 +168,8 @@ def _join(meeting: Meeting) -> Store:
 
 
 def _within(seconds: float, work: Callable[[], Result], otherwise: str) -> Result:
-    """What ``work`` gives, on a thread of its own: a store that does not answer blocks its caller for good.
+    """The result of ``work``, which runs on a thread of its own: a store that does not answer blocks its caller for
+    good.
 
     Raises ClusterError with ``otherwise`` when it takes too long, or when the store breaks the connection.
     """
@@ -190,7 +193,7 @@ def _within(seconds: float, work: Callable[[], Result], otherwise: str) -> Resul
 
 
 def _arrive(meeting: Meeting, store: Any) -> str:
-    """Write down that this rank came, and wait for the verdict; what is wrong, and nothing where all is well."""
+    """Write down that this rank came, and wait for the verdict. Returns the error, empty where there is none."""
     mine = Arrival(meeting.rank, meeting.world_size, socket.gethostname(), os.getpid(), uuid4().hex)
     is_late = bool(store.check([_VERDICT]))
     store.append(_LOG, json.dumps(asdict(mine)) + "\n")
@@ -218,7 +221,7 @@ def _arrive(meeting: Meeting, store: Any) -> str:
 
 
 def _let_hear(store: Any) -> None:
-    """The store is gone with this rank: wait a little until all that came have heard why it ends."""
+    """Wait a little until all ranks that came have heard why this one ends: the store is gone with it."""
     begun = time.monotonic()
     while time.monotonic() - begun < LATER_S:
         if store.add(_HEARD, 0) >= len(store.get(_LOG).splitlines()) - 1:
@@ -234,7 +237,8 @@ def _late(meeting: Meeting) -> str:
 
 
 def _all_come(meeting: Meeting, store: Store) -> tuple[str, set[str]]:
-    """Wait until every rank has come: what is wrong, and the tokens of those that came."""
+    """Wait until every rank has come. Returns the error, empty where there is none, and the tokens of the ranks that
+    came."""
     begun = time.monotonic()
     while True:
         arrivals = [Arrival(**json.loads(line)) for line in store.get(_LOG).decode().splitlines()]

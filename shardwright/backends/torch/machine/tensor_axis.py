@@ -1,6 +1,6 @@
 """This rank's place on the tensor axis, and the collectives along it.
 
-A change of placement is what `core.layout.conversion_bytes` says, carried out over torch.distributed.
+A change of placement is the one that `core.layout.conversion_bytes` counts, carried out over torch.distributed.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,13 +20,13 @@ from shardwright.core.layout.conversion_bytes import table_bytes
 from shardwright.core.layout.placements import Partial, Placement, Replicate, Split
 
 Change = tuple[Placement, Placement]
-"""(before, after)"""
+"""The placements before and after."""
 
 
 @dataclass(slots=True)
 class Traffic:
     """Calls and bytes on the wire since the last `clear`, by (unit, direction) where direction is forward, backward,
-    inner (statistics inside an op) or parameters. Bytes are what all ranks together send, as `table_bytes` counts."""
+    inner (statistics inside an op) or parameters. Bytes are the sum over all ranks' sends, as `table_bytes` counts."""
 
     calls: dict[tuple[str, str], int] = field(default_factory=dict)
     moved_bytes: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Axis:
         return len(self.ranks)
 
     def note(self, key: tuple[str, str], size_bytes: float) -> None:
-        """Count a collective; those inside compiled code are not counted."""
+        """Count a collective; collectives inside compiled code are not counted."""
         if not torch.compiler.is_compiling():
             self.traffic.note(key, size_bytes)
 
@@ -78,8 +78,7 @@ class Axis:
         return tensor
 
     def begin_sum(self, tensor: torch.Tensor, key: tuple[str, str]) -> tuple[torch.Tensor, Callable[[], Any]]:
-        """The sum over all ranks, which is there once the function that comes with it was called; ``tensor`` is
-        overwritten."""
+        """The sum over all ranks, and a function after whose call it is there; ``tensor`` is overwritten."""
         tensor = _own_memory(tensor)
         self.note(key, 2 * (self.size - 1) * tensor.numel() * tensor.element_size())
         with self._waiting("start of an all-reduce", key):
@@ -104,7 +103,7 @@ class Axis:
     def convert(
         self, tensor: torch.Tensor, change: Change, key: tuple[str, str], *, fresh: bool = False
     ) -> torch.Tensor:
-        """This rank's part of the tensor in its new placement. ``fresh``: nobody else reads the tensor's memory, which
+        """This rank's part of the tensor in its new placement. ``fresh``: nothing else reads the tensor's memory, which
         may be overwritten."""
         before, after = change
         if before == after:
@@ -163,11 +162,12 @@ class Axis:
 
 
 def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous, with every conjugate and minus that torch puts off carried out: what is sent is the memory."""
+    """A contiguous tensor, with every conjugate and minus that torch puts off carried out: the memory is sent."""
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def _functional(made: torch.Tensor) -> torch.Tensor:
-    """The result of a functional collective, once it is there: compiled code is given these, which it can follow."""
+    """The result of a functional collective, once it is there. Compiled code uses these collectives, which it can
+    follow."""
     arrived: torch.Tensor = functional.wait_tensor(made)
     return arrived

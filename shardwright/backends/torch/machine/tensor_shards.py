@@ -1,4 +1,4 @@
-"""Pieces of a tensor along one axis: cut, put together, and their sizes, blocks respected."""
+"""Shards of a tensor along one axis: how they are cut and put together, and their sizes, with blocks respected."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from shardwright.core.layout.placements import Partial, Placement, Split
 
 
 def local_shape(shape: Sequence[int], place: Placement, ranks: int) -> tuple[int, ...]:
-    """The shape of one rank's piece; that of the whole for what is replicated or partial."""
+    """The shape of one rank's shard; that of the whole for a value that is replicated or partial."""
     if not isinstance(place, Split):
         return tuple(shape)
     found = list(shape)
@@ -17,7 +17,7 @@ def local_shape(shape: Sequence[int], place: Placement, ranks: int) -> tuple[int
 
 
 def piece_of(whole: torch.Tensor, place: Split, ranks: int, rank: int) -> torch.Tensor:
-    """The piece that ``rank`` holds; a view where the dim has no blocks."""
+    """The shard that ``rank`` holds; a view where the dim has no blocks."""
     if not place.blocks:
         return whole.chunk(ranks, place.dim)[rank]
     parts = whole.split(list(place.blocks), place.dim)
@@ -25,7 +25,7 @@ def piece_of(whole: torch.Tensor, place: Split, ranks: int, rank: int) -> torch.
 
 
 def whole_of(pieces: Sequence[torch.Tensor], place: Split) -> torch.Tensor:
-    """The tensor that the pieces of all ranks, in order, make up."""
+    """The tensor that the shards of all ranks, in order, make up."""
     if not place.blocks:
         return torch.cat(list(pieces), place.dim)
     ranks = len(pieces)
@@ -34,7 +34,7 @@ def whole_of(pieces: Sequence[torch.Tensor], place: Split) -> torch.Tensor:
 
 
 def describe(place: Placement) -> str:
-    """``whole``, ``split along dim 1`` …: for messages."""
+    """A placement in words for messages: ``whole``, ``split along dim 1`` …."""
     if isinstance(place, Split):
         return f"split along dim {place.dim}" + (f" in blocks {place.blocks}" if place.blocks else "")
     return "a partial sum" if isinstance(place, Partial) else "whole"

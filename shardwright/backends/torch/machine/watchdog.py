@@ -1,4 +1,5 @@
-"""What this rank does and whom it waits for, said at once when a wait fails or the process is told to stop.
+"""The current action of this rank and the peers that it waits for, reported at once when a wait fails or the process is
+told to stop.
 
 A Python signal handler runs only between bytecodes of the main thread, and a rank that waits for a dead peer sits in
 C++. The handler that C installs still writes the signal's number to the wakeup descriptor; a thread reads it there and
@@ -22,22 +23,24 @@ from shardwright.core.errors import PeerError as PeerError
 from shardwright.core.errors import ShardwrightError
 
 GRACE_S = 2.0
-"""How long the main thread may take to act on SIGTERM after the report, before the process ends without it."""
+"""The time in seconds that the main thread may take to act on SIGTERM after the report, before the process ends without
+it."""
 LOOK_S = 0.3
-"""How long a rank that is told to stop looks for the reason: launchers kill soon."""
+"""The time in seconds that a rank that is told to stop looks for the reason: launchers kill soon."""
 LONGEST_WAIT_S = 1800.0
-"""How long a wait may take for peers that live, and that may compute, compile or save: torch's own timeout."""
+"""The time in seconds that a wait may take for peers that live, and that may compute, compile or save: torch's own
+timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why the ranks of a run cannot go on, as one of them tells the others.
+    """The reason why the ranks of a run cannot go on, as one of them tells the others.
 
     Attributes:
-        rank: who tells it.
+        rank: the rank that tells it.
         kind: "failed": a step failed while its messages were under way; "ended": the script ended with an error;
-            "lost": a peer is gone, or no rank can go on; "left": the rank is done, which is a fault for who waits for
-            it alone.
+            "lost": a peer is gone, or no rank can go on; "left": the rank is done, which is a fault only for a rank
+            that waits for it.
         attempt: the step, counted from 1.
         culprits: the ranks that are gone.
     """
@@ -63,13 +66,13 @@ class SignsOfLife(Protocol):
         """The fault that another rank has told, where there is one."""
 
     def inquest(self) -> Fault | None:
-        """What broke a connection of this rank."""
+        """The cause of a broken connection of this rank."""
 
     def fault(self) -> Fault | None:
-        """Why this rank cannot go on, by all that is known."""
+        """The reason why this rank cannot go on, by all that is known."""
 
     def look_now(self, seconds: float) -> None:
-        """Ask the store at once, and wait so long for its answer."""
+        """Ask the store at once, and wait at most ``seconds`` for its answer."""
 
     def stop(self, farewell: Fault | None) -> None:
         """End the threads, with a last word to the others."""
@@ -80,14 +83,14 @@ class Watchdog:
 
     Args:
         who: the rank, as messages name it.
-        timeout_s: how long a peer may give no sign of life before a wait for it fails.
+        timeout_s: the time that a peer may give no sign of life before a wait for it fails.
         is_on_accelerator: whether the main thread can be blocked by a peer in any call, and not in waits alone.
 
     Attributes:
         pulse: the signs of life of the others; None in a world of one.
-        attempt: how many steps have begun.
+        attempt: the number of steps that have begun.
         moves: a number that changes whenever the rank begins something else.
-        longest_s: how long a wait may take whatever the signs of life.
+        longest_s: the longest time that a wait may take, whatever the signs of life.
     """
 
     def __init__(self, who: str, timeout_s: float, is_on_accelerator: bool = False) -> None:
@@ -104,13 +107,14 @@ class Watchdog:
     # What the main thread does -----------------------------------------------------------------------------------
 
     def doing(self, what: str) -> None:
-        """Note what the rank does now: ``stage 1, action 1F3``."""
+        """Note the rank's current action: ``stage 1, action 1F3``."""
         self._doing = what
         self.moves += 1
         self._since = time.monotonic()
 
     def waiting(self, what: object, ranks: Sequence[int] = ()) -> "Watchdog":
-        """Note a wait, and turn its failure into a PeerError that says who waited for what: ``with self.waiting(…)``.
+        """Note a wait, and turn its failure into a PeerError with the rank and what it waited for: ``with
+        self.waiting(…)``.
 
         ``what`` is made text when it is said. ``ranks`` are those that are waited for; by default all.
         """
@@ -141,7 +145,7 @@ class Watchdog:
         raise PeerError(f"{said}; {cause}") from error
 
     def require_peers(self) -> None:
-        """Raise PeerError once it is known that a peer has failed or is gone: called in waits that can look."""
+        """Raise PeerError once it is known that a peer has failed or is gone. Waits that can look call this."""
         fault = self._told
         if fault is not None:
             said, self._waiting = self.describe(), None
@@ -150,7 +154,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """A step of the user's. An error in here is told to the peers, and says where it happened."""
+        """A context for one step of the user's. An error in it is told to the peers, with its place."""
         self.attempt += 1
         self._under_way = False
         self._begin()
@@ -165,11 +169,11 @@ class Watchdog:
                 self.doing("between steps")
 
     def under_way(self) -> None:
-        """From now on messages of this step travel: if it fails, no later one can be run."""
+        """Note that messages of this step travel from now on: if the step fails, no later one can be run."""
         self._under_way = True
 
     def note(self, error: BaseException, where: str = "") -> None:
-        """Write to an error where it happened; only the first time counts."""
+        """Write the place where an error happened to the error; only the first time counts."""
         if not hasattr(error, "_shardwright_at"):
             at = f"{self.who}: {self._doing}" + (f", {where}" if where else "")
             with contextlib.suppress(AttributeError):  # of errors that take no attribute
@@ -188,7 +192,7 @@ class Watchdog:
             )
 
     def _failed(self, error: BaseException) -> None:
-        """Tell the peers of an error in a step; before its messages are under way ranks agree on what failed."""
+        """Tell the peers of an error in a step. Before its messages are under way the ranks agree on the failure."""
         if self.pulse is None or not self._under_way or isinstance(error, PeerError):
             return
         at = getattr(error, "_shardwright_at", self.who)
@@ -197,7 +201,7 @@ class Watchdog:
         self._told = self._told or fault
 
     def fault_of(self, error: BaseException) -> Fault:
-        """What to tell of an error that ends this rank."""
+        """The fault to tell of an error that ends this rank."""
         at = getattr(error, "_shardwright_at", f"{self.who}: {self._doing}")
         rank = self.pulse.rank if self.pulse is not None else 0
         return Fault(rank, "ended", f"{at}: failed: {_summary(error)}", self.attempt)
@@ -206,7 +210,7 @@ class Watchdog:
 
     @property
     def told(self) -> Fault | None:
-        """Why this rank cannot go on, once that is known."""
+        """The fault for which this rank cannot go on; None while none is known."""
         fault = self._told
         return fault if fault is not None and self.concerns(fault) else None
 
@@ -216,29 +220,29 @@ class Watchdog:
 
     @property
     def described_action(self) -> str:
-        """``stage 1, action 1F3, microbatch 3``"""
+        """The action in words: ``stage 1, action 1F3, microbatch 3``."""
         return self._doing
 
     def still_s(self) -> float:
-        """For how long the rank has done one thing."""
+        """The time in seconds for which the rank has done one thing."""
         return time.monotonic() - self._since
 
     def waits_for(self, size: int) -> Sequence[int]:
-        """The ranks that it waits for."""
+        """The ranks that this rank waits for, of ``size``."""
         waiting = self._waiting
         return range(size) if waiting is None or not waiting[2] else waiting[2]
 
     def concerns(self, fault: Fault) -> bool:
-        """Whether this rank cannot go on for it."""
+        """Whether this rank cannot go on because of a fault."""
         return fault.kind != "left"
 
     def hear(self, fault: Fault) -> None:
-        """Learn of a fault; on any thread. Waits that can look end."""
+        """Note a fault; on any thread. Waits that can look end."""
         if self._told is None:
             self._told = fault
 
     def describe(self) -> str:
-        """``rank 1 (pp 1): stage 1, action 1F3: waited 2.1 s for …``"""
+        """The action and wait in words: ``rank 1 (pp 1): stage 1, action 1F3: waited 2.1 s for …``."""
         waiting = self._waiting
         if waiting is None:
             return f"{self.who}: {self._doing}: not waiting for a peer"
@@ -252,7 +256,7 @@ _GUESS = (
 
 
 def _summary(error: BaseException) -> str:
-    """``KeyError: 'x' (model.py:33 in forward)``, in a few lines at most."""
+    """An error in a few lines at most: ``KeyError: 'x' (model.py:33 in forward)``."""
     text = "".join(traceback.format_exception_only(error)[:1]).strip()
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/shardwright/" not in frame.filename]
     place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
@@ -260,7 +264,7 @@ def _summary(error: BaseException) -> str:
 
 
 def report(text: str) -> None:
-    """Write one line to standard error at once, in one piece, from whatever thread."""
+    """Write one line to standard error at once, in one piece, from any thread."""
     with contextlib.suppress(OSError):
         os.write(2, f"[shardwright] {text}\n".encode())
 
@@ -273,7 +277,7 @@ _reporter: "_StopReporter | None" = None
 
 
 def watch_for_stop(watchdog: Watchdog) -> bool:
-    """Print what the watchdog says when SIGTERM arrives, even while the main thread is blocked in C++.
+    """Print the watchdog's description when SIGTERM arrives, even while the main thread is blocked in C++.
 
     There is one SIGTERM per process, so the latest watchdog is the one that speaks. Returns False outside the main
     thread, where Python allows no handler.
@@ -318,7 +322,7 @@ class _StopReporter:
         os.kill(os.getpid(), number)
 
     def _why(self) -> str:
-        """What another rank told before this one was stopped."""
+        """The reason that another rank told before this one was stopped; empty where none did."""
         pulse = self.watchdog.pulse
         if pulse is None:
             return ""

@@ -1,1 +1,1 @@
-"""Recomputation of activations, and weight gradients put off to later actions."""
+"""Recomputation of activations, and weight gradients deferred to later actions."""

@@ -1,8 +1,8 @@
-"""Recompute: units that keep their inputs alone, and run their forward again when the backward pass comes to them.
+"""Recompute: units that keep only their inputs, and run their forward again when the backward pass comes to them.
 
-torch's own checkpoint does the bookkeeping of saved tensors and of autocast. What it leaves to the caller is here:
-random numbers follow the streams of the step, objects that the unit writes to (caches) are those of the first run, and
-so are the buffers that it writes to (running statistics), which move on once.
+torch's own checkpoint does the bookkeeping of saved tensors and of autocast. The rest is here: random numbers follow
+the streams of the step, objects that the unit writes to (caches) are those of the first run, and so are the buffers
+that it writes to (running statistics), which move on once.
 """
 
 import copy
@@ -23,10 +23,10 @@ Call = tuple[str, int]
 
 
 class Recompute:
-    """Runs the calls that a plan recomputes.
+    """The recomputed calls of a plan.
 
     Args:
-        calls: which.
+        calls: the calls that are recomputed.
         modules: of the model, by path.
         streams: of the step's random numbers.
     """
@@ -34,7 +34,7 @@ class Recompute:
     def __init__(self, calls: frozenset[Call], modules: Mapping[str, nn.Module], streams: Streams) -> None:
         self.calls, self.modules, self.streams = calls, modules, streams
         self._written: dict[str, tuple[str, ...]] = {}
-        """By path of a unit, the buffers that its forward writes to in training: found out when it first runs."""
+        """The buffers that a unit's forward writes to in training, by the unit's path: known once it has run."""
 
     def names(self, step: Step) -> bool:
         """Whether the plan names a step, which is then recomputed where a backward pass will come."""
@@ -56,7 +56,7 @@ class Recompute:
 
     @contextmanager
     def _again(self, step: Step, module: nn.Module, before: dict[str, torch.Tensor]) -> Iterator[None]:
-        """While the forward runs again: its random numbers, and its buffers as they were."""
+        """A context in which the forward runs again: with its random numbers, and its buffers as they were."""
         now = dict(module.named_buffers())
         for name, tensor in before.items():
             _set_buffer(module, name, tensor.clone())
@@ -85,7 +85,7 @@ class Recompute:
 
 
 class _Unit:
-    """A unit's forward, whose second run gets objects as they were before the first."""
+    """A unit's forward. Its second run gets objects as they were before the first."""
 
     def __init__(self, module: nn.Module, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.module = module
@@ -105,7 +105,7 @@ class _Unit:
 
 
 def _copied(item: Any) -> Any:
-    """A copy of an object that holds the same tensors and modules."""
+    """A copy of an object. It holds the same tensors and modules."""
     memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors_in(item)}
     keep_modules(item, memo)
     return copy.deepcopy(item, memo)

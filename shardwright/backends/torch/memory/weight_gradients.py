@@ -1,4 +1,4 @@
-"""Weight gradients put off: what a split backward (I, then W) leaves to its W.
+"""Deferred weight gradients: the part that a split backward (I, then W) leaves to its W.
 
 While a stage whose backward is split runs, linear layers, convolutions and embeddings are run by functions of our own.
 In I their backward gives the gradient of the input alone and keeps the two factors of the weight's gradient; W
@@ -26,11 +26,11 @@ _convolutions: dict[str, Callable[..., torch.Tensor]] = {
     name: getattr(functional, name) for name in ("conv1d", "conv2d", "conv3d")
 }
 Accumulate = Callable[[torch.Tensor, torch.Tensor], None]
-"""Adds a weight gradient, from the input of an op and the gradient of its output."""
+"""A function that adds a weight gradient, from the input of an op and the gradient of its output."""
 
 
 class _Factors:
-    """An input and the gradient of an output, until W multiplies them."""
+    """An input and the gradient of an output, kept until W multiplies them."""
 
     __slots__ = ("accumulate", "given", "given_version", "gradient", "gradient_version", "name")
 
@@ -61,21 +61,21 @@ class Deferred:
 
     @torch.no_grad()
     def multiply(self) -> None:
-        """Add all of them to their parameters' gradients, in the order in which a whole backward does."""
+        """Add all gradients to those of their parameters, in the order in which a whole backward does."""
         for factors in self._factors:
             factors.multiply()
         self._factors.clear()
 
 
 _collecting: Deferred | None = None
-"""Where weight gradients go while an I runs; None: nowhere, they are computed at once. A backward pass runs on threads
+"""The store of weight gradients while an I runs; None where they are computed at once. A backward pass runs on threads
 of autograd's on some devices, and there is one I at a time."""
 
 
 @contextmanager
 def deferrable() -> Iterator[None]:
-    """In here the ops run so that their backward can put weight gradients off. Forward passes, and the backward passes
-    of what they made, since these may run parts of the forward again."""
+    """A context in which the ops run so that their backward can defer weight gradients. It is for forward passes, and
+    for the backward passes of their results, since these may run parts of the forward again."""
     patched: list[tuple[Any, str, Any]] = [
         (functional, "linear", linear),
         (functional, "embedding", embedding),
@@ -99,7 +99,7 @@ def may_be_put_off() -> bool:
 
 @contextmanager
 def collecting() -> Iterator[Deferred]:
-    """Run a backward pass in here as an I: gives what it leaves to its W."""
+    """A context that runs a backward pass as an I, and gives the weight gradients that are left to its W."""
     global _collecting
     _collecting = Deferred()
     try:
@@ -110,8 +110,8 @@ def collecting() -> Iterator[Deferred]:
 
 
 def _put_off() -> Deferred | None:
-    """Where to put a weight gradient now. A gradient that code of the model's own asks for, by ``autograd.grad`` in the
-    middle of its forward or backward, is no part of the step's backward."""
+    """The store for a weight gradient now; None where it is computed at once. A gradient that code of the model's own
+    asks for, by ``autograd.grad`` in the middle of its forward or backward, is no part of the step's backward."""
     return _collecting if _collecting is not None and collects_all_gradients() else None
 
 
@@ -128,7 +128,7 @@ def _can_defer(given: Any, weight: Any) -> bool:
 
 
 def _cast(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """As autocast casts the operands of a product."""
+    """The operands of a product, cast as autocast casts them."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return list(tensors)
@@ -156,8 +156,8 @@ def _add_product(parameter: torch.Tensor, left: torch.Tensor, right: torch.Tenso
 
 
 class _Product(torch.autograd.Function):
-    """[rows, inputs] times a weight. Only matrices: a function of one's own must not return a view, which what follows
-    could not write to in place."""
+    """The product of [rows, inputs] and a weight. It is for matrices only: a function of one's own must not return a
+    view, because the ops after it could not write to that in place."""
 
     @staticmethod
     def forward(
@@ -201,7 +201,7 @@ class _Product(torch.autograd.Function):
 
 
 def _is_quiet(parameter: torch.Tensor) -> bool:
-    """Whether nobody hooks a parameter."""
+    """Whether a tensor is a parameter without hooks."""
     return (
         type(parameter) is nn.Parameter
         and parameter.is_leaf
@@ -211,7 +211,7 @@ def _is_quiet(parameter: torch.Tensor) -> bool:
 
 
 def linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``functional.linear``."""
+    """The replacement of ``functional.linear``."""
     if not _can_defer(given, weight) or weight.dim() != 2:
         return _linear(given, weight, bias)
     rows = _cast(given)[0].reshape(-1, given.shape[-1])
@@ -220,7 +220,7 @@ def linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 
 def addmm(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """``torch.addmm``, as a linear layer with its weight the other way round (GPT-2's) calls it."""
+    """The replacement of ``torch.addmm``, as a linear layer with its weight the other way round (GPT-2's) calls it."""
     if len(args) != 3 or kwargs or not _can_defer(args[1], args[2]) or args[0].dim() != 1:
         return _addmm(*args, **kwargs)
     bias, given, weight = args
@@ -341,7 +341,7 @@ def embedding(
     input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None, max_norm: float | None = None,
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """``functional.embedding``."""
+    """The replacement of ``functional.embedding``."""
     if max_norm is not None or sparse or not _can_defer(input, weight) or weight.dim() != 2:
         return _embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]

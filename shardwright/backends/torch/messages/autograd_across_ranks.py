@@ -1,7 +1,7 @@
 """Autograd from rank to rank: where a tensor crosses, its gradient crosses back.
 
 On the caller a call is one node, whose backward sends the gradients of the outputs to the owner and waits for those of
-the inputs. On the owner the tensors received come out of a node of their own, which keeps the gradients that reach it.
+the inputs. On the owner the received tensors come out of a node of their own, which keeps the gradients that reach it.
 Both hand out tensors that are no leaves and no views, so that in-place operations on them work as in one process.
 """
 
@@ -15,7 +15,7 @@ Gradients = list[torch.Tensor | None]
 
 
 class _Outputs(torch.autograd.Function):
-    """On the caller: what a call returned, as a function of what it was given."""
+    """The node on the caller: the outputs of a call as a function of its inputs."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, outputs: list[torch.Tensor], back: Any, *inputs: torch.Tensor) -> Any:
@@ -32,7 +32,7 @@ class _Outputs(torch.autograd.Function):
 
 
 class _Inputs(torch.autograd.Function):
-    """On the owner: what a call was given."""
+    """The node on the owner: the inputs of a call."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, inputs: list[torch.Tensor], keep: Gradients) -> Any:

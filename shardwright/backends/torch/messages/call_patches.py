@@ -1,4 +1,5 @@
-"""How the calls of a fiber come to `Calls`: those of modules, and of autograd functions that are handed modules."""
+"""The patches by which the calls of a fiber come to `Calls`: calls of modules, and of autograd functions that are given
+modules."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from shardwright.backends.torch.messages.microbatch_threads import current_fiber
 
 @contextmanager
 def patched_calls(calls: Calls) -> Iterator[None]:
-    """Module calls of fibers go through ``calls``; those of other threads are as ever."""
+    """A context in which module calls of fibers go through ``calls``; those of other threads are unchanged."""
     original = nn.Module.__call__
     apply: Any = torch.autograd.Function.__dict__.get("apply")
     inherited = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]

@@ -42,14 +42,15 @@ class _Request:
     modes: Modes
     data: bytes
     needs_grad: tuple[bool, ...]
-    """For every tensor."""
+    """Whether each tensor needs a gradient."""
     objects: int
-    """How many objects a walk over the arguments meets."""
+    """The number of objects that a walk over the arguments meets."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """``written``: (input, tensor) pairs; ``changed``: (object, state) pairs; both packed with the result."""
+    """The answer to a call. ``data`` packs the result, the (input, tensor) pairs of written tensors, and the (object,
+    state) pairs of changed objects."""
 
     data: bytes
     needs_grad: tuple[bool, ...]
@@ -57,7 +58,7 @@ class _Answer:
 
 @dataclass(slots=True)
 class _Served:
-    """What the backward of a served call starts from, and where the gradients of its inputs will be."""
+    """The outputs from which the backward of a served call starts, and the list for the gradients of its inputs."""
 
     path: str
     outputs: list[torch.Tensor]
@@ -111,8 +112,8 @@ class Calls:
         return result
 
     def require_here(self, function: str, args: Sequence[Any]) -> None:
-        """Raise ShardwrightError for a module of another rank that is handed to an autograd function: what its backward
-        calls of it, other than forward, no message carries."""
+        """Raise ShardwrightError for a module of another rank that is given to an autograd function: its backward may
+        call more of the module than forward, which no message carries."""
         given = (item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,)))
         for module in (inner for item in given if isinstance(item, nn.Module) for inner in item.modules()):
             path = self._paths.get(id(module))
@@ -158,7 +159,8 @@ class Calls:
         self, fiber: Fiber, owner: int, call: int, path: str, answer: Envelope, given: Sequence[torch.Tensor],
         needs: Sequence[bool], objects: Sequence[Any],
     ) -> Any:  # fmt: skip
-        """The result of a call, in the graph of this rank; what the call wrote to is written here."""
+        """The result of a call, in the graph of this rank. Tensors and objects that the call wrote to are written
+        here."""
         body: _Answer = answer.body
         tensors = [tensor.to(self.device) for tensor in answer.tensors]
         with_grad = [position for position, needed in enumerate(body.needs_grad) if needed]
@@ -272,7 +274,8 @@ class Calls:
         self, fiber: Fiber, path: str, result: Any, given: Sequence[torch.Tensor], written: Sequence[torch.Tensor],
         objects: Sequence[Any], before: Sequence[State], after: Sequence[State],
     ) -> tuple[bytes, list[torch.Tensor]]:  # fmt: skip
-        """(result, tensors written to with their new values, objects changed with their new states), packed."""
+        """The result, the written tensors with their new values, and the changed objects with their new states,
+        packed."""
         known: dict[int, Reference] = {id(item): ("object", number) for number, item in enumerate(objects)}
         known |= {id(tensor): ("batch", index) for index, tensor in fiber.batch.items()}
         known |= {id(tensor): ("given", number) for number, tensor in enumerate(given)}
@@ -348,7 +351,7 @@ def _module(path: str) -> str:
 
 
 def _spread(present: Mapping[int, bool] | Sequence[bool], tensors: Sequence[torch.Tensor]) -> Gradients:
-    """Gradients in their places, None where there is none."""
+    """The gradients in their places, None where there is none."""
     left = iter(tensors)
     return [next(left) if is_there else None for is_there in present]
 

@@ -43,7 +43,7 @@ DRIVER = 0
 """The pp coordinate that runs the step body."""
 
 MORE_THAN_RANKS = 2
-"""SageMaker's default of active microbatches: the pipeline's degree and two more."""
+"""The default number of active microbatches beyond the pipeline's degree, which is SageMaker's."""
 
 FORWARD_FIRST = frozenset({"simple", "gpipe"})
 """Schedules that finish the forwards before they start the backwards."""
@@ -57,7 +57,7 @@ class Messages:
 
     Args:
         ownership: of the parameters, split by ``owners``.
-        active: how many microbatches are under way at once; None for the number of ranks and two more.
+        active: the number of microbatches that are under way at once; None for the number of ranks and two more.
         schedule: the name of the schedule; it says whether forwards or backwards come first.
     """
 
@@ -94,8 +94,8 @@ class Messages:
         absent = [n for n in (*ownership.parameter_names, *ownership.buffer_names) if n not in held]
         make_proxies(((name, ownership.tensor(name)) for name in sorted(absent)), self.calls.fetch, bound.device)
         self._writes: dict[bool, bool] = {}
-        """Whether modules write to their buffers, in training and else: then the forwards of two microbatches may not
-        overlap. Not known before the first step, which is run in order."""
+        """Whether modules write to their buffers or Python values, by whether the model trains: then the forwards of
+        two microbatches may not overlap. It is not known before the first step, which is run in order."""
         self._fibers: dict[int, Fiber] = {}
         self._lock = threading.Lock()
         self._begun = False
@@ -108,7 +108,7 @@ class Messages:
         self._modes = Modes(True, False, None)
         self._results: dict[int, MicrobatchResult] = {}
         self.losses: list[tuple[str, torch.Tensor]] = []
-        """Of the last step, on the driver."""
+        """The losses of the last step, on the driver."""
         self._next_microbatch = 0
         self._under_way = 0
 
@@ -127,8 +127,9 @@ class Messages:
         """Run a step; every rank calls this at the same time.
 
         Args:
-            shares: how many samples each microbatch of each replica has.
-            loss_shares: of each loss of the step; None: all of it. An error is raised once the body has given a loss.
+            shares: the number of samples of each microbatch of each replica.
+            loss_shares: the shares in each loss of the step; None: every loss counts whole. An error is raised once the
+                body has given a loss.
 
         Returns:
             the result as a tree, its tensors by position, and whether a loss was given to ``backward``.
@@ -207,9 +208,9 @@ class Messages:
         self._writes[training] = wrote or self._writes.get(training, False)
 
     def backward(self, loss: Any, weight: Any = None, reduction: str | None = None) -> None:
-        """``model.backward`` inside the body: noted, and run when the body has ended.
+        """``model.backward`` inside the body: the loss is noted, and its backward pass is run when the body has ended.
 
-        Raises ShardwrightError for what is no loss.
+        Raises ShardwrightError for a value that is no loss.
         """
         fiber = current_fiber()
         if fiber is None:
@@ -230,7 +231,7 @@ class Messages:
         fiber.reductions.append(reduction)
 
     def close(self) -> None:
-        """End the threads. Nothing is run afterwards."""
+        """End the threads. No step is run afterwards."""
         self.threads.close()
         self.wire.close()
 
@@ -253,7 +254,7 @@ class Messages:
         return len(self._results) < self._next_microbatch
 
     def _drive(self, fiber: Fiber) -> None:
-        """One microbatch on the driver: the body, then the backward pass."""
+        """Run one microbatch on the driver: the body, then the backward pass."""
         m = fiber.microbatch
         fiber.batch = {i: _copied(tensor) for i, tensor in enumerate(self.calls.microbatches[m])}
         self.draws.body(fiber)
@@ -291,8 +292,8 @@ class Messages:
             self._admit()
 
     def _scales(self, m: int, reductions: Sequence[str | None]) -> list[float]:
-        """What each loss of a microbatch is multiplied by, by what was found in the body beforehand, or else by what it
-        said of each. Raises LossError where nobody knows."""
+        """The factor of each loss of a microbatch: by the shares that were determined beforehand, or else by the
+        reduction that the body states for each. Raises LossError where neither is known."""
         found, number = self._loss_shares, self._shares.first + m
         if found is None:
             return [1.0] * len(reductions)
@@ -310,8 +311,8 @@ class Messages:
 
     @contextlib.contextmanager
     def _noting_python_writes(self, body: StepBody) -> Iterator[None]:
-        """In the first step, which is run in order: whether the body, or modules that run here, write to Python values
-        such as counters. Two microbatches would then see each other's."""
+        """A context for the first step, which is run in order. It notes whether the body, or modules that run here,
+        write to Python values such as counters: two overlapping microbatches would see each other's."""
         if self.ownership.model.training in self._writes or self._wrote:
             yield
             return
@@ -349,7 +350,7 @@ class Messages:
         return [(id(b), 0 if b.is_inference() else b._version) for b in self.ownership.local_buffers().values()]
 
     def _serve(self, fiber: Fiber) -> None:
-        """One microbatch on a rank that is not the driver."""
+        """Run one microbatch on a rank that is not the driver."""
         while True:
             envelope = self.turns.take(fiber)
             if envelope.kind is Kind.DONE:
@@ -368,7 +369,7 @@ class Messages:
         return run
 
     def _deliver(self, envelope: Envelope) -> None:
-        """A message has come; on the thread that receives from its sender."""
+        """Take a message that has come; on the thread that receives from its sender."""
         if envelope.kind is Kind.ABORT:
             self.failures.hear(envelope.body, envelope.source)
         elif envelope.kind is Kind.END:
@@ -393,7 +394,7 @@ class Messages:
 
 
 class _Waits:
-    """What this rank waits for, said when somebody asks."""
+    """A description of this rank's waits, made when it is asked for."""
 
     def __init__(self, engine: Messages) -> None:
         self._engine = engine
@@ -410,7 +411,7 @@ class _Waits:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the batch for the body, which may write to it: the other ranks have the batch as it was."""
+    """A copy of a tensor of the batch for the body, which may write to it: the other ranks have the batch as it was."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 

@@ -1,9 +1,9 @@
 """Fibers: one thread of control for each microbatch on each rank, of which one runs at a time.
 
 A microbatch is a single program, whose calls pass from rank to rank; on each rank the part of it that is under way
-there is a stack on one thread. A fiber that waits for a message lets another one run. Which one is the schedule: of
-those that have a message, a backward before a forward (or the other way round), then the earliest microbatch. Autograd
-runs a backward pass on the thread that asks for it, so that it may wait inside, too.
+there is a stack on one thread. A fiber that waits for a message lets another one run. The schedule chooses it: among
+the fibers that have a message, a backward comes before a forward (or the other way round), then the earliest microbatch
+comes first. Autograd runs a backward pass on the thread that asks for it, so that it may wait inside, too.
 """
 
 import queue
@@ -18,15 +18,16 @@ import torch
 from shardwright.backends.torch.messages.transport import Envelope, Kind
 
 JOIN_S = 5.0
-"""How long `Threads.close` waits for a thread that does not end."""
+"""The time in seconds that `Threads.close` waits for a thread that does not end."""
 
 
 class StoppedError(BaseException):
-    """Unwinds a fiber whose step has failed. No Exception, so that a model's own handlers do not catch it."""
+    """An exception that unwinds a fiber whose step has failed. It is no Exception, so that a model's own handlers do
+    not catch it."""
 
 
 class Fiber:
-    """What one rank keeps of one microbatch."""
+    """The state that one rank keeps of one microbatch."""
 
     def __init__(self, microbatch: int) -> None:
         self.microbatch = microbatch
@@ -34,22 +35,22 @@ class Fiber:
         self.turn = threading.Semaphore(0)
         self.waiting = False
         self.waits_for: tuple[str, int, float] | None = None
-        """What this fiber waits for, the peer's pp coordinate, and since when."""
+        """The thing that this fiber waits for, the peer's pp coordinate, and the time when the wait began."""
         self.backward_depth = 0
         self.calls_made = 0
         self.served: dict[tuple[int, int], Any] = {}
-        """What the backward pass of a call served here needs, by (caller, call)."""
+        """The outputs and gradients that the backward pass of a call served here needs, by (caller, call)."""
         self.fetched: dict[tuple[str, bool], torch.Tensor] = {}
         self.batch: dict[int, torch.Tensor] = {}
         self.frames: list[list[Any]] = []
         self.counts: defaultdict[str, int] = defaultdict(int)
         self.losses: list[tuple[torch.Tensor, torch.Tensor | float | None]] = []
         self.reductions: list[str | None] = []
-        """What was said of each loss."""
+        """The reduction that the body states for each loss; None where it states none."""
 
 
 class Turns:
-    """Says which fiber of this rank runs."""
+    """The turns of this rank's fibers: one fiber runs at a time."""
 
     def __init__(self, backward_first: bool) -> None:
         self.backward_first = backward_first
@@ -67,7 +68,7 @@ class Turns:
         self._running, self._ready, self._alive = None, [], set()
 
     def add(self, fiber: Fiber, work: Callable[[Fiber], None], threads: "Threads") -> None:
-        """A fiber that is ready to run ``work``."""
+        """Add a fiber that is ready to run ``work``."""
         with self._lock:
             self._alive.add(fiber)
             self._ready.append(fiber)
@@ -98,7 +99,7 @@ class Turns:
         return fiber.inbox.popleft()
 
     def rest(self, fiber: Fiber) -> None:
-        """Let others that come first run before this fiber goes on."""
+        """Let fibers that come first run before this one goes on."""
         with self._lock:
             self._ready.append(fiber)
             self._running = None
@@ -114,7 +115,7 @@ class Turns:
             self._changed.notify_all()
 
     def ended(self, timeout_s: float) -> bool:
-        """Wait until no fiber is left."""
+        """Wait until no fiber is left. False when one is left after ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._alive, timeout_s)
 
@@ -124,8 +125,8 @@ class Turns:
             return None if self._running is not None or self._ready else self._progress
 
     def waits(self) -> list[tuple[int, str, int, float]]:
-        """(microbatch, what, peer, seconds) of every fiber that waits for an answer. Takes no lock: it reports on
-        trouble."""
+        """The (microbatch, what, peer, seconds) of every fiber that waits for an answer. No lock is taken, since this
+        reports on trouble."""
         now = time.monotonic()
         found = [(s.microbatch, s.waits_for) for s in sorted(self._alive, key=_number)]
         return [(m, waits[0], waits[1], now - waits[2]) for m, waits in found if waits is not None]
@@ -200,7 +201,7 @@ class Threads:
         thread.give((work, finish))
 
     def close(self) -> None:
-        """End all threads; those that still run something end after it."""
+        """End all threads; a thread that still runs something ends after it."""
         for thread in self._all:
             thread.give(None)
         for thread in self._all:

@@ -1,4 +1,4 @@
-"""What the division of a model by its module tree is made by: the tree, and the operations that its modules take."""
+"""The data by which a model is divided along its module tree: the tree, and the operations of its modules."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,7 +27,8 @@ def module_tree(model: nn.Module) -> list[Node]:
 
 
 def count_flops(model: nn.Module, run: Callable[[], Any]) -> dict[str, int]:
-    """For every module path, what its calls took while ``run()`` ran. Buffers and generators are left as they were."""
+    """The floating-point operations of the calls of each module, by path, while ``run()`` ran. Buffers and generators
+    are left as they were."""
     paths = {id(module): path for path, module in model.named_modules()}
     counted: Counter[str] = Counter()
     original = nn.Module.__call__

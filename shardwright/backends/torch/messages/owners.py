@@ -1,4 +1,4 @@
-"""Which rank of the pipeline runs which module, and holds what it uses directly."""
+"""The owner of each module: the rank of the pipeline that runs it, and holds the tensors that it uses directly."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +20,8 @@ class Owners:
 
     @classmethod
     def of(cls, model: nn.Module, given: Mapping[str, int]) -> "Owners":
-        """Modules that ``given`` does not name belong to the owner of the module around them; the root to 0."""
+        """The owners of all modules. A module that ``given`` does not name belongs to the owner of the module around
+        it; the root to 0."""
         known = {path for path, _ in model.named_modules(remove_duplicate=False)}
         missing = sorted(set(given) - known)
         if missing:
@@ -35,7 +36,8 @@ class Owners:
         return cls(found)
 
     def placement(self, model: nn.Module) -> Placement:
-        """Every parameter and buffer goes to the owners of the modules that have it, under any of its names."""
+        """The placement of the parameters and buffers: on the owners of the modules that have them, under any of their
+        names."""
         first_path = {id(module): path for path, module in model.named_modules()}
         modules = dict(model.named_modules(remove_duplicate=False))
 

@@ -1,6 +1,6 @@
 """Random numbers by the rule of `randomness`: seeded anew at every stretch of every module call.
 
-Which calls draw is not known beforehand here, so each stretch is seeded. A module is run by one rank alone, so the
+The calls that draw are not known beforehand here, so each stretch is seeded. A module is run by one rank alone, so the
 number of its calls in a microbatch is counted there, in the order of the program. Python's and NumPy's generators take
 much longer to seed than torch's: after the first step they are seeded only where something was seen to draw from them.
 """
@@ -18,16 +18,16 @@ from shardwright.backends.torch.program.randomness import seed_host, stream_seed
 from shardwright.core.errors import ShardwrightError
 
 BODY = ""
-"""Stands for the step body in contexts, as in recorded programs."""
+"""The path that stands for the step body in contexts, as in recorded programs."""
 
 
 class Draws:
-    """Seeds the generators of one rank."""
+    """The seeding of one rank's generators."""
 
     def __init__(self, device: torch.device) -> None:
         self.seed = self.step = self.first_microbatch = 0
         self._draws_on_host: dict[bool, bool] = {}
-        """Whether Python's or NumPy's generator is drawn from, in training and else."""
+        """Whether Python's or NumPy's generator is drawn from, by whether the model trains."""
         self._training = self._host = self._drew = False
         self._host_state: tuple[Any, ...] = ()
         self._generators = [torch.default_generator]
@@ -42,20 +42,20 @@ class Draws:
         self._host_state = _host_state()
 
     def end(self) -> bool:
-        """End a step; False when something drew from Python's or NumPy's generator without their being seeded."""
+        """End a step; False when something drew from Python's or NumPy's generator while these were not seeded."""
         self._drew = self._drew or _host_state() != self._host_state
         known = self._host or not self._drew
         self._draws_on_host[self._training] = self._drew or (self._host and self._training in self._draws_on_host)
         return known
 
     def body(self, fiber: Fiber) -> None:
-        """The step body begins."""
+        """Begin the step body of a fiber."""
         fiber.frames = [[BODY, 0, 0]]
         self._seed(fiber)
 
     @contextmanager
     def call(self, fiber: Fiber, path: str, recomputing: bool) -> Iterator[None]:
-        """A call of a module that this rank runs."""
+        """A context for a call of a module that this rank runs."""
         count = fiber.counts[path]
         if recomputing:
             occurrence, before = 0, self._generators[-1].get_state()
@@ -80,7 +80,7 @@ class Draws:
 
     @contextmanager
     def served(self, fiber: Fiber) -> Iterator[None]:
-        """A call for another rank: no call that is under way here is around it."""
+        """A context for a call that is served for another rank: no call that is under way here is around it."""
         around, fiber.frames = fiber.frames, []
         try:
             yield
@@ -88,7 +88,7 @@ class Draws:
             fiber.frames = around
 
     def resume(self, fiber: Fiber) -> None:
-        """A call has ended, and the one around it goes on."""
+        """Go on with the call around one that has ended."""
         if fiber.frames:
             fiber.frames[-1][2] += 1
             self._seed(fiber)

@@ -9,12 +9,13 @@ from shardwright.core.errors import ShardwrightError
 
 
 class StepFailedError(ShardwrightError, RuntimeError):
-    """A module or the step body failed on some rank: which module, rank and microbatch, and the traceback there."""
+    """A module or the step body failed on some rank. The message gives the module, rank, microbatch and the traceback
+    there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What travels of an error.
+    """The part of an error that travels.
 
     Attributes:
         error: the exception itself where it can be pickled.
@@ -48,7 +49,7 @@ def describe(error: BaseException, who: str, microbatch: int) -> Failure:
 
 
 def again(failure: Failure) -> BaseException:
-    """The error of another rank, to be raised here: the same where it could be pickled."""
+    """The error of another rank, to be raised here: the same exception where it could be pickled."""
     error: Any = StepFailedError(failure.text) if failure.error is None else pickle.loads(failure.error)
     error._shardwright_text = failure.text
     return error  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
 """Parameters and buffers that another rank holds, used outside the modules that have them.
 
-What this rank does not hold is on the meta device. Inside a step an operation on it gets the values from their home, as
-the result of a call: their gradient goes there as that of any other crossing does.
+A tensor that this rank does not hold is on the meta device. Inside a step an operation on it gets the values from their
+home, as the result of a call: their gradient goes there as that of any other crossing does.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ _ABOUT = {
     for name in ("size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "is_contiguous",
                  "element_size", "storage_offset", "__len__", "__hash__", "__repr__", "requires_grad_", "ndimension")
 }  # fmt: skip
-"""What can be said of a tensor without its values."""
+"""Properties and methods of a tensor that need no values."""
 
 _DEVICE = torch.Tensor.device.__get__
 
@@ -69,7 +69,7 @@ def make_proxies(tensors: Iterable[tuple[str, torch.Tensor]], fetch: Any, device
 
     Args:
         fetch: called with the fiber and the name.
-        device: what they say their device is, inside a step.
+        device: the device that they report inside a step.
     """
     for name, tensor in tensors:
         tensor.__class__ = ProxyParameter if isinstance(tensor, nn.Parameter) else ProxyBuffer

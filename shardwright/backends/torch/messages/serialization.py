@@ -1,8 +1,8 @@
-"""Arguments and results as bytes and tensors: whatever structure they have, tensors apart.
+"""Arguments and results of any structure as bytes, with their tensors apart.
 
 Modules and parameters of the model travel by name, tensors of the batch by their position, since every rank has them.
 Objects that the called module may write to (lists, dicts, caches) are numbered in the order in which a walk over the
-arguments meets them; both sides walk alike, and what was changed comes back by those numbers.
+arguments meets them. Both sides walk in the same order, and changes come back by those numbers.
 """
 
 import enum
@@ -19,7 +19,7 @@ from torch import nn
 from shardwright.core.errors import ShardwrightError
 
 Reference = tuple[str, Any]
-"""What stands for an object: a kind, and a number or a name."""
+"""The reference that stands for an object: a kind, and a number or a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def pack(item: Any, refer: Callable[[Any], Reference | None], what: str) -> Pack
 
 
 def unpack(data: bytes, tensors: Sequence[torch.Tensor], resolve: Callable[[Reference], Any]) -> Any:
-    """The structure again; ``resolve`` gives the objects that `pack` referred to."""
+    """The structure that was packed; ``resolve`` gives the objects that `pack` referred to."""
 
     def load(reference: Reference) -> Any:
         return tensors[reference[1]] if reference[0] == "tensor" else resolve(reference)
@@ -131,7 +131,7 @@ def mutable_objects(roots: Iterable[Any]) -> list[Any]:
 
 
 def state_of(item: Any) -> State:
-    """What an object holds, one level deep."""
+    """The contents of an object, one level deep."""
     own: Any = None
     if isinstance(item, list):
         own = list(item)
@@ -143,7 +143,7 @@ def state_of(item: Any) -> State:
 
 
 def same_state(before: State, after: State) -> bool:
-    """Whether an object holds what it held."""
+    """Whether the contents of an object are the same."""
     return _same(before[0], after[0]) and _same(before[1], after[1])
 
 
@@ -160,7 +160,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def put_state(item: Any, state: State) -> None:
-    """Make an object hold what another one does."""
+    """Give an object the contents of another one."""
     own, attributes = state
     if isinstance(item, list):
         item[:] = own

@@ -13,20 +13,20 @@ from shardwright.backends.torch.messages.transport import Kind, Wire
 from shardwright.core.errors import ShardwrightError
 
 LOOK_S = 1.0
-"""How often a waiting rank looks whether its peers still answer."""
+"""The interval in seconds at which a waiting rank looks whether its peers still answer."""
 
 IDLE_S = 5.0
-"""How much longer a rank waits that is waiting for no answer, but for calls."""
+"""The time in seconds that a rank waits longer if it waits for calls and for no answer."""
 
 UNWIND_S = 30.0
-"""How long a failed step may take to unwind on this rank and to be heard of on the others."""
+"""The time in seconds that a failed step may take to unwind on this rank and to be heard of on the others."""
 
 
 class StepFailures:
-    """What has failed on one rank.
+    """The failures of one rank.
 
     Attributes:
-        wire: over which peers are told; set once it is there.
+        wire: the connection over which peers are told; set once it is there.
         done: set when the work of the step is over, or has failed.
     """
 
@@ -39,7 +39,7 @@ class StepFailures:
         self._error: BaseException | None = None
         self._failure: Failure | None = None
         self._broken: str | None = None
-        """Why no step can be run any more."""
+        """The reason why no step can be run any more; None while steps can be run."""
 
     def begin(self) -> None:
         """Begin a step."""
@@ -54,7 +54,7 @@ class StepFailures:
     # What fails --------------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException, failure: Failure | None = None) -> None:
-        """The step has failed here, or was told to have failed elsewhere: the first reason stands."""
+        """Note that the step has failed here, or was told to have failed elsewhere: the first reason stands."""
         with self._lock:
             if self._error is None:
                 text = f"{self.bound.describe()}: {type(error).__name__}: {error}"
@@ -66,14 +66,14 @@ class StepFailures:
         self.done.set()
 
     def hear(self, failure: Failure, source: int) -> None:
-        """The peer at pp coordinate ``source`` has told that the step has failed."""
+        """Note the failure that the peer at pp coordinate ``source`` has told."""
         if failure.lost:
             self._give_up(f"{self.watchdog.describe()}; told by rank {self.bound.peer('pp', source)}", failure)
         else:
             self.fail(StepFailedError(failure.text), failure)
 
     def lose(self, peer: int, error: Exception) -> None:
-        """The connection with a peer is broken."""
+        """Note that the connection with a peer is broken."""
         pulse = self.watchdog.pulse
         fault = self.watchdog.told or (None if pulse is None else pulse.inquest())
         cause = (str(error).splitlines() or [""])[0] if fault is None else fault.text
@@ -82,7 +82,7 @@ class StepFailures:
         )
 
     def _give_up(self, said: str, told: Failure | None = None) -> None:
-        """A peer is gone: neither this step nor a later one can be run."""
+        """Fail the step because a peer is gone: no later one can be run either."""
         if told is not None:
             said = f"{said}: {told.text}"
         with self._lock:
@@ -93,7 +93,7 @@ class StepFailures:
         self.fail(PeerError(said), told or Failure(said, lost=True))
 
     def raise_if_failed(self) -> None:
-        """Raise what has failed, an error of the model's as StepFailedError."""
+        """Raise the failure of the step, if there is one; an error of the model's as StepFailedError."""
         error = self._error
         if error is None:
             return
@@ -103,8 +103,8 @@ class StepFailures:
         raise StepFailedError(self._failure.text) from error
 
     def unwind(self) -> None:
-        """Wait until nothing of a failed step is under way, so that the next may be run. First no message, since one
-        that comes late begins a fiber."""
+        """Wait until nothing of a failed step is under way, so that the next may be run. Messages are waited for first,
+        since a late one begins a fiber."""
         if self._broken is None and not (self.wire.quiet(UNWIND_S) and self.turns.ended(UNWIND_S)):
             self._broken = f"{self.bound.describe()}: a failed step did not end on every rank"
         if self._broken is not None:
@@ -115,7 +115,7 @@ class StepFailures:
     def wait(self) -> None:
         """Wait for the end of the step's work, or until nothing has come from any peer for too long.
 
-        Raises what has failed; PeerError for a peer that is gone.
+        Raises the failure of the step; PeerError for a peer that is gone.
         """
         waited_s, seen = 0.0, None
         while not self.done.wait(LOOK_S):
@@ -130,7 +130,8 @@ class StepFailures:
         self.raise_if_failed()
 
     def comes(self, is_there: Callable[[float], bool]) -> bool:
-        """Wait for the end of something, as long as peers live. Raises PeerError when one does not."""
+        """Wait for the end of something, as long as peers live: False when it takes too long. Raises the failure of the
+        step, and PeerError when a peer is gone."""
         begun = time.monotonic()
         while not is_there(LOOK_S):
             self._look()

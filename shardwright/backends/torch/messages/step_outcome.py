@@ -1,4 +1,4 @@
-"""What a step by messages gives: the results of all microbatches, the same on every rank."""
+"""The outcome of a step by messages: the results of all microbatches, the same on every rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,11 +21,11 @@ Weight = torch.Tensor | float | None
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchResult:
-    """What the body returned for one microbatch, detached.
+    """The result of the body for one microbatch, detached.
 
     Attributes:
         losses: by position, the leaves that were given to ``backward``, as its first, second … loss.
-        has_loss: whether any loss was.
+        has_loss: whether any loss was given.
         weight: that of the microbatch; None when none was given.
     """
 
@@ -37,7 +37,8 @@ class MicrobatchResult:
 
     @classmethod
     def of(cls, result: Any, losses: Sequence[tuple[torch.Tensor, Weight]]) -> "MicrobatchResult":
-        """Raises ShardwrightError for losses with different weights, and for objects with tensors inside."""
+        """The result with its losses found. Raises ShardwrightError for losses with different weights, and for objects
+        with tensors inside."""
         leaves, spec = pytree.tree_flatten(result)
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor) and tensors_in(leaf):
@@ -61,14 +62,14 @@ class MicrobatchResult:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What every rank gets of a step.
+    """The outcome of a step, as every rank gets it.
 
     Attributes:
-        tree: the result with the leaves that are no tensors, and numbers for those that are.
-        outputs: for the latter the value of every microbatch of this replica.
-        everywhere: for floating scalars those of all replicas.
+        tree: the result with the leaves that are no tensors; None in the place of the others.
+        outputs: for each position of a tensor, its value in every microbatch of this replica.
+        everywhere: for floating scalars, the values of all replicas.
         total_weight: the sum of the weights of all microbatches of all replicas, if any were given.
-        weights: each of them.
+        weights: the weight of each microbatch.
     """
 
     tree: Any
@@ -78,11 +79,12 @@ class Outcome:
     weights: torch.Tensor | None = None
     everywhere: dict[int, torch.Tensor] = field(default_factory=dict)
     by_samples: torch.Tensor | None = None
-    """How many samples each microbatch has, where they differ."""
+    """The number of samples of each microbatch, where they differ."""
 
     @classmethod
     def of(cls, microbatches: Sequence[MicrobatchResult]) -> "Outcome":
-        """Raises ShardwrightError when the microbatches returned results of different structures."""
+        """The outcome of one replica. Raises ShardwrightError when the microbatches returned results of different
+        structures."""
         first = microbatches[0]
         for number, other in enumerate(microbatches):
             if other.spec != first.spec:
@@ -106,7 +108,7 @@ class Outcome:
         return None if self.weights is None else float(self.weights.sum())
 
     def over_dp(self, shares: Shares, bound: BoundMesh, watchdog: Watchdog) -> "Outcome":
-        """The same with what the other replicas have; the drivers of all replicas call this together.
+        """The outcome with the values of the other replicas; the drivers of all replicas call this together.
 
         Raises ShardwrightError when the replicas differ in what they return, or the weights add up to zero.
         """
@@ -139,13 +141,13 @@ class Outcome:
         return replace(self, weights=weights, everywhere=everywhere, training=training, by_samples=by_samples)
 
     def packed(self) -> tuple[bytes, list[torch.Tensor]]:
-        """As a message."""
+        """The outcome as a message."""
         found = pack(self, lambda _: None, "the results of the step")
         return found.data, found.tensors
 
     @classmethod
     def unpacked(cls, data: bytes, tensors: Sequence[torch.Tensor], device: torch.device) -> "Outcome":
-        """From a message."""
+        """The outcome in a message."""
         found: Outcome = unpack(data, [tensor.to(device) for tensor in tensors], lambda _: None)
         return found
 
@@ -157,7 +159,7 @@ class Outcome:
         return self.weights if given is None else torch.tensor(given, dtype=torch.float32)
 
     def returned(self, loss_shares: LossShares, shares: Shares) -> tuple[Tree, dict[int, Returned]]:
-        """The result as recorded steps give it: a tree, and the tensors by position."""
+        """The result in the form of recorded steps: a tree, and the tensors by position."""
         leaves, spec = pytree.tree_flatten(self.tree)
         found = {
             position: Returned(
@@ -193,7 +195,7 @@ def _together(position: int, values: Sequence[Any]) -> Any:
 
 
 def _weights(given: Sequence[MicrobatchResult], every: Sequence[MicrobatchResult]) -> torch.Tensor | None:
-    """The weight of each microbatch, 0 for one without a loss; None when none was given."""
+    """The weight of each microbatch, 0 for one without a loss; None when no weight was given."""
     if all(m.weight is None for m in given):
         return None
     if any(m.weight is None for m in given):

@@ -1,4 +1,4 @@
-"""Modes of torch that belong to a thread, taken along with a call."""
+"""Modes of torch that belong to a thread and travel with a call."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """How the caller computes.
+    """The modes in which the caller computes.
 
     Attributes:
         autocast: the dtype, None when it is off.

@@ -2,7 +2,7 @@
 
 A message is a frame: a pickled head, and small tensors behind it. Larger tensors follow by themselves, without a copy.
 Between two ranks messages keep their order. Each peer has a thread that receives from it while a step runs, so that a
-send never waits for what the receiver computes. Every rank ends its part of a step by a last message to every other
+send never waits for the receiver's computation. Every rank ends its part of a step by a last message to every other
 one, after which nothing is under way.
 
 Pickled heads come from the ranks of this run alone, as those of torch.distributed's own object collectives do.
@@ -26,30 +26,31 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 FRAME_BYTES = 64 * 1024
-"""A message up to this size travels at once."""
+"""The size in bytes up to which a message travels at once."""
 SMALL_BYTES = 16 * 1024
-"""Tensors up to this size travel in the frame."""
+"""The size in bytes up to which tensors travel in the frame."""
 UNSENT_BYTES = 16 * 2**20
 UNSENT_MESSAGES = 32
-"""How much is sent before the oldest send must have left: Gloo tells of a finished send only to who waits for it."""
+"""The number of messages that are sent before the oldest must have left: Gloo tells of a finished send only to a caller
+that waits for it."""
 FOREVER = timedelta(days=365)
 JOIN_S = 1.0
-"""How long the end waits for a thread."""
+"""The time in seconds that the end waits for a thread."""
 _LENGTHS = struct.Struct("<QQ")
-"""Of the frame and of its head, in bytes."""
+"""The lengths of the frame and of its head, in bytes."""
 _FRAME_TAG, _BULK_TAG = 1, 2
 
 
 class Kind(enum.IntEnum):
-    """What a message asks or tells."""
+    """The kind of a message."""
 
     CALL = 0
     RETURN = 1
     RAISED = 2
     GRADIENT = 3
-    """Gradients of what a call returned; answered by RETURN with those of what it was given."""
+    """Gradients of a call's outputs; answered by RETURN with those of its inputs."""
     DONE = 4
-    """A microbatch is over: what is kept for it can go."""
+    """A microbatch is over: its state can be dropped."""
     END = 5
     """The driver's last message of a step: its results."""
     BYE = 6
@@ -64,7 +65,7 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """One message: ``call`` numbers the calls that one rank makes for one microbatch."""
+    """One message. ``call`` numbers the calls that one rank makes for one microbatch."""
 
     kind: Kind
     source: int
@@ -104,7 +105,7 @@ class Wire:
         self._frames = {peer: torch.empty(FRAME_BYTES, dtype=torch.uint8) for peer in self._gates}
         self._closing = False
         self._ended = False
-        """Whether this rank has said its last in this step."""
+        """Whether this rank has sent its last message in this step."""
         self._threads = [
             threading.Thread(target=self._receive, args=(peer,), name=f"shardwright-from-{peer}", daemon=True)
             for peer in self._gates
@@ -150,7 +151,7 @@ class Wire:
     def send(
         self, target: int, kind: Kind, microbatch: int, call: int, body: Any, tensors: Sequence[torch.Tensor] = ()
     ) -> None:
-        """Send without waiting for the receiver; nothing once this rank has said its last.
+        """Send without waiting for the receiver; nothing is sent once this rank has sent its last message.
 
         Raises RuntimeError when the connection is broken.
         """
@@ -222,7 +223,7 @@ class Wire:
                 self._quiet[peer].set()
 
     def _receive_one(self, peer: int) -> bool:
-        """Receive and deliver a message; whether it was the peer's last of this step."""
+        """Receive and deliver a message; True when it was the peer's last of this step."""
         posted = self._posted.pop(peer) if peer in self._posted else self._post_frame(peer)
         self._wait(posted, peer)
         view = _memory(self._frames[peer])
@@ -262,7 +263,7 @@ class Wire:
 
 
 def _frame(head: bytes, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[length of the frame][length of the head][head][pieces]."""
+    """A frame: [length of the frame][length of the head][head][pieces]."""
     body: list[bytes | memoryview] = [head, *map(_memory, pieces)]
     length = _LENGTHS.size + sum(map(len, body))
     return torch.frombuffer(bytearray(b"".join((_LENGTHS.pack(length, len(head)), *body))), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Measured timelines: when each action of a step ran on each pipeline rank, on one clock."""
+"""Measured timelines: the times of each action of a step on each pipeline rank, on one clock."""
 
 import time
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from shardwright.core.schedule.actions import Action
 from shardwright.core.schedule.timeline import Span, Timeline
 
 ROUNDS = 16
-"""Round trips to a peer to compare clocks; the shortest counts."""
+"""The number of round trips to a peer to compare clocks; the shortest counts."""
 
 
 class Recorder:
-    """Notes when the actions of one step start, their inputs being there, and when they end.
+    """A recorder of the times when the actions of one step start, their inputs being there, and when they end.
 
     On a CUDA device these are times of the device: events on its stream, which cost nothing until they are read.
     """
@@ -50,7 +50,7 @@ class Recorder:
         self._events.append(event)
 
     def times(self) -> tuple[list[Action], list[float]]:
-        """The actions, and start and end of each in turn, in seconds of this process's clock."""
+        """The actions, and the start and end of each in turn, in seconds of this process's clock."""
         if self._cuda:
             self._events[-1].synchronize()
             first = self._events[0]
@@ -59,8 +59,8 @@ class Recorder:
 
 
 def clock_offset_s(bound: BoundMesh, watchdog: Watchdog) -> tuple[float, float]:
-    """What to add to this process's clock to have that of the peer at pp coordinate 0, and how far off that may be at
-    most, in seconds. All pp peers call this.
+    """The offset to add to this process's clock for that of the peer at pp coordinate 0, and the largest error of the
+    offset, in seconds. All pp peers call this.
 
     Each asks the first in turn; half of the shortest round trip is taken for the way there (Cristian, Distributed
     Computing 3, 1989).

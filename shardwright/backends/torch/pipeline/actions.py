@@ -1,4 +1,4 @@
-"""Runs a divided program under a core schedule: the actions of this rank's stages, in its order."""
+"""The run of a divided program under a core schedule: the actions of this rank's stages, in its order."""
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,12 +25,12 @@ from shardwright.core.schedule.actions import Action, Kind
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 POSTED_AHEAD = 2
-"""For so many actions ahead receives are posted, so that tensors come in while the rank computes."""
+"""The number of actions ahead for which receives are posted, so that tensors come in while the rank computes."""
 
 
 @dataclass(slots=True)
 class _Task:
-    """An action of this rank, with what is known of it before the step."""
+    """An action of this rank, with everything that is known of it before the step."""
 
     action: Action
     microbatch: int
@@ -38,13 +38,13 @@ class _Task:
     is_split: bool
     """Whether the backward of its microbatch is split in two."""
     edges: tuple[Edge, ...]
-    """Over these come what it takes, from this rank or from others."""
+    """The edges over which its inputs come, from this rank or from others."""
     messages: tuple[Message | None, ...]
-    """What brings it over each of ``edges``; None: it is on this rank."""
+    """The message that brings the input over each of ``edges``; None where that is on this rank."""
     depart: Depart
     text: str
     ahead: tuple[Message, ...] = ()
-    """What to post before it runs."""
+    """The receives to post before it runs."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -91,7 +91,7 @@ class Pipeline:
         ]
         self._closes = self._last_uses()
         self.numbers: Sequence[Sequence[Any]] = ((),) * len(self.divisions)
-        """For each microbatch what its program is given of Python values."""
+        """The Python values that the program of each microbatch is given."""
         self._arrivals: dict[Key, list[torch.Tensor]] = {}
         self._kept: dict[tuple[int, int], Kept] = {}
 
@@ -105,8 +105,8 @@ class Pipeline:
         return _Task(action, mb, replay, is_split, edges, messages, partial(self._depart, mb, gradient), text)
 
     def open(self, homes: Collection[int]) -> None:
-        """Open the ways to other ranks: those of the schedule, and to all from ``homes``, which have results. All pp
-        peers call this together."""
+        """Open the ways to other ranks: those of the schedule, and to all ranks from ``homes``, which have results. All
+        pp peers call this together."""
         self.transport.open(self.traffic.pairs, homes)
         for position, task in enumerate(self._tasks):
             needed = [m for later in self._tasks[position : position + POSTED_AHEAD] for m in later.messages]
@@ -129,10 +129,10 @@ class Pipeline:
         Args:
             inputs: ``inputs[m]`` are the input tensors of microbatch m.
             first_microbatch: the number of this replica's first microbatch among those of all replicas.
-            loss_scales: for each microbatch what each of its losses is multiplied by where no weight is given.
+            loss_scales: for each microbatch the factor of each of its losses where no weight is given.
             recorder: notes when each action runs.
-            sentinel: is told of what comes in, and looks at the ops if it is to.
-            exchange: is told when gradients are whole: those of ``parameters``, what this rank holds by first name.
+            sentinel: is told of the tensors that come in, and looks at the ops if it is to.
+            exchange: is told when gradients are whole: those of ``parameters``, the rank's parameters by first name.
         """
         out = StepValues()
         self.watchdog.under_way()
@@ -222,7 +222,8 @@ class Pipeline:
         return exchange.closing(held, self.actions[position].kind is Kind.BACKWARD)
 
     def _last_uses(self) -> dict[int, tuple[str, ...]]:
-        """By position of an action, the parameters to whose gradients it is the last to add; the last used first."""
+        """The parameters to whose gradients an action is the last to add, by the action's position; the last used
+        first."""
         last: dict[str, int] = {}
         for position, action in enumerate(self.actions):
             if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
@@ -235,7 +236,7 @@ class Pipeline:
 
 
 def closing_order(schedule: Schedule, rank: int, division: Division, names: Sequence[str]) -> tuple[str, ...]:
-    """Of the parameters ``names`` of a rank, in the model's order, those that its stages use: in the order in which the
+    """The parameters ``names`` of a rank, given in the model's order, that its stages use: in the order in which the
     schedule adds to their gradients for the last time, within one stage from the model's end to its beginning."""
     last: dict[int, int] = {}
     for position, action in enumerate(schedule.table[rank]):

@@ -13,7 +13,7 @@ _INSTEAD = "set 'compile': False, or"
 
 
 class Compiler:
-    """Compiles units when a step first calls them.
+    """A compiler of units, each when a step first calls it.
 
     Args:
         backend: a backend of torch.compile, such as "inductor".
@@ -24,7 +24,8 @@ class Compiler:
         self._compiled: dict[str, nn.Module] = {}
 
     def require(self, stage_map: StageMap, divisions: Sequence[Division]) -> None:
-        """Raise MissingCapabilityError for what does not go with compiled units: code that runs between their ops."""
+        """Raise MissingCapabilityError for settings that need code between the ops of units, which compiled units do
+        not run."""
         if stage_map.schedule.splits_backward:
             raise MissingCapabilityError(
                 f"{stage_map.schedule.name} runs weight gradients apart, and a compiled unit makes them with those of "

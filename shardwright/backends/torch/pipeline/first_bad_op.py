@@ -1,4 +1,4 @@
-"""Every op of a step looked at: which is the first that makes a NaN, or an infinity, of values that are none."""
+"""The first op of a step that makes a NaN, or an infinity, of finite values: every op is looked at."""
 
 import bisect
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ _WITHOUT_VALUES = ("empty", "new_empty", "empty_like", "empty_strided", "new_emp
 
 
 class OpChecks(TorchDispatchMode):
-    """While it is entered, looks at all inputs and outputs of every op, in the forward and in the backward."""
+    """A mode that looks at all inputs and outputs of every op, in the forward and in the backward."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -25,18 +25,18 @@ class OpChecks(TorchDispatchMode):
         self._nan = self._infinity = ""
         self._stack: list[str] = []
         self._numbers: list[int] = []
-        """Of autograd's nodes: from here on they belong to the path in ``_paths``."""
+        """The sequence numbers of autograd's nodes from which on they belong to the path in ``_paths``."""
         self._paths: list[str] = []
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._nan = self._infinity = ""
         self._stack.clear()
         self._numbers.clear()
         self._paths.clear()
 
     def first(self) -> str:
-        """What made the first NaN or infinity; empty where no op did."""
+        """The ops that made the first NaN and the first infinity, in words; empty where no op did."""
         found = [f"the first {what} was made by {op}" for what, op in self._made() if op]
         return "; ".join(found)
 
@@ -45,7 +45,7 @@ class OpChecks(TorchDispatchMode):
 
     @contextmanager
     def watching(self, held: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Look at the ops that run in here; ``held`` are the modules that may be called, by path."""
+        """A context in which every op that runs is looked at; ``held`` are the modules that may be called, by path."""
         paths = {
             id(inner): f"{path}.{name}".strip(".") for path, m in held.items() for name, inner in m.named_modules()
         }
@@ -99,7 +99,7 @@ class OpChecks(TorchDispatchMode):
 
 
 def _kinds(tree: Any) -> set[str]:
-    """Which of "nan" and "inf" the floating tensors and numbers in a tree hold."""
+    """The subset of {"nan", "inf"} that the floating tensors and numbers in a tree hold."""
     found: set[str] = set()
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, float):

@@ -1,4 +1,4 @@
-"""NaN and infinity in losses and gradients, told with the stage and the microbatch where they came up.
+"""The check for NaN and infinity in losses and gradients. It reports the stage and the microbatch where they came up.
 
 The check is cheap: a sum over each message that comes in, a norm of each gradient, and one look at all of these when
 the step is over; on an accelerator the look is taken when the numbers are there anyway, at the latest in the next step.
@@ -20,19 +20,19 @@ from shardwright.core.errors import NonFiniteError
 
 Answer = Literal["warn", "error", "ignore"]
 MOST_WARNINGS = 3
-"""So many steps are warned of in a run."""
+"""The number of steps that are warned of in a run."""
 
 
 @dataclass
 class Noted:
-    """What one step of a rank has to look at: texts, and for each a number that is finite if all was."""
+    """The numbers of one step of a rank to look at: texts, and for each a number that is finite if the tensor was."""
 
     step: int
     losses: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     messages: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     gradients: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     culprit: str = ""
-    """The first op that made one, where ops are checked."""
+    """The first op that made a NaN or an infinity, where ops are checked."""
 
     @property
     def all(self) -> list[tuple[str, torch.Tensor]]:
@@ -40,10 +40,10 @@ class Noted:
 
 
 class Sentinel:
-    """One rank's.
+    """The check of one rank.
 
     Args:
-        answer: what to do when a loss or a gradient is not finite.
+        answer: the reaction when a loss or a gradient is not finite.
         ops: whether each op is looked at, to name the first that made one.
     """
 
@@ -55,7 +55,7 @@ class Sentinel:
         self._warnings = 0
 
     def begin(self, step: int) -> None:
-        """A step begins. Raises NonFiniteError for the one before, where it was not known by then."""
+        """Begin a step. Raises NonFiniteError for the step before, where its numbers were not known by then."""
         if self._pending is not None:
             noted, numbers, event = self._pending
             event.synchronize()  # of the step before: it is over, or soon
@@ -66,17 +66,17 @@ class Sentinel:
             self.ops.begin()
 
     def arrived(self, text: str, tensors: Sequence[torch.Tensor]) -> None:
-        """A message came in."""
+        """Note a message that came in."""
         if self.answer != "ignore":
             self._noted.messages += [(text, _sum(t)) for t in tensors if t.is_floating_point() and t.numel()]
 
     def loss(self, text: str, value: torch.Tensor) -> None:
-        """A loss was computed: ``loss of microbatch 2 (stage 1)``."""
+        """Note a loss: ``loss of microbatch 2 (stage 1)``."""
         if self.answer != "ignore":
             self._noted.losses.append((text, _sum(value.detach())))
 
     def finish(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """The step is over, and gradients are whole. Raises NonFiniteError if that is the answer."""
+        """End a step, whose gradients are whole now. Raises NonFiniteError if that is the answer."""
         if self.answer == "ignore":
             return
         noted = self._noted
@@ -102,13 +102,14 @@ class Sentinel:
         self._pending = (noted, host, event)
 
     def _overflow_is_normal(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """In float16 losses are scaled up until gradients overflow: the scaler skips such steps."""
+        """Whether the gradients may overflow: in float16 losses are scaled up until they do, and the scaler skips such
+        steps."""
         kind = self.device.type
         in_half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16
         return in_half or any(g.dtype is torch.float16 for g in gradients)
 
     def _look(self, noted: Noted, numbers: Sequence[float], held: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Complain of what is not finite."""
+        """Warn of numbers that are not finite, or raise NonFiniteError."""
         found = [(text, number) for (text, _), number in zip(noted.all, numbers, strict=True) if not _finite(number)]
         names = {text for text, _ in noted.gradients}
         losses = [(text, n) for text, n in found if text in {loss for loss, _ in noted.losses}]

@@ -1,7 +1,7 @@
 """Replay: the steps of one stage for one microbatch, forward and backward, on real tensors.
 
-What follows from the program alone is worked out once, before the first microbatch: between two actions there is then
-little Python left, which shows where actions take a millisecond.
+Everything that follows from the program alone is worked out once, before the first microbatch: between two actions
+there is then little Python left, which shows where actions take a millisecond.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,39 +33,40 @@ from shardwright.backends.torch.program.stages import Division, Edge
 from shardwright.core.errors import CaptureError
 
 Depart = Callable[[Edge, list[torch.Tensor]], None]
-"""Takes what leaves over an edge: its values, or their gradients."""
+"""A function that takes the tensors that leave over an edge: its values, or their gradients."""
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(slots=True)
 class Kept:
-    """What one stage keeps of one microbatch between its forward and its backward."""
+    """The state that one stage keeps of one microbatch between its forward and its backward."""
 
     received: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    """(edge, value) → the leaf that stands for what another stage sent."""
+    """The leaf that stands for a tensor that another stage sent, by (edge, value)."""
     sent: dict[tuple[int, int], GradientEdge] = field(default_factory=dict)
-    """(edge, value) → where the gradient of what another stage got goes on; the value itself is not kept."""
+    """The edge where the gradient of a tensor that another stage got goes on, by (edge, value); the value itself is not
+    kept."""
     roots: list[tuple[int, torch.Tensor, torch.Tensor | float | None]] = field(default_factory=list)
     """Losses with their places among those of the step, and their weights."""
     deferred: Deferred | None = None
-    """What an I left to its W."""
+    """The weight gradients that an I left to its W."""
 
 
 @dataclass(slots=True)
 class StepValues:
-    """What one rank's run of a step gives: leaves of the result that its stages compute, and the weights of losses,
+    """The result of one rank's run of a step: leaves of the result that its stages compute, and the weights of losses,
     one for each microbatch."""
 
     results: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
     loss_weights: dict[int, dict[int, torch.Tensor | float | None]] = field(default_factory=dict)
     losses: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    """What was given to ``backward`` on this rank, and what each is of."""
+    """The losses that were given to ``backward`` on this rank, each with its microbatch and stage in words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What a stage runs with: the modules that this rank holds, by path; the random numbers of the step; the calls that
-    are recomputed."""
+    """The means to run a stage: the modules that this rank holds, by path; the random numbers of the step; the calls
+    that are recomputed."""
 
     modules: Mapping[str, nn.Module]
     streams: Streams
@@ -76,8 +77,8 @@ class Means:
 
 @dataclass(slots=True)
 class _Env:
-    """The values of one microbatch on one stage, the objects that its units were given, and what the program is given
-    of Python values."""
+    """The values of one microbatch on one stage, the objects that its units were given, and the Python values that the
+    program is given."""
 
     numbers: Sequence[Any] = ()
     values: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -85,7 +86,7 @@ class _Env:
 
 
 class Replay:
-    """Runs one stage of a division; see `Means` for what it runs with."""
+    """The replay of one stage of a division, with the means of `Means`."""
 
     def __init__(self, division: Division, stage: int, means: Means) -> None:
         self.program, self.part, self.stage, self.means = division.program, division.parts[stage], stage, means
@@ -116,8 +117,8 @@ class Replay:
 
         Args:
             inputs: the input tensors of the microbatch.
-            arrived: what came in over each edge that the stage receives.
-            numbers: what the program is given of Python values.
+            arrived: the tensors that came in over each edge that the stage receives.
+            numbers: the Python values that the program is given.
         """
         program, part = self.program, self.part
         env, kept = _Env(numbers), Kept()
@@ -174,7 +175,7 @@ class Replay:
 
         Args:
             arrived: the gradients that came in over each edge of ``taken_back``.
-            loss_scales: what each loss of this microbatch is multiplied by where no weight is given.
+            loss_scales: the factor of each loss of this microbatch where no weight is given.
         """
         gradients: dict[int, torch.Tensor] = {}
         edges: dict[int, GradientEdge] = {}
@@ -221,7 +222,7 @@ class Replay:
         return self._scales[key].reshape(loss.shape).clone()
 
     def resolve(self, leaf: Leaf, env: _Env) -> Any:
-        """What stands for a leaf now."""
+        """The current value of a leaf."""
         if isinstance(leaf, ValueRef):
             return env.values.get(leaf.value)
         if isinstance(leaf, Literal):
@@ -248,12 +249,12 @@ class Replay:
 
 
 def _is_zero(scale: torch.Tensor | float) -> bool:
-    """Whether a loss has no share in its batch. Of weights on a device this is not asked, as it would wait for them."""
+    """Whether a loss has no share in its batch. Weights on a device are not asked, as that would wait for them."""
     return bool(scale == 0.0) if isinstance(scale, float) or scale.device.type == "cpu" else False
 
 
 class _Call:
-    """One step of a stage: where its arguments come from, and where what it makes goes."""
+    """One step of a stage, with the sources of its arguments and the places of its results."""
 
     def __init__(self, replay: Replay, step: Step) -> None:
         self.replay, self.step = replay, step
@@ -269,7 +270,7 @@ class _Call:
         self._in_mode = step.autocast is not None or not step.grad_enabled
 
     def run(self, env: _Env) -> Sequence[int]:
-        """Run it and store what it makes; gives the values made."""
+        """Run the step and store its results; returns the numbers of the values made."""
         given = self._fixed.copy()
         values = env.values
         for place, value in self._values:
@@ -304,7 +305,8 @@ class _Call:
         return modes
 
     def _store(self, outputs: Sequence[int | None], result: Any, values: dict[int, torch.Tensor]) -> list[int]:
-        """Raises CaptureError for anything but tensors of the shapes that the program has."""
+        """Store the tensors of a result; returns the numbers of their values. Raises CaptureError for anything but
+        tensors of the shapes that the program has."""
         found = tensors_in(result)
         if len(found) != len(outputs):
             raise CaptureError(
@@ -326,7 +328,8 @@ class _Call:
 
 
 def _flat_form(spec: pytree.TreeSpec) -> tuple[int, tuple[str, ...]] | None:
-    """For ``((…), {…})`` of leaves alone the number of arguments by position, and the names of the others."""
+    """The number of arguments by position and the names of the others, for ``((…), {…})`` of leaves alone; None for
+    other structures."""
     args, kwargs = spec.children()
     if args.type is not tuple or not all(c.is_leaf() for held in (args, kwargs) for c in held.children()):
         return None
@@ -350,8 +353,9 @@ def _are_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _gradient_edge(tensor: torch.Tensor) -> GradientEdge:
-    """Where a tensor's gradient goes in, which keeps the graph and not the tensor. An edge to a function written in
-    Python does not keep what lies behind it in every version of torch; one to a view of what that made does."""
+    """The edge where a tensor's gradient goes in, which keeps the graph and not the tensor. An edge to a function
+    written in Python does not keep the graph behind it in every version of torch; one to a view of that function's
+    result does."""
     if isinstance(tensor.grad_fn, CustomFunctionNode):
         tensor = tensor.view_as(tensor)
     return get_gradient_edge(tensor)

@@ -1,4 +1,5 @@
-"""The messages of a step: what every action of a schedule takes from other ranks, and what it sends them."""
+"""The messages of a step: the messages that every action of a schedule takes from other ranks, and those that it
+sends."""
 
 from collections.abc import Sequence
 
@@ -27,9 +28,10 @@ class Traffic:
         rank: this rank's coordinate on pp.
 
     Attributes:
-        actions: what this rank runs, in order.
-        incoming: what the others send to this rank, each in the order of its own schedule.
-        taken: for some of these, what this rank had sent to their source and the source had taken before it made them.
+        actions: the actions of this rank, in order.
+        incoming: the messages of the others to this rank, each in the order of its sender's schedule.
+        taken: for some of these, the messages that this rank had sent to their source and the source had taken
+            before it made them.
         pairs: the (source, target) coordinates between which anything is sent, on any rank.
     """
 
@@ -80,18 +82,18 @@ class Traffic:
                     tag += len(edge.gradients)
 
     def message(self, edge: Edge, mb: int, gradient: bool) -> Message | None:
-        """What carries an edge's values, or their gradients; None where both stages are on one rank."""
+        """The message that carries an edge's values, or their gradients; None where both stages are on one rank."""
         return (self._backward if gradient else self._forward).get((edge.index, mb))
 
     def departures(self, action: Action) -> list[Message]:
-        """What an action sends to other ranks."""
+        """The messages that an action sends to other ranks."""
         part = self.divisions[microbatch_of(action)].parts[action.stage]
         if action.kind is Kind.WEIGHT_GRAD:
             return []
         return self._of(part.sends, action, False) if action.kind is Kind.FORWARD else self._of(part.receives, action)
 
     def needs(self, action: Action) -> list[Message]:
-        """What an action takes from other ranks."""
+        """The messages that an action takes from other ranks."""
         part = self.divisions[microbatch_of(action)].parts[action.stage]
         if action.kind is Kind.WEIGHT_GRAD:
             return []

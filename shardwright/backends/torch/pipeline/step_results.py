@@ -1,4 +1,4 @@
-"""What a step returns, brought from the stages that computed it to every rank."""
+"""The result of a step, brought from the stages that computed it to every rank."""
 
 import math
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How many samples each microbatch of each replica has.
+    """The number of samples of each microbatch of each replica.
 
     Attributes:
         samples: for every dp coordinate, one number for each of its microbatches.
@@ -60,7 +60,7 @@ class Shares:
 
     @property
     def equal(self) -> bool:
-        """Whether all microbatches of all replicas have as many samples."""
+        """Whether all microbatches of all replicas have the same number of samples."""
         return len(set(self.flat)) == 1
 
     @property
@@ -72,7 +72,8 @@ class Shares:
 
 
 def even_split(total: int, parts: int) -> tuple[int, ...]:
-    """So many samples in so many microbatches: the first ones have one more where it does not divide."""
+    """The number of samples of each of ``parts`` microbatches: the first ones have one more where it does not
+    divide."""
     return tuple(total // parts + (m < total % parts) for m in range(parts))
 
 
@@ -84,7 +85,8 @@ def total_weight(
     transport: PipelineTransport,
     shares: Shares,
 ) -> tuple[float | None, torch.Tensor | None]:
-    """The sum of the weights of all microbatches of all replicas, and each of them; None, None when none were given.
+    """The sum of the weights of all microbatches of all replicas, and the weight of each; None, None when none were
+    given.
 
     Raises ShardwrightError when they add up to zero.
     """
@@ -124,7 +126,7 @@ def share(
     Args:
         divisions: for each microbatch.
         weights: those of the losses, if any were given.
-        loss_shares: for each loss those of all microbatches, where no weights were given.
+        loss_shares: for each loss the shares of all microbatches, where no weights were given.
     """
     first = divisions[0]
     outputs = _outputs(divisions, values, stage_rank, bound, transport)
@@ -149,7 +151,7 @@ def share(
 
 
 def homes_of(division: Division, stage_rank: Sequence[int]) -> set[int]:
-    """The pp ranks that tell all others something at the end of a step."""
+    """The pp ranks that send a result or weights to all others at the end of a step."""
     told = {stage_rank[stage] for stage in division.result_stage if stage is not None}
     losses = division.program.losses
     return told | {stage_rank[division.loss_stage[0]]} if losses and losses[0].weight is not None else told
@@ -162,8 +164,8 @@ def _outputs(
     bound: BoundMesh,
     transport: PipelineTransport,
 ) -> dict[int, list[torch.Tensor]]:
-    """For each tensor of the result its value in every microbatch, on every rank: one message for all of one dtype
-    from one rank."""
+    """The value of each tensor of the result in every microbatch, on every rank. One message carries all tensors of one
+    dtype from one rank."""
     me, count = bound.coordinate("pp"), len(divisions)
     together: dict[tuple[int, torch.dtype], list[int]] = {}
     found: dict[int, list[torch.Tensor]] = {}

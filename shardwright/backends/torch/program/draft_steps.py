@@ -21,7 +21,7 @@ class Frame:
 
 @dataclass(slots=True)
 class Draft:
-    """A step under construction; the fields that `Step` has too mean the same."""
+    """A step under construction. Fields that `Step` has too mean the same."""
 
     index: int
     path: str | None
@@ -42,7 +42,7 @@ class Draft:
     counts: dict[str, int] = field(default_factory=dict)
     views_parameter: bool = False
     reads_value: bool = False
-    """Whether its result, or the shape of it, depends on the values of tensors."""
+    """Whether the step's result, or its shape, depends on the values of tensors."""
 
     drawn_before: tuple[int, ...] = ()
     scalars: list[torch.Tensor] = field(default_factory=list)
@@ -50,11 +50,11 @@ class Draft:
     masks: list[torch.Tensor] = field(default_factory=list)
     """Known tensors whose number of entries decides the shape of the result."""
     draws_on_host: bool = False
-    """Whether it draws from Python's or NumPy's generator."""
+    """Whether the step draws from Python's or NumPy's generator."""
     stage: int | None = None
 
     def finished(self, random_paths: set[str]) -> Step:
-        """The step. ``random_paths`` are the modules whose calls are counted."""
+        """The finished step. ``random_paths`` are the modules whose calls are counted."""
         return Step(
             self.index, self.path, self.occurrence, self.function, self.arguments, frozenset(self.reads),
             tuple(self.outputs), tuple(self.object_outputs), tuple(self.renewals), frozenset(self.written),
@@ -65,11 +65,11 @@ class Draft:
 
 
 class CallStack:
-    """What runs while a body is recorded.
+    """The calls under way while a body is recorded.
 
     Attributes:
         frames: the module calls under way, the innermost last.
-        unit_depth: how many units, or functions, are under way that are recorded whole.
+        unit_depth: the number of units, or functions, under way that are recorded whole.
         current: the step for which the innermost of these is recorded.
     """
 
@@ -80,12 +80,12 @@ class CallStack:
 
     @property
     def path(self) -> str | None:
-        """The innermost module call; None in the step's own body."""
+        """The path of the innermost module call; None in the step's own body."""
         return self.frames[-1].path if self.frames else None
 
     @contextmanager
     def inside(self, draft: Draft) -> Iterator[None]:
-        """What runs inside is recorded as one step."""
+        """A context in which everything that runs is recorded as one step."""
         self.unit_depth += 1
         outer, self.current = self.current, draft
         try:
@@ -95,6 +95,6 @@ class CallStack:
             self.current = outer
 
     def note_draw(self, draft: Draft) -> None:
-        """A step draws random numbers here."""
+        """Note that a step draws random numbers here."""
         frame = self.frames[-1] if self.frames else Frame("", 0, 0)
         draft.random[(frame.path, frame.occurrence, frame.segment)] = None

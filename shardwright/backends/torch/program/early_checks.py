@@ -1,4 +1,4 @@
-"""What can be known to go wrong before the first step runs."""
+"""Checks for errors that can be known before the first step runs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -14,12 +14,12 @@ _HOOKS = {
     "_backward_hooks": "backward hook",
 }
 COMPUTING_LIBRARIES = ("torch", "transformers", "peft", "shardwright")
-"""Whose hooks compute something, which is recorded, and do not watchdog."""
+"""Packages whose hooks compute something, which is recorded, and do not only watch."""
 
 
 def require_hooks_fire(modules: Mapping[str, nn.Module], unit_paths: Iterable[str]) -> None:
     """Raise CaptureError for a user's hook on a module whose call is divided: its parts run, on different ranks
-    perhaps, and it is itself never called."""
+    perhaps, and the module itself is never called."""
     units = set(unit_paths)
     if "" in units:
         return
@@ -40,11 +40,11 @@ def require_hooks_fire(modules: Mapping[str, nn.Module], unit_paths: Iterable[st
 
 
 def require_whole_gradients(model: nn.Module, microbatches: int, ranks: int, tensor_ranks: int) -> None:
-    """Raise CaptureError for a user's hook on a parameter that is called with something else than its gradient.
+    """Raise CaptureError for a user's hook on a parameter that would not be called with the parameter's gradient.
 
-    One that waits for the gradient (``register_post_accumulate_grad_hook``) is called after the first microbatch
-    already, and before replicas are summed. On the tensor axis one that changes it (``register_hook``) is called with a
-    piece of the gradient, or with one term of a sum.
+    A hook that waits for the gradient (``register_post_accumulate_grad_hook``) is called after the first microbatch
+    already, and before replicas are summed. On the tensor axis a hook that changes it (``register_hook``) is called
+    with a shard of the gradient, or with one term of a sum.
     """
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None) and max(microbatches, ranks) > 1:
@@ -61,7 +61,7 @@ def require_whole_gradients(model: nn.Module, microbatches: int, ranks: int, ten
 
 
 def _ends(path: str) -> list[int]:
-    """Where the paths of the modules that hold a module end."""
+    """The ends of the paths of the modules that hold a module."""
     holder = path.rpartition(".")[0]
     return [i for i, letter in enumerate(holder) if letter == "."] + [len(holder)]
 
@@ -72,7 +72,8 @@ def _below(path: str, units: set[str]) -> str:
 
 
 def require_results(program: Program, ranks: int) -> None:
-    """Raise CaptureError for a result that no rank computes: a parameter or buffer, which lies where its stage is."""
+    """Raise CaptureError for a result that no rank computes: a parameter or buffer, which is only where its stage
+    is."""
     if ranks == 1:
         return
     for leaf in program.result.leaves:

@@ -1,4 +1,4 @@
-"""How a recorder sees what a step does: module calls and attributes, functions above autograd, ops below it."""
+"""The hooks by which a recorder sees a step: module calls and attributes, functions above autograd, ops below it."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from shardwright.backends.torch.program.value_ledger import Ledger, memory_of
 
 
 class ModuleHooks(Protocol):
-    """What a recorder does where modules come in."""
+    """The part of a recorder that handles modules."""
 
     def module_call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any: ...
 
@@ -26,7 +26,7 @@ class ModuleHooks(Protocol):
 
 
 class OpHooks(Protocol):
-    """What a recorder does where functions and ops come in."""
+    """The part of a recorder that handles functions and ops."""
 
     real: bool
     ledger: Ledger
@@ -37,7 +37,7 @@ class OpHooks(Protocol):
 
 
 class Functions(TorchFunctionMode):
-    """Every function of torch that is called, above autograd."""
+    """A mode that gives the recorder every function of torch that is called, above autograd."""
 
     def __init__(self, recorder: OpHooks) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Functions(TorchFunctionMode):
 
 
 class Ops(TorchDispatchMode):
-    """Every op that runs, below autograd."""
+    """A mode that gives the recorder every op that runs, below autograd."""
 
     def __init__(self, recorder: OpHooks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -76,7 +76,8 @@ class Ops(TorchDispatchMode):
 
 @contextmanager
 def patched_modules(hooks: ModuleHooks) -> Iterator[None]:
-    """Calls of modules and of autograd functions, and assignments to attributes, go through these hooks."""
+    """A context in which calls of modules and of autograd functions, and assignments to attributes, go through these
+    hooks."""
     original, assign = nn.Module.__call__, nn.Module.__setattr__
     apply: Any = torch.autograd.Function.__dict__.get("apply")
     inherited = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]

@@ -34,8 +34,8 @@ class ModuleCalls:
         note_host_draws: called where modules begin and end.
 
     Attributes:
-        counts: how often each module was called so far.
-        children: the modules that each calls.
+        counts: the number of calls of each module so far.
+        children: the modules that each module calls.
         seen: the units that were called.
         failed_path: the innermost module call that an error left first; None when none was under way.
     """
@@ -57,7 +57,7 @@ class ModuleCalls:
         self.failed_path: str | None = None
 
     def module_call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A module is called: a step where it is a unit of the plan."""
+        """A call of a module: a step where the module is a unit of the plan."""
         path = self._paths.get(id(module))
         if path is None:
             return original(module, *args, **kwargs)
@@ -132,9 +132,9 @@ class ModuleCalls:
         return pytree.tree_map_only(torch.Tensor, own, result)
 
     def assignment(self, module: nn.Module, name: str, value: Any) -> None:
-        """An attribute of a module is about to be set. Between units, on a module that replay runs as part of one, that
-        is a step. Raises CaptureError where it cannot be: the value is no tensor of the step and no plain value, the
-        module's unit lies on several stages, or the step's own body sets it."""
+        """Note that an attribute of a module is about to be set. Between units, on a module that replay runs as part of
+        one, the assignment is a step. Raises CaptureError where it cannot be: the value is no tensor of the step and no
+        plain value, the module's unit is on several stages, or the step's own body sets it."""
         path = self._paths.get(id(module))
         if self.stack.unit_depth or path is None:
             return

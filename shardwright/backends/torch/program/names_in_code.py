@@ -1,4 +1,4 @@
-"""What a piece of Python code names: the globals that it reads, and the attributes that it asks objects for."""
+"""The names in Python code: the globals that it reads, and the attributes that it asks objects for."""
 
 import functools
 import opcode
@@ -24,7 +24,7 @@ _TEXT_OPS = frozenset(
     opcode.opmap[name] for name in ("FORMAT_VALUE", "FORMAT_SIMPLE", "BUILD_STRING") if name in opcode.opmap
 )
 _BY_TEXT = frozenset({"getattr", "hasattr", "setattr", "attrgetter", "vars", "__dict__", "get", "asdict"})
-"""Where one of these is named, strings may be names of attributes."""
+"""Names beside which strings may be names of attributes."""
 
 
 def _folder(path: str) -> str:
@@ -42,7 +42,7 @@ _MACHINERY = (f"{_TORCH}nn/modules/module.py", f"{_TORCH}nn/modules/container.py
 @functools.lru_cache(4096)
 def is_library(filename: str) -> bool:
     """Whether code of this file keeps no values of the user's: torch, NumPy, the standard library, this package. The
-    layers and the optimizers of torch do, in their attributes."""
+    layers and the optimizers of torch do keep such values, in their attributes."""
     if filename.startswith(_WITH_VALUES):
         return filename in _MACHINERY
     if filename.startswith(_LIBRARIES):
@@ -60,12 +60,12 @@ def is_library_module(module: types.ModuleType) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What one code object names.
+    """The names in one code object.
 
     Attributes:
         read: names of globals.
         attributes: names of attributes, as far as they are written out; ``loaded``: those that are not only set.
-        beginnings: what names of attributes that are put together may begin with.
+        beginnings: the possible beginnings of names of attributes that are put together.
         environment: whether it asks for variables of the process's environment.
     """
 
@@ -77,11 +77,11 @@ class Names:
 
 
 _known: dict[int, tuple[types.CodeType, Names]] = {}
-"""By the id of a code object: hashing one hashes all that it holds."""
+"""The names by the id of a code object: hashing one hashes everything in it."""
 
 
 def names_in(code: types.CodeType) -> Names:
-    """What a code object names, and what the functions inside it do."""
+    """The names in a code object, and in the functions inside it."""
     found = _known.get(id(code))
     if found is None:
         found = _known[id(code)] = code, _names_in(code)

@@ -20,7 +20,8 @@ from shardwright.backends.torch.program.python_numbers import Expression
 from shardwright.backends.torch.program.python_values import PythonValues
 
 Context = tuple[str, int, int]
-"""Where a random number is drawn: (module path, occurrence of its call, how many calls it has made before the draw)."""
+"""The place where a random number is drawn: (module path, occurrence of its call, number of calls that it has made
+before the draw)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class ObjectRef:
 
 @dataclass(frozen=True, slots=True)
 class NumberRef:
-    """What an expression of Python values gives at every step: number ``index`` of those of the program."""
+    """The result of an expression of Python values at every step: number ``index`` of those of the program."""
 
     index: int
     expression: Expression
@@ -68,7 +69,7 @@ class NumberRef:
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """Anything else: numbers, strings, None, dtypes, functions, modules."""
+    """Any other leaf: numbers, strings, None, dtypes, functions, modules."""
 
     value: Any
 
@@ -97,9 +98,9 @@ class Value:
     step: int | None
     input: int | None = None
     memory: int = 0
-    """Values with the same number share memory."""
+    """The number of the value's memory: values with the same number share memory."""
     strides: tuple[int, ...] = ()
-    """In memory, in elements: dropout draws its mask in this order."""
+    """The strides in memory, in elements: dropout draws its mask in this order."""
 
     @property
     def carries_gradient(self) -> bool:
@@ -108,7 +109,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """An object as it was when a stage first met it; tensors inside are markers that stand for values."""
+    """An object as it was when a stage first met it. Tensors inside are markers that stand for values."""
 
     value: Any
     markers: tuple[tuple[torch.Tensor, ValueRef | ParameterRef | BufferRef | ConstantRef | None], ...]
@@ -125,7 +126,7 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class SetAttribute:
-    """Sets an attribute of a module that one stage runs as part of a unit."""
+    """A function that sets an attribute of a module that one stage runs as part of a unit."""
 
     module: nn.Module
     path: str
@@ -143,9 +144,9 @@ class SetAttribute:
 class Step:
     """One call of a unit (``path`` is given) or of a function.
 
-    ``outputs`` are the tensors found in the result, in `tensors_in` order, and after them those found in the objects
-    that a unit was given; None where a tensor is known already. ``renewals`` are pairs (new, old) of values that share
-    memory with what the step wrote: after it the same tensors, with new content.
+    ``outputs`` are the tensors found in the result, in `tensors_in` order; ``object_outputs`` are those found in the
+    objects that a unit was given; None where a tensor is known already. ``renewals`` are pairs (new, old) of values
+    that share memory with what the step wrote: after it the same tensors, with new content.
     """
 
     index: int
@@ -167,13 +168,13 @@ class Step:
     random: tuple[Context, ...] = ()
     counts: tuple[tuple[str, int], ...] = ()
     views_parameter: bool = False
-    """A function of parameters alone whose result shares their memory, such as a transposition."""
+    """Whether this is a function of parameters alone whose result shares their memory, such as a transposition."""
     drawn_before: tuple[int, ...] = ()
-    """Functions that drew in the same stretch: their numbers come first from its generator."""
+    """The functions that drew in the same stretch before: their numbers come first from its generator."""
     draws_on_host: bool = False
-    """Whether it draws from Python's or NumPy's generator."""
+    """Whether the step draws from Python's or NumPy's generator."""
     stage: int | None = None
-    """Where a function must run, for what it does to a module there."""
+    """The stage where a function must run, for its effect on a module there."""
 
     @property
     def name(self) -> str:
@@ -188,7 +189,7 @@ class Loss:
 
     Attributes:
         weight: that of its microbatch, a value or a number, if the step gives one.
-        reduction: "mean" or "sum", if the step says what the loss is to the batch.
+        reduction: "mean" or "sum", if the step states the relation of the loss to the batch.
     """
 
     value: int
@@ -205,7 +206,7 @@ class Guard:
     reads: frozenset[int]
     found: Any
     drawn: bool = False
-    """Whether it follows from random numbers too, not from the batch alone."""
+    """Whether the value follows from random numbers too, not from the batch alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,23 +220,24 @@ class Program:
     templates: dict[tuple[int, int], Template] = field(repr=False)
     guards: tuple[Guard, ...] = ()
     children: dict[str, tuple[str, ...]] = field(repr=False, default_factory=dict)
-    """For modules that draw random numbers after calling others: the modules that they call."""
+    """The modules that a module calls, for modules that draw random numbers after calling others."""
     call_totals: dict[str, int] = field(repr=False, default_factory=dict)
-    """How often each module that draws random numbers is called in one microbatch."""
+    """The number of calls in one microbatch of each module that draws random numbers."""
     unsteady: tuple[str, ...] = ()
-    """Units that draw random numbers and may do so elsewhere next time, since what they do depends on values."""
+    """Units that draw random numbers and may do so elsewhere next time, since their course depends on values."""
     draws_on_host: bool = False
     """Whether units draw from Python's or NumPy's generator too."""
     python: PythonValues = field(repr=False, default_factory=PythonValues)
 
     @property
     def depends_on_batch(self) -> bool:
-        """Whether what it does follows from values of the batch."""
+        """Whether the course of the program follows from values of the batch."""
         return any(not guard.drawn for guard in self.guards)
 
     @property
     def rests_on_clocks(self) -> bool:
-        """Whether what is computed, and not only what is returned or left in Python, depends on what clocks say."""
+        """Whether what is computed, and not only what is returned or left in Python, depends on the readings of
+        clocks."""
         leaves = [leaf for step in self.steps for leaf in step.arguments.leaves]
         leaves += [loss.weight for loss in self.losses if loss.weight is not None]
         expressions = [leaf.expression for leaf in leaves if isinstance(leaf, NumberRef)]
@@ -249,7 +251,7 @@ class Program:
 
 
 def name_of(function: Any) -> str:
-    """A function by a name that is the same in every process."""
+    """The name of a function, the same in every process."""
     if isinstance(function, functools.partial):
         return f"{name_of(function.func)} of {', '.join(map(name_of, function.args))}"
     return getattr(function, "__name__", type(function).__name__)
@@ -327,7 +329,8 @@ def keep_modules(root: Any, memo: dict[int, Any]) -> None:
 
 
 def make_template(item: Any, name: Callable[[torch.Tensor], Any]) -> Template:
-    """Copy an object, with a marker in place of each tensor; ``name`` says which value a tensor is, or None."""
+    """A copy of an object, with a marker in place of each tensor; ``name`` gives the value that a tensor is, or
+    None."""
     memo: dict[int, Any] = {}
     markers = []
     for tensor in tensors_in(item):

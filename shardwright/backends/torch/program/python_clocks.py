@@ -1,8 +1,8 @@
 """Clocks that a step reads while it is recorded: each reading is a number that the program takes anew at every step.
 
-``time.time()`` is no value that lies anywhere, so that nothing could be compared at the next step. While user code runs
-under a recorder, it gives a stand-in (`python_numbers`) whose expression is the call itself. What torch, the standard
-library and units that run again at every replay read is the clock as it is.
+``time.time()`` is no value that is kept anywhere, so that nothing could be compared at the next step. While user code
+runs under a recorder, it gives a stand-in (`python_numbers`) whose expression is the call itself. torch, the standard
+library and units that run again at every replay read the clock itself.
 """
 
 import sys
@@ -23,7 +23,7 @@ CLOCKS: dict[int, Callable[[], Any]] = {
     for function in (getattr(time, name, None), getattr(time, f"{name}_ns", None))
     if function is not None
 }
-"""By id."""
+"""The clocks, by id."""
 
 
 class Clocks:
@@ -31,15 +31,15 @@ class Clocks:
 
     Args:
         tape: where readings are noted.
-        given: what the readings are, in order: as in an earlier recording, and plain numbers; None: stand-ins for what
-            the clocks say now.
+        given: the readings, in order: as in an earlier recording, and plain numbers; None: stand-ins for the present
+            readings of the clocks.
     """
 
     def __init__(self, tape: Tape, given: Sequence[Any] | None) -> None:
         self._tape, self._given = tape, given
         self._readings: list[tuple[Clock, int, Any]] = []
         self.sources: list[Expression] = []
-        """Of the readings, in order."""
+        """The expressions of the readings, in order."""
         self._changed: list[tuple[dict[str, Any], str, Any]] = []
         self._are_followed = False
         self._thread = threading.get_ident()
@@ -47,7 +47,7 @@ class Clocks:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """The clocks of the module ``time`` are followed inside, and those that `meet` is shown."""
+        """A context in which the clocks of the module ``time`` are followed, and those that `meet` is shown."""
         self._are_followed = True
         try:
             for name, value in list(vars(time).items()):
@@ -60,7 +60,7 @@ class Clocks:
             self._changed.clear()
 
     def meet(self, variables: dict[str, Any], name: str, value: Any) -> None:
-        """A global that code which is about to run names."""
+        """Follow the value of a global, where it is a clock. Code that is about to run names this global."""
         followed = self._followed.get(id(value))
         if followed is not None and self._are_followed:
             self._changed.append((variables, name, value))
@@ -68,7 +68,7 @@ class Clocks:
 
     @property
     def readings(self) -> Mapping[Place, Any]:
-        """What each reading gave, by its place, in order."""
+        """The value of each reading, by its place, in order."""
         return {(id(clock.target), key): value for clock, key, value in self._readings}
 
     def _reading(self, function: Callable[[], Any]) -> Callable[[], Any]:

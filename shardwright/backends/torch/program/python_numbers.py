@@ -5,8 +5,8 @@ a float of a class of its own, whose arithmetic is noted. Where such a number re
 expression, which is evaluated at every step; where it decides something (``if beta > 0.5``), the answer becomes a
 condition of the recording.
 
-To code in C a stand-in is a slightly different number. What slips through there differs from what a recording without
-stand-ins has, and is found by comparing the two (`recording_check`).
+To code in C a stand-in is a slightly different number. An error that slips through there differs from a recording
+without stand-ins, and is found by comparing the two (`recording_check`).
 """
 
 import builtins
@@ -23,16 +23,16 @@ from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.program.python_places import Clock, Holder
 
 Place = tuple[int, Any]
-"""(id of what a holder holds, key)."""
+"""The place of a value: (id of the holder's target, key)."""
 _OFF = 2.0**-30
-"""By what part of itself a stand-in differs from its value, to code in C."""
+"""The relative difference between a stand-in and its value, as code in C sees it."""
 
 
 class Expression:
-    """How a value follows from Python values.
+    """The way in which a value follows from Python values.
 
     Attributes:
-        function: what computes it from ``arguments``, which may be expressions; None where it is read from ``holder``.
+        function: computes it from ``arguments``, which may be expressions; None where it is read from ``holder``.
     """
 
     __slots__ = ("arguments", "function", "holder", "key")
@@ -44,7 +44,7 @@ class Expression:
         self.function, self.arguments, self.holder, self.key = function, arguments, holder, key
 
     def value(self, known: dict[int, Any], at: "Mapping[Place, Any] | None" = None) -> Any:
-        """What it is now, or where its places have the values ``at``.
+        """The value now, or where its places have the values ``at``.
 
         Args:
             known: values of expressions by their ids, to which this adds.
@@ -65,13 +65,13 @@ class Expression:
 
     @property
     def is_of_clock(self) -> bool:
-        """Whether a clock is read for it."""
+        """Whether a clock is read for the value."""
         if self.function is None:
             return isinstance(self.holder, Clock)
         return any(isinstance(a, Expression) and a.is_of_clock for a in self.arguments)
 
     def now(self) -> Any:
-        """What it is now, in a recording too."""
+        """The value now, in a recording too."""
         found = self.value({})
         return found.true if isinstance(found, Number) else found
 
@@ -181,7 +181,7 @@ for _name in _ASKED:
 
 
 class Tape:
-    """The stand-ins of one recording, what the program uses of them, and what they decided.
+    """The stand-ins of one recording, the expressions that the program uses, and the conditions that they decided.
 
     Args:
         places: where they stand.
@@ -189,9 +189,9 @@ class Tape:
 
     Attributes:
         used: the expressions in the program.
-        conditions: (expression, what it gave) where that decided what was recorded.
-        tensors: id of a tensor that lies in such a place → its expression.
-        is_heard: whether what is decided now is part of the recording.
+        conditions: (expression, its value) where that decided what was recorded.
+        tensors: id of a tensor in such a place → its expression.
+        is_heard: whether a decision made now is part of the recording.
     """
 
     def __init__(
@@ -207,7 +207,8 @@ class Tape:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """While the step runs: stand-ins where the values are. Raises whatever a holder raises that takes none."""
+        """A context in which stand-ins are where the values are, while the step runs. Raises whatever a holder raises
+        that takes no stand-in."""
         before: list[tuple[Holder, Any, Any]] = []
         patched = _patched_math(self)
         try:
@@ -232,7 +233,7 @@ class Tape:
                 holder.put(key, value)
 
     def number(self, expression: Expression, value: Any) -> Any:
-        """A stand-in for a value; what is no real number is fixed as it is."""
+        """A stand-in for a value; a value that is no real number is fixed as it is."""
         if type(value) not in (int, float) and not isinstance(value, (np.floating, np.integer)):
             self._note(expression, value)
             return value
@@ -243,11 +244,11 @@ class Tape:
         return made
 
     def apply(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-        """What a function gives, noted."""
+        """The result of a function, as a number whose expression is noted."""
         return self.number(Expression(function, _expressions(arguments)), function(*_true(arguments)))
 
     def decide(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-        """What a function gives, as a condition of the recording."""
+        """The result of a function, as a condition of the recording."""
         result = function(*_true(arguments))
         self._note(Expression(function, _expressions(arguments)), result)
         return result
@@ -258,14 +259,14 @@ class Tape:
         return number.true
 
     def shown(self, number: Number) -> Any:
-        """The value of a stand-in that is made text of: of a clock it decides nothing, unless the text is kept."""
+        """The value of a stand-in that is made text. A clock's decides nothing, unless the text is kept."""
         if not number.expression.is_of_clock:
             return self.fixed(number)
         self._shown.append((number.expression, number.true))
         return number.true
 
     def keep_texts(self) -> None:
-        """A text is left somewhere: the recording rests on the clocks that it may have been made of."""
+        """Note that a text is left somewhere: the recording rests on the clocks that it may have been made of."""
         self.conditions += self._shown
         self._shown.clear()
 
@@ -278,7 +279,8 @@ class Tape:
         return any(known.target is holder.target and key == k for known, k in self.places)
 
     def expression_of(self, item: Any) -> Expression | None:
-        """How a stand-in, or a tensor in such a place, follows from Python values; None for anything else."""
+        """The expression by which a stand-in, or a tensor in such a place, follows from Python values; None for
+        anything else."""
         return item.expression if isinstance(item, Number) else self.tensors.get(id(item))
 
     def use(self, expression: Expression) -> int:
@@ -309,7 +311,7 @@ def _expressions(arguments: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _look_of(value: Any) -> Any:
-    """What a recording takes for granted of a tensor from outside."""
+    """The properties of a tensor from outside that a recording rests on; the type of any other value."""
     if not isinstance(value, torch.Tensor):
         return type(value)
     return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
@@ -317,7 +319,8 @@ def _look_of(value: Any) -> Any:
 
 @contextmanager
 def _patched_math(tape: Tape) -> Iterator[None]:
-    """Functions of ``math`` note what they compute from stand-ins, where they are called as ``math.exp``."""
+    """A context in which functions of ``math`` note their results from stand-ins, where they are called as
+    ``math.exp``."""
     known: Mapping[str, Any] = {name: f for name, f in vars(math).items() if callable(f) and not name.startswith("_")}
 
     def noted(function: Callable[..., Any]) -> Callable[..., Any]:

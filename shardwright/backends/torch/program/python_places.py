@@ -34,10 +34,10 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 
 class Holder:
-    """Something that keeps values under keys.
+    """An object that keeps values under keys.
 
     Attributes:
-        target: what is read: a dict, a list, a cell, an object.
+        target: the object that is read: a dict, a list, a cell, an object.
         label: for messages, such as ``model.config``.
         before: key → value, when it was first looked at.
     """
@@ -70,7 +70,8 @@ class Holder:
 
 
 class Entries(Holder):
-    """Entries of a dict; of the dict of an object, a module or a class with ``attributes``, whose label names that."""
+    """Entries of a dict. With ``attributes`` it is the dict of an object, a module or a class, whose label names
+    that."""
 
     __slots__ = ("attributes",)
 
@@ -148,7 +149,7 @@ class Members(Holder):
 
 
 class Attributes(Holder):
-    """Attributes that lie in no dict: those of ``__slots__``, and the defaults and the code of functions."""
+    """Attributes that are in no dict: those of ``__slots__``, and the defaults and the code of functions."""
 
     __slots__ = ("names",)
 
@@ -203,7 +204,7 @@ class Cell(Holder):
 
 
 class Asked(Holder):
-    """What functions without arguments give, by their names: settings of torch, a context variable."""
+    """The results of functions without arguments, by their names: settings of torch, a context variable."""
 
     __slots__ = ("functions",)
 
@@ -264,7 +265,7 @@ def same(one: Any, other: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """What an array holds: it may be written to."""
+    """The content of an array at a moment: the array may be written to."""
 
     content: tuple[Any, ...]
 
@@ -288,9 +289,9 @@ class Guarded:
     keys: tuple[Any, ...]
     values: tuple[Any, ...]
     absent: frozenset[Any] = frozenset()
-    """Keys under which there was nothing, and where something would be found first now."""
+    """The keys under which there was nothing, and where something would be found first now."""
     size: int | None = None
-    """How many there are, for a list or a dict."""
+    """The number of items, for a list or a dict."""
     _fetch: Callable[[], tuple[Any, ...]] = field(init=False)
 
     def __post_init__(self) -> None:

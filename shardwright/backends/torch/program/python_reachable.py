@@ -1,4 +1,4 @@
-"""The Python values that code which ran can reach, so that they may be compared with what they were.
+"""The Python values that code which ran can reach, so that they may be compared with their earlier values.
 
 From functions, modules of the model and given roots, values are followed through globals, variables of surrounding
 functions, defaults, objects, dicts and lists, under the names that stand in the code that ran.
@@ -35,10 +35,10 @@ from shardwright.backends.torch.program.python_places import (
 )
 
 LARGE = 2000
-"""Containers of more items are compared as objects and by their size, not item by item."""
+"""The number of items above which containers are compared as objects and by their size, not item by item."""
 _OF_MODULES = frozenset(vars(nn.Module()))
 _DATA_TYPES = ("types", "argparse", "collections", "optparse")
-"""Where the standard library has types that do nothing but hold values."""
+"""Modules of the standard library with types that do nothing but hold values."""
 SETTINGS: Mapping[str, Callable[[], Any]] = {
     "torch.get_default_dtype()": torch.get_default_dtype,
     "torch.get_default_device()": torch.get_default_device,
@@ -49,10 +49,10 @@ SETTINGS: Mapping[str, Callable[[], Any]] = {
 
 
 class ReachableValues:
-    """What the code of one run reaches, as it was when it was met.
+    """The values that the code of one run reaches, as they were when they were met.
 
     Args:
-        model: whose modules are met at once, with their classes.
+        model: the model whose modules are met at once, with their classes.
 
     Attributes:
         names: attributes that code which ran names.
@@ -75,9 +75,9 @@ class ReachableValues:
         self._pending: dict[str, list[tuple[Any, str]]] = {}
         self._globals: dict[int, tuple[Entries, set[str]]] = {}
         self._named_only: set[int] = set()
-        """Ids of the holders of which only what is named counts."""
+        """Ids of the holders of which only named keys count."""
         self._types: dict[int, type] = {}
-        """id of a holder of an object's attributes → the type of the object."""
+        """The type of an object, by the id of the holder of its attributes."""
         self._in_model: dict[int, str] = {}
         self._of_modules: set[int] = set()
 
@@ -94,7 +94,7 @@ class ReachableValues:
             self.meet(root, label)
 
     def run(self, code: types.CodeType, names: Names, variables: dict[str, Any]) -> bool:
-        """This code runs, with these globals. Returns whether a function that has it was met."""
+        """Note that this code runs, with these globals. Returns whether a function that has it was met."""
         self.codes[id(code)] = code
         self._read_globals(variables, names.read)
         known = self._functions.get(id(code), [])
@@ -103,7 +103,7 @@ class ReachableValues:
         return bool(known)
 
     def name(self, names: Iterable[str], beginnings: tuple[str, ...]) -> None:
-        """Code that runs has these names of attributes, and such as begin so."""
+        """Note that code that runs names these attributes, and attributes with these beginnings."""
         new = set(names) - self.names
         self.names |= new
         if not set(beginnings) <= set(self.beginnings):
@@ -120,7 +120,7 @@ class ReachableValues:
         )
 
     def counts(self, holder: Holder, key: Any) -> bool:
-        """Whether code that ran may use what a holder has under this key."""
+        """Whether code that ran may use the value of a holder under this key."""
         if id(holder) not in self._named_only:
             return True
         owner = self._types.get(id(holder))
@@ -132,7 +132,7 @@ class ReachableValues:
         return self.is_named(key)
 
     def is_whole(self, holder: Holder) -> bool:
-        """Whether all that a holder has counts, under whatever key."""
+        """Whether all values of a holder count, under whatever key."""
         return id(holder) not in self._named_only
 
     def is_of_module(self, holder: Holder) -> bool:
@@ -148,7 +148,8 @@ class ReachableValues:
         return frozenset(name for name in held if name not in holder.before and not name.startswith("__"))
 
     def meet_made(self, functions: Iterable[types.FunctionType]) -> None:
-        """Of functions that may have been made in the run, the numbers and texts alone that they take from outside."""
+        """Meet the numbers and texts, and nothing else, that functions which may have been made in the run take from
+        outside."""
         for function in functions:
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
                 holder = Cell(cell, f"the variable {name} that {function.__name__} takes from outside")
@@ -156,7 +157,7 @@ class ReachableValues:
                     self._add(holder)
 
     def meet_environment(self) -> None:
-        """The process's environment counts."""
+        """Let the process's environment count."""
         variables: Any = os.environ._data  # type: ignore[attr-defined]
         self._add(Entries(variables, "os.environ", attributes=False))
 
@@ -181,7 +182,7 @@ class ReachableValues:
                 self.meet(holder.before[name], name)
 
     def meet(self, value: Any, label: str) -> None:
-        """A value that the step may use: from now on what it holds is compared."""
+        """Meet a value that the step may use: from now on its contents are compared."""
         if isinstance(value, (*PLAIN, torch.Tensor)) or id(value) in self._met or id(value) in self._in_model:
             return
         self._met[id(value)] = value
@@ -308,7 +309,7 @@ class ReachableValues:
             self._expand(function)
 
     def _expand(self, function: types.FunctionType) -> None:
-        """A function ran: its variables of surrounding functions and its defaults count."""
+        """Meet the variables of surrounding functions and the defaults of a function that ran."""
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if id(cell) in self._met or name == "__class__":
                 continue

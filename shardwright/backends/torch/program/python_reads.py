@@ -1,8 +1,8 @@
-"""What a step read of Python while it was recorded: values outside of tensors that its program may rest on.
+"""The Python values that a step read while it was recorded: values outside of tensors that its program may rest on.
 
 While the step's body runs, every function of the user's and of the model's libraries that is called is noted, with the
-names in its code; what these can reach is compared with what it was (`python_reachable`). Units that replay whole read
-their values anew each time, and are left out.
+names in its code. The values that these can reach are compared with their earlier ones (`python_reachable`). Units that
+replay whole read their values anew each time, and are left out.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class Write:
     old: Any
     new: Any
     by_unit: bool
-    """Whether a unit wrote it, which does so whenever it runs."""
+    """Whether a unit wrote it; the unit does so whenever it runs."""
 
     @property
     def place(self) -> str:
@@ -58,7 +58,7 @@ class Write:
 
 @contextmanager
 def left_as_it_is(model: nn.Module, roots: Iterable[tuple[Any, str]] = ()) -> Iterator[None]:
-    """What code that runs inside writes to Python values is undone on leaving: it runs on stand-ins."""
+    """A context in which code may write to Python values, which is undone on leaving: it runs on stand-ins."""
     reads = Reads(model, lambda: False)
     try:
         with reads.watching(roots):
@@ -68,16 +68,16 @@ def left_as_it_is(model: nn.Module, roots: Iterable[tuple[Any, str]] = ()) -> It
 
 
 def undo(writes: Iterable["Write"]) -> None:
-    """Put back what a run of the body wrote, which was no training."""
+    """Put back the values that a run of the body changed, which was no training."""
     for write in writes:
         write.holder.put(write.key, write.old)
 
 
 class Reads:
-    """Notes what a run of a step's body may read.
+    """The Python values that a run of a step's body may read.
 
     Args:
-        is_left_out: whether what runs now will run again at every replay.
+        is_left_out: whether the code that runs now will run again at every replay.
     """
 
     def __init__(self, model: nn.Module, is_left_out: Callable[[], bool]) -> None:
@@ -89,17 +89,17 @@ class Reads:
         self._orphans: list[types.CodeType] = []
         self._by_units: set[tuple[int, Any]] = set()
         self._on_replay: set[tuple[int, str]] = set()
-        """(id of a module's attributes, name) of those that a step of the program sets."""
+        """The (id of a module's attributes, name) of the attributes that a step of the program sets."""
         self._environment = False
         self.is_collecting = False
-        """Whether Python collects garbage: what runs then (callbacks, finalizers) is no part of the body, which it
+        """Whether Python collects garbage. Code that runs then (callbacks, finalizers) is no part of the body, which it
         interrupts at any call."""
 
     # The run -----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def watching(self, roots: Iterable[tuple[Any, str]]) -> Iterator[None]:
-        """Note what is called inside.
+        """Note the calls inside.
 
         Args:
             roots: where to begin beside the model, with labels: the step function, its arguments.
@@ -157,12 +157,12 @@ class Reads:
         self.reached.name(names.attributes, names.beginnings)
 
     def set_on_replay(self, module: nn.Module, name: str) -> None:
-        """A step of the program sets this attribute."""
+        """Note that a step of the program sets this attribute."""
         self._on_replay.add((id(vars(module)), name))
 
     @contextmanager
     def unit(self) -> Iterator[None]:
-        """A unit runs: what it writes, it writes again whenever it is replayed."""
+        """A context in which a unit runs. It writes the same values again whenever it is replayed."""
         before = [(holder, holder.read()) for holder in self.reached.holders if not isinstance(holder, Asked)]
         try:
             yield
@@ -174,7 +174,7 @@ class Reads:
     # The end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """After the run: functions that no value above led to, and the process's environment."""
+        """End the run: meet functions that no value above led to, and the process's environment."""
         if self._orphans:
             wanted = {id(code) for code in self._orphans}
             found = gc.get_referrers(*self._orphans)
@@ -185,7 +185,7 @@ class Reads:
             self.reached.meet_environment()
 
     def writes(self) -> list[Write]:
-        """What is another value now than before the run, as far as code that ran names it."""
+        """The values that differ from those before the run, as far as code that ran names them."""
         found: list[Write] = []
         for holder in self.reached.holders:
             if isinstance(holder, Asked):
@@ -199,7 +199,7 @@ class Reads:
         return found
 
     def may_be_read(self, write: Write) -> bool:
-        """Whether code that ran may read what was written, and does not only set it."""
+        """Whether code that ran may read the written value, and does not only set it."""
         return not isinstance(write.key, str) or write.key in self.loaded or not isinstance(write.holder, Entries)
 
     def guards(self, constants: set[int], is_given: Callable[[torch.Tensor], bool]) -> tuple[Guarded, ...]:
@@ -235,7 +235,7 @@ class Reads:
 
 
 def _takes_values(frame: types.FrameType) -> bool:
-    """Whether a function that is called takes anything else from outside than code: functions, classes, modules."""
+    """Whether a called function takes anything from outside but code: functions, classes, modules."""
     names, variables = frame.f_code.co_freevars, frame.f_locals
     return not all(isinstance(variables.get(name), _CODE) for name in names)
 

@@ -1,4 +1,5 @@
-"""Python values of a recording: those that it rests on, read again at every step, and those that running it changes."""
+"""Python values of a recording: the values that it rests on, read again at every step, and those that running it
+changes."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -24,13 +25,13 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class PythonValues:
-    """What a recording has to do with Python values.
+    """The Python values that a recording reads and writes.
 
     Attributes:
         guarded: those that it rests on.
         effects: those that the step's body leaves, once for each microbatch.
-        used: what the program is given of them, anew for each microbatch.
-        conditions: (expression, what it gives) where the recording rests on that.
+        used: the expressions whose values the program is given, anew for each microbatch.
+        conditions: (expression, its value) where the recording rests on that.
         serial: another number for each recording.
     """
 
@@ -39,13 +40,13 @@ class PythonValues:
     used: tuple[Expression, ...] = ()
     conditions: tuple[tuple[Expression, Any], ...] = ()
     clocks: Mapping[Place, Any] = field(default_factory=dict)
-    """What each reading of a clock gave while this was recorded, in order."""
+    """The value of each reading of a clock while this was recorded, in order."""
     readings: tuple[Expression, ...] = ()
-    """Those of clocks, in order, so that none is before an earlier one."""
+    """The expressions of the clocks' readings, in order, so that none is before an earlier one."""
     serial: int = field(default_factory=itertools.count().__next__)
 
     def hold(self) -> bool:
-        """Whether all are as they were when the recording was made."""
+        """Whether all values are as they were when the recording was made."""
         return all(guarded.holds() for guarded in self.guarded) and self._conditions_hold()
 
     def _conditions_hold(self) -> bool:
@@ -56,29 +57,29 @@ class PythonValues:
             return False
 
     def changed(self) -> list[tuple[Holder, Any]]:
-        """The places of those that are not."""
+        """The places of the values that differ."""
         return [(g.holder, key) for g in self.guarded if not g.holds() for key in g.changed()]
 
     def changed_in_words(self) -> list[str]:
-        """The places of those that are not, and the conditions, in words."""
+        """The places of the values that differ, and of the conditions that do not hold, in words."""
         found = [holder.place(key) for holder, key in self.changed()]
         if not self._conditions_hold():
             found += sorted({place for expression, _ in self.conditions for place in places_of(expression)})
         return found
 
     def numbers(self) -> tuple[Any, ...]:
-        """What the program is given of them now."""
+        """The values that the program is given now."""
         known: dict[int, Any] = {}
         for reading in self.readings:
             reading.value(known)
         return tuple([expression.value(known) for expression in self.used])
 
     def compared(self, numbers: Sequence[Any]) -> list[Any]:
-        """Of these numbers those that are the same on every rank."""
+        """The numbers, among these, that are the same on every rank."""
         return [n for n, expression in zip(numbers, self.used, strict=True) if not expression.is_of_clock]
 
     def leave(self) -> list[tuple[Holder, Any, Any]]:
-        """Do to Python values what one run of the step's body does to them. Gives what was there before."""
+        """Change Python values as one run of the step's body does. Returns the values that were there before."""
         before = [(effect.holder, effect.key, effect.holder.value(effect.key)) for effect in self.effects]
         known: dict[int, Any] = {}
         values = [e.value.value(known) if isinstance(e.value, Expression) else e.value for e in self.effects]
@@ -88,7 +89,7 @@ class PythonValues:
 
 
 def places_of(expression: Expression) -> list[str]:
-    """What an expression is computed from, in words."""
+    """The places from which an expression is computed, in words."""
     if expression.holder is not None:
         return [expression.holder.place(expression.key)]
     return [place for a in expression.arguments if isinstance(a, Expression) for place in places_of(a)]

@@ -1,8 +1,9 @@
 """Random numbers that do not depend on how the model is split.
 
-What a module draws is a function of (seed, step, global microbatch, module path, occurrence of the call, and how many
-calls the module had made before it drew). The generator is seeded at the start of each such stretch: by hooks on those
-modules alone that recording saw draw random numbers, and on the modules they call if they draw again afterwards.
+The numbers that a module draws are a function of (seed, step, global microbatch, module path, occurrence of the call,
+and number of calls that the module had made before it drew). The generator is seeded at the start of each such stretch:
+by hooks on those modules alone that recording saw draw random numbers, and on the modules they call if they draw again
+afterwards.
 """
 
 import hashlib
@@ -53,7 +54,7 @@ class Moment:
 
 
 def stream_seed(seed: int, step: int, microbatch: int, context: Context) -> int:
-    """63 bits from a hash: the same on every machine."""
+    """The seed of a stretch, 63 bits from a hash: the same on every machine."""
     text = f"{seed}/{step}/{microbatch}/{context[0]}/{context[1]}/{context[2]}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
@@ -70,7 +71,7 @@ def draws(function: OpOverload, args: Any, kwargs: Any) -> bool:
 
 
 class Streams:
-    """Seeds the generators while one rank runs the programs of a step."""
+    """The seeding of the generators while one rank runs the programs of a step."""
 
     def __init__(
         self, programs: Sequence[Program], modules: Mapping[str, nn.Module], seed: int, device: torch.device
@@ -83,7 +84,7 @@ class Streams:
                 self.totals[path] = max(total, self.totals.get(path, 0))
         self.active = bool(self.contexts)
         self.enabled = False
-        """Set while this program runs: other programs have hooks on the same modules."""
+        """Whether this program runs now: other programs have hooks on the same modules."""
         self._step = 0
         self._microbatch = 0
         self._counts: dict[str, int] = {}
@@ -110,11 +111,11 @@ class Streams:
         self._frames.clear()
 
     def start(self, context: Context) -> None:
-        """Before a unit that runs op by op draws what belongs to ``context``."""
+        """Seed the generators for ``context``, before a unit that runs op by op draws."""
         self._seed(context)
 
     def enter(self, program: Program, step: Step) -> None:
-        """Before a step of a program."""
+        """Prepare the generators for a step of a program."""
         if step.path is not None:
             self._counts = dict(step.counts)
             self._frames.clear()
@@ -125,7 +126,8 @@ class Streams:
 
     @contextmanager
     def again(self, step: Step) -> Iterator[None]:
-        """While a unit runs a second time, in a backward pass: it draws what it drew the first time."""
+        """A context in which a unit runs a second time, in a backward pass: it draws the same numbers as the first
+        time."""
         before = self._counts, self._frames, self._recomputing
         self._counts, self._frames, self._recomputing = dict(step.counts), [], False
         try:
@@ -189,7 +191,7 @@ def seed_host(seed: int) -> None:
 
 
 def draw_again(values: Sequence[Value], step: Step | Draft, device: torch.device) -> None:
-    """Advance the generator by what a function of shapes like these draws."""
+    """Advance the generator by the draws of a function on tensors of these shapes."""
 
     def like(leaf: Leaf) -> Any:
         if isinstance(leaf, ValueRef):
@@ -214,7 +216,7 @@ def draw_again(values: Sequence[Value], step: Step | Draft, device: torch.device
 
 @contextmanager
 def kept_generators(active: bool, device: torch.device) -> Iterator[None]:
-    """Leave the default generators as they were found."""
+    """A context in which the default generators may be used; afterwards they are as they were found."""
     if not active:
         yield
         return

@@ -1,6 +1,6 @@
 """Random numbers that a model draws between its units, as a recording has them.
 
-What torch draws is a step that is run again, with the same numbers, wherever its result is needed. Where such a number
+A draw by torch is a step that is run again, with the same numbers, wherever its result is needed. Where such a number
 decides what the model does next, as that of a layer that is dropped (arXiv 1909.11556), the decision is that of the
 moment for which the recording is made, and a guard of it: other moments have recordings of their own. Functions that
 draw arrays from NumPy's generator are steps too (`host_draws`).
@@ -42,29 +42,29 @@ class RecordedDraws:
     """The draws between the units of one recording.
 
     Args:
-        moment: by which numbers are drawn where they decide what the model does.
+        moment: the moment by which numbers are drawn where they decide what the model does.
         inputs: the tensors of the microbatch, with their values.
     """
 
     def __init__(self, recording: Recording, moment: Moment, inputs: list[torch.Tensor]) -> None:
         self.recording, self.moment, self.inputs = recording, moment, inputs
         self.arrays: dict[int, torch.Tensor] = {}
-        """id of an array that was drawn → the value that stands for it."""
+        """The tensor that stands for an array that was drawn, by the array's id."""
         self._order: dict[Context, list[int]] = {}
         self._keep: list[Any] = []
 
     def note_order(self, draft: Draft) -> None:
-        """A function draws: what other functions drew in the same stretch comes first."""
+        """Note that a function draws: the draws of other functions in the same stretch come first."""
         earlier = self._order.setdefault(next(iter(draft.random)), [])
         draft.drawn_before = tuple(earlier)
         earlier.append(draft.index)
 
     def decides(self, read: Draft) -> bool:
-        """Whether what a function reads follows from random numbers, and at most from the batch beside."""
+        """Whether the value that a function reads follows from random numbers, and at most from the batch beside."""
         return self.recording.ledger.follows_from_draws(read)
 
     def decide(self, read: Draft) -> Any:
-        """What a function that reads such a value gives at this moment, which becomes a guard.
+        """The result, at this moment, of a function that reads such a value. It becomes a guard.
 
         Raises CaptureError where it is the step's own body that reads.
         """
@@ -82,10 +82,10 @@ class RecordedDraws:
         self.recording.guards.append(Guard(read.function, read.arguments, frozenset(read.reads), found, True))
 
     def host_function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call of a function that may draw from Python's or NumPy's generator: one step where it takes nothing but
-        numbers and values of the batch; elsewhere what it does is seen as it is done.
+        """A call of a function that may draw from Python's or NumPy's generator. It is one step where its arguments are
+        only numbers and values of the batch; elsewhere it is recorded like other code.
 
-        Raises UnrecordableError when it gives something else than arrays.
+        Raises UnrecordableError when it returns anything but arrays.
         """
         recording = self.recording
         if recording.stack.unit_depth or not recording.stack.frames:
@@ -127,7 +127,8 @@ class RecordedDraws:
         return pytree.tree_unflatten(arrays, spec)
 
     def on_arrays(self, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any, Any]:
-        """A call that makes a tensor of what `host_function` gave, as a function of the value that stands for it."""
+        """A call that makes a tensor of an array from `host_function`, as a function of the tensor that stands for the
+        array."""
         if not self.arrays or not args or function not in CONSTRUCTORS or id(args[0]) not in self.arrays:
             return function, args, kwargs
         return of_array, (self.arrays[id(args[0])], *args[1:]), kwargs

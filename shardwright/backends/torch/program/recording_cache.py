@@ -1,4 +1,4 @@
-"""The recordings of a step that there are, and the one that holds for a microbatch."""
+"""The recordings that exist of a step, and the one that holds for a microbatch."""
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -12,13 +12,14 @@ from shardwright.backends.torch.program.value_guards import holds
 from shardwright.core.errors import UnrecordableError
 
 VARIANTS = 16
-"""How often a microbatch is recorded for batches of the same shapes that differ in what the model reads from them."""
+"""The number of recordings of a microbatch for batches of the same shapes that differ in the values that the model
+reads."""
 DRAWN = 256
-"""Of recordings that differ in which modules random numbers leave out, so many are kept: the last used."""
+"""The number of recordings kept that differ in which modules random numbers leave out: the last used."""
 PYTHON_VARIANTS = 16
-"""Of recordings that differ in the Python values that they rest on, so many are kept that do not hold now."""
+"""The number of recordings kept that do not hold now and differ in the Python values that they rest on."""
 OFTEN = 10
-"""After so many recordings for Python values that changed, the user hears of it."""
+"""The number of recordings for changed Python values after which the user is warned."""
 
 
 class Recordings:
@@ -31,7 +32,7 @@ class Recordings:
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self._made: dict[Hashable, list[Division]] = {}
-        """By what a recording stands for, the last used first."""
+        """The recordings by their key, the last used first."""
         self._varying: dict[Hashable, Varying] = {}
         self._python_changed = 0
 
@@ -40,8 +41,8 @@ class Recordings:
         self._varying[key] = varying
 
     def held(self, key: Hashable, inputs: Sequence[torch.Tensor], moment: Moment) -> Division | None:
-        """The recording under ``key`` that holds for these inputs at this moment and for the Python values that there
-        are; None where there is none."""
+        """The recording under ``key`` that holds for these inputs at this moment and for the present Python values;
+        None where there is none."""
         every = self._made.setdefault(key, [])
         known = [made for made in every if made.program.python.hold()]
         device = inputs[0].device if inputs else torch.device("cpu")
@@ -55,7 +56,7 @@ class Recordings:
     def make(self, key: Hashable, record: Callable[[Varying], Division]) -> Division:
         """Add a recording by ``record`` under ``key``, where `held` finds none.
 
-        Raises UnrecordableError when what is read from batches has too many outcomes.
+        Raises UnrecordableError when the values that are read from batches have too many outcomes.
         """
         every, varying = self._made[key], self._varying.setdefault(key, Varying())
         known = [made for made in every if made.program.python.hold()]
@@ -72,7 +73,8 @@ class Recordings:
         return found
 
     def _note_change(self, every: list[Division], varying: Varying) -> None:
-        """None of these recordings holds, for the Python values that they rest on: the oldest is forgotten."""
+        """Note that none of these recordings holds, for the Python values that they rest on: the oldest is
+        forgotten."""
         del every[PYTHON_VARIANTS:]
         varying.add(every[0].program.python.changed())
         self._python_changed += 1

@@ -1,8 +1,8 @@
-"""Recordings with stand-ins for numbers that change, held against recordings without.
+"""The comparison of recordings that have stand-ins for changing numbers with recordings that have none.
 
-Code in C takes a stand-in for the number that it nearly is, and what it computes is no expression: the recording would
-then be right at the values of one step alone. So it must give, at the values of a recording without stand-ins, exactly
-the program of that. Where it does not, the values are recorded anew whenever they change.
+Code in C takes a stand-in for the number that it nearly is, and its result is no expression: the recording would then
+be right at the values of one step alone. So it must give, at the values of a recording without stand-ins, exactly the
+program of that. Where it does not, the values are recorded anew whenever they change.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ class Varying:
 
     Attributes:
         places: those that stand-ins are tried for.
-        refused: those for which they do not do.
+        refused: those for which stand-ins do not work.
         plain: the last recording without stand-ins.
     """
 
@@ -38,27 +38,27 @@ class Varying:
     plain: Program | None = None
 
     def add(self, places: Places) -> None:
-        """These changed."""
+        """Add places whose values changed."""
         for holder, key in places:
             place = id(holder.target), key
             if place not in self.refused and _can_vary(holder.value(key)):
                 self.places[place] = holder, key
 
     def refuse(self) -> None:
-        """What stands in now does not do."""
+        """Refuse all places that have stand-ins now: these do not work."""
         self.refused |= set(self.places)
         self.places.clear()
 
 
 def record_varying(record: Record, varying: Varying) -> Recorded:
-    """A recording for the Python values that there are now, and for others where that is certain.
+    """A recording for the present Python values, and for others where that is certain.
 
     Args:
         record: makes one with stand-ins in some places, and where clocks are read, unless it is given their readings.
 
     Raises:
         CaptureError: as `StepRecorder.record` does, without stand-ins.
-        UnrecordableError, a CaptureError: what clocks say is not followed into the program.
+        UnrecordableError, a CaptureError: the readings of clocks are not followed into the program.
     """
     found = _tried(record, varying)
     if found is not None and varying.plain is not None and alike(found[0], varying.plain):
@@ -104,7 +104,7 @@ def _can_vary(value: Any) -> bool:
 
 
 def alike(varying: Program, plain: Program) -> bool:
-    """Whether a recording with stand-ins is the one without at the values of that."""
+    """Whether a recording with stand-ins equals the one without, at the values of the latter."""
     known: dict[int, Any] = {}
     at = dict(plain.python.clocks)
     at |= {(id(g.holder.target), k): v for g in plain.python.guarded for k, v in zip(g.keys, g.values, strict=True)}

@@ -1,4 +1,4 @@
-"""What the recording of a step refuses, and in which words."""
+"""The errors for the steps that recording refuses, and their words."""
 
 import functools
 import traceback
@@ -86,11 +86,11 @@ def draws_by_itself(model: nn.Module, path: str | None) -> CaptureError:
 
 
 def computes_with_a_clock(model: nn.Module, clocks: Iterable[tuple[Any, Any]], *, ranks: int = 1) -> UnrecordableError:
-    """The error for a step that computes with what a clock says, where a recording cannot follow that.
+    """The error for a step that computes with the reading of a clock, where a recording cannot follow that.
 
     Args:
-        clocks: (id, call) of those that it read.
-        ranks: how many would each have a time of their own.
+        clocks: (id, call) of the clocks that it read.
+        ranks: the number of ranks that would each have a time of their own.
     """
     names = ", ".join(dict.fromkeys(f"time.{CLOCKS[number].__name__}()" for number, _ in clocks))
     why = f"says another time on each of the {ranks} ranks" if ranks > 1 else "would say the same time in every step"
@@ -136,7 +136,7 @@ def shares_a_value(model: nn.Module, place: str) -> UnrecordableError:
 
 
 def takes_a_gradient(model: nn.Module, function: Callable[..., Any]) -> CaptureError:
-    """The error for a gradient taken in the body of a step whose values lie on several pipeline ranks."""
+    """The error for a gradient taken in the body of a step whose values are on several pipeline ranks."""
     name = f"torch.autograd.{getattr(function, '__name__', 'grad')}"
     return CaptureError(
         f"{name} is called in the step at {where()}, and {type(model).__name__} is split over pipeline stages, each of "

@@ -1,4 +1,4 @@
-"""What the runtime takes from a plan: the schedule, which stage does what, and what is recomputed."""
+"""The part of a plan that the runtime uses: the schedule, the work of each stage, and the recomputed calls."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from shardwright.core.tables.memory import Recompute
 
 @dataclass(frozen=True, slots=True)
 class StageMap:
-    """What the runtime takes from a plan: the schedule, and which calls and parameters belong to which stage."""
+    """The part of a plan that the runtime uses: the schedule, and the calls and parameters of each stage."""
 
     schedule: Schedule
     calls: tuple[tuple[tuple[str, int], ...], ...]
@@ -23,9 +23,9 @@ class StageMap:
     recompute: frozenset[tuple[str, int]] = frozenset()
     """The calls whose forward runs again in the backward pass."""
     loss_scope: LossScope = "replica"
-    """Which samples batch norm sees together: `backends.torch.data_parallel.batch_norm`."""
+    """The samples that batch norm sees together: `backends.torch.data_parallel.batch_norm`."""
     plan: Plan | None = None
-    """Where the tensor axis has its layouts from."""
+    """The plan, from which the tensor axis has its layouts."""
 
     def __post_init__(self) -> None:
         require_runnable(self.schedule)
@@ -39,7 +39,8 @@ class StageMap:
 
     @classmethod
     def of_plan(cls, plan: Plan, schedule: Schedule | None = None) -> "StageMap":
-        """Raises PlanError when the plan is not bound to torch, MissingCapabilityError for what is not run."""
+        """The stage map of a plan. Raises PlanError when the plan is not bound to torch, MissingCapabilityError for a
+        plan that this runtime cannot run."""
         CAPABILITIES.require_axes({"tp": plan.decision.tp})
         _require_policies(plan)
         schedule = schedule or plan.build_schedule()
@@ -102,7 +103,8 @@ def recomputed_calls(plan: Plan) -> frozenset[tuple[str, int]]:
 
 
 def keep_microbatches(schedule: Schedule, count: int) -> Schedule:
-    """The schedule with its first ``count`` microbatches alone, in the same order: what is left waits for no other.
+    """The schedule with its first ``count`` microbatches alone, in the same order: the remaining actions wait for no
+    other.
 
     Raises ShardwrightError for more microbatches than the schedule has.
     """

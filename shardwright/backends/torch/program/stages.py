@@ -1,8 +1,8 @@
-"""Division of a recorded program into stages: what each stage runs, and which values flow between them.
+"""Division of a recorded program into stages: the steps that each stage runs, and the values that flow between them.
 
-Unit calls are where the plan puts them. What lies between is cut where the fewest bytes cross, as in every framework
-(`core.partition.between_units`); what depends on the batch and on constants alone runs again on every stage that needs
-it, since all of them have the batch.
+Unit calls are where the plan puts them. The steps between units are cut where the fewest bytes cross, as in every
+framework (`core.partition.between_units`). A step that depends on the batch and on constants alone runs again on every
+stage that needs it, since all of them have the batch.
 """
 
 import itertools
@@ -29,14 +29,14 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """What one stage does for one microbatch."""
+    """The work of one stage for one microbatch."""
 
     stage: int
     inputs: tuple[int, ...]
     """The values of the batch that are used here."""
     steps: tuple[Step, ...]
     release: tuple[tuple[int, ...], ...]
-    """After each step, the values that nothing on this stage uses any more."""
+    """The values that nothing on this stage uses any more, after each step."""
     receives: tuple[Edge, ...]
     sends: tuple[Edge, ...]
     losses: tuple[int, ...]
@@ -44,7 +44,7 @@ class StagePart:
     results: tuple[int, ...]
     """Positions of the leaves of the step's result that are computed here."""
     copied: frozenset[int]
-    """Values that a step writes to after they were received, or before they are sent: copied first."""
+    """Values that are copied first, because a step writes to them after they were received, or before they are sent."""
     parameters: frozenset[str]
     buffers: frozenset[str]
 
@@ -57,7 +57,7 @@ class Division:
     parts: tuple[StagePart, ...]
     edges: tuple[Edge, ...]
     result_stage: tuple[int | None, ...]
-    """For every leaf of the result the stage that computes it; None for what is not a tensor."""
+    """The stage that computes each leaf of the result; None for a leaf that is no tensor."""
     loss_stage: tuple[int, ...]
 
 
@@ -69,8 +69,8 @@ def divide(
 ) -> Division:
     """Divide a program.
 
-    Raises PlanError when a unit needs what a later stage computes, CaptureError when a stage would write to memory that
-    another stage shares.
+    Raises PlanError when a unit needs a value that a later stage computes, CaptureError when a stage would write to
+    memory that another stage shares.
     """
     where = _place(program, stage_of_call, parameter_stages, stages)
 
@@ -108,7 +108,7 @@ def _place(
     parameter_stages: Mapping[str, Sequence[int]],
     stages: int,
 ) -> list[int | None]:
-    """The stage of every step; None for what every stage can compute from the batch."""
+    """The stage of every step; None for a step that every stage can compute from the batch."""
     everywhere, wished = _wishes(program, stage_of_call, parameter_stages, stages)
     together = {program.values[old].memory for step in program.steps for _, old in step.renewals}
     where: list[int | None] = []
@@ -147,7 +147,8 @@ def _wishes(
     parameter_stages: Mapping[str, Sequence[int]],
     stages: int,
 ) -> tuple[set[int], list[int]]:
-    """The steps that every stage can compute from the batch, and where each of the others runs, but for what it reads.
+    """The steps that every stage can compute from the batch, and the stage where each of the others would run but for
+    its inputs.
 
     A view of a parameter is taken anew where it is used. Other functions of parameters alone run where those are, so
     that no stage holds parameters for their sake.
@@ -193,7 +194,8 @@ def _check_writes(program: Program, where: Sequence[int | None]) -> None:
 
 
 def _live_steps(program: Program) -> set[int]:
-    """Unit calls, attributes that are set, and whatever they, the losses and the result need."""
+    """The indices of unit calls, of attributes that are set, and of all steps that they, the losses and the result
+    need."""
     live = {step.index for step in program.steps if step.path is not None or step.stage is not None}
     pending = [v for i in live for v in program.steps[i].reads]
     pending += [loss.value for loss in program.losses]
@@ -241,7 +243,7 @@ def _wanted(
 
 
 def _values_with_gradient(program: Program) -> set[int]:
-    """Values through which a gradient can flow back from a loss."""
+    """The values through which a gradient can flow back from a loss."""
     found: set[int] = set()
     pending = [loss.value for loss in program.losses]
     while pending:

@@ -29,7 +29,7 @@ from shardwright.core.errors import CaptureError
 
 
 class StepDrafts:
-    """Makes the steps of one recording.
+    """The steps of one recording, as they are made.
 
     Args:
         require_known: raises for an object that no recording can have.
@@ -45,7 +45,7 @@ class StepDrafts:
         self._keep: list[Any] = []
 
     def leaf(self, item: Any, stage: int | None) -> Leaf:
-        """An argument of a step of this stage.
+        """An argument of a step of this stage, as a leaf.
 
         Raises CaptureError for an object that holds tensors and cannot be copied for each stage and microbatch.
         """
@@ -86,7 +86,7 @@ class StepDrafts:
         self, path: str | None, occurrence: int, function: Callable[..., Any] | None, arguments: Any,
         stage: int | None, kept: bool = True,
     ) -> Draft:  # fmt: skip
-        """A step under construction; one that is not ``kept`` is no step of the program."""
+        """A step under construction; a step that is not ``kept`` is no step of the program."""
         items, spec = pytree.tree_flatten(arguments)
         leaves = tuple(self.leaf(item, stage) for item in items)
         draft = Draft(len(self.ledger.drafts), path, occurrence, function, Tree(leaves, spec), set())
@@ -105,7 +105,7 @@ class StepDrafts:
         return draft
 
     def outputs_of(self, draft: Draft, result: Any) -> list[int | None]:
-        """The new values among the tensors that a step gives; None for one that was there."""
+        """The new values among the tensors that a step gives; None for a tensor that was there before."""
         found: list[int | None] = []
         for tensor in tensors_in(result):
             known = self.ledger.ref(tensor) is not None or not self.ledger.is_made(tensor)

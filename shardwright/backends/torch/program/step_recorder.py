@@ -1,12 +1,12 @@
-"""Recording of the step body: it runs once on stand-ins, and what it does becomes a `Program`.
+"""Recording of the step body: it runs once on stand-ins, and everything it does becomes a `Program`.
 
 Functions are recorded as the user calls them (`__torch_function__`), above autograd, so that replaying them builds the
-same autograd graph. Module calls that the plan gives to a stage are recorded whole. A dispatch mode below watches what
-happens inside them: which parameters are used, where random numbers are drawn.
+same autograd graph. Module calls that the plan gives to a stage are recorded whole. A dispatch mode below sees the ops
+inside them: the parameters that are used, and the places where random numbers are drawn.
 
 The stand-ins are fake tensors. A model that needs values runs on real ones: the batch as it is, parameters at random.
-Inside a unit it may do what it likes with them, since units are replayed whole; between units it may read what follows
-from the batch alone, which becomes a guard of the program (`value_guards`).
+Inside a unit it may do what it likes with them, since units are replayed whole; between units it may read values that
+follow from the batch alone, which become guards of the program (`value_guards`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -67,14 +67,14 @@ from shardwright.core.errors import CaptureError, UnrecordableError
 
 
 class StepRecorder:
-    """Records one run of a step body.
+    """A recorder of one run of a step body.
 
     Args:
         model: the whole model; parameters may be on any device, the meta device too. It is left as it was.
         stage_of_call: the stage of every module call that is to be kept whole: (path, occurrence) → stage.
         device: where the stand-ins are, or pretend to be.
         real: whether they have values.
-        moment: by which random numbers are drawn where they decide what the model does.
+        moment: the moment by which random numbers are drawn where they decide what the model does.
         units_run_again: whether units are replayed by calling their modules, which read Python values anew.
         places: of Python values that change from step to step, so that the program is given them anew.
         readings: of clocks; see `Clocks`.
@@ -115,11 +115,11 @@ class StepRecorder:
         )  # fmt: skip
 
     def _runs_again(self) -> bool:
-        """Whether what runs now will run again at every replay."""
+        """Whether the code that runs now will run again at every replay."""
         return self.units_run_again and self.stack.current is not None
 
     def _is_heard(self) -> bool:
-        """Whether what is decided now is part of the recording."""
+        """Whether a decision made now is part of the recording."""
         return not (self._runs_again() or self.reads.is_collecting)
 
     # What the user's code meets ------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class StepRecorder:
     def record(self, body: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor]) -> Program:
         """Run ``body(stand_ins)`` on stand-ins for ``inputs``, which are those of one microbatch.
 
-        Raises CaptureError when what the body does depends on the values of tensors, or cannot be replayed;
+        Raises CaptureError when the course of the body depends on the values of tensors, or cannot be replayed;
         UnrecordableError, a CaptureError, when it is the model that needs values.
         """
         mode = nullcontext() if self.real else FakeTensorMode(allow_non_fake_inputs=True)
@@ -161,7 +161,7 @@ class StepRecorder:
             return self._finish(result)
 
     def _note_python_writes(self) -> None:
-        """What the run wrote to Python values becomes what the step does to them, and is undone here.
+        """Turn the writes of the run to Python values into effects of the step, and undo them here.
 
         Raises CaptureError for a tensor that was left where it may be read again; UnrecordableError, a CaptureError,
         where the model did that.
@@ -190,7 +190,7 @@ class StepRecorder:
         return made.requires_grad_(tensor.requires_grad)
 
     def backward(self, loss: Any, weight: Any = None, reduction: str | None = None) -> None:
-        """``model.backward`` inside the body."""
+        """Note a loss that the body gives to ``model.backward``."""
         if not isinstance(loss, torch.Tensor) or not isinstance(self.ledger.ref(loss), ValueRef):
             raise CaptureError(f"model.backward takes the loss, a tensor that this step computed: given {said(loss)}")
         if loss.numel() != 1:
@@ -271,7 +271,7 @@ class StepRecorder:
         return result
 
     def _guard(self, draft: Draft, result: Any) -> None:
-        """A value was read between units: note it where the batch alone decides it.
+        """Note a value that was read between units, where the batch alone decides it.
 
         Raises UnrecordableError where it does not; CaptureError where it is the step's own body that reads.
         """
@@ -310,9 +310,9 @@ class StepRecorder:
                 draft.reads_value = True
 
     def _note_host_draws(self) -> None:
-        """Draws from Python's or NumPy's generator since the last look: a unit's are its own, as are torch's.
+        """Note draws from Python's or NumPy's generator since the last look: a unit's are its own, as are torch's.
 
-        Raises CaptureError for those between units: the result is a constant to the recording.
+        Raises CaptureError for draws between units: the result is a constant to the recording.
         """
         state, generators = host_state(), self.reads.reached.generators
         drawn = False
@@ -415,6 +415,6 @@ def _count(mask: torch.Tensor) -> int:
 
 _BEGINNING_GRADIENTS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _PACKING = torch.ops.aten._pack_padded_sequence.default
-"""Its result has as many rows as its lengths say, which its tags do not."""
+"""An op whose result has as many rows as its lengths say; its tags do not tell that."""
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _EMPTY = Tree((), pytree.tree_flatten(())[1])

@@ -12,10 +12,10 @@ from shardwright.backends.torch.program.randomness import kept_generators, seed_
 
 @contextmanager
 def seeded_by_rule(model: nn.Module, *, seed: int, step: int, microbatch: int) -> Iterator[None]:
-    """Inside, the model draws for its forward pass what it would draw as a pipeline.
+    """A context in which the model draws for its forward pass the numbers that it would draw as a pipeline.
 
-    The generators are seeded whenever a module is entered and whenever one that it called returns
-    (`randomness`), and are afterwards as they were. Enter this once for every microbatch.
+    The generators are seeded whenever a module is entered and whenever one that it called returns (`randomness`), and
+    are afterwards as they were. Enter this once for every microbatch.
 
     Args:
         seed: that of `init` or `set_seed`.

@@ -29,7 +29,7 @@ from shardwright.backends.torch.program.randomness import Moment, kept_generator
 
 
 def what_was_read(result: Any) -> Any:
-    """Of a function's result what the steps after it may have been chosen by: a value, or the shapes of tensors."""
+    """The part of a function's result that may decide the steps after it: a value, or the shapes of tensors."""
     tensors = tensors_in(result)
     if tensors:
         return tuple(tuple(tensor.shape) for tensor in tensors)
@@ -37,11 +37,11 @@ def what_was_read(result: Any) -> Any:
 
 
 class _Retrace:
-    """Computes values anew from the batch and from random numbers, in the order of the program.
+    """A computation of values anew from the batch and from random numbers, in the order of the program.
 
     Args:
         inputs: of one microbatch.
-        moment: by which is drawn.
+        moment: the moment by which numbers are drawn.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class _Retrace:
         return sorted(steps)
 
     def run(self, steps: Sequence[int]) -> Iterator[bool]:
-        """Run these steps; after each, whether it made tensors of the shapes that the program has."""
+        """Run these steps. After each, yields whether it made tensors of the shapes that the program has."""
         for index in steps:
             step = self._steps[index]
             if step.random:
@@ -103,7 +103,7 @@ class _Retrace:
 
 
 def holds(program: Program, inputs: Sequence[torch.Tensor], moment: Moment) -> bool:
-    """Whether a program was recorded with the values that these inputs of a microbatch give too at this moment.
+    """Whether these inputs of a microbatch give, at this moment, the values with which a program was recorded.
 
     Where random numbers decide, torch's, Python's and NumPy's generators are left anywhere: see `kept_generators`.
     """
@@ -128,7 +128,7 @@ def holds(program: Program, inputs: Sequence[torch.Tensor], moment: Moment) -> b
 def decide(
     values: Sequence[Value], drafts: Sequence[Draft], inputs: Sequence[torch.Tensor], moment: Moment, read: Draft
 ) -> Any:
-    """What a function that reads a value gives at a moment, while the program is being recorded."""
+    """The result of a function that reads a value, at a moment, while the program is being recorded."""
     retrace = _Retrace(values, drafts, inputs, moment)
     with torch.no_grad(), kept_generators(True, retrace.device):
         for _ in retrace.run(retrace.needed(sorted(read.reads))):

@@ -1,4 +1,4 @@
-"""Which tensor of a recording is which value of its program, through writes in place too."""
+"""The relation of a recording's tensors to the values of its program, through writes in place too."""
 
 from collections import defaultdict
 from typing import Any
@@ -27,7 +27,8 @@ class Ledger:
         self._known: dict[int, Leaf] = {}
         self._keep: list[Any] = []
         self._made: dict[int, StorageWeakRef] = {}
-        """By address, which is not given again while there is a weak reference to what was there."""
+        """The memory of this run, by address. An address is not given again while there is a weak reference to its
+        storage."""
         self._of_batch: set[int] = set()
         self._drawn: set[int] = set()
         self._mutations: defaultdict[int, list[int]] = defaultdict(list)
@@ -40,17 +41,17 @@ class Ledger:
             self.note_made(tensor)
 
     def ref(self, tensor: torch.Tensor) -> Leaf | None:
-        """What a tensor is; None for one that is not known."""
+        """The leaf that a tensor is; None for a tensor that is not known."""
         return self._known.get(id(tensor))
 
     def note_made(self, tensor: torch.Tensor) -> None:
-        """This tensor's memory belongs to the run: what lies there is no constant from outside."""
+        """Note that this tensor's memory belongs to the run: a tensor in it is no constant from outside."""
         address = memory_of(tensor)
         if address not in self._made:
             self._made[address] = StorageWeakRef(tensor.untyped_storage())
 
     def is_made(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in memory of this run."""
+        """Whether a tensor is in memory of this run."""
         return isinstance(tensor, FakeTensor) or memory_of(tensor) in self._made
 
     def new_value(self, tensor: torch.Tensor, step: int | None, position: int | None = None) -> int:
@@ -65,11 +66,11 @@ class Ledger:
         return index
 
     def depends_on_batch_alone(self, draft: Draft) -> bool:
-        """Whether every rank can compute what a step makes: from the batch and from constants."""
+        """Whether every rank can compute the outputs of a step: from the batch and from constants."""
         return not draft.random and draft.reads <= self._of_batch and _is_of_values(draft)
 
     def follows_from_draws(self, draft: Draft) -> bool:
-        """Whether every rank can compute what a step makes once it has drawn the same random numbers."""
+        """Whether every rank can compute the outputs of a step once it has drawn the same random numbers."""
         drawn = bool(draft.random) or not draft.reads <= self._of_batch
         return drawn and draft.reads <= self._of_batch | self._drawn and _is_of_values(draft)
 
@@ -92,7 +93,7 @@ class Ledger:
         return self._version(ref.value, len(self._mutations[self.values[ref.value].memory]))
 
     def use(self, tensor: torch.Tensor) -> Leaf:
-        """A tensor as an argument. Raises CaptureError for one that replay could not give."""
+        """The leaf of a tensor that is an argument. Raises CaptureError for a tensor that replay could not give."""
         ref = self._known.get(id(tensor))
         if isinstance(ref, ValueRef):
             return ValueRef(self.use_value(tensor))
@@ -112,7 +113,7 @@ class Ledger:
         return ConstantRef(tensor)
 
     def note_writes(self, draft: Draft, given: list[torch.Tensor], versions: list[int]) -> None:
-        """A step may have written to what it was given, which had these versions before."""
+        """Note the writes of a step to the tensors that it was given, which had these versions before."""
         memories = set()
         for tensor, version in zip(given, versions, strict=True):
             if tensor._version == version:

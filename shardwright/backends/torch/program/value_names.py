@@ -1,7 +1,7 @@
-"""Names of a program's values that every rank finds alike, whatever the order in which it met them.
+"""Names of a program's values that are the same on every rank, whatever the order in which it met them.
 
 Models loop over Python sets of strings, whose order differs from process to process. Then the same steps are recorded
-in another order, with other numbers. What a value is made of does not change.
+in another order, with other numbers. The origin of a value does not change.
 """
 
 import hashlib
@@ -14,7 +14,8 @@ _SPOKEN = (int, float, complex, str, bytes, bool, type(None))
 
 
 def value_names(program: Program) -> tuple[str, ...]:
-    """For every value what it is made of, hashed; values that are made alike have the same name."""
+    """The names of all values, each a hash of the value's origin: values that are made in the same way have the same
+    name."""
     names = [f"input {value.input}" for value in program.values]
     for step in program.steps:
         base = _hashed(step, names)

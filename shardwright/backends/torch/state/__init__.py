@@ -1,1 +1,1 @@
-"""Parameters, buffers and optimizer states: who holds them, initial weights, whole state dicts."""
+"""Parameters, buffers and optimizer states: their ownership, initial weights, whole state dicts."""

@@ -70,7 +70,7 @@ def gather(
 
 
 def _put_together(state: "OrderedDict[str, Any]", ownership: Ownership, shards: Shards) -> None:
-    """Whole tensors in place of pieces: copies for those held here, shapes for the others."""
+    """Replace shards by whole tensors: copies for those held here, shapes for the others."""
     known: dict[str, torch.Tensor] = {}
     for key, entry in state.items():
         name = ownership.first_name.get(key)

@@ -1,4 +1,4 @@
-"""What ranks must have alike of a model: before it is split, and in every step."""
+"""The comparison of everything that must be the same on all ranks of a model: before it is split, and in every step."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,14 +13,15 @@ from shardwright.backends.torch.state.ownership import buffer_names, parameter_n
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 _OF_A_RANK = ("rank", "device")
-"""What an attribute is called that differs between ranks by nature."""
+"""Words in the names of attributes that differ between ranks by nature."""
 _LONGEST = 32
-"""Of longer sequences the length is compared."""
+"""The length above which only the lengths of sequences are compared."""
 _BUILD_ALIKE = "Every rank builds the same model, from the same code and the same configuration, and then wraps it."
 
 
 def model_claims(model: nn.Module) -> list[Claim]:
-    """Of the class, parameters, buffers, modules and their plain attributes of a model, before it is split."""
+    """The claims of the class, parameters, buffers, modules and their plain attributes of a model, before it is
+    split."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -48,7 +49,7 @@ def model_claims(model: nn.Module) -> list[Claim]:
 
 
 def module_claim(modules: Mapping[str, nn.Module]) -> Claim:
-    """Of the classes of modules and the code of their forward functions."""
+    """The claim of the classes of modules and the code of their forward functions."""
     code: dict[Any, str] = {}
     said = {}
     for path, module in modules.items():
@@ -61,7 +62,7 @@ def module_claim(modules: Mapping[str, nn.Module]) -> Claim:
 
 
 def parameters_claim(parameters: Mapping[str, torch.Tensor]) -> Claim:
-    """Of the values of the parameters that this rank holds."""
+    """The claim of the values of the parameters that this rank holds."""
     digests = {name: _short(fingerprint(tensor)) for name, tensor in parameters.items()}
     fix = "What changes parameters outside the optimizer's step is done on every rank."
     return Claim.of("the values of parameters", digests, fix, "holders")
@@ -74,7 +75,8 @@ def values_digest(model: nn.Module) -> int:
 
 
 def source_claim(weights: Any) -> Claim:
-    """Of where a model on the meta device gets its data. Raises OSError for a file that cannot be read."""
+    """The claim of the source of a model's data, for one on the meta device. Raises OSError for a file that cannot be
+    read."""
     if isinstance(weights, (str, Path)):
         said = f"a file of content {_short(digest_of_file(Path(weights)))}"
     elif isinstance(weights, Mapping):
@@ -88,7 +90,7 @@ def source_claim(weights: Any) -> Claim:
 
 
 def digest_of_state(state: Mapping[str, Any]) -> str:
-    """A text that two state dicts share when their names and values are the same; one may hold others."""
+    """A text that two state dicts share when their names and values are the same. A state dict may hold others."""
     parts = []
     for key, entry in state.items():
         if isinstance(entry, torch.Tensor):
@@ -135,7 +137,7 @@ def _plain_items(path: str, items: Iterable[tuple[str, Any]]) -> Iterator[tuple[
 
 
 def plain_text(value: Any) -> str | None:
-    """A plain Python value as text; None for what is none."""
+    """A plain Python value as text; None for any other value."""
     if type(value) in _PLAIN:
         return repr(value)
     if type(value) in (tuple, list, torch.Size):
@@ -148,7 +150,7 @@ def plain_text(value: Any) -> str | None:
 
 
 class LiveFlags:
-    """Which modules of a model are in training mode and which parameters are trained, as read in every step.
+    """The modules of a model that are in training mode and the parameters that are trained, as read in every step.
 
     Args:
         modules: by path.

@@ -25,14 +25,15 @@ def gather_states(
     rank0_only: bool,
     shards: Shards | None = None,
 ) -> dict[str, Any]:
-    """``{"state": …, "param_groups": …}`` over all parameters; each comes from its home. Every rank calls this.
+    """The states ``{"state": …, "param_groups": …}`` of all parameters; each comes from its home. Every rank calls
+    this.
 
     Args:
         groups: for every parameter group the names of its parameters, those of other ranks too.
-        shards: where parameters lie in pieces along the tensor axis.
+        shards: the shards of parameters along the tensor axis, where there are any.
 
     Raises:
-        MissingCapabilityError: a state of a parameter that lies in pieces has another shape than its piece.
+        MissingCapabilityError: a state of a sharded parameter has another shape than the parameter's shard.
     """
     me, placement = bound.coordinate("pp"), ownership.placement
     own: dict[str, Any] = {}
@@ -66,9 +67,9 @@ def put_together(
     groups: Sequence[Sequence[str | torch.Tensor]],
     shards: Shards,
 ) -> None:
-    """Make states whole whose parameters are about to be, along the tensor axis. Every rank of it calls this.
+    """Make the states whole whose parameters are about to be, along the tensor axis. Every rank of it calls this.
 
-    Raises MissingCapabilityError: a parameter lies in pieces, and has a state of another shape.
+    Raises MissingCapabilityError: a sharded parameter has a state of another shape.
     """
     for names in groups:
         for name in names:
@@ -81,7 +82,7 @@ def put_together(
 def local_states(
     ownership: Ownership, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """The states of this rank's parameters, or of its pieces of them, by names; marked as a part."""
+    """The states of this rank's parameters, or of its shards of them, by names; marked as a part."""
     own = {
         name: {key: _on_cpu(entry) for key, entry in optimizer.state[parameter].items()}
         for names in groups
@@ -105,7 +106,7 @@ def _by_names(
 
 
 def _whole(name: str, key: str, entry: Any, parameter: torch.Tensor, shards: Shards | None) -> Any:
-    """A state of a parameter that lies in pieces, put together."""
+    """A state of a parameter, put together where the parameter is sharded."""
     if shards is None or name not in shards.places or not isinstance(entry, torch.Tensor) or entry.numel() == 1:
         return entry
     if entry.shape != parameter.shape:
@@ -126,9 +127,9 @@ def load_states(
     *,
     with_options: bool = True,
 ) -> None:
-    """Take this rank's share of what `gather_states` gave, under whatever plan that was; of what an optimizer of torch
-    gave for the unsplit model, whose parameters have numbers in the order of the groups; or what `local_states` gave.
-    The options of groups, learning rates among them, are taken ``with_options``.
+    """Load this rank's share of a state dict from `gather_states`, under whatever plan that was; of one from an
+    optimizer of torch for the unsplit model, whose parameters have numbers in the order of the groups; or of one from
+    `local_states`. The options of groups, learning rates among them, are loaded if ``with_options``.
 
     Raises PlanError when the groups hold other parameters.
     """
@@ -168,7 +169,7 @@ def load_states(
 
 
 def _named(given: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Mapping[str, Any]:
-    """A state dict of torch's own, by names in place of numbers."""
+    """A state dict of torch's own, with names in place of numbers."""
     saved = given["param_groups"]
     numbers = [number for group in saved for number in group["params"]]
     if not numbers or not all(isinstance(number, int) for number in numbers):
@@ -187,7 +188,7 @@ def _named(given: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Mapping
 
 
 def _own_piece(name: str, key: str, entry: Any, parameter: torch.Tensor, shards: Shards | None) -> Any:
-    """This rank's part of a state. Raises PlanError for one of a shape that does not fit."""
+    """This rank's part of a state. Raises PlanError for a state of a shape that does not fit."""
     if not isinstance(entry, torch.Tensor) or entry.dim() == 0:
         return entry
     if shards is not None and name in shards.places and entry.shape == shards.whole_shape(name, parameter.shape):
@@ -205,7 +206,7 @@ def _on_cpu(entry: Any) -> Any:
 
 
 def _on_device_of(parameter: torch.Tensor, key: str, entry: Any) -> Any:
-    """As torch's own loading has it: step counters stay on the CPU."""
+    """The entry on the parameter's device. Step counters stay where they are, on the CPU, as in torch's own loading."""
     if not isinstance(entry, torch.Tensor):
         return entry
     return entry.clone() if key == "step" else entry.to(parameter.device, copy=True)

@@ -1,7 +1,7 @@
-"""Which rank holds which parameters and buffers, and the module tree that is kept whole but for its memory.
+"""The ownership of parameters and buffers by ranks, and the module tree that is kept whole but for its memory.
 
-Every rank keeps the whole tree of modules, under the original names. What it does not hold is replaced by parameters on
-the meta device, which have a shape and no memory.
+Every rank keeps the whole tree of modules, under the original names. A tensor that it does not hold is replaced by one
+on the meta device, which has a shape and no memory.
 """
 
 import weakref
@@ -26,7 +26,7 @@ class Placement:
         return self.parameters[name] if name in self.parameters else self.buffers[name]
 
     def with_needs(self, needs: Mapping[int, Iterable[str]]) -> "Placement":
-        """This placement, with holders added: for every pp coordinate the names that it turned out to need."""
+        """This placement with holders added: for every pp coordinate the names that it turned out to need."""
         parameters, buffers = dict(self.parameters), dict(self.buffers)
         for rank in sorted(needs):
             for name in sorted(needs[rank]):
@@ -43,7 +43,7 @@ def place(
     stage_to_rank: Callable[[int], int],
     ranks: int,
 ) -> Placement:
-    """Where parameters and buffers go.
+    """The placement of parameters and buffers.
 
     A parameter goes where the plan uses it, and where a module that has it, under any of its names, is called. One that
     nobody uses goes to rank 0; a buffer of a module that no single stage holds goes to every rank.
@@ -75,12 +75,12 @@ def place(
 
 
 def parameter_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """All names of every parameter, by its first."""
+    """All names of every parameter, by its first name."""
     return _names(model.named_parameters(remove_duplicate=False))
 
 
 def buffer_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """All names of every buffer, by its first."""
+    """All names of every buffer, by its first name."""
     return _names(model.named_buffers(remove_duplicate=False))
 
 
@@ -96,7 +96,7 @@ class Ownership:
     """The tensors of a model on one rank.
 
     Attributes:
-        first_name: for every name of a parameter or buffer, its first.
+        first_name: the first name of every parameter and buffer, by each of its names.
         placement: None until the model is split.
     """
 
@@ -144,13 +144,13 @@ class Ownership:
         return self.placement is None or self.rank in self.placement.holders(name)
 
     def local_parameters(self) -> dict[str, nn.Parameter]:
-        """What this rank holds, by first name, in the model's order."""
+        """The parameters that this rank holds, by first name, in the model's order."""
         found = {name: module._parameters[last] for name, module, last in self._held()}
         return cast(dict[str, nn.Parameter], found)
 
     @property
     def ties(self) -> list[tuple[str, tuple[int, ...]]]:
-        """The parameters with several holders, by name, and these."""
+        """The parameters with several holders: each name with the holders."""
         placement = self.placement
         if self._tied_under is None or self._tied_under[0] is not placement:
             held = {} if placement is None else placement.parameters
@@ -169,7 +169,7 @@ class Ownership:
         return {name: self.tensor(name) for name in self._buffer_order if self.holds(name)}
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Replace a parameter or buffer everywhere it stands. What is on the right device keeps its identity."""
+        """Replace a parameter or buffer in every module that has it."""
         old = self.tensor(name)
         if isinstance(old, nn.Parameter):
             parameter = nn.Parameter(tensor.detach(), requires_grad=old.requires_grad)
@@ -182,7 +182,7 @@ class Ownership:
             getattr(module, store)[last] = new
 
     def drop(self, name: str) -> None:
-        """Give the memory of a parameter or buffer back."""
+        """Free the memory of a parameter or buffer."""
         old = self.tensor(name)
         if old.is_meta:
             return
@@ -195,7 +195,8 @@ class Ownership:
             getattr(module, store)[last] = placeholder
 
     def split(self, placement: Placement) -> list[str]:
-        """Keep what this rank holds and drop the rest. Returns the names of what it holds and has no data for yet."""
+        """Keep the tensors that this rank holds and drop the rest. Returns the names of those held that have no data
+        yet."""
         self.placement = placement
         wanting = []
         for name in self._slots:
@@ -206,7 +207,7 @@ class Ownership:
         return wanting
 
     def to(self, device: torch.device) -> None:
-        """Move what this rank holds to its device; parameters keep their identity."""
+        """Move the tensors that this rank holds to its device; parameters keep their identity."""
         for name in self._slots:
             tensor = self.tensor(name)
             if tensor.is_meta or tensor.device == device or not self.holds(name):

@@ -1,4 +1,4 @@
-"""Parameters in pieces: cut from whole weights once, put together again for whole state dicts."""
+"""Sharded parameters: cut from whole weights once, put together again for whole state dicts."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,11 +17,11 @@ from shardwright.core.errors import PlanError
 from shardwright.core.layout.placements import Placement, Split
 
 BUCKET_ENTRIES = 1 << 22
-"""Gradients of replicated parameters are summed in messages of about this many entries."""
+"""The number of entries, about, of a message in which gradients of replicated parameters are summed."""
 
 
 class Shards:
-    """Which parameters of a model lie in pieces along the tensor axis, and this rank's pieces.
+    """The parameters of a model that are sharded along the tensor axis, and this rank's shards.
 
     ``planned``: first name → placement, for parameters that have no data yet and need never be whole.
     """
@@ -33,13 +33,13 @@ class Shards:
         self.device = bound.device
         self.axis = Axis(bound.handles["tp"], bound.groups["tp"], bound.coordinate("tp"), watchdog)
         self.places: dict[str, Split] = {}
-        """First name → placement, of those that are split."""
+        """First name → placement, of the parameters that are split."""
         self.summed: frozenset[str] = frozenset()
         self._is_cut = False
 
     def keep(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank keeps of a weight that just got its data: the piece that is planned, of what the first rank of
-        the axis has. Every rank of the axis calls this."""
+        """The part that this rank keeps of a weight that just got its data: the planned shard of the weight of the
+        axis's first rank. Every rank of the axis calls this."""
         place = self.planned.get(name)
         if not isinstance(place, Split):
             return whole
@@ -51,7 +51,7 @@ class Shards:
         return piece.clone(memory_format=torch.contiguous_format)
 
     def anywhere(self, here: bool) -> bool:
-        """Whether something is so on any rank of the axis; every rank of it calls this."""
+        """Whether ``here`` is true on any rank of the axis; every rank of it calls this."""
         flag = torch.tensor([int(here)], dtype=torch.int32, device=self.device)
         with self.watchdog.waiting(f"tp peers, ranks {list(self.axis.ranks)}"):
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.axis.group)
@@ -69,8 +69,8 @@ class Shards:
         self.places, self._is_cut = {}, False
 
     def cut(self, places: Mapping[str, Placement]) -> None:
-        """Keep this rank's pieces; all ranks of the axis start from what its first one has. Raises PlanError when a
-        step has cut the parameters already, and they lie otherwise."""
+        """Keep this rank's shards; all ranks of the axis start from the tensors of its first one. Raises PlanError when
+        a step has cut the parameters already, in another way."""
         wanted = {name: place for name, place in places.items() if isinstance(place, Split)}
         if self._is_cut:
             different = [n for n in places if wanted.get(n) != self.places.get(n)]
@@ -101,16 +101,16 @@ class Shards:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the parameters lie in pieces by now: the first step cuts them."""
+        """Whether the parameters are sharded by now: the first step cuts them."""
         return self._is_cut
 
     def counts(self, name: str) -> bool:
-        """Whether this rank's part of a parameter belongs into a sum over the axis: pieces do, copies once."""
+        """Whether this rank's part of a parameter belongs in a sum over the axis: shards do, copies once."""
         return name in self.places or self.axis.coordinate == 0
 
     @contextmanager
     def as_whole(self) -> Iterator[None]:
-        """The model with parameters of whole shapes, on the meta device, in place of pieces."""
+        """A context in which the model has parameters of whole shapes, on the meta device, in place of shards."""
         stand_ins: dict[int, nn.Parameter] = {}
         for name in self.places:
             piece = self.ownership.parameter(name)
@@ -127,7 +127,7 @@ class Shards:
                 table.update(before)
 
     def whole(self, name: str, piece: torch.Tensor) -> torch.Tensor:
-        """The whole tensor of a parameter (or of something that lies like it), on every rank of the axis."""
+        """The whole tensor of a parameter (or of something that is split like it), on every rank of the axis."""
         place = self.places.get(name)
         if place is None:
             return piece
@@ -135,12 +135,12 @@ class Shards:
             return whole_of(self.axis.all_gather(piece.detach()), place)
 
     def piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of a whole tensor."""
+        """This rank's shard of a whole tensor."""
         place = self.places.get(name)
         return whole if place is None else piece_of(whole, place, self.axis.size, self.axis.coordinate)
 
     def whole_shape(self, name: str, shape: torch.Size) -> torch.Size:
-        """The shape of the whole tensor, from that of a piece."""
+        """The shape of the whole tensor, from that of a shard."""
         place = self.places.get(name)
         if place is None:
             return shape
@@ -149,7 +149,7 @@ class Shards:
         return torch.Size(found)
 
     def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Sum what are terms of the gradients of replicated parameters. Every rank of the axis calls this."""
+        """Sum the terms of the gradients of replicated parameters. Every rank of the axis calls this."""
         terms = [p.grad for name, p in sorted(parameters.items()) if name in self.summed and p.grad is not None]
         if not terms:
             return

@@ -13,7 +13,7 @@ from shardwright.backends.torch.state.ownership import Ownership
 
 
 def add_holders(ownership: Ownership, needs: Mapping[int, Sequence[str]], bound: BoundMesh, watchdog: Watchdog) -> bool:
-    """Bring parameters and buffers to ranks that turned out to need them: the home sends what it has.
+    """Send parameters and buffers from their home to ranks that turned out to need them.
 
     Args:
         needs: names by coordinate on pp.
@@ -49,7 +49,7 @@ def add_holders(ownership: Ownership, needs: Mapping[int, Sequence[str]], bound:
 def take_values(model: nn.Module, source: int, bound: BoundMesh, watchdog: Watchdog) -> None:
     """Give every rank the parameters and buffers that rank ``source`` has; every rank calls this, with the same model.
 
-    What is on the meta device stays there.
+    Tensors on the meta device stay there.
     """
     watchdog.doing("taking the first weights of rank 0")
     with torch.no_grad(), watchdog.waiting(f"all ranks, to take the first weights of rank {source}"):

@@ -1,4 +1,4 @@
-"""Initial weights for a model on the meta device: each rank makes only what it holds."""
+"""Initial weights for a model on the meta device: each rank makes only the tensors that it holds."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ class _FromMapping:
 
 
 class _FromSafetensors:
-    """Reads one tensor at a time; the file is mapped, not loaded."""
+    """A source that reads one tensor at a time; the file is mapped, not loaded."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -64,13 +64,13 @@ def _open(weights: str | Path | Mapping[str, torch.Tensor]) -> _Source:
 
 
 class Cutter(Protocol):
-    """Cuts weights for the tensor axis. All ranks of the axis call it, in the same order."""
+    """A cutter of weights for the tensor axis. All ranks of the axis call it, in the same order."""
 
     def keep(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """A tensor's name and all of it → what this rank keeps of it."""
+        """The part that this rank keeps of a whole tensor, given by name."""
 
     def anywhere(self, here: bool) -> bool:
-        """Whether something is so on any rank."""
+        """Whether ``here`` is true on any rank."""
 
 
 def materialize(
@@ -81,7 +81,7 @@ def materialize(
     seed: int,
     cutter: Cutter | None = None,
 ) -> None:
-    """Give data to what this rank holds on the meta device.
+    """Give data to the tensors that this rank holds on the meta device.
 
     Args:
         wanting: first names of parameters and buffers that have none.
@@ -91,7 +91,8 @@ def materialize(
         cutter: cuts each tensor as soon as it has its data, so that no more than one is there whole.
 
     Raises:
-        ShardwrightError: no weights were given, or they lack a name (the nearest is named), or a shape differs.
+        ShardwrightError: no weights were given, or the file does not exist or holds no state dict.
+        PlanError: the weights lack a name (the nearest is named), or a shape differs.
     """
     if not wanting:
         return
@@ -139,8 +140,8 @@ def _initialize(
     seed: int,
     cutter: Cutter | None,
 ) -> bool:
-    """Make the data by an init function, one module after the other. False when a tensor was cut that the call of a
-    module further out then wrote to, on any rank, or could not: it must be whole for that."""
+    """Make the data by an init function, one module after the other. False when, on any rank, the call of an outer
+    module wrote to a tensor that was cut already, or failed: the tensor must be whole for that."""
     own: dict[str, list[str]] = {}
     for name in wanting:
         own.setdefault(name.rpartition(".")[0], []).append(name)
@@ -184,7 +185,7 @@ def _initialize(
 
 
 def _mark(tensor: torch.Tensor) -> str:
-    """Tells whether somebody wrote to a tensor; its version does not count what goes by ``.data``."""
+    """A text that changes when somebody writes to a tensor; its version does not count writes by ``.data``."""
     entries = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     if not entries.dtype.is_floating_point:
         return str(int(entries.sum()))
@@ -193,7 +194,7 @@ def _mark(tensor: torch.Tensor) -> str:
 
 
 def _rebuild_buffers(ownership: Ownership, names: Sequence[str], device: torch.device) -> None:
-    """Buffers that no checkpoint holds (rotary frequencies, masks): made by the model's own initialisation."""
+    """Make buffers that no checkpoint holds (rotary frequencies, masks) by the model's own initialisation."""
     if not names:
         return
     init = getattr(ownership.model, "_init_weights", None)

@@ -23,7 +23,7 @@ class MessageSteps:
     """The steps of a model whose modules have owners. Every rank makes this at the same time.
 
     Args:
-        active: how many microbatches are under way at once; None for the number of ranks and two more.
+        active: the number of microbatches under way at once; None for the number of ranks and two more.
         schedule: the name of the schedule; it says whether forwards or backwards come first.
     """
 
@@ -39,7 +39,7 @@ class MessageSteps:
 
     @property
     def schedule_text(self) -> str:
-        """One text for all: there is no schedule that is fixed beforehand."""
+        """One text for all steps: there is no schedule that is fixed beforehand."""
         return "messages"
 
     def prepare(self, call: StepCall) -> "PreparedMessageStep":

@@ -1,4 +1,4 @@
-"""One call of a training step, and what every form of steps does with it."""
+"""One call of a training step, and the interface that every form of steps has."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from shardwright.backends.torch.program.program import Tree
 from shardwright.core.errors import LossError
 
 StepBody = Callable[[list[torch.Tensor]], Any]
-"""What the user's step does, from stand-ins for the tensors of one microbatch."""
+"""The user's step as a function of stand-ins for the tensors of one microbatch."""
 
 Result = tuple[Tree, dict[int, Returned]]
 """The result of the body as a tree, and its tensors by their position among the leaves."""
@@ -23,10 +23,10 @@ class StepCall:
     """One call of a step; every rank makes it at the same time.
 
     Attributes:
-        signature: what a recorded program stands for, beside the shapes; the same on all pp peers.
+        signature: the key of a recorded program, beside the shapes; the same on all pp peers.
         microbatches: the tensors of each microbatch, on this run's device. There may be fewer than planned.
-        shares: what `Runtime.begin` gave: the samples of each microbatch are the weight of its losses, where the step
-            gives none.
+        shares: the result of `Runtime.begin`: the samples of each microbatch are the weight of its losses, where the
+            step gives none.
         axes: of each input, the dim that is its batch; None where every microbatch gets it whole. Default: losses are
             means over samples.
         shapes: the shapes and dtypes of each microbatch.
@@ -64,10 +64,10 @@ class Steps(Protocol):
 
     @property
     def schedule_text(self) -> str:
-        """The schedule by which steps run, in words that two schedules share that do the same."""
+        """The schedule by which steps run, in words; two schedules that do the same have the same words."""
 
     def prepare(self, call: StepCall) -> PreparedStep:
-        """Find out all that the step needs; every rank calls this.
+        """Prepare everything that the step needs; every rank calls this.
 
         Raises UnrecordableError, on all ranks, where the step cannot be run in this form.
         """

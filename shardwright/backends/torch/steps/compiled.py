@@ -22,7 +22,7 @@ from shardwright.backends.torch.steps.split_model import SplitModel
 from shardwright.core.schedule.checks import require_trains
 
 COMPILED = 16
-"""Number of steps kept ready for one signature, which differ in the recordings of their microbatches."""
+"""The number of steps kept ready for one signature, which differ in the recordings of their microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class CompiledStep:
     """This rank's parameters in the order in which their gradients become whole."""
 
     def runs(self, divisions: Sequence[Division]) -> bool:
-        """Whether this is for these recordings of the microbatches."""
+        """Whether this step is for these recordings of the microbatches."""
         return all(one is other for one, other in zip(self.pipeline.divisions, divisions, strict=True))
 
 
 class CompiledSteps:
-    """The steps that are ready, by what their recordings stand for.
+    """The steps that are ready, by the keys of their recordings.
 
     Args:
         compiler: compiles the units of this rank's stages; None: they run as they are.

@@ -20,11 +20,11 @@ from shardwright.core.model.graph import Graph
 def plan_first_step(
     split_model: SplitModel, plan: Callable[[Graph], StageMap], call: StepCall, *, must_record: bool
 ) -> tuple[StageMap, RecordedAhead] | UnrecordableError:
-    """The stages of the model and a recording for them, or why the step cannot be recorded. Every rank plans by itself,
-    and then all compare what they found.
+    """The stages of the model and a recording for them, or the reason why the step cannot be recorded. Every rank plans
+    by itself, and then all compare their plans.
 
     Args:
-        must_record: raise what hinders the recording, on the ranks that it hinders.
+        must_record: raise the error that hinders the recording, on the ranks that it hinders.
     """
     body, microbatch = call.body, call.microbatches[0]
     stage_map: StageMap | None = None
@@ -58,7 +58,8 @@ def plan_first_step(
 
 
 def captured(split_model: SplitModel, body: StepBody, microbatch: Sequence[torch.Tensor]) -> Graph:
-    """The model as the step calls it. Raises UnrecordableError where that is what hinders it, else CaptureError."""
+    """The graph of the model as the step calls it. Raises UnrecordableError where the step cannot be recorded, else
+    CaptureError."""
     model = split_model.model
     try:
         with left_as_it_is(model, getattr(body, "python_roots", ())):
@@ -76,8 +77,8 @@ def captured(split_model: SplitModel, body: StepBody, microbatch: Sequence[torch
 def _why_unrecordable(
     split_model: SplitModel, body: StepBody, microbatch: Sequence[torch.Tensor], hindered: CaptureError
 ) -> UnrecordableError | None:
-    """Why no recorded pipeline can be made of a step that could not be captured; None where it would fail by messages
-    too: it asks for what no step may do, or fails by itself."""
+    """The reason why no recorded pipeline can be made of a step that could not be captured. None where the step would
+    fail by messages too: it asks for something that no step may do, or fails by itself."""
     try:
         called = split_model.bodies.calls_modules(body, microbatch)
     except UnrecordableError as error:

@@ -20,7 +20,7 @@ from shardwright.core.plan.decision import LossScope
 
 
 class StepLosses:
-    """What the losses of steps are to their batches; ``scope`` is that of `LossSemantics`."""
+    """The relations of the losses of steps to their batches; ``scope`` is that of `LossSemantics`."""
 
     def __init__(self, split_model: SplitModel, scope: LossScope | None) -> None:
         self._split_model = split_model
@@ -43,9 +43,9 @@ class StepLosses:
         return self._semantics.shares(losses, asked, call.shares, type(self._split_model.model).__name__)
 
     def shares_unrecorded(self, call: StepCall) -> LossShares | LossError | None:
-        """As `shares`, of a step whose losses are not known before it is read; None where there is one microbatch,
-        whose loss is all. Of a step that could not be run for that an error comes back: the step fails when it is run,
-        or the error is raised once it gives its loss."""
+        """The shares, as by `shares`, of a step whose losses are not known before it is read; None where there is one
+        microbatch, whose loss counts whole. Where the step could not be run for that, an error is returned: the step
+        fails when it is run, or the error is raised once it gives its loss."""
         if not torch.is_grad_enabled() or len(call.shares.flat) == 1:
             return None
         losses = self._semantics.losses_of(self._microbatch(call, 0, None))

@@ -1,4 +1,5 @@
-"""The recordings that a step is run by: for each of its microbatches one that holds, the same on all pipeline peers."""
+"""The recordings by which a step is run: for each of its microbatches one that holds, the same on all pipeline
+peers."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from shardwright.backends.torch.steps.recording import Recording
 from shardwright.backends.torch.steps.split_model import SplitModel
 
 DIGESTS = 1024
-"""Digests of so many recordings are kept."""
+"""The number of recordings whose digests are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,31 +45,31 @@ class RecordedAhead:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchRecordings:
-    """For each microbatch of a step its recording, and what it is given of Python values."""
+    """The recording of each microbatch of a step, and the Python values that it is given."""
 
     divisions: list[Division] = field(default_factory=list)
     numbers: list[tuple[Any, ...]] = field(default_factory=list)
     compared: list[list[Any]] = field(default_factory=list)
-    """Those of the numbers that ranks must have alike."""
+    """The numbers, among these, that ranks must have in common."""
 
     @property
     def compared_text(self) -> str:
-        """The numbers of each microbatch, as ranks compare them; of a tensor its shape."""
+        """The numbers of each microbatch, as ranks compare them; for a tensor its shape."""
         return str([[tuple(n.shape) if isinstance(n, torch.Tensor) else n for n in each] for each in self.compared])
 
 
 class StepRecordings:
-    """Finds the recordings of steps, and makes those that there are not.
+    """The recordings of steps: they are found, or made where there are none.
 
     Args:
-        ahead: a recording that is there already.
+        ahead: a recording that exists already.
     """
 
     def __init__(self, split_model: SplitModel, ahead: RecordedAhead | None) -> None:
         self._split_model, self._ahead = split_model, ahead
         self.cache = Recordings(type(split_model.model).__name__)
         self._digests: dict[int, tuple[Division, int]] = {}
-        """Of recordings, by id: the same on all ranks that recorded the same."""
+        """The digests of recordings, by id: the same on all ranks that recorded the same."""
 
     def of(
         self, call: StepCall, stage_map: StageMap, is_ready: Callable[[Sequence[Division]], bool]
@@ -97,7 +98,7 @@ class StepRecordings:
         return found, all_ready
 
     def _find(self, call: StepCall, stage_map: StageMap, *, anew: bool) -> MicrobatchRecordings | None:
-        """For each microbatch the recording that holds; None where one lacks it, unless it is made ``anew``. Effects of
+        """The recording that holds for each microbatch; None where one lacks it, unless it is made ``anew``. Effects of
         the step on Python values are in place for the microbatches that follow, and undone at the end."""
         split_model, found = self._split_model, MicrobatchRecordings()
         left: list[tuple[Holder, Any, Any]] = []
@@ -128,7 +129,7 @@ class StepRecordings:
     def _agreed(
         self, find: Callable[[], MicrobatchRecordings | None], is_ready: Callable[[Sequence[Division]], bool], call: str
     ) -> tuple[MicrobatchRecordings | None, bool]:
-        """What ``find`` gives, unless one of the ranks finds nothing; and whether all ranks are ready to run it."""
+        """The result of ``find``, unless one of the ranks finds nothing; and whether all ranks are ready to run it."""
         found: MicrobatchRecordings | None = None
         failure: Exception | None = None
         ready = False

@@ -51,7 +51,7 @@ class RecordedSteps:
 
     @property
     def schedule_text(self) -> str:
-        """The schedule by which steps run, in words that two schedules share that do the same."""
+        """The schedule by which steps run, in words; two schedules that do the same have the same words."""
         return f"{self._stage_map.schedule.name} ({self._split_model.schedule_digest[:12]})"
 
     def prepare(self, call: StepCall) -> "PreparedRecordedStep":
@@ -88,7 +88,7 @@ class PreparedRecordedStep:
     """A step that can be run from a recording.
 
     Attributes:
-        numbers: for each microbatch what its program is given of Python values.
+        numbers: for each microbatch the Python values that its program is given.
     """
 
     split_model: SplitModel
@@ -100,7 +100,7 @@ class PreparedRecordedStep:
 
     @property
     def result(self) -> Tree:
-        """That of the body, with numbers of the last microbatch."""
+        """The result of the body, with numbers of the last microbatch."""
         given, result = self.numbers[-1], self.compiled.result
         leaves = [Literal(given[leaf.index]) if isinstance(leaf, NumberRef) else leaf for leaf in result.leaves]
         return Tree(tuple(leaves), result.spec)

@@ -125,7 +125,7 @@ class Recording:
         return found
 
     def _divided_on_shards(self, tensor: TensorParallel, varying: Varying) -> Division:
-        """As `divided`, with the model's units in place of the model. Raises NotReplayableError."""
+        """The division, as by `divided`, with the model's units in place of the model. Raises NotReplayableError."""
         split_model, stage_map = self._split_model, self._stage_map
         device = split_model.bound.device
         with tensor.shards.as_whole():
@@ -140,8 +140,8 @@ class Recording:
 
     @contextmanager
     def _before_the_cut(self, tensor: TensorParallel) -> Iterator[None]:
-        """Read how units run on shards. The cut that follows is a collective of the tensor axis: what fails on one rank
-        alone, or comes out in another way there, is told on all of them first."""
+        """A context in which the units' runs on shards are read. The cut that follows is a collective of the tensor
+        axis: a failure on one rank alone, or another result there, is told on all of them first."""
         failure: Exception | None = None
         try:
             yield

@@ -1,4 +1,4 @@
-"""A model split over this run's ranks: what this rank has of it, and what its training has come to."""
+"""A model split over this run's ranks: this rank's part of it, and the state of its training."""
 
 from collections.abc import Callable, Sequence
 
@@ -36,14 +36,14 @@ class SplitModel:
         sentinel: looks for NaN and infinity in losses and gradients.
 
     Attributes:
-        stage_map: how the model is split; None until it is, and where it is divided by its module tree.
+        stage_map: the split of the model; None until it is split, and where it is divided by its module tree.
         schedule_digest: the digest of the stage map's schedule.
         tensor: the tensor axis of the model, where it has one.
         statistics: the running statistics that replicas bring in line, where each norms its own microbatches.
-        steps_run: how many training steps were run.
+        steps_run: the number of training steps that were run.
         recorders: while timelines are recorded, one for each step; None while they are not.
         listeners: called whenever the parameters of this rank have changed identity.
-        before_whole: called before parameters that lie in shards are put together for good, on every rank.
+        before_whole: called before sharded parameters are put together for good, on every rank.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class SplitModel:
             self._share_statistics()
 
     def use(self, stage_map: StageMap) -> None:
-        """From now on this says which rank does what."""
+        """Let this stage map, from now on, say which rank does what."""
         self.stage_map, self.schedule_digest = stage_map, stage_map.schedule.digest
 
     def split_whole_modules(self, placement: Placement) -> None:
         """Make modules whole, as message passing calls them: split the model by ``placement`` unless it is split
-        already, and put together the parameters that lie in shards."""
+        already, and put together the sharded parameters."""
         if self.ownership.placement is None:
             self._hold(placement)
         if self.tensor is not None:
@@ -148,7 +148,7 @@ class SplitModel:
             self._synchronized = True
 
     def claims_in_full(self) -> list[Claim]:
-        """Of what takes too long to compare in every step: what the modules are, and the values of parameters that
+        """The claims that take too long to compare in every step: of the modules, and of the values of parameters that
         other replicas hold too."""
         claims = [module_claim(self.ownership.modules)]
         if self._synchronized:
@@ -156,6 +156,6 @@ class SplitModel:
         return claims
 
     def close(self) -> None:
-        """Take off the model what was put on it."""
+        """Undo the changes to the model that were made for its training."""
         if self._undo_norms is not None:
             self._undo_norms()

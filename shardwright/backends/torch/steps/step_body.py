@@ -1,4 +1,4 @@
-"""Runs of a step body on stand-ins, and who hears of the losses that it gives to ``backward``."""
+"""Runs of a step body on stand-ins, and the listener to the losses that it gives to ``backward``."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,18 +15,18 @@ from shardwright.backends.torch.steps.call import StepBody
 
 
 class LossListener(Protocol):
-    """Hears of the losses of a step."""
+    """A listener to the losses of a step."""
 
     def backward(self, loss: Any, weight: Any = None, reduction: str | None = None) -> None: ...
 
 
 class StepBodies:
-    """Runs step bodies that call ``model``, one at a time.
+    """The runs of step bodies that call ``model``, one at a time.
 
     Attributes:
         is_running: whether the body of a step runs now, on stand-ins or by message passing.
-        listener: who hears of its losses.
-        recorded: how often a body was recorded.
+        listener: the listener to its losses.
+        recorded: the number of times that a body was recorded.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -37,7 +37,8 @@ class StepBodies:
 
     @contextmanager
     def heard_by(self, listener: LossListener | None) -> Iterator[None]:
-        """A body runs inside, and gives its losses to ``listener``; None: to the recorders that say so themselves."""
+        """A context in which a body runs, and gives its losses to ``listener``; None: to the recorders, which set
+        themselves."""
         self.listener, self.is_running = listener, True
         try:
             yield
@@ -73,7 +74,7 @@ class StepBodies:
 
 
 class Unheard:
-    """Takes losses and does nothing with them."""
+    """A listener that does nothing with losses."""
 
     def backward(self, loss: Any, weight: Any = None, reduction: str | None = None) -> None:
         pass

@@ -1,8 +1,9 @@
-"""The tensor axis by calls: where a model cannot be captured whole, each unit that can is run on pieces by itself.
+"""The tensor axis by calls: where a model cannot be captured whole, each unit that can is run on shards by itself.
 
-The step is recorded as for a pipeline, unit calls and what lies between them. A call whose module can be captured
+The step is recorded as for a pipeline, unit calls and the steps between them. A call whose module can be captured
 becomes a function of local tensors, between values that are whole; any other stays a call of the module, which every
-rank of the axis makes, with the reason. Parameters lie as the plan says where all of their readers are in pieces.
+rank of the axis makes, with the reason. Parameters are placed as the plan says where all of their readers run on
+shards.
 """
 
 import inspect
@@ -43,26 +44,26 @@ R = Replicate()
 
 @dataclass(frozen=True, slots=True)
 class CallOnPieces:
-    """A unit call that runs on pieces."""
+    """A unit call that runs on shards."""
 
     step: Step
-    """In place of the recorded one."""
+    """The step in place of the recorded one."""
     module: nn.Module
     replay: Replay
     given: tuple[int, ...]
     """The graph tensors that the step's arguments are."""
     made: tuple[tuple[int, tuple[int, ...]], ...]
-    """(graph tensor, strides) of every output of the step."""
+    """The (graph tensor, strides) of every output of the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByCalls:
-    """A recorded step of which some unit calls run on pieces.
+    """A recorded step of which some unit calls run on shards.
 
     Attributes:
         calls: by the path that their steps have now.
-        whole: module path → why it runs whole.
-        parameters: first name → place, of all parameters; ``summed``: as `Replay.summed`.
+        whole: module path → the reason why it runs whole.
+        parameters: first name → placement, of all parameters; ``summed``: as `Replay.summed`.
     """
 
     program: Program
@@ -81,16 +82,16 @@ class _Draft:
     traced: Traced
     leaves: list[Leaf]
     names: dict[str, str]
-    """Names of parameters in the module → first names in the model."""
+    """The first names in the model, by the names of parameters in the module."""
 
 
 class Lowerer:
-    """Puts unit calls of one recorded step on pieces.
+    """The lowering of the unit calls of one recorded step to shards.
 
     Args:
         first_name: for every name of a parameter or buffer, its first.
-        seed: before a draw, with the context that the unsplit model has there.
-        prefix: of the paths that steps on pieces get.
+        seed: called before a draw, with the context that the unsplit model has there.
+        prefix: of the paths that steps on shards get.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Lowerer:
         self.first_name, self.seed, self.prefix = first_name, seed, prefix
 
     def lower(self, program: Program) -> ByCalls:
-        """The program with as many of its calls on pieces as can be."""
+        """The program with as many of its calls on shards as can be."""
         whole: dict[str, str] = {}
         drafts: dict[int, _Draft] = {}
         for step in program.steps:
@@ -224,7 +225,7 @@ class Lowerer:
 
 
 class PartCall(nn.Module):
-    """A unit call on pieces, called where its module would be."""
+    """A unit call on shards, called where its module would be."""
 
     def __init__(self, call: CallOnPieces) -> None:
         super().__init__()
@@ -240,7 +241,7 @@ class PartCall(nn.Module):
 
 
 def _sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Arguments as capture takes them: all by position, or all by name."""
+    """The arguments as capture takes them: all by position, or all by name."""
     if not args or not kwargs:
         return kwargs or tuple(args)
     signature = inspect.signature(module.forward)
@@ -254,14 +255,15 @@ def _sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """In the memory order that the module gives it: what comes after may draw random numbers in that."""
+    """A tensor in the memory order that the module gives it: ops after it may draw random numbers in that order."""
     if tensor.stride() == strides:
         return tensor.view_as(tensor)
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def placements(plan: Plan, first_name: Mapping[str, str]) -> dict[str, Placement]:
-    """First name → where the plan puts the parameter on the tensor axis; whole where units want different places."""
+    """First name → the plan's placement of the parameter on the tensor axis; whole where units want different
+    placements."""
     decided = dict(plan.decision.layouts)
     found: dict[str, Placement] = dict.fromkeys(first_name.values(), R)
     seen: set[str] = set()

@@ -1,8 +1,8 @@
 """Conversions between placements along the tensor axis, differentiable both ways as the solver decided.
 
 A value and its gradient are converted apart: a replicated operand of a split product takes its value as it is and has
-its gradient summed (Megatron's f, arXiv 1909.08053, section 3); a partial result is summed and hands its gradient on
-as it is (g). With split borders the pair is an all-gather and a reduce-scatter.
+its gradient summed (Megatron's f, arXiv 1909.08053, section 3); a partial result is summed and hands its gradient on as
+it is (g). With split borders the pair is an all-gather and a reduce-scatter.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from shardwright.backends.torch.machine.tensor_axis import Axis, Change
 
 
 class _Convert(torch.autograd.Function):
-    """A conversion of a value, and another one of its gradient; the gradient of a gradient is converted as the value
+    """A conversion of a value, and another one of its gradient. The gradient of a gradient is converted as the value
     was."""
 
     @staticmethod
@@ -36,7 +36,7 @@ class _Convert(torch.autograd.Function):
 def convert(
     tensor: torch.Tensor, axis: Axis, value: Change, gradient: Change | None, unit: str, fresh: bool = False
 ) -> torch.Tensor:
-    """The tensor in its new placement. ``gradient`` is how its gradient, as it comes back, is converted; None where no
+    """The tensor in its new placement. ``gradient`` is the conversion of its gradient on the way back; None where no
     gradient flows."""
     if gradient is None or not (tensor.requires_grad and torch.is_grad_enabled()):
         return axis.convert(tensor.detach() if gradient is None else tensor, value, (unit, "forward"))

@@ -1,6 +1,6 @@
 """Column-parallel products whose backward sums the gradient of their input while it makes that of their weight.
 
-Autograd makes both gradients of a product in one go, so that a sum after it would find nothing to run beside; here the
+Autograd makes both gradients of a product in one go, so that a sum after it would find nothing to run beside. Here the
 sum starts as soon as its terms are there (Megatron-LM overlaps the two; the sum is in arXiv 1909.08053, section 3).
 """
 
@@ -75,7 +75,7 @@ def product(
 
 
 def _plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether nothing else has its own way with the product: autocast, a compiler, a backward that is split."""
+    """Whether nothing else changes the course of the product: autocast, a compiler, a backward that is split."""
     return not (
         x.dtype is not weight.dtype
         or x.is_complex()

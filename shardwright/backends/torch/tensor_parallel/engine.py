@@ -1,4 +1,4 @@
-"""Tensor parallelism inside the runtime: a step's call of the model becomes its units on pieces."""
+"""Tensor parallelism inside the runtime: a step's call of the model becomes its units on shards."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ log = logging.getLogger("shardwright")
 class UnitCall(nn.Module):
     """A lowered unit, called where a module of the model would be.
 
-    ``holders`` are the modules whose buffers it uses: recompute finds those in them that the first run writes to.
+    ``holders`` are the modules whose buffers it uses: recompute finds the buffers in them that the first run writes to.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class UnitCall(nn.Module):
 
 
 class _Draws:
-    """Seeds the generators for the units of one recorded step, as the streams of that step are."""
+    """The seeding of the generators for the units of one recorded step, by the streams of that step."""
 
     def __init__(self) -> None:
         self.streams: Streams | None = None
@@ -59,12 +59,13 @@ class TensorParallel:
     """The tensor axis of one rank's model.
 
     Attributes:
-        by_calls_because: why the model is run unit call by unit call (`calls`); empty where it was captured whole.
-        whole_units: module path → why a unit runs whole on every rank of the axis.
+        by_calls_because: the reason why the model is run unit call by unit call (`by_calls`); empty where it was
+            captured whole.
+        whole_units: module path → the reason why a unit runs whole on every rank of the axis.
         stage_of_call: the stage of every unit, by (name, 0).
         recompute: the units whose forward runs again in the backward pass.
-        replays: what was lowered, one for each recorded step.
-        layouts_digest: a hash of what each op of the last one reads and makes, the same on all ranks.
+        replays: the lowered models, one for each recorded step.
+        layouts_digest: a hash of the layouts of every op in the last one, the same on all ranks.
     """
 
     def __init__(self, model: nn.Module, shards: Shards, plan: Plan) -> None:
@@ -118,7 +119,8 @@ class TensorParallel:
         return expanded
 
     def how(self, by_calls: bool) -> str:
-        """How the last recorded step runs here: the same on all ranks of the axis. ``by_calls``: not op by op."""
+        """The way in which the last recorded step runs here, in words: the same on all ranks of the axis. ``by_calls``:
+        not op by op."""
         if not by_calls:
             return f"op by op, with {len(self._wanted[0])} tensors placed (layouts {self.layouts_digest})"
         return f"module call by module call (whole: {', '.join(sorted(self.whole_units)) or 'none'})"
@@ -130,15 +132,15 @@ class TensorParallel:
         self.shards.summed |= summed
 
     def take(self, streams: Streams) -> dict[str, nn.Module]:
-        """What runs at the paths of units; those recorded since the last call draw their random numbers from
-        ``streams``."""
+        """The modules that run at the paths of units. The units recorded since the last call draw their random numbers
+        from ``streams``."""
         for draws in self._draws:
             draws.streams = streams
         self._draws.clear()
         return dict(self._calls)
 
     def by_calls(self, program: Program, stages: Mapping[tuple[str, int], int], device: torch.device) -> Program:
-        """The recorded step, whose calls of the model's units are known, with those on pieces that can be.
+        """The recorded step, whose calls of the model's units are known, with those calls on shards that can be.
 
         Args:
             stages: the stage of every unit call.

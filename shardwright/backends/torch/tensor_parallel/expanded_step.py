@@ -29,15 +29,15 @@ MODEL_CALL = ("", 0)
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """The call of the model in a recorded step, and what capture needs of it."""
+    """The call of the model in a recorded step, and its arguments for capture."""
 
     step: Step
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     leaves: tuple[tuple[torch.Tensor, Leaf], ...]
-    """The tensors among the arguments, and what they are in the program."""
+    """The tensors among the arguments, and their leaves in the program."""
     asked: tuple[int, ...]
-    """Which of the tensors that the model returns are used, by position."""
+    """The positions of the tensors that the model returns and that are used."""
 
     def leaf_of(self, tensor: torch.Tensor) -> Leaf:
         return next(leaf for given, leaf in self.leaves if given is tensor)
@@ -88,7 +88,7 @@ def find_call(program: Program, inputs: Sequence[torch.Tensor]) -> ModelCall:
 
 
 def expand(program: Program, call: ModelCall, replay: Replay, inputs: Mapping[int, Leaf], ranks: int) -> Program:
-    """The program with units in place of the call. ``inputs`` says what the graph's inputs are in the program.
+    """The program with units in place of the call. ``inputs`` gives the leaves of the graph's inputs in the program.
 
     A unit's step has the unit's name as its path. Values that flow between units have the shapes that a rank holds.
     """
@@ -132,7 +132,7 @@ def expand(program: Program, call: ModelCall, replay: Replay, inputs: Mapping[in
 
 
 def _shifted(value: Value, first: int, shift: int) -> Value:
-    """A value that a step after the call makes."""
+    """A value, with the number of its step moved on where a step after the call makes it."""
     return value if value.step is None or value.step < first else replace(value, step=value.step + shift)
 
 

@@ -28,7 +28,7 @@ class Source:
     inputs: list[Var] = field(default_factory=list)
     lines: list[_Line] = field(default_factory=list)
     names: dict[str, Any] = field(default_factory=dict)
-    """What the text refers to: functions, and arguments that are no values."""
+    """The names that the text refers to: functions, and arguments that are no values."""
     _count: "itertools.count[int]" = field(default_factory=itertools.count)
     _known: dict[int, str] = field(default_factory=dict)
 
@@ -38,7 +38,7 @@ class Source:
         return self.inputs[-1]
 
     def call(self, function: Callable[..., Any], *args: Any, is_kept: bool = False, **kwargs: Any) -> Var:
-        """The result of a call. ``is_kept``: the call is made even if nobody reads its result."""
+        """The result of a call. ``is_kept``: the call is made even if nothing reads its result."""
         reads: list[Var] = []
         given = [self._text(a, reads) for a in args]
         given += [f"{k}={self._text(v, reads)}" for k, v in kwargs.items()]

@@ -8,8 +8,8 @@ from shardwright.core.errors import ShardwrightError
 
 
 def hooked(module: nn.Module, path: str = "") -> str | None:
-    """The first module with a hook that watches, and the hook; None: there is none. What the hooks of libraries compute
-    is captured with the ops of the model."""
+    """The first module with a hook that watches, and the hook; None where there is none. The ops of libraries' hooks
+    are captured with those of the model."""
     for inner, found in module.named_modules(prefix=path):
         kinds = (
             found._forward_pre_hooks, found._forward_hooks, found._backward_pre_hooks, found._backward_hooks,

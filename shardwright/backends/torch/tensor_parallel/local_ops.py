@@ -1,6 +1,7 @@
-"""How each kind of op runs on pieces: its arguments with local sizes, or a piecewise form where a split dim has a role.
+"""The rules by which each kind of op runs on shards: with local sizes among its arguments, or in a sharded form where a
+split dim has a role.
 
-What has no rule here runs whole on every rank, between conversions: always right, and reported.
+An op without a rule here runs whole on every rank, between conversions: always right, and reported.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from shardwright.backends.torch.tensor_parallel.unit_layouts import Hop
 from shardwright.core.layout.placements import Replicate
 
 Rule = Callable[[Call], bool]
-"""Lowers a call; False when it has no form for this layout."""
+"""A function that lowers a call; False when it has no form for this layout."""
 RULES: dict[str, Rule] = {}
 R = Replicate()
 
@@ -30,7 +31,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def lower(call: Call) -> bool:
-    """Lower a call on pieces. False when no piecewise form is known."""
+    """Lower a call on shards. False when no sharded form is known."""
     if call.site.is_write:
         return False
     found = RULES.get(call.site.name)
@@ -47,7 +48,7 @@ def lower(call: Call) -> bool:
 AS_RECORDED = frozenset({"elementwise", "softmax", "normalization", "concat", "gather", "scatter", "sort", "reduction",
                          "contraction", "attention", "view", "copy"})  # fmt: skip
 SIZED = frozenset({"as_strided", "unfold", "diagonal", "repeat", "tile", "pixel_shuffle", "im2col", "col2im"})
-"""Views and copies whose arguments are sizes of what they are given: not run on pieces."""
+"""Views and copies whose arguments are sizes of their inputs: not run on shards."""
 
 
 def _by_kind(call: Call) -> bool:
@@ -58,7 +59,7 @@ def _by_kind(call: Call) -> bool:
 
 
 def as_recorded(call: Call) -> None:
-    """The call itself, on what this rank holds."""
+    """Lower the call as it is, on the tensors that this rank holds."""
     if call.site.draws:
         call.lowering.seeded(call.site)
     args, kwargs = call.arguments(call.slots())
@@ -67,7 +68,7 @@ def as_recorded(call: Call) -> None:
 
 
 def run_whole(call: Call) -> None:
-    """The call on whole tensors, on every rank; its results are cut as the layout says."""
+    """Lower the call on whole tensors, on every rank; its results are cut as the layout says."""
     source = call.lowering.source
     if call.site.is_write:
         _write_back(call)
@@ -84,7 +85,8 @@ def run_whole(call: Call) -> None:
 
 
 def _without_between(call: Call) -> None:
-    """Values between pieces do not exist when the call runs as one: nothing else may read them."""
+    """Raise NotReplayableError where an op outside the call reads a value between its pieces: there is none when the
+    call runs as one."""
     inside = {id(op) for op, _ in call.pieces}
     for op in call.lowering.traced.graph.ops:
         if id(op) not in inside and set(op.inputs) & call.between:
@@ -92,7 +94,7 @@ def _without_between(call: Call) -> None:
 
 
 def _write_back(call: Call) -> None:
-    """A view was written: the piece goes back into the whole that it is a view of."""
+    """Lower a write to a view: the part goes back into the whole that it is a view of."""
     op, layout = call.pieces[0]
     lowering = call.lowering
     given = []

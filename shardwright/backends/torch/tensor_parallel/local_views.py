@@ -1,4 +1,4 @@
-"""Views, copies, slices and values made of nothing, on pieces: what changes is the sizes among the arguments."""
+"""Views, copies, slices and values made of nothing, on shards: only the sizes among the arguments change."""
 
 import torch
 
@@ -60,14 +60,14 @@ def cut(call: Call) -> bool:
 
 @rule("select", "unbind")
 def part(call: Call) -> bool:
-    """The dim that goes is never split."""
+    """A selection along a dim. That dim is never split."""
     as_recorded(call)
     return True
 
 
 @rule("cat", "concat", "concatenate")
 def concatenate(call: Call) -> bool:
-    """Empty vectors, which torch lets join anything, are left out of the graph."""
+    """A concatenation. Empty vectors, which torch lets join anything, are left out of the graph."""
     dim = call.argument("dim", 0) % len(call.pieces[0][0].labels[-1])
     call.give(0, 0, call.lowering.source.call(torch.cat, call.inputs(0), dim))
     return True
@@ -75,7 +75,7 @@ def concatenate(call: Call) -> bool:
 
 @rule("copy")
 def copy(call: Call) -> bool:
-    """What ``copy_`` leaves: its second operand, in the shape and dtype of the first."""
+    """The result of ``copy_``: its second operand, in the shape and dtype of the first."""
     op, layout = call.pieces[0]
     shape = call.lowering.local(op.outputs[0], layout.signature.outputs[0])
     source = call.lowering.source

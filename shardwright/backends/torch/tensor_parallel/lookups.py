@@ -1,4 +1,4 @@
-"""Look-ups in a table whose looked-up dim is split: every rank gives what it holds, and zero for the rest."""
+"""Look-ups in a table whose looked-up dim is split: every rank gives its own entries, and zero for the rest."""
 
 import torch
 
@@ -6,7 +6,7 @@ from shardwright.backends.torch.machine.tensor_axis import Axis
 
 
 def _local_index(index: torch.Tensor, held: int, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
-    """(index into this rank's piece of ``held`` entries, where it lies outside)."""
+    """The index into this rank's shard of ``held`` entries, and a mask of the places where it is outside."""
     local = index - axis.coordinate * held
     outside = (local < 0) | (local >= held)
     return local.masked_fill(outside, 0), outside
@@ -40,7 +40,7 @@ def take_along(source: torch.Tensor, dim: int, index: torch.Tensor, axis: Axis) 
 
 
 def picked(source: torch.Tensor, target: torch.Tensor, ignored: int, axis: Axis | None) -> torch.Tensor:
-    """Minus the log-probability of every target, 0 where it is ``ignored``; a term of it when the classes are split
+    """The negative log-probability of every target, 0 where it is ``ignored``; a term of it when the classes are split
     over ``axis``. Classes are dim 1, or dim 0 of a vector."""
     dim = 1 if source.dim() > 1 else 0
     skipped = target == ignored
@@ -58,5 +58,5 @@ def mean_of_targets(values: torch.Tensor, target: torch.Tensor, ignored: int) ->
 
 
 def count_of_targets(target: torch.Tensor, ignored: int, dtype: torch.dtype) -> torch.Tensor:
-    """How many targets count."""
+    """The number of targets that count."""
     return (target != ignored).sum().to(dtype)

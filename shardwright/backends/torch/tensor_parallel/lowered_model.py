@@ -1,4 +1,4 @@
-"""A model's units, lowered for one rank of the tensor axis, and the parameters in pieces that they run on."""
+"""A model's units, lowered for one rank of the tensor axis, and the sharded parameters that they run on."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from shardwright.backends.torch.tensor_parallel.unit_lowering import Lowered, lo
 from shardwright.core.layout.placements import Placement, Replicate
 
 Held = Callable[[int], torch.Tensor]
-"""Graph tensor → the parameter, buffer or constant that this rank holds for it now."""
+"""A function from a graph tensor to the parameter, buffer or constant that this rank holds for it now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +26,14 @@ class Replay:
     batch: int
     units: tuple[Lowered, ...]
     leaving: Mapping[int, Placement]
-    """Graph tensor → how it lies on its way from one unit to others."""
+    """Graph tensor → its placement on its way from one unit to others."""
     parameters: Mapping[str, Placement]
-    """First name → where the parameter lies; replicated ones too."""
+    """First name → the placement of the parameter; replicated ones too."""
     summed: frozenset[str]
     """First names of the replicated parameters of which every rank has a term of the gradient."""
 
     def held(self, model: nn.Module) -> Held:
-        """Finds what the units read in the model's modules, as it is at each call."""
+        """A function that finds the tensors that the units read in the model's modules, as they are at each call."""
         graph = self.traced.graph
         modules = dict(model.named_modules())
         constants = self.traced.constants
@@ -64,7 +64,7 @@ def lower_all(
     seed: Callable[[Context], None],
     prefix: str = "",
 ) -> Replay:
-    """Every unit as a function of local tensors, at ``batch`` samples; their names begin with ``prefix``.
+    """All units as functions of local tensors, at ``batch`` samples; their names begin with ``prefix``.
 
     Raises NotReplayableError.
     """

@@ -1,4 +1,4 @@
-"""Random ops on pieces: a mask is drawn over the logical tensor, and every rank keeps its own piece."""
+"""Random ops on shards: a mask is drawn over the logical tensor, and every rank keeps its own shard."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ def dropout(
     order: Sequence[int],
     axis: Axis,
 ) -> torch.Tensor:
-    """Dropout of a piece (None: all) of a tensor of ``shape``, in whose memory the dims come in ``order``."""
+    """Dropout of a shard (None: all) of a tensor of ``shape``, in whose memory the dims come in ``order``."""
     ones = torch.empty_permuted(list(shape), list(order), dtype=source.dtype, device=source.device).fill_(1.0)
     mask = torch.dropout(ones, probability, True)
     del ones
@@ -40,7 +40,7 @@ def attention(
     shape: Sequence[int],
     axis: Axis,
 ) -> torch.Tensor:
-    """Attention with dropout on a piece of the scores, which are of ``shape`` [batch, head, query, key] in all."""
+    """Attention with dropout on a shard of the scores, which are of ``shape`` [batch, head, query, key] in all."""
     ones = torch.ones(list(shape), dtype=query.dtype, device=query.device)
     kept = _own_piece(torch.dropout(ones, probability, True), place, axis)
     del ones
@@ -59,12 +59,12 @@ def attention(
 
 
 def _own_piece(whole: torch.Tensor, place: Split, axis: Axis) -> torch.Tensor:
-    """This rank's piece in memory of its own: the backward keeps it, and not the whole."""
+    """This rank's shard in memory of its own: the backward keeps the shard, and not the whole."""
     return piece_of(whole, place, axis.size, axis.coordinate).clone(memory_format=torch.contiguous_format)
 
 
 def piece_of_whole(
     function: Callable[..., torch.Tensor], place: Split, axis: Axis, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """This rank's piece of what a random function makes."""
+    """This rank's shard of the result of a random function."""
     return _own_piece(function(*args, **kwargs), place, axis)

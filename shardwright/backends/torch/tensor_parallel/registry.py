@@ -19,7 +19,7 @@ _ARGUMENTS = "_shardwright_init_arguments"
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """What takes the place of a class, and what translates between the two."""
+    """The module that takes the place of a class, and the hooks that translate between the two."""
 
     module: type[nn.Module]
     init_hook: Hook | None
@@ -60,9 +60,9 @@ def tp_register_with_module(
     Args:
         init_hook: from the arguments of ``module_cls`` to (args, kwargs) of ``dist_module``; default: the same.
         forward_hook: from the arguments of a call to (args, kwargs); default: the same.
-        return_hook: from what ``dist_module`` returns to what ``module_cls`` would; default: the same.
+        return_hook: from the result of ``dist_module`` to that of ``module_cls``; default: the same.
 
-    Raises ShardwrightError when the class is registered already.
+    Raises ShardwrightError when the class is registered already, or for an argument that is no class of modules.
     """
     for given in (module_cls, dist_module):
         if not (isinstance(given, type) and issubclass(given, nn.Module)):
@@ -82,8 +82,9 @@ def tp_register_with_module(
 
 
 def replace_registered(model: nn.Module) -> list[str]:
-    """Put the registered forms in the place of a model's modules; the paths of those replaced. Parameters keep their
-    identity. Raises ShardwrightError for modules built before they were registered, and for names that differ."""
+    """Put the registered forms in the place of a model's modules; return the paths of those replaced. Parameters keep
+    their identity. Raises ShardwrightError for modules built before they were registered, and for names or shapes that
+    differ."""
     found = [(path, module) for path, module in model.named_modules() if path and type(module) in _registered]
     for path, module in found:
         parent_path, _, last = path.rpartition(".")

@@ -1,4 +1,4 @@
-"""Products, attention, statistics, look-ups, dropout and losses on pieces."""
+"""Products, attention, statistics, look-ups, dropout and losses on shards."""
 
 from collections.abc import Callable
 from typing import Any
@@ -57,14 +57,14 @@ def product_and_sum(call: Call) -> bool:
 
 
 def _flat_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """[…, k] · [k, n] (+ [n]), as one product over flattened leading dims."""
+    """The product […, k] · [k, n] (+ [n]), as one over flattened leading dims."""
     flat = left.reshape(-1, left.shape[-1])
     made = flat @ right if bias is None else torch.addmm(bias, flat, right)
     return made.view(*left.shape[:-1], right.shape[-1])
 
 
 def _product(call: Call, product: Callable[..., Any], add: Any) -> bool:
-    """A product and its bias; in one kernel when nothing is converted in between."""
+    """Lower a product and its bias; in one kernel when nothing is converted in between."""
     source = call.lowering.source
     if _columns(call, product):
         return True
@@ -85,7 +85,8 @@ def _product(call: Call, product: Callable[..., Any], add: Any) -> bool:
 
 
 def _columns(call: Call, product: Callable[..., Any]) -> bool:
-    """A product of a whole value, which nothing else reads here, and a weight in columns: `columns.product`."""
+    """Lower a product of a whole value, which nothing else reads here, and a weight in columns, as `columns.product`.
+    False where it is none."""
     op, layout = call.pieces[0]
     lowering = call.lowering
     (value, weight), hop = op.inputs, layout.inputs[0]
@@ -110,7 +111,7 @@ def _columns(call: Call, product: Callable[..., Any]) -> bool:
 
 
 def _read_elsewhere(call: Call) -> bool:
-    """Whether more than the next piece reads what lies between."""
+    """Whether anything but the next piece reads the value between the two."""
     tensor = call.pieces[0][0].outputs[0]
     return tensor in call.lowering.layout.leaves or tensor in call.lowering.layout.shared
 
@@ -223,7 +224,8 @@ def normalization(call: Call) -> bool:
 
 @rule("batch_norm")
 def batch_norm(call: Call) -> bool:
-    """Of pieces of the channels, each rank norms its own: what they are normed by is taken over everything else."""
+    """Batch norm. Where the channels are split, each rank norms its own: the statistics are taken over all other
+    dims."""
     if call.is_replicated:
         as_recorded(call)
         return True
@@ -278,7 +280,8 @@ def take(call: Call) -> bool:
 
 @rule("nll_loss_forward", "nll_loss2d_forward")
 def negative_log_likelihood(call: Call) -> bool:
-    """The log-probabilities of the targets, each from the rank that holds its class; then their mean or sum."""
+    """The negative log-likelihood: the log-probabilities of the targets, each from the rank that holds its class; then
+    their mean or sum."""
     if call.is_replicated:
         as_recorded(call)
         return True

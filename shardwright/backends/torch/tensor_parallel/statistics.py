@@ -1,7 +1,7 @@
-"""Softmax and normalisation over a dim that is split: each rank's piece, with small sums and maxima of all ranks.
+"""Softmax and normalisation over a dim that is split: each rank has its shard, with small sums and maxima of all ranks.
 
-The backward passes reduce once: the sums that the gradient needs travel together. Arithmetic on what was just made is
-done in its own memory: beside its operands a pass holds no more than torch's own.
+The backward passes reduce once: the sums that the gradient needs travel together. Arithmetic on a new tensor is done in
+its own memory: beside its operands a pass holds no more than torch's own.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,8 @@ from shardwright.core.layout.placements import Split
 
 
 class _Normalize(torch.autograd.Function):
-    """(x - mean) / sqrt(mean of squares + eps) over ``dims``, of which one is split; without the mean for RMS norms."""
+    """Normalisation, (x - mean) / sqrt(mean of squares + eps), over ``dims``, of which one is split; without the mean
+    for RMS norms."""
 
     @staticmethod
     def forward(
@@ -81,7 +82,7 @@ class _Softmax(torch.autograd.Function):
 
 
 def _refuse_graph() -> None:
-    """Raises MissingCapabilityError under ``create_graph=True``: what the ranks sum here has no second derivative."""
+    """Raise MissingCapabilityError under ``create_graph=True``: the sums over ranks here have no second derivative."""
     if torch.is_grad_enabled():
         raise MissingCapabilityError(
             "create_graph=True goes through a softmax or a norm over a dim that the tensor axis splits, whose second "
@@ -90,20 +91,20 @@ def _refuse_graph() -> None:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """What sums are made of: 16 bits overflow or lose what is small."""
+    """A tensor as sums are made of it, in float32 at least: 16 bits overflow or lose small values."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def normalize(
     source: torch.Tensor, dims: Sequence[int], eps: float, centered: bool, axis: Axis, unit: str
 ) -> torch.Tensor:
-    """A rank's piece of the normalised tensor. ``dims`` counts from 0."""
+    """A rank's shard of the normalised tensor. ``dims`` counts from 0."""
     made: torch.Tensor = _Normalize.apply(source, list(dims), eps, centered, axis, unit)  # type: ignore[no-untyped-call]
     return made
 
 
 def softmax(source: torch.Tensor, dim: int, log: bool, axis: Axis, unit: str) -> torch.Tensor:
-    """A rank's piece of a softmax, or of its logarithm."""
+    """A rank's shard of a softmax, or of its logarithm."""
     made: torch.Tensor = _Softmax.apply(source, dim, log, axis, unit)  # type: ignore[no-untyped-call]
     return made
 
@@ -119,8 +120,8 @@ def batch_norm(
     place: Split,
     axis: Axis,
 ) -> torch.Tensor:
-    """A rank's channels, normed by the batch. Every rank holds the running statistics of all channels: each takes its
-    own on, and they are put together."""
+    """A rank's channels, normed by the batch. Every rank holds the running statistics of all channels: each updates its
+    own, and they are put together."""
     channels = Split(0, place.blocks)
     own = torch.stack([piece_of(r, channels, axis.size, axis.coordinate) for r in (running_mean, running_variance)])
     made = F.batch_norm(source, own[0], own[1], weight, bias, True, momentum, eps)

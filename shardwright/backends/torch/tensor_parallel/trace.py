@@ -1,7 +1,7 @@
 """Capture that keeps, beside the core's graph, the calls that its ops came from, so that they can be run again.
 
 One run makes both, so calls and ops are aligned one to one. Calls are kept in functional form: a tensor written in
-place is a new value. Sizes among the arguments are linear in the batch, as those of tensors are.
+place is a new value. Sizes among the arguments are linear in the batch, like those of tensors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ from shardwright.core.model.graph import Graph, Op, Tensor
 
 
 class NotReplayableError(CaptureError):
-    """Why a model's ops cannot be run again one by one: it runs whole on every rank of the tensor axis instead."""
+    """A model's ops cannot be run again one by one: it runs whole on every rank of the tensor axis instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +58,23 @@ class Site:
     keywords: tuple[tuple[str, Any], ...]
     template: Template
     ops: tuple[int | None, ...]
-    """For every piece of the template the index of its op in the graph; None where the graph did without it."""
+    """The index in the graph of the op of each piece of the template; None where the graph did without it."""
     grad: bool
-    """Whether gradients were recorded."""
+    """Whether gradients were enabled."""
     detached: tuple[bool, ...]
-    """For every slot, whether the call was given the tensor without its history."""
+    """Whether the call was given the tensor of each slot without its history."""
     context: Context
-    """Where a random number drawn here belongs."""
+    """The context of a random number drawn here."""
     inputs: tuple[int | None, ...]
-    """For every slot the graph tensor that it reads; None for those that the graph does not follow."""
+    """The graph tensor that each slot reads; None for a tensor that the graph does not follow."""
     order: tuple[int, ...] = ()
-    """The dims of the first input in the order of its memory, in the unsplit model: random numbers come in that."""
+    """The dims of the first input in the order of its memory, in the unsplit model: random numbers come in that
+    order."""
     constants: tuple[tuple[int, torch.Tensor], ...] = ()
-    """(slot, value) of the constants that the graph does not follow."""
+    """The (slot, value) of the constants that the graph does not follow."""
     is_write: bool = False
-    """Not the call but its reverse: the piece that it gives was written, and goes back into the whole."""
+    """Whether this is not the call but its reverse: the part that it gives was written, and goes back into the
+    whole."""
 
     @property
     def name(self) -> str:
@@ -91,19 +93,19 @@ class Traced:
     graph: Graph
     sites: tuple[Site, ...]
     site_of_op: tuple[tuple[int, int], ...]
-    """For every op of the graph (site, piece)."""
+    """The (site, piece) of every op of the graph."""
     constants: dict[int, torch.Tensor]
     """Graph tensor → its value, for constants made outside the model's modules."""
     written: dict[int, int]
-    """Graph tensor of a buffer → the value that the forward pass leaves in it, for those that it writes to."""
+    """Graph tensor of a buffer → the value that the forward pass leaves in it, for the buffers that it writes to."""
     outputs: tuple[int | None, ...]
-    """For every tensor that the model returns, as `tensors_in` finds them, its graph tensor; None for those not asked
-    for."""
+    """The graph tensor of every tensor that the model returns, as `tensors_in` finds them; None for a tensor that was
+    not asked for."""
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A site under construction: one run's view of it."""
+    """A site under construction, from one run."""
 
     function: Any
     arguments: tuple[Any, ...]
@@ -127,7 +129,7 @@ class TracingRecorder(Recorder):
         self.drafts: list[_Draft] = []
         self.constants: dict[int, torch.Tensor] = {}
         self.left: dict[int, int] = {}
-        """Value of a tensor that the model holds → the value that it holds in the end, where that is another."""
+        """Value of a tensor that the model holds → the value that it holds in the end, where that is another one."""
         self._prototypes: dict[int, tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...]]] = {}
         self._detached: set[int] = set()
         self._given: tuple[bool, ...] = ()
@@ -139,7 +141,7 @@ class TracingRecorder(Recorder):
         raise NotReplayableError(reason)
 
     def note_written(self) -> None:
-        """After the run: which tensors of the model hold something else now."""
+        """Note, after the run, the tensors of the model that hold other values now."""
         for number, tensor in self._held:
             now = self.read(tensor)
             if now != number:
@@ -262,7 +264,7 @@ def trace(model: nn.Module, sample: Any, *, asked: tuple[int, ...] | None = None
     """Capture a model and keep its calls.
 
     Args:
-        asked: which of the tensors that the model returns are wanted, by position among `tensors_in(output)`; by
+        asked: the tensors wanted of those that the model returns, by position among `tensors_in(output)`; by
             default its loss, or all where it returns none.
 
     Raises:
@@ -283,7 +285,7 @@ def trace(model: nn.Module, sample: Any, *, asked: tuple[int, ...] | None = None
 
 
 class _PartSession(_TracingSession):
-    """Of a part of a model, on tensors as they are inside it."""
+    """The session of a part of a model, on tensors as they are inside it."""
 
     def _fake_leaf(self, size: int) -> Callable[[Leaf], torch.Tensor]:
         def make(leaf: Leaf) -> torch.Tensor:
@@ -295,8 +297,8 @@ class _PartSession(_TracingSession):
 
 
 def trace_part(module: nn.Module, sample: Any, asked: tuple[int, ...]) -> Traced:
-    """`trace` of a module inside a model, at the sizes of the sample alone. Gradients flow into those tensors of the
-    sample that require them."""
+    """The trace, as by `trace`, of a module inside a model, at the sizes of the sample alone. Gradients flow into those
+    tensors of the sample that require them."""
     session = _PartSession(module, Sample(sample, fixed=True), None, False)
     session.asked = asked
     try:
@@ -356,7 +358,7 @@ def _traced(graph: Graph, small: _Run, large: _Run, session: _TracingSession) ->
 
 
 def _origins(recorder: Recorder, outputs: tuple[int, ...]) -> list[int]:
-    """For every op of the graph, the recorded op that it was: the graph leaves some out."""
+    """The recorded op of every op of the graph: the graph leaves some out."""
     values = [Tensor(v.shape, (0,) * len(v.shape), v.dtype, v.role, v.name) for v in recorder.values]
     tagged = [
         Op(x.kind, x.name, x.inputs, x.outputs, x.labelled.labels, x.labelled.special, x.labelled.offsets, i)
@@ -367,7 +369,7 @@ def _origins(recorder: Recorder, outputs: tuple[int, ...]) -> list[int]:
 
 
 def _numbers(graph: Graph, recorder: Recorder, origin: Sequence[int]) -> dict[int, int]:
-    """Recorded value → graph tensor, for those that ops read or make, and those that the model holds."""
+    """Recorded value → graph tensor, for the values that ops read or make, and those that the model holds."""
     named = {(t.role, t.name): n for n, t in enumerate(graph.tensors) if t.name}
     found = {n: named[v.role, v.name] for n, v in enumerate(recorder.values) if (v.role, v.name) in named and v.name}
     for i, r in enumerate(origin):
@@ -378,7 +380,8 @@ def _numbers(graph: Graph, recorder: Recorder, origin: Sequence[int]) -> dict[in
 
 
 def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Of a mask for this tensor: dims that are expanded, or not dense, come where torch puts them."""
+    """The order of dims in the memory of a mask for this tensor. Where the tensor's dims are expanded, or not dense,
+    they come where torch puts them."""
     strides = torch.empty_like(tensor).stride()
     return tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))
 
@@ -396,7 +399,7 @@ def _slots(value: Any, found: list[torch.Tensor]) -> Any:
 
 
 def _merged(small: Any, large: Any, draft: _Draft) -> Any:
-    """One argument as both runs had it, at batch 2 and 3."""
+    """One argument as both runs had it, at batch 2 and 3: a Size where it grows with the batch."""
     if isinstance(small, tuple) and isinstance(large, tuple) and len(small) == len(large):
         return tuple(_merged(x, y, draft) for x, y in zip(small, large, strict=True))
     if isinstance(small, int) and isinstance(large, int) and not isinstance(small, bool):
@@ -407,7 +410,7 @@ def _merged(small: Any, large: Any, draft: _Draft) -> Any:
 
 
 def _functional(func: Any, known: Func) -> Any:
-    """The op that returns what an in-place op, or one with ``out=``, writes."""
+    """The op that returns the tensor that an in-place op, or one with ``out=``, writes."""
     if not known.writes:
         return func
     base = func._schema.name.partition("::")[2]

@@ -1,4 +1,4 @@
-"""A call of one unit that is to run on local tensors, and what all calls of the unit share."""
+"""A call of one unit that is to run on local tensors, and the state that all calls of the unit share."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ R, P = Replicate(), Partial("sum")
 
 @dataclass(slots=True)
 class Lowering:
-    """What the calls of one unit share."""
+    """The state that the calls of one unit share."""
 
     traced: Traced
     layout: UnitLayout
@@ -35,7 +35,7 @@ class Lowering:
     """Parameters whose gradients are terms of a sum, on every reader."""
     source: Source = field(default_factory=Source)
     at: dict[int, Var] = field(default_factory=dict)
-    """Graph tensor → where its readers find it."""
+    """Graph tensor → the variable where its readers find it."""
     place: dict[int, Placement] = field(default_factory=dict)
     draws: dict[Context, None] = field(default_factory=dict)
     whole_ops: list[str] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Lowering:
         return value.at(self.batch) if hasattr(value, "per_sample") else value
 
     def seeded(self, site: Site) -> None:
-        """Before a random number is drawn: the generator as the unsplit model has it there."""
+        """Seed the generator, before a random number is drawn, as the unsplit model has it there."""
         if site.context not in self.draws:
             self.draws[site.context] = None
             self.source.call(self.seed, site.context, is_kept=True)
@@ -76,7 +76,7 @@ class Lowering:
         return self.source.call(convert, var, self.axis, hop.value, hop.gradient, self.name, fresh)
 
     def operand(self, tensor: int, hop: Hop) -> Var:
-        """An input of an op, where the op wants it."""
+        """An input of an op, in the placement that the op wants."""
         if tensor not in self.layout.parameters:
             return self.hop(self.at[tensor], hop)
         if hop.gradient is None:
@@ -90,7 +90,7 @@ class Lowering:
         return self.at[tensor]
 
     def made(self, tensor: int, var: Var, place: Placement) -> None:
-        """A value was made; its readers find it after the conversion that they share."""
+        """Note that a value was made. Its readers find it after the conversion that they share."""
         shared = self.layout.shared.get(tensor)
         if shared is not None:
             self.at[tensor], self.place[tensor] = self.hop(var, shared), shared.value[1]
@@ -108,19 +108,19 @@ class Call:
 
     @property
     def numbers(self) -> list[int]:
-        """Which pieces of the template these are."""
+        """The numbers of these pieces in the template."""
         return [p for p, op in enumerate(self.site.ops) if op is not None]
 
     @property
     def is_flat_product(self) -> bool:
-        """A product over flattened leading dims that the graph has unflattened."""
+        """Whether this is a product over flattened leading dims that the graph has unflattened."""
         op = self.pieces[0][0]
         piece = self.site.template.pieces[self.numbers[0]]
         return op.kind == "contraction" and len(op.labels[0]) != len(piece.labelled.labels[0])
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank does all of it, on whole tensors."""
+        """Whether every rank does the whole call, on whole tensors."""
         return (
             all(
                 all(isinstance(p, Replicate) for p in (*layout.signature.inputs, *layout.signature.outputs))
@@ -166,7 +166,7 @@ class Call:
 
     def slots(self, *, whole: bool = False) -> dict[int, Var]:
         """The tensors of the call by slot, converted as the first piece that reads each wants it; ``whole``: put
-        together, whatever it wants."""
+        together, whatever the piece wants."""
         found: dict[int, Var] = {}
         between = self.between
         for which, number in enumerate(self.numbers):
@@ -203,7 +203,7 @@ class Call:
         return lowering.hop(lowering.at[tensor], Hop((lowering.place[tensor], R), None))
 
     def give(self, which: int, position: int, var: Var, *, whole: bool = False) -> None:
-        """An output of a piece, which lies as its layout says; ``whole``: it is whole, and is cut."""
+        """Give an output of a piece, in the placement of its layout; ``whole``: the output is whole, and is cut."""
         op, layout = self.pieces[which]
         tensor, place = op.outputs[position], layout.signature.outputs[position]
         if not self.site.grad:
@@ -214,7 +214,7 @@ class Call:
         self.lowering.made(tensor, var, place)
 
     def give_all(self, result: Var, *, whole: bool = False) -> None:
-        """The outputs of the whole call, as the op itself returns them."""
+        """Give the outputs of the whole call, as the op itself returns them."""
         template = self.site.template
         first = template.inputs
         for which, number in enumerate(self.numbers):
@@ -233,7 +233,7 @@ class Call:
         )
 
     def argument(self, name: str, default: Any = None) -> Any:
-        """An argument by the schema's name, sizes at this batch; tensors are left as slots."""
+        """An argument by the schema's name, with sizes at this batch; tensors are left as slots."""
         for given, argument in zip(self.site.arguments, self.site.function._schema.arguments, strict=False):
             if argument.name == name:
                 return self._plain(given)

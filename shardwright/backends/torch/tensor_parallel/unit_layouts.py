@@ -1,4 +1,4 @@
-"""What the solver chose for one unit, op by op: signatures, and the conversions of every value and its gradient."""
+"""The solver's choice for one unit, op by op: signatures, and the conversions of every value and its gradient."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ R = Replicate()
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """The conversion of a value between two places where it lies, and that of its gradient back (None: none flows)."""
+    """The conversion of a value between two placements, and that of its gradient back (None: no gradient flows)."""
 
     value: Change
     gradient: Change | None
@@ -31,7 +31,8 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class OpLayout:
-    """How one op runs: the placements of its operands, and the way of every input from where the value lies."""
+    """The layout of one op: the placements of its operands, and the conversion of every input from the value's
+    placement."""
 
     signature: Signature
     inputs: tuple[Hop, ...]
@@ -39,28 +40,28 @@ class OpLayout:
 
 @dataclass(frozen=True, slots=True)
 class UnitLayout:
-    """How one unit runs along the tensor axis."""
+    """The layout of one unit along the tensor axis."""
 
     unit: Unit
     ops: tuple[OpLayout, ...]
     parameters: Mapping[int, Placement]
-    """Tensor → where a parameter lies."""
+    """Tensor → the placement of a parameter."""
     enters: Mapping[int, Placement]
-    """Tensor → how a value that earlier units made, or an input, lies when it comes."""
+    """Tensor → the placement in which a value that earlier units made, or an input, comes."""
     shared: Mapping[int, Hop]
-    """Conversions that all readers of a tensor share, after it is made or comes."""
+    """Tensor → the conversion that all its readers share, after it is made or comes."""
     leaves: Mapping[int, tuple[Placement, Hop]]
-    """Tensor → how it lies for later units, and its way there."""
+    """Tensor → its placement for later units, and the conversion to it."""
 
 
 def planned_part(graph: Graph, plan: Plan, places: Mapping[str, Placement]) -> tuple[UnitLayout, ...]:
-    """The layouts of a part of a model as one unit, whole at its borders, with its parameters in these places (by name;
-    those not named are whole). Raises PlanError as `realise_part` does."""
+    """The layouts of a part of a model as one unit, whole at its borders, with its parameters in these placements (by
+    name; those not named are whole). Raises PlanError as `realise_part` does."""
     return (_layout(graph, *realise_part(graph, plan, places)),)
 
 
 def of_realised(graph: Graph, realised: Sequence[RealisedUnit]) -> tuple[UnitLayout, ...]:
-    """The layouts of all units, which have one axis. Raises PlanError for several."""
+    """The layouts of all units, which have one axis. Raises PlanError for several axes."""
     if any(len(unit.axes) != 1 for unit in realised):
         raise PlanError(f"one tensor axis is run: the layouts have {len(realised[0].axes)}")
     units = fold(graph).units
@@ -97,7 +98,7 @@ def _layout(graph: Graph, unit: Unit, found: RealisedUnit) -> UnitLayout:
 
 
 def _whole(graph: Graph, unit: Unit, found: RealisedUnit, tensor: int, shared: Hop | None) -> Hop:
-    """The way of a value that leaves this unit, and not the one like it that was solved: whole."""
+    """The conversion to whole of a value that leaves this unit, where the solver's unit like it has no such value."""
     if shared is not None:
         return Hop((shared.value[1], R), None if shared.gradient is None else (R, shared.gradient[0]))
     index = graph.producer[tensor]

@@ -35,11 +35,11 @@ class Lowered:
     leaves: tuple[int, ...]
     draws: tuple[Context, ...]
     whole_ops: tuple[str, ...]
-    """Names of ops that run whole although the layouts split them: no piecewise form is known here."""
+    """Names of ops that run whole although the layouts split them: no sharded form is known here."""
 
 
 def lower_unit(lowering: Lowering) -> Lowered:
-    """The unit as one function. Raises NotReplayableError for what cannot run call by call."""
+    """The unit as one function. Raises NotReplayableError for ops that cannot run call by call."""
     unit, graph, source, layout = lowering.layout.unit, lowering.traced.graph, lowering.source, lowering.layout
     traced = lowering.traced
     inside = range(unit.first_op, unit.end_op)
@@ -79,7 +79,8 @@ def _leave(lowering: Lowering, tensor: int, hop: Hop) -> Var:
 
 
 def _lower_site(lowering: Lowering, first: int) -> int:
-    """Lower the call behind an op, and with it as many ops as it became. The number of the op that comes next."""
+    """Lower the call behind an op, and with it as many ops as it became. Returns the number of the op that comes
+    next."""
     graph, unit = lowering.traced.graph, lowering.layout.unit
     index, piece = lowering.traced.site_of_op[first]
     site = lowering.traced.sites[index]

@@ -17,7 +17,8 @@ from shardwright.core.model.graph import Graph, OpKind
 
 
 def coverage(graph: Graph | None = None) -> dict[str, OpKind]:
-    """Op name → kind: of the whole table, or of the ops of one graph, where ``opaque`` marks what the table lacks."""
+    """The kind of each op, by the op's name: of the whole table, or of the ops of one graph, where ``opaque`` marks an
+    op that the table lacks."""
     if graph is None:
         return {f"aten.{name}": kind for name, (kind, _) in sorted(RULES.items())}
     return {op.name: op.kind for op in sorted(graph.ops, key=lambda op: (op.kind != "opaque", op.kind, op.name))}

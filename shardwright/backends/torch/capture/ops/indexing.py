@@ -21,7 +21,7 @@ def index_select(call: OpCall) -> None:
 
 @rule("gather", "gather")
 def gather(call: OpCall) -> None:
-    """Dims of the index may be shorter than the source's: only dims of equal size go together."""
+    """A gather along a dim. Dims of the index may be shorter than the source's: only dims of equal size go together."""
     source, index = call["self"], call["index"]
     dim = call["dim"] % len(source.shape)
     call.add("gather", [source, index], [call.out], labels.take_along(source.shape, dim, index.shape))
@@ -29,7 +29,7 @@ def gather(call: OpCall) -> None:
 
 @rule("gather", "index", "_unsafe_index", "take")
 def advanced_index(call: OpCall) -> None:
-    """One index tensor looks rows up along its dim; with several, the indexed dims are whole."""
+    """Indexing by tensors. One index tensor looks rows up along its dim; with several, the indexed dims are whole."""
     source = call["self"]
     given = call.get("indices") or []
     indexed = [(dim, ref) for dim, ref in enumerate(given) if isinstance(ref, Ref)]
@@ -58,7 +58,7 @@ def advanced_index(call: OpCall) -> None:
 @rule("scatter", "scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill", "index_put",
       "_index_put_impl", "masked_scatter", "put", "index_reduce", "_unsafe_index_put")  # fmt: skip
 def scatter(call: OpCall) -> None:
-    """Writes into a copy of the first operand. Along ``dim`` nothing is split; for writes by position without a
+    """A write into a copy of the first operand. Along ``dim`` nothing is split; for writes by position without a
     ``dim``, nothing at all."""
     target = call.inputs[0]
     rank = len(target.shape)
@@ -79,7 +79,7 @@ def scatter(call: OpCall) -> None:
 
 @rule("scatter", "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter")
 def slice_scatter(call: OpCall) -> None:
-    """A piece is written into a copy of the whole."""
+    """A write of a part into a copy of the whole."""
     whole, piece = call.inputs[:2]
     if call.name not in ("slice_scatter", "select_scatter"):
         call.add("scatter", [whole, piece], [call.out], labels.opaque(shapes([whole, piece]), [call.out.shape]))

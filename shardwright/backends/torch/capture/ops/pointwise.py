@@ -52,7 +52,7 @@ def cumulative(call: OpCall) -> None:
 
 @rule("elementwise", "glu")
 def gated_linear_unit(call: OpCall) -> None:
-    """Halves of one dim multiply each other, so that dim is never split."""
+    """A gated linear unit: halves of one dim multiply each other, so that dim is never split."""
     source = call.inputs[0]
     dim = call["dim"] % len(source.shape)
     call.add("elementwise", [source], [call.out], labels.same_sizes(source.shape, call.out.shape, changed=(dim,)))
@@ -60,7 +60,7 @@ def gated_linear_unit(call: OpCall) -> None:
 
 @rule("dropout", "dropout", "native_dropout", "alpha_dropout")
 def dropout(call: OpCall) -> None:
-    """With nothing to drop it hands on its input."""
+    """Dropout. It is a view of its input where nothing is dropped."""
     source = call.inputs[0]
     drops = call.get("p", 0.5) > 0 and call.get("train", True) is not False
     labelled = labels.elementwise([source.shape], shapes(call.outputs))
@@ -69,7 +69,7 @@ def dropout(call: OpCall) -> None:
 
 @rule("copy", "clone", "contiguous", "copy_", "_reshape_copy", "_conj_copy")
 def copy(call: OpCall) -> None:
-    """``copy_`` writes its second operand over the first, whose old value does not matter."""
+    """A copy. ``copy_`` writes its second operand over the first, whose old value does not matter."""
     source = call["src"] if call.name == "copy_" else call.inputs[0]
     kind: OpKind = "view" if call.shares_memory else ("elementwise" if source.dtype != call.out.dtype else "copy")
     call.add(kind, [source], [call.out], labels.elementwise([source.shape], [call.out.shape]))
@@ -84,7 +84,7 @@ def copy(call: OpCall) -> None:
     "_efficientzerotensor",
 )  # fmt: skip
 def uniform(call: OpCall) -> None:
-    """The same value, or independent draws, everywhere: any piece can be made alone."""
+    """Equal values, or independent draws, everywhere: any shard can be made alone."""
     inputs = call.inputs if call.name == "bernoulli" else ()
     call.add("create", inputs, call.outputs, labels.elementwise(shapes(inputs), shapes(call.outputs)))
 
@@ -92,5 +92,5 @@ def uniform(call: OpCall) -> None:
 @rule("create", "arange", "linspace", "logspace", "eye", "tril_indices", "triu_indices", "randperm", "range",
       "hann_window", "hamming_window")  # fmt: skip
 def positional(call: OpCall) -> None:
-    """Values that depend on the position: made whole."""
+    """Values that depend on the position. They are made whole."""
     call.add("create", (), call.outputs, Labelled(tuple((-1,) * len(out.shape) for out in call.outputs)))

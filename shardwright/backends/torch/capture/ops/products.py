@@ -43,7 +43,7 @@ def linear(call: OpCall) -> None:
 
 
 def linear_parts(call: OpCall, source: Ref, weight: Ref, bias: Ref | None) -> None:
-    """x · Wᵀ + b, with as many leading dims as x has."""
+    """A linear layer, x · Wᵀ + b, with as many leading dims as x has."""
     lead = tuple(range(len(source.shape) - 1))
     summed, column = len(lead), len(lead) + 1
     one_output = len(weight.shape) == 1
@@ -85,8 +85,9 @@ def parse_einsum(equation: str, operands: list[tuple[int, ...]]) -> tuple[str, s
 
 
 def is_plain_einsum(equation: str, operands: int) -> bool:
-    """Whether `einsum` above can label it: two operands, no ellipsis, no letter twice in one of them. A letter that
-    only one operand has and the output has not is summed before the product, so that too is left to torch."""
+    """Whether `einsum` above can label the equation: two operands, no ellipsis, no letter twice in one of them. A
+    letter that only one operand has and the output has not is summed before the product, so that too is left to
+    torch."""
     terms, arrow, out = equation.replace(" ", "").partition("->")
     names = terms.split(",")
     if operands != 2 or "." in equation or not arrow or any(len(set(n)) != len(n) for n in (*names, out)):
@@ -150,8 +151,8 @@ def attention(call: OpCall) -> None:
 
 @rule("contraction", "_grouped_mm")
 def grouped_product(call: OpCall) -> None:
-    """Rows sorted by group, each multiplied by its group's matrix: [rows, k] · [groups, k, n]. The groups' borders are
-    values, so rows are not split."""
+    """A grouped product: rows sorted by group, each multiplied by its group's matrix: [rows, k] · [groups, k, n]. The
+    groups' borders are values, so rows are not split."""
     left, right = call.inputs[:2]
     if len(left.shape) != 2 or len(right.shape) != 3:
         call.add("opaque", call.inputs, call.outputs, labels.opaque(shapes(call.inputs), shapes(call.outputs)))
@@ -160,7 +161,8 @@ def grouped_product(call: OpCall) -> None:
 
 
 def _grouped_mm(func: Any, left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Its kernel for fake tensors refuses every dtype but bfloat16 on the CPU; the shape is known without it."""
+    """A grouped product whose result on fake tensors is made here: torch's kernel for them refuses every dtype but
+    bfloat16 on the CPU, and the shape is known without it."""
     if isinstance(left, FakeTensor) and left.dim() == 2 and right.dim() == 3:
         return left.new_empty((left.shape[0], right.shape[2]))
     result: torch.Tensor = func(left, right, *args, **kwargs)
@@ -168,4 +170,4 @@ def _grouped_mm(func: Any, left: torch.Tensor, right: torch.Tensor, *args: Any, 
 
 
 WITHOUT_KERNEL: dict[str, Callable[..., torch.Tensor]] = {"aten._grouped_mm": _grouped_mm}
-"""Ops whose kernel for fake tensors is narrower than the real one, and how to make their result."""
+"""Ops whose kernel for fake tensors is narrower than the real one, and the functions that make their results."""

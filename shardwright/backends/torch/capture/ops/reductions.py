@@ -9,7 +9,8 @@ from shardwright.core.rules.op_rules import Labelled
 
 
 def _reduce(call: OpCall, source: Ref, dims: Sequence[int], *, linear: bool, suffix: str = "") -> None:
-    """Reduce ``source`` to the outputs. What is not linear (max, norm …) leaves no partial sums: its dims are whole."""
+    """Reduce ``source`` to the outputs. A reduction that is not linear (max, norm …) leaves no partial sums: its dims
+    are whole."""
     keep = len(call.out.shape) == len(source.shape)
     labelled = labels.reduction(source.shape, dims, keep_dims=keep, outputs=len(call.outputs))
     if not linear:
@@ -37,7 +38,7 @@ def other_reduction(call: OpCall) -> None:
 
 @rule("reduction", "trace")
 def trace(call: OpCall) -> None:
-    """The diagonal of a piece is not a piece of the diagonal."""
+    """The trace of a matrix: the diagonal of a shard is not a shard of the diagonal."""
     call.add("reduction", call.inputs, [call.out], labels.opaque(shapes(call.inputs), [call.out.shape]))
 
 
@@ -49,7 +50,8 @@ def softmax(call: OpCall) -> None:
 
 
 def _normalize(call: OpCall, dims: Sequence[int], scale: Ref | None, bias: Ref | None, at: Sequence[int]) -> None:
-    """(x - mean) / deviation over ``dims``, then · scale + bias, whose dims are the dims ``at`` of x."""
+    """A normalisation, (x - mean) / deviation over ``dims``, then · scale + bias, whose dims are the dims ``at`` of
+    x."""
     source = call.inputs[0]
     rank = len(source.shape)
     where, all_dims = tuple(d % rank for d in at), tuple(range(rank))
@@ -86,7 +88,8 @@ def layer_norm(call: OpCall) -> None:
 
 @rule("normalization", "group_norm", "native_group_norm")
 def group_norm(call: OpCall) -> None:
-    """Statistics over the channels of a group and all positions: the channel dim is a statistic one."""
+    """Group norm. Its statistics are over the channels of a group and all positions: the channel dim is a statistic
+    one."""
     source = call.inputs[0]
     _normalize(call, range(1, len(source.shape)), call.get("weight"), call.get("bias"), (1,))
     for i, out in enumerate(call.outputs[1:]):
@@ -97,7 +100,8 @@ def group_norm(call: OpCall) -> None:
 @rule("normalization", "batch_norm", "native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm",
       "_batch_norm_with_update", "_native_batch_norm_legit_no_training")  # fmt: skip
 def batch_norm(call: OpCall) -> None:
-    """With running statistics it is elementwise; with those of the batch, batch and positions are statistic dims."""
+    """Batch norm. With running statistics it is elementwise; with those of the batch, batch and positions are statistic
+    dims."""
     source = call.inputs[0]
     rank = len(source.shape)
     mean, variance = call.get("running_mean"), call.get("running_var")
@@ -113,7 +117,7 @@ def batch_norm(call: OpCall) -> None:
 
 @rule("gather", "nll_loss_forward", "nll_loss2d_forward")
 def negative_log_likelihood(call: OpCall) -> None:
-    """The log-probability of each target is looked up, then averaged."""
+    """The negative log-likelihood: the log-probability of each target is looked up, then averaged."""
     source, target = call["self"], call["target"]
     class_dim = 1 if len(source.shape) > 1 else 0
     rows = tuple(range(len(source.shape)))
@@ -162,7 +166,8 @@ def sort(call: OpCall) -> None:
       "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d",
       "adaptive_max_pool3d", "max_pool1d_with_indices")  # fmt: skip
 def pool(call: OpCall) -> None:
-    """Windows over positions; where they adjoin, positions may be split, and batch and channels always."""
+    """Pooling by windows over positions. Where windows adjoin, positions may be split; batch and channels always
+    may."""
     source = call.inputs[0]
     rank = len(source.shape)
     spatial = next((int(c) for c in call.name if c in "123"), 2)

@@ -1,4 +1,5 @@
-"""What one aten op means to the core: a template of core ops over the op's own inputs, outputs and in-between values.
+"""The meaning of one aten op in the core: a template of core ops over the op's own inputs, outputs and in-between
+values.
 
 A template depends on shapes and arguments only, so it is computed once per kind of call and used again for every block.
 """
@@ -28,7 +29,7 @@ class Piece:
 
     kind: OpKind
     suffix: str
-    """Appended to the op's name, so that the pieces of one op can be told apart: ``/bias``."""
+    """The suffix of the op's name that tells the pieces of one op apart: ``/bias``."""
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     labelled: Labelled
@@ -46,7 +47,7 @@ class Template:
 
 class OpCall:
     """One call as a rule sees it: arguments by the schema's names, with a Ref in place of every tensor. Rules add
-    pieces to it."""
+    pieces, core ops, to it."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class OpCall:
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
         self.shares_memory = shares_memory
-        """The first output is a view of the first input."""
+        """Whether the first output is a view of the first input."""
         self.pieces: list[Piece] = []
         self._between: list[Ref] = []
 
@@ -93,7 +94,8 @@ class OpCall:
 
 Rule = Callable[[OpCall], None]
 RULES: dict[str, tuple[OpKind, Rule]] = {}
-"""Op name without overload and without the in-place underscore → the kind of its main piece, and its rule."""
+"""The kind of an op's main piece, and the op's rule, by the op's name without overload and without the in-place
+underscore."""
 
 
 def rule(kind: OpKind, *names: str) -> Callable[[Rule], Rule]:

@@ -65,7 +65,7 @@ def expand(call: OpCall) -> None:
 @rule("view", "real", "imag", "view_as_real", "view_as_complex", "_conj", "conj", "resolve_conj", "resolve_neg",
       "_neg_view")  # fmt: skip
 def complex_view(call: OpCall) -> None:
-    """A complex dim is a last dim of two: never split."""
+    """A view of complex numbers as real ones, or back. The last dim of two is never split."""
     before, after = call.inputs[0].shape, call.out.shape
     shared = tuple(range(min(len(before), len(after))))
     _view(
@@ -111,7 +111,7 @@ def select(call: OpCall) -> None:
 
 @rule("concat", "cat", "concat", "concatenate")
 def concatenate(call: OpCall) -> None:
-    """Torch lets empty 1-D tensors join anything; they hold nothing, so they are left out."""
+    """A concatenation. Torch lets empty 1-D tensors join anything; they hold nothing, so they are left out."""
     rank = len(call.out.shape)
     held = [r for r in call.inputs if len(r.shape) == rank and not (0 in r.shape and 0 not in call.out.shape)]
     if not held:
@@ -146,7 +146,7 @@ def rearrange(call: OpCall) -> None:
 
 @rule("copy", "repeat", "tile")
 def repeat(call: OpCall) -> None:
-    """Whole copies one after the other: a dim that is repeated is never split."""
+    """A repetition of whole copies, one after the other. A dim that is repeated is never split."""
     before, after = call.inputs[0].shape, call.out.shape
     first = len(after) - len(before)
     kept = tuple(i if before[i] == after[first + i] else -1 for i in range(len(before)))
@@ -167,7 +167,7 @@ def repeat_interleave(call: OpCall) -> None:
       "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "pixel_shuffle", "pixel_unshuffle",
       "channel_shuffle", "im2col", "col2im", "grid_sampler", "grid_sampler_2d")  # fmt: skip
 def resample(call: OpCall) -> None:
-    """Positions move, the batch stays; channels too, where their number does."""
+    """A change of positions. The batch stays split; channels too, where their number does not change."""
     source, out = call.inputs[0], call.out
     if len(source.shape) != len(out.shape):
         call.add("copy", call.inputs, [out], labels.opaque(shapes(call.inputs), [out.shape]))
