@@ -1,4 +1,4 @@
-"""The training step of a plan: what is given to it is checked, the form of training is chosen, and steps are run."""
+"""The training step of a plan: it checks what is given, chooses the form of training, and runs steps."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -69,7 +69,7 @@ def train_step(
     has_aux: the function returns ``(loss, aux)``, or ``(loss, aux, state)``, and the step ``state, loss, aux``: a
         pytree of metrics, each combined over microbatches and replicas by what it is (`backends.jax.loss.metrics`):
         joined where it has a dim of samples, else the weighted mean, integers the sum.
-    wrt: which parameters are trained (default: all): an NNX filter, a function of (path, value) that returns a bool,
+    wrt: the parameters that are trained (default: all): an NNX filter, a function of (path, value) that returns a bool,
         or a pytree of bools. The others get no gradient and no optimizer state.
     reduction: how the losses of microbatches and replicas make that of the batch, where the function returns no weight:
         "mean" or "sum". Default: as its program shows, which is traced at two batch sizes: the mean, a mean weighted by
@@ -139,7 +139,7 @@ class TrainStep:
         self._training(is_module=True)
         self._agreement = StepAgreement(self._devices[: plan.mesh.size], plan, self._loss)
         self._op_checks: dict[int, OpChecks] = {}
-        """Of compiled steps, by identity."""
+        """The checks of compiled steps, by the identity of the step."""
         self._sentinel = Sentinel(nonfinite, self._agreement.alone, debug is not None)
 
     def _training(self, *, is_module: bool) -> Training:
@@ -214,7 +214,7 @@ class TrainStep:
         self._sentinel.look(0)
 
     def _returned(self, made: StepResult, step: CompiledStep) -> tuple[Any, ...]:
-        """What a step returns to the caller."""
+        """The results of a step as the caller gets them."""
         self._sentinel.note(made.evidence, step.teller)
         self._grad_norm = made.grad_norm
         return (made.state, made.loss, *((made.aux,) if self.has_aux else ()))
@@ -279,9 +279,10 @@ class TrainStep:
         return (*self._returned(made, step), timeline)
 
     def memory_bytes(self, state: TrainState, batch: Any) -> tuple[int, ...]:
-        """For every device, those of the first pipeline rank first, the bytes that it holds at the peak of a step, by
-        what the compiler says of the step's programs (`memory_analysis`), where ``plan.predicted.peak_memory_bytes`` is
-        known before anything is compiled. Raises MissingCapabilityError for stages that run as one program."""
+        """The bytes that each device holds at the peak of a step, those of the first pipeline rank first. They follow
+        from what the compiler says of the step's programs (`memory_analysis`), where
+        ``plan.predicted.peak_memory_bytes`` is known before anything is compiled. Raises MissingCapabilityError for
+        stages that run as one program."""
         with self._step(state, batch) as (step, leaves):
             return step.memory_bytes(state, leaves)
 
@@ -310,8 +311,8 @@ class TrainStep:
             return self._training_of(state).original(state)
 
     def held(self, state: TrainState) -> TrainState:
-        """A state as `original` gives it → one to go on training with, on this plan's devices. Raises PlanError for one
-        that is held already."""
+        """A state for training on this plan's devices, from one that `original` gave. Raises PlanError for a state that
+        is held already."""
         if state.order:
             raise PlanError(
                 "held takes a state in the model's own order, and this one is held as a plan's: take "
@@ -321,8 +322,8 @@ class TrainStep:
             return self._training_of(state).held(state)
 
     def place(self, state: TrainState) -> TrainState:
-        """A state that was saved (`jax.device_get`, a checkpoint) → the same on this plan's devices, in memory of its
-        own. Raises PlanError for a state of another plan, MissingCapabilityError for stages that run as one program.
+        """A saved state (`jax.device_get`, a checkpoint) on this plan's devices, in memory of its own. Raises PlanError
+        for a state of another plan, MissingCapabilityError for stages that run as one program.
 
         A state knows how its fused matrices are held, where it is kept as a whole: a checkpoint of its arrays alone,
         read into another plan's state, cannot be told apart from that plan's own. Save `original` then.
@@ -345,13 +346,14 @@ class TrainStep:
 
     @property
     def compiled(self) -> Compilation | None:
-        """What compiling the last new step of a pipeline took; None without a pipeline, or before a step."""
+        """The record of compiling the last new step of a pipeline; None without a pipeline, or before a step."""
         pipelines = self._pipelines()
         return pipelines[-1].done if pipelines else None
 
     @property
     def counts(self) -> StepCounts | None:
-        """What the last step of a pipeline asked of the host; None without a pipeline, or before a step."""
+        """The counts of what the last step of a pipeline asked of the host; None without a pipeline, or before a
+        step."""
         pipelines = self._pipelines()
         return pipelines[-1].counts if pipelines else None
 

@@ -8,9 +8,9 @@ from shardwright.backends.jax.capture.inner_programs import equations_in
 from shardwright.backends.jax.capture.trace import TracedCall, call_number
 
 UNROLL_LIMIT = 256
-"""Longer scans stay one opaque op."""
+"""The most iterations of a scan that is unrolled. Longer scans stay one opaque op."""
 ITERATION = -1
-"""Among the calls of an iteration, the iteration itself."""
+"""The number of the iteration itself among the calls of an iteration."""
 
 
 def layer_loop(calls: Sequence[TracedCall], call: int) -> str:

@@ -1,4 +1,4 @@
-"""A JAX model → `core.model.graph.Graph`, by tracing it on shapes at two batch sizes."""
+"""A JAX model as a `core.model.graph.Graph`, by tracing it on shapes at two batch sizes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,9 +37,9 @@ class Source:
     name: str
     arrays: Any
     names: tuple[str, ...]
-    """One per leaf of ``arrays``."""
+    """The name of every leaf of ``arrays``."""
     trainable: tuple[bool | None, ...]
-    """One per leaf; None for buffers."""
+    """A flag for every leaf of ``arrays``; None for buffers."""
     aliases: dict[str, tuple[str, ...]]
     run: Callable[[Any, Any, Recorder], Any]
     """``run(arrays, sample, recorder)``: the loss, or what the model returns."""

@@ -1,4 +1,4 @@
-"""JAX primitives → kinds of op and labels (see `core.model.graph.Op`)."""
+"""The kinds of op and labels (see `core.model.graph.Op`) of JAX primitives."""
 
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -113,7 +113,7 @@ def _convolution(params: dict[str, Any], before: list[Shape], after: list[Shape]
 
 def _attention(params: dict[str, Any], before: list[Shape], after: list[Shape], *, causal: bool = False) -> Translation:
     """Operands [batch …, query or key position, head, width], biases and masks [batch …, head, query, key]. Fewer key
-    than query heads (grouped queries) share the heads' label: contiguous pieces of both belong together."""
+    than query heads (grouped queries) share the heads' label: contiguous shards of both belong together."""
     query, key, value = before[:3]
     if len(query) < 3 or len(key) != len(query) or len(value) != len(query) or len(after) != 1:
         return "opaque", labels.opaque(before, after)
@@ -308,7 +308,7 @@ def _reverse(params: dict[str, Any], before: list[Shape], after: list[Shape]) ->
 
 
 def _slice(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
-    """A contiguous piece of one dim is a part of the whole; dims that are cut in other ways stand alone."""
+    """A slice: a contiguous part of one dim is a part of the whole; dims that are cut in other ways stand alone."""
     cut = [dim for dim, size in enumerate(before[0]) if size != after[0][dim]]
     strides = params["strides"] or (1,) * len(before[0])
     if len(cut) == 1 and strides[cut[0]] != 1:

@@ -25,7 +25,7 @@ WHOLE_JITS = frozenset({"_take", "take_along_axis"})
 
 
 Path = tuple[int, ...]
-"""Which equation: its position in the program, then in the program inside that one, and so on."""
+"""The path of an equation: its position in the program, then in the program inside that one, and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +38,20 @@ class Step:
     params: dict[str, Any]
     call: int
     path: Path | None = None
-    """The equation as traced, the same for every iteration of a loop; None for steps that stand for none."""
+    """The path of the equation as traced, the same for every iteration of a loop; None for steps that stand for
+    none."""
     members: tuple["Step", ...] = ()
     """The steps that were joined to make this one."""
     numbers: tuple[float | None, ...] = ()
     """The value of each operand that is a literal; none for steps that stand for no equation."""
     made: float | None = None
-    """What it makes, where that is one number that follows from literals alone."""
+    """The one number that the step makes, where it follows from literals alone."""
 
 
 @dataclass(slots=True)
 class Program:
-    """Values are numbered in the order in which they are made: first the arguments, then the constants."""
+    """A flat program. Values are numbered in the order in which they are made: first the arguments, then the
+    constants."""
 
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
@@ -129,9 +131,9 @@ class _Flattener:
         self.renumbered: dict[int, int] = {}
         """Calls of the loop body as traced → those of the iteration that is being unrolled."""
         self.numbers: tuple[float | None, ...] = ()
-        """Those of the operands of the equation at hand that are literals."""
+        """The numbers of the current equation's operands that are literals."""
         self.results: tuple[float | None, ...] = ()
-        """Those of the results of the program that was run last that are literals."""
+        """The numbers of the last program's results that are literals."""
 
     def run(
         self,

@@ -1,5 +1,4 @@
-"""What capture adds to a JAX program while it is traced: which module call an equation belongs to, and boxes around
-functions that stay one op.
+"""The marks that capture adds to a program while it is traced: the module call of an equation, and boxes around ops.
 
 NNX leaves no names in an equation's name stack, and Linen's do not say which call of a module they mean. So, for as
 long as a model is traced, every module call opens a name scope that carries a number; `Recorder.calls` says what the
@@ -52,7 +51,7 @@ class Recorder:
     open: list[int] = field(default_factory=lambda: [0])
     seen: dict[str, int] = field(default_factory=dict)
     whole_batch_norms: bool = False
-    """Whether the equations of a batch norm make one op; to a planner they are several."""
+    """Whether the equations of a batch norm make one op. A planner sees them as several."""
 
     @contextmanager
     def call(self, path: str, whole_kind: str = "") -> Iterator[None]:
@@ -151,7 +150,7 @@ def recomputed(model: nnx.Module, paths: Collection[str], recompute: str) -> Ite
 
 
 def _has_state(value: Any) -> bool:
-    """Whether it is a module, random streams or a variable, which a call may change."""
+    """Whether a value is a module, random streams or a variable, which a call may change."""
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 

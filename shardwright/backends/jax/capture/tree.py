@@ -1,4 +1,4 @@
-"""How models, parameters and states become named leaves, and back. Names are keys joined by '.'."""
+"""The named leaves of models, parameters and states, and the way back. Names are keys joined by '.'."""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ def flat_names(tree: Any) -> tuple[str, ...]:
 
 
 def path_names(tree: Any) -> list[tuple[str, Any]]:
-    """Every leaf and how it is written in Python: ``"['h'][0].kernel"``."""
+    """Every leaf and its path as written in Python: ``"['h'][0].kernel"``."""
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
@@ -43,11 +43,11 @@ class Followed(NamedTuple):
     prefix: tuple[Any, ...]
     """The leaf's path before the parameter's own: which of the optimizer's values it is."""
     number: int
-    """Of the parameter among the leaves of the parameters."""
+    """The parameter's number among the leaves of the parameters."""
 
 
 def followed(state: Any, params: Any) -> list[Followed | None]:
-    """For every leaf of an optimizer's state the parameter whose path its own ends in; None for counters and the
+    """The parameter whose path the path of each leaf of an optimizer's state ends in; None for counters and the
     like."""
     known = {path: number for number, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
     found: list[Followed | None] = []
@@ -120,7 +120,7 @@ class Parts:
 
     @property
     def other_names(self) -> tuple[str, ...]:
-        """Those of the values in ``other``."""
+        """The dotted name of every value in ``other``."""
         return self._names(self.other)
 
     def _names(self, tree: Any) -> tuple[str, ...]:
@@ -157,7 +157,7 @@ def put_together(parts: Parts) -> Any:
 
 
 def is_function(value: Any) -> bool:
-    """Whether a value is a function, and no pytree that can be called, as an Equinox module is."""
+    """Whether a value is a function. A pytree that can be called, as an Equinox module is, is none."""
     if not callable(value) or isinstance(value, nnx.Module):
         return False
     return jax.tree_util.all_leaves([value]) or isinstance(value, jax.tree_util.Partial)
@@ -188,7 +188,7 @@ def aliases_of(model: nnx.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _children(node: Any) -> list[tuple[Any, Any]]:
-    """What a module or container holds, in the order in which NNX names it."""
+    """The keys and values that a module or container holds, in the order in which NNX names them."""
     if isinstance(node, nnx.List | list | tuple):
         return list(enumerate(node))
     if isinstance(node, nnx.Module):

@@ -1,4 +1,4 @@
-"""A traced loss function in the words of `core.model.loss`: what each of its ops does to sums over samples."""
+"""A traced loss function as a program of `core.model.loss`: the effect of each of its ops on sums over samples."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -67,7 +67,7 @@ def _computed(program: Program) -> list[Step]:
 
 
 COMBINED = frozenset({"add", "add_any", "sub", "mul", "div"})
-"""Whose rules make something of every number that they are given."""
+"""The ops whose rules make something of every number that they are given."""
 
 
 def _require_explained(build: Builder, step: Step, other: Step, before: int) -> None:
@@ -113,7 +113,7 @@ def _add(build: Builder, step: Step, other: Step) -> None:
 
 
 def _numbers(step: Step, other: Step) -> list[Number | None]:
-    """For every operand that is a literal, its value at both batch sizes."""
+    """The value of each operand at both batch sizes; None for an operand that is no literal."""
     if len(step.numbers) != len(step.inputs) or len(other.numbers) != len(other.inputs):
         return [None] * len(step.inputs)
     pairs = zip(step.numbers, other.numbers, strict=True)

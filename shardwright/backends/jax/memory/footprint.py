@@ -1,4 +1,4 @@
-"""What every unit of a model keeps and holds in this runtime: counted from the program of its derivative.
+"""The memory that every unit of a model keeps and holds in this runtime, counted from the program of its derivative.
 
 Each unit is cut out as a stage of its own, as `pipeline.actions` would run it. What its forward hands to its backward
 is then known to the byte (`pipeline.saved_activations`), also for two neighbours as one stage, which keep less than
@@ -35,14 +35,14 @@ FUSED = frozenset(
     | {"reduce_or", "reduce_sum", "rem", "reshape", "rev", "round", "rsqrt", "select_n", "sign", "sin", "slice"}
     | {"sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh", "transpose", "xor", "mul_add"}
 )
-"""What XLA makes part of the loop that reads its result."""
+"""The primitives that XLA makes part of the loop that reads their result."""
 REPEATED = frozenset({"broadcast_in_dim", "iota"})
-"""Of these what is made again by every reader."""
+"""The fused primitives that every reader runs again."""
 SAME_MEMORY = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "copy"})
 
 
 def with_footprints(captured: Captured) -> Graph:
-    """The graph of a model, with what its units keep and hold in this runtime."""
+    """The graph of a model, with the memory that its units keep and hold in this runtime."""
     each, twice = footprints(captured.graph, captured.traces, captured.names)
     return replace(captured.graph, footprints=each, kept_twice=twice)
 
@@ -50,8 +50,8 @@ def with_footprints(captured: Captured) -> Graph:
 def footprints(
     graph: Graph, traces: Sequence[tuple[Any, Program]], names: Sequence[str]
 ) -> tuple[tuple[Footprint, ...], tuple[KeptTwice, ...]]:
-    """For every class of units what one keeps and holds, and what neighbours keep twice; empty where the program cannot
-    be cut into units.
+    """The memory that a unit of every class keeps and holds, and that which neighbours keep twice; empty where the
+    program cannot be cut into units.
 
     traces: the closed jaxpr and the program at batch 2 and at batch 3; ``names`` of the model's arrays, the first
     arguments.
@@ -126,7 +126,8 @@ class _Stages:
         )
 
     def functions(self, stage: int, recompute: str = "none") -> StageFunctions:
-        """Of a stage as one unit that keeps what ``recompute`` says; what has side effects is never done again."""
+        """The functions of a stage as one unit that keeps what ``recompute`` says. Equations with side effects are
+        never run again."""
         parts = list(self.cut.parts)
         equations = tuple(
             replace(equation, unit=None if equation.effects else stage) for equation in parts[stage].equations
@@ -233,7 +234,8 @@ class _Liveness:
         return found
 
     def _copied_bytes(self, equation: Equation) -> int:
-        """Operands that are laid out anew for one product: of a convolution, and of products of many small matrices."""
+        """The bytes of operands that are laid out anew for one product: of a convolution, and of products of many small
+        matrices."""
         name = equation.primitive.name
         if name == "dot_general":
             (_, _), (batched, _) = equation.params["dimension_numbers"]
@@ -256,7 +258,7 @@ class _Liveness:
         return len(readers) > 1 and name not in REPEATED
 
     def _is_outer(self, equation: Equation) -> bool:
-        """Whether it is a product that sums over one entry: XLA multiplies instead."""
+        """Whether an equation is a product that sums over one entry: XLA multiplies instead."""
         if equation.primitive.name != "dot_general" or not isinstance(equation.inputs[0], int):
             return False
         (contracted, _), _ = equation.params["dimension_numbers"]
