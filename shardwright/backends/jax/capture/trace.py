@@ -129,8 +129,8 @@ def _marking(original: Callable[..., Any], recorder: Recorder) -> Callable[..., 
 
 @contextmanager
 def recomputed(model: nnx.Module, paths: Collection[str], recompute: str) -> Iterator[None]:
-    """A context in which calls of the modules at ``paths`` keep what ``recompute`` says (`POLICIES`), and run again in the
-    backward pass. ``model`` must be a private copy: it is written to."""
+    """A context in which calls of the modules at ``paths`` keep what ``recompute`` says (`POLICIES`), and run again in
+    the backward pass. ``model`` must be a private copy: it is written to."""
     if recompute == "none":
         yield
         return

@@ -16,7 +16,7 @@ from jax.extend import core as jex_core
 from shardwright.backends.jax.capture.inner_programs import equations_in
 
 CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2"})
-"""What runs a program of its own where it stands."""
+"""The primitives that run a program of their own where they stand."""
 
 
 def for_cpu_loops(body: Callable[..., Any], *given: Any) -> Callable[..., Any]:
@@ -55,7 +55,7 @@ def _ordered(closed: jex_core.ClosedJaxpr) -> Callable[..., list[Any]]:
 
 
 def _run(equation: jex_core.JaxprEqn, given: Sequence[Any]) -> Sequence[Any]:
-    """What one equation makes."""
+    """The results of one equation."""
     name, params = equation.primitive.name, equation.params
     if name == "conv_general_dilated":
         return [_convolution(*given, **params)]

@@ -1,4 +1,4 @@
-"""A closed jaxpr → `FlatProgram`.
+"""The `FlatProgram` of a closed jaxpr.
 
 Inner programs are opened only where they must be: those of a jit, and those of a loop or a `jax.checkpoint` that holds
 more than one stage. Derivative rules stay whole.
@@ -36,10 +36,10 @@ def flatten(
 ) -> FlatProgram:
     """The flat program of a closed jaxpr, without what no result needs.
 
-    ``home`` says where a module call belongs; ``weights`` the stages of the first arguments, which are the model's
-    parameters (None: several). Without them, only jits are opened. ``select`` opens branches too: all of them run, and
-    the index picks from their results. Raises PlanError for a function with its own
-    derivative rule that holds several stages.
+    ``home`` gives the stage and the unit of a module call; ``weights`` the stages of the first arguments, which are
+    the model's parameters (None: several). Without them, only jits are opened. ``select`` opens branches too: all of
+    them run, and the index picks from their results. Raises PlanError for a function with its own derivative rule that
+    holds several stages.
     """
     flat = FlatProgram()
     jaxpr = closed.jaxpr
@@ -66,7 +66,7 @@ class _Flattener:
         """Calls of a loop body as traced → those of the iteration at hand."""
 
     def run(self, jaxpr: Jaxpr, known: Mapping[Var, Atom], call: int = 0, region: Region | None = None) -> list[Atom]:
-        """Append the equations of ``jaxpr``; what it returns."""
+        """Append the equations of ``jaxpr``, and return the values of its results."""
         names = dict(known)
 
         def read(atom: Var | Literal) -> Atom:
@@ -311,7 +311,8 @@ class _ScanCutter:
         return self._lax(jax.lax.squeeze_p, [value], whole.update(shape=whole.shape[1:]), {"dimensions": (0,)})
 
     def _lax(self, primitive: Primitive, inputs: Sequence[Atom], like: ShapedArray, params: dict[str, Any]) -> int:
-        """One equation of our own. It belongs to no stage: it follows what it is made from or used by."""
+        """The value that one equation of our own makes. It belongs to no stage: it follows what it is made from or used
+        by."""
         flat = self.flattener.flat
         out = flat.new(like)
         flat.equations.append(Equation(primitive, params, tuple(inputs), (out,), self.equation.ctx, region=self.region))

@@ -56,7 +56,7 @@ def _by_rows(graph: Graph, op: int) -> bool:
 
 
 def can_look_up(equation: JaxprEqn) -> bool:
-    """Whether the equation takes whole rows of a table, by numbers whose errors show in the result as NaN."""
+    """Whether an equation takes whole rows of a table, by numbers whose errors show in the result as NaN."""
     if equation.primitive.name not in ("jit", "pjit") or equation.params["name"] != LOOK_UP:
         return False
     gathers = [e for e in equations_in(equation.params["jaxpr"].jaxpr) if e.primitive.name == "gather"]
@@ -67,7 +67,8 @@ def can_look_up(equation: JaxprEqn) -> bool:
 
 
 def look_up(table: Any, ids: Any, ways: int) -> Any:
-    """[rows, width], [any] → [ways, any, width]: of every rank the rows that are its own, and zeros elsewhere."""
+    """A look-up of ids [any] in a table [rows, width] → [ways, any, width]: for every rank the rows that are its own,
+    and zeros elsewhere."""
     rows = table.shape[0]
     own = rows // ways
     known = jnp.where(ids < 0, ids + rows, ids)

@@ -1,8 +1,8 @@
-"""Which unit of the plan an equation belongs to, where no module call says so.
+"""The unit of the plan that an equation belongs to, where no module call says so.
 
 The units of a plain function are found as its stages are: by the parameters that each of them reads, and between two of
-them at the cut where the fewest bytes cross. What this decides is what is kept for the backward pass and what is made
-again; results do not depend on it.
+them at the cut where the fewest bytes cross. The units decide what is kept for the backward pass and what is made
+again; results do not depend on them.
 """
 
 import warnings
@@ -67,8 +67,8 @@ def _readers_in_turn(flat: FlatProgram, weight_units: Mapping[int, tuple[int, ..
 
 
 def _with_neighbours(flat: FlatProgram, placed: list[int | None]) -> list[int | None]:
-    """Cheap equations that any place could make (masks, biases, random keys) are of the unit that they lie inside of,
-    or that comes next and alone reads them."""
+    """The units of the equations, where cheap ones that any place could make (masks, biases, random keys) get the unit
+    that they lie inside of, or that comes next and alone reads them."""
     before: list[int | None] = []
     last: int | None = None
     for own in placed:

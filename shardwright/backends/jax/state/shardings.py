@@ -1,4 +1,5 @@
-"""`core.layout.placements.Layout` → NamedSharding, and the shardings of parameters, optimizer state and batches."""
+"""The NamedSharding of a `core.layout.placements.Layout`, and the shardings of parameters, optimizer state and
+batches."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -110,8 +111,8 @@ def optimizer_shardings(
 
 
 def follow_parameters(function: Callable[..., Any], state: Any, params: Any, values: Any) -> Any:
-    """``function(shape, value, leaf)`` for every leaf of an optimizer's state: the shape and the value of the parameter
-    whose path the leaf's path ends in, or (None, None). ``values`` is a tree like ``params``."""
+    """The results of ``function(shape, value, leaf)`` for every leaf of an optimizer's state: the shape and the value
+    of the parameter whose path the leaf's path ends in, or (None, None). ``values`` is a tree like ``params``."""
     parameters = jax.tree.leaves(params)
     structure: Any = jax.tree.structure(params)
     found = structure.flatten_up_to(values)

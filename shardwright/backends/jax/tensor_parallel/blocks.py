@@ -1,7 +1,7 @@
 """Dims that are made of blocks, each of which a mesh axis splits by itself (a fused q|k|v projection).
 
-A PartitionSpec cuts a dim as one piece, so such a dim is *held* in another order: first every block's first piece, then
-every block's second, and so on. A plain cut of that is a piece of every block, and taking a block out of it moves
+A PartitionSpec cuts a dim as one piece, so such a dim is *held* in another order: first every block's first shard,
+then every block's second, and so on. A plain cut of that is a shard of every block, and taking a block out of it moves
 nothing between devices. Entrywise ops, sums and products are the same in either order.
 """
 
@@ -15,11 +15,11 @@ import jax.numpy as jnp
 
 Blocks = tuple[int, ...]
 Tags = Mapping[int, Blocks]
-"""Of an array, the dims that are held by blocks."""
+"""The dims of an array that are held by blocks."""
 
 
 def to_held(x: Any, dim: int, blocks: Blocks, ways: int) -> Any:
-    """From the original order of ``dim`` to the held one, for an axis of ``ways`` ranks."""
+    """An array with ``dim`` brought from its original order to the held one, for an axis of ``ways`` ranks."""
     lead, tail = x.shape[:dim], x.shape[dim + 1 :]
     if len(set(blocks)) == 1:
         split = x.reshape(*lead, len(blocks), ways, blocks[0] // ways, *tail)
@@ -32,7 +32,7 @@ def to_held(x: Any, dim: int, blocks: Blocks, ways: int) -> Any:
 
 
 def to_original(x: Any, dim: int, blocks: Blocks, ways: int) -> Any:
-    """The counterpart of `to_held`."""
+    """An array with ``dim`` brought back from the held order: the counterpart of `to_held`."""
     lead, tail = x.shape[:dim], x.shape[dim + 1 :]
     if len(set(blocks)) == 1:
         split = x.reshape(*lead, ways, len(blocks), blocks[0] // ways, *tail)
@@ -56,7 +56,8 @@ def restore(x: Any, tags: Tags, ways: int) -> Any:
 
 
 def slice_held(x: Any, dim: int, ways: int, start: int, end: int) -> Any:
-    """Blocks ``start`` … ``end`` of a held dim: of one block, a plain dim; of several, a held one."""
+    """The blocks of a held dim between the positions ``start`` and ``end``: one block is a plain dim, several are a
+    held one."""
     lead, tail = x.shape[:dim], x.shape[dim + 1 :]
     apart = x.reshape(*lead, ways, x.shape[dim] // ways, *tail)
     piece = jax.lax.slice_in_dim(apart, start // ways, end // ways, axis=dim + 1)
@@ -80,7 +81,7 @@ def blocks_between(blocks: Blocks, start: int, end: int) -> Blocks | None:
 
 
 def reshape_held(x: Any, tags: Tags, shape: Sequence[int], wanted: Tags, ways: int) -> tuple[Any, Tags]:
-    """A reshape of an array whose ``tags`` dims are held, and which dims of the result are.
+    """A reshape of an array whose ``tags`` dims are held, and the dims of the result that are.
 
     A held dim that stays, comes apart outside its blocks' pieces, or of which blocks become a dim of their own, moves
     nothing; anything else goes through the original order. ``wanted``: how a dim that merges from several should be
@@ -142,7 +143,8 @@ def _kept(
 
 
 def _inner(blocks: Blocks, group: tuple[list[int], list[int]], shape: Sequence[int], ways: int) -> int | None:
-    """Of the dims that a dim of equal blocks comes apart into, the one that is then split: right behind the blocks."""
+    """The dim that is then split, of those that a dim of equal blocks comes apart into: the one right behind the
+    blocks."""
     if len(set(blocks)) != 1:
         return None
     outer = 1
