@@ -25,7 +25,8 @@ _JSON_ASKED = "shardwright.json_asked"
 
 
 class _Commands(TyperGroup):
-    """Turns errors into one message, or into JSON where JSON was asked for, and an exit code."""
+    """A group of commands that turns errors into one message, or into JSON where JSON was asked for, and an exit
+    code."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[_JSON_ASKED] = "--json" in args

@@ -1,6 +1,7 @@
 """The table of backends: a framework is one entry, and nothing else names it.
 
-Those of other packages come by an entry point of the group ``shardwright.backends``, which names a `Registration`:
+Backends of other packages come by an entry point of the group ``shardwright.backends``, which names a
+`Registration`:
 
     [project.entry-points."shardwright.backends"]
     numpy = "my_package.backend:REGISTRATION"
@@ -24,8 +25,8 @@ from shardwright.core.errors import CaptureError, MissingFrameworkError, PlanErr
 
 GROUP = "shardwright.backends"
 LEVELS = ("capture", "one rank", "pp", "dp", "tp", "state")
-"""What a backend can claim: to capture models, so that they are planned; to train plans of one rank, of stages, of
-replicas, on a tensor axis; to carry sharded state. `tests/conformance` has a level for each."""
+"""The levels that a backend can claim: to capture models, so that they are planned; to train plans of one rank, of
+stages, of replicas, on a tensor axis; to carry sharded state. `tests/conformance` has a level for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Registration:
 
     @property
     def trains(self) -> bool:
-        """Whether it runs plans, or only captures models for them."""
+        """Whether the backend runs plans, or only captures models for them."""
         return "one rank" in self.levels
 
 
@@ -113,7 +114,7 @@ def registered() -> Mapping[str, Registration]:
 
 
 def register(registration: Registration) -> None:
-    """Add a backend. Raises ShardwrightError for what is none, or when its name is taken."""
+    """Add a backend. Raises ShardwrightError for anything but a registration, or when its name is taken."""
     if not isinstance(registration, Registration):
         raise ShardwrightError(f"{registration!r} is no backend: expected a shardwright.backends.registry.Registration")
     taken = registered().get(registration.name)

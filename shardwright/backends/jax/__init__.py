@@ -51,7 +51,8 @@ class JaxBackend:
         return profile(name=name, budget_s=budget_s, progress=progress)
 
     def longest_s(self, seconds: float) -> float:
-        """The longest time that a profile of ``seconds`` takes: one process drives all devices that it measures."""
+        """The given ``seconds``: one process drives all devices that a profile measures, so there is no other to
+        ask."""
         return seconds
 
 
