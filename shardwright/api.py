@@ -106,8 +106,8 @@ def require_plannable(graph: object, cluster: object) -> None:
 
 
 def resolve(options: Options, graph: Graph) -> Request:
-    """Options with what they come to for one model: the runtimes that must carry the plan out, and the layouts that are
-    pinned, by the model's own marks too. Raises PlanError for a framework without a runtime, LayoutError as `plan`."""
+    """The request of options for one model: the runtimes that must carry the plan out, and the layouts that are pinned,
+    by the model's own marks too. Raises PlanError for a framework without a runtime, LayoutError as `plan`."""
     if (unpriced := unpriced_of(graph)) is not None:
         warnings.warn(f"{graph.model_name}: {unpriced}", stacklevel=3)
     runtimes = runtimes_of(graph.capabilities, options.frameworks)

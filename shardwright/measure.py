@@ -65,10 +65,10 @@ def measure_units(
         model, sample, loss: as `shardwright.capture` takes them; the sample has real values.
         microbatches: the sizes to run.
         cluster: the devices that measure together, as they measured themselves; default: one.
-        tensor_degrees: among how many of them the units are shared.
-        steps: for each size with every unit as a stage, after one to warm up.
-        progress: called with (what is measured, how much is done, how much there is).
-        options: for the backend's `compile`.
+        tensor_degrees: the numbers of devices that the units are shared among.
+        steps: the steps of each size with every unit as a stage, after one to warm up.
+        progress: a function called with (what is measured, how much is done, how much there is).
+        options: the options of the backend's `compile`.
 
     Raises what `capture` and `compile` raise.
     """

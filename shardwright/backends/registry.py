@@ -34,14 +34,15 @@ class Registration:
     """One backend.
 
     Attributes:
-        module: imported on first use; its ``BACKEND`` is a `protocol.Backend`.
-        owns: whether a model is of this framework; it must not import the framework, which a model has loaded.
-        models: what ``owns`` takes, in words.
-        needs: modules without which the framework does not run.
-        install: what to install for them.
-        levels: what it claims, of `LEVELS`.
+        module: the module to import on first use; its ``BACKEND`` is a `protocol.Backend`.
+        owns: a function that says whether a model is of this framework; it must not import the framework, which a model
+            has loaded.
+        models: the models that ``owns`` takes, in words.
+        needs: the modules without which the framework does not run.
+        install: the package to install for them.
+        levels: the levels that the backend claims, of `LEVELS`.
         plans_with: other frameworks that a plan must run in too unless a request names some: those of twins.
-        memory_traits: how its memory behaves; the graphs that it captures have the same.
+        memory_traits: the behaviour of the backend's memory; the graphs that it captures have the same.
     """
 
     capabilities: Capabilities
@@ -101,7 +102,7 @@ _looked_for: list[str] = []
 
 
 def registered() -> Mapping[str, Registration]:
-    """Every backend that there is, by name: those of other packages first, as JAX takes any function for a model."""
+    """Every backend, by name: those of other packages first, as JAX takes any function for a model."""
     if not _looked_for:
         _looked_for.append(GROUP)
         for entry in entry_points(group=GROUP):

@@ -39,13 +39,13 @@ class _Member:
 
 
 class Hub:
-    """What all processes of one run have told.
+    """The hub of one run, with what all its processes have told.
 
     Args:
-        processes: how many come.
-        timeout_s: how long those that have come wait for the others, and how long one may be silent after that.
-        place: where they meet, for messages.
-        more: told to all once they have met.
+        processes: the number of processes that come.
+        timeout_s: the time that those that have come wait for the others, and that one may be silent after that.
+        place: the address where they meet, for messages.
+        more: values that all are told once they have met.
     """
 
     def __init__(self, processes: int, timeout_s: float, place: str, more: dict[str, Any]) -> None:

@@ -29,8 +29,8 @@ def ranks_view(schedule: Schedule, timeline: Timeline) -> Table:
 
 
 def comparison_view(rows: Sequence[Mapping[str, Any]]) -> Group:
-    """Tables of schedules side by side, and of the reasons why others are not among them. ``rows`` are as `shardwright
-    schedule --all --json` gives them."""
+    """Tables of schedules side by side, and of the reasons why others are not among them. ``rows`` are those of
+    `shardwright schedule --all --json`."""
     ran = new_table("Schedules", "schedule", ">makespan s", ">bubble s", ">idle", ">most live", ">most bytes")
     refused = new_table("Not for these sizes", "schedule", "why")
     for row in rows:

@@ -153,7 +153,7 @@ class TrainStep:
         return self._training(is_module=state.graphdef is not None)
 
     def init(self, params_or_init: Any, *, state: Any = None, seed: int = 0) -> TrainState:
-        """Parameters on their devices, and the optimizer's state beside them.
+        """The state of parameters on their devices, with the optimizer's state beside them.
 
         params_or_init: a pytree of arrays, an ``nnx.Module``, or a function of no arguments that returns one. The
             function is compiled with the plan's shardings as those of its results: each device makes only its share,
@@ -180,8 +180,8 @@ class TrainStep:
             return self._training(is_module=given.graphdef is not None).init(given, make)
 
     def __call__(self, state: TrainState, batch: Any) -> Any:
-        """One update on a global batch: the new state and the loss before the update, a scalar; with ``has_aux`` the
-        metrics too.
+        """The results of one update on a global batch: the new state and the loss before the update, a scalar; with
+        ``has_aux`` the metrics too.
 
         ``state`` is donated: its memory becomes the new state's. Raises PlanError when it already was, and when the
         batch is not of the plan's size.
@@ -190,7 +190,7 @@ class TrainStep:
             return self._run(state, batch)
 
     def _run(self, state: TrainState, batch: Any) -> Any:
-        """One call of the step."""
+        """The results of one call of the step."""
         self._sentinel.look()
         with self._step(state, batch) as (step, leaves):
             if self._sentinel.debugged:
@@ -199,7 +199,7 @@ class TrainStep:
         return self._returned(made, step)
 
     def _look_at_ops(self, step: CompiledStep, state: TrainState, leaves: tuple[Any, ...]) -> None:
-        """Complain of a step beforehand, naming the op."""
+        """Complain of a step that is not run yet whose losses or gradients will not be finite, and name the op."""
         parts = replace(parts_of(state), params=self._training_of(state).whole(state))
         if id(step) not in self._op_checks:
             device = jax.local_devices()[0] if not self._agreement.alone else self._agreement.devices[0]
@@ -209,7 +209,7 @@ class TrainStep:
             self._sentinel.tell_beforehand(int(state.step), said)
 
     def settle(self) -> None:
-        """Wait for all steps so far, and say what of their losses and gradients is not finite. Raises NonFiniteError
+        """Wait for all steps so far, and report the losses and gradients that are not finite. Raises NonFiniteError
         where ``nonfinite`` says so."""
         self._sentinel.look(0)
 
@@ -269,7 +269,7 @@ class TrainStep:
         return self._steps.find((structure, dims, shapes, kept), state.graphdef, compile_step)
 
     def measure(self, state: TrainState, batch: Any) -> Any:
-        """One update: what a step returns, and a `Timeline` of when each of its actions ran.
+        """The results of one update, and a `Timeline` of the times at which its actions ran.
 
         Nothing is compiled meanwhile; still, a step's first run is not like the others, so run one of the same form
         before. Raises MissingCapabilityError for a plan without pipeline stages, which has no actions."""

@@ -29,7 +29,8 @@ def calls_of_iteration(
     outer: dict[int, int],
     row: str,
 ) -> dict[int, int]:
-    """New calls for one iteration of a loop's body, one for each that its equations name: as traced → new.
+    """The new calls for one iteration of a loop's body, one for each that its equations name: call as traced → new
+    call.
 
     A loop over stacked weights is a row of layers: each iteration is a call of its own, around those of its body, so
     that a cut keeps it whole. ``row`` is its path, the loop's and the number of the row that it reads (a reversed loop

@@ -10,7 +10,7 @@ from flax.core import meta
 from shardwright.backends.jax.capture.tree import dotted
 
 LogicalAxes = tuple[tuple[str, tuple[str | None, ...]], ...]
-"""Pairs of a parameter and, for every dim, a name or None."""
+"""The pairs of a parameter and, for every dim, a name or None."""
 
 
 def nnx_axes(variables: Iterable[tuple[tuple[Any, ...], nnx.Variable[Any]]]) -> LogicalAxes:
@@ -36,5 +36,5 @@ def linen_axes(variables: Any, names: tuple[str, ...]) -> LogicalAxes:
 
 
 def _plain(names: Iterable[Any]) -> tuple[str | None, ...]:
-    """Names of dims, where the first of several mesh axes on one dim stands for all: a tensor axis is one."""
+    """The names of dims, where the first of several mesh axes on one dim stands for all: a tensor axis is one."""
     return tuple(name[0] if isinstance(name, tuple) and name else name or None for name in names)

@@ -96,13 +96,13 @@ class FlatBatch:
     """The batch dim of every leaf."""
 
     def resized(self, samples: int) -> Any:
-        """Shapes like the batch's with so many samples."""
+        """The shapes of the batch with so many samples."""
         shapes = [abstract(leaf) for leaf in self.leaves]
         return at_batch(jax.tree.unflatten(self.structure, shapes), self.dims, samples)
 
 
 def at_batch(sample: Any, dims: tuple[int | None, ...], size: int) -> Any:
-    """Shapes like the sample's with ``size`` samples."""
+    """The shapes of the sample with ``size`` samples."""
     leaves, structure = jax.tree.flatten(sample)
     resized = [
         leaf if dim is None else jax.ShapeDtypeStruct((*leaf.shape[:dim], size, *leaf.shape[dim + 1 :]), leaf.dtype)

@@ -21,7 +21,7 @@ from shardwright.backends.jax.capture.trace import BOX_MARK, TracedCall, call_nu
 from shardwright.core.errors import CaptureError
 
 WHOLE_JITS = frozenset({"_take", "take_along_axis"})
-"""jax.numpy functions whose jitted body is one gather and the arithmetic of its index."""
+"""The jax.numpy functions whose jitted body is one gather and the arithmetic of its index."""
 
 
 Path = tuple[int, ...]
@@ -102,7 +102,7 @@ def number_in(array: Any) -> float | None:
 
 
 SHORT_DTYPES = {"uint16": "int16", "int4": "int8", "uint4": "int8", "float0": "bool"}
-"""Dtypes that the core counts as another of the same size (or that arrays pad to one)."""
+"""The dtypes that the core counts as another of the same size (or that arrays pad to one)."""
 
 
 def dtype_name(dtype: Any) -> str:
@@ -129,7 +129,7 @@ class _Flattener:
         self.program = program
         self.traced = tuple(program.calls)
         self.renumbered: dict[int, int] = {}
-        """Calls of the loop body as traced → those of the iteration that is being unrolled."""
+        """The calls of the loop body as traced → those of the iteration that is being unrolled."""
         self.numbers: tuple[float | None, ...] = ()
         """The numbers of the current equation's operands that are literals."""
         self.results: tuple[float | None, ...] = ()
@@ -334,7 +334,7 @@ def _collapse_whole_calls(program: Program) -> Program:
 
 
 def _joined(program: Program, steps: list[Step], call: int, readers: dict[int, set[int]]) -> list[Step]:
-    """One step for all of ``steps``, when they make one floating result; else the steps as they are."""
+    """One step for all of ``steps``, when they make one floating result. Otherwise the steps as they are."""
     made = [value for step in steps for value in step.outputs]
     inside = set(made)
     outputs = [value for value in made if readers.get(value, set()) - {call}]
@@ -353,7 +353,7 @@ def _joined(program: Program, steps: list[Step], call: int, readers: dict[int, s
 
 
 def _needed(wanted: list[Step], steps: Sequence[Step], inside: set[int]) -> list[Step]:
-    """``wanted`` and the steps among ``steps`` that they are made from, in order."""
+    """The ``wanted`` steps and those among ``steps`` that they are made from, in order."""
     needed = {value for step in wanted for value in step.inputs if value in inside}
     kept = {id(step) for step in wanted}
     for step in reversed(steps):

@@ -22,7 +22,7 @@ from shardwright.backends.jax.capture.checkpoint_policies import POLICIES
 
 CALL_MARK = "shardwright:call:"
 BOX_MARK = "shardwright:box:"
-"""Prefix of the name of a jitted function whose equations become one op."""
+"""The prefix of the name of a jitted function whose equations become one op."""
 
 PATH_ATTRIBUTE = "_shardwright_path"
 """A static attribute: NNX's own transforms split and merge modules, and it survives that where identity does not."""
@@ -55,8 +55,8 @@ class Recorder:
 
     @contextmanager
     def call(self, path: str, whole_kind: str = "") -> Iterator[None]:
-        """Equations traced inside belong to a call of ``path``. The root, and a module inside itself (a method that
-        calls its base class's), open nothing."""
+        """A context in which the equations that are traced belong to a call of ``path``. The root, and a module inside
+        itself (a method that calls its base class's), open nothing."""
         if not path or self.calls[self.open[-1]].path == path:
             yield
             return
@@ -179,7 +179,7 @@ def _recomputing(original: Callable[..., Any], paths: frozenset[str], policy: An
 
 @contextmanager
 def linen_calls(recorder: Recorder) -> Iterator[None]:
-    """Mark the calls of Linen modules. Other methods than ``__call__`` belong to whoever calls them."""
+    """Mark the calls of Linen modules. Methods other than ``__call__`` belong to whoever calls them."""
 
     def intercept(next_call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         if context.method_name != "__call__":
@@ -235,8 +235,9 @@ BOXED: tuple[tuple[str, Callable[..., Any]], ...] = (
 
 
 def boxed(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``original``, traced as one jitted equation called ``BOX_MARK + name`` whose operands are its array arguments in
-    the order of its signature. Calls that do more than return arrays (sowing, residuals) stay as they are."""
+    """The function ``original``, traced as one jitted equation called ``BOX_MARK + name`` whose operands are its array
+    arguments in the order of its signature. Calls that do more than return arrays (sowing, residuals) stay as they are.
+    """
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -264,8 +265,8 @@ CROSS_ENTROPY: Callable[..., Any] = optax.softmax_cross_entropy_with_integer_lab
 
 @functools.wraps(CROSS_ENTROPY)
 def _cross_entropy(logits: Any, labels: Any, axis: Any = -1, where: Any = None) -> Any:
-    """Optax spells the log-softmax out around the look-up; written as these two, one reduction serves both, as it does
-    once the compiler has merged equal expressions."""
+    """The cross-entropy of Optax in two ops. Optax spells the log-softmax out around the look-up; written as these two,
+    one reduction serves both, as it does once the compiler has merged equal expressions."""
     if axis not in (-1, jnp.ndim(logits) - 1) or where is not None:
         return CROSS_ENTROPY(logits, labels, axis, where)
     scores = boxed("log_softmax", jax.nn.log_softmax)(logits)

@@ -11,7 +11,7 @@ from shardwright.core.errors import CaptureError, PlanError
 
 
 def dotted(path: Iterable[Any]) -> str:
-    """``("h", 0, "attn")`` → ``"h.0.attn"``."""
+    """The dotted name of a path: ``("h", 0, "attn")`` → ``"h.0.attn"``."""
     return ".".join(map(str, path))
 
 
@@ -135,8 +135,9 @@ class Parts:
 
 
 def take_apart(model: Any, seed: int = 0, other: Any = None) -> Parts:
-    """Parameters, random state and the rest of an NNX module; a pytree is all parameters, and gets the random key of a
-    seed and the state beside it. Raises PlanError for a state beside a module's own."""
+    """The parts of a model. An NNX module comes apart into parameters, random state and the rest. A pytree is all
+    parameters, and gets the random key of a seed and the state beside it. Raises PlanError for a state beside a
+    module's own."""
     require_order((model, other), "the model or its state")
     if isinstance(model, nnx.Module):
         if other is not None:
@@ -164,7 +165,7 @@ def is_function(value: Any) -> bool:
 
 
 def aliases_of(model: nnx.Module) -> dict[str, tuple[str, ...]]:
-    """First name → the further names of every variable that a model holds in more than one place."""
+    """The first name → the further names of every variable that a model holds in more than one place."""
     first: dict[int, str] = {}
     found: dict[str, tuple[str, ...]] = {}
     active: set[int] = set()

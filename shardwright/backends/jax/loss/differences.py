@@ -13,7 +13,7 @@ _SIZES = """
     sharding out_sharding sharding_spec in_shardings out_shardings in_layouts out_layouts ctx_mesh mesh
 """
 SIZES = frozenset(_SIZES.split())
-"""Parameters of equations that say how large or where something is."""
+"""The parameters of equations that say how large or where something is."""
 
 
 def same_params(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

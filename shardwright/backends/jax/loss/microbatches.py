@@ -221,7 +221,8 @@ class Microbatches:
         return counted if self.reduction is None else self.reduction.divisor(self.samples * self.calls, counted)
 
     def split(self, leaf: Any, dim: int | None) -> Any:
-        """[…, batch, …] → [microbatch, replica, samples, …]; arrays without a batch dim as they are."""
+        """An array [microbatch, replica, samples, …] of a leaf […, batch, …]; arrays without a batch dim as they
+        are."""
         if dim is None:
             return leaf
         numbers: Any = jnp if isinstance(leaf, jax.Array) else np
@@ -318,7 +319,7 @@ class Gradients(NamedTuple):
 def accumulate(
     batch: Microbatches, state: TrainState, leaves: Sequence[jax.Array], *, mesh: jax.sharding.Mesh, gradients_at: Any
 ) -> Gradients:
-    """Loss and gradients of a global batch, the model's other state after it, and metrics, in one program."""
+    """The loss and gradients of a global batch, the model's other state after it, and metrics, in one program."""
     along_dp = NamedSharding(mesh, PartitionSpec(None, "dp"))
     split = [
         leaf if dim is None else jax.lax.with_sharding_constraint(batch.split(leaf, dim), along_dp)
@@ -366,8 +367,8 @@ def squared(gradient: jax.Array) -> jax.Array:
 
 
 def split_squares(gradients: Sequence[jax.Array], at: Sequence[NamedSharding]) -> jax.Array:
-    """`squared` of each of some arrays that lie split like this: devices add up what they hold before they add to each
-    other, and the numbers of all arrays that are split over the same axes cross together."""
+    """The sums of squares (`squared`) of arrays with these shardings: devices add up what they hold before they add to
+    each other, and the numbers of all arrays that are split over the same axes cross together."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for number, sharding in enumerate(at):
         groups.setdefault(tuple(sorted(axes_of(sharding))), []).append(number)
@@ -404,5 +405,5 @@ def _restore(piece: jax.Array, dim: int | None) -> jax.Array:
 
 
 def _over_replicas(leaf: jax.Array) -> jax.Array:
-    """One value of what every replica changed by itself: the mean of numbers, the first of anything else."""
+    """One value of the values that every replica changed by itself: the mean of numbers, the first of anything else."""
     return leaf.mean(0) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf[0]

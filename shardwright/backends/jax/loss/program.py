@@ -16,7 +16,7 @@ _WITHOUT_SLOPE = """
     shift_right_arithmetic population_count clz nextafter bitcast_convert_type
 """
 WITHOUT_SLOPE = frozenset(_WITHOUT_SLOPE.split())
-"""Ops that gradients do not pass."""
+"""The ops that gradients do not pass."""
 
 
 def loss_program(
@@ -85,7 +85,7 @@ def _require_explained(build: Builder, step: Step, other: Step, before: int) -> 
 
 
 def _add(build: Builder, step: Step, other: Step) -> None:
-    """The ops of one step."""
+    """Add the ops of one step."""
     name = step.name
     _, inputs, labelled = translate(other, build.second)
     said = name.removeprefix("call:").removeprefix("random.")
@@ -121,7 +121,7 @@ def _numbers(step: Step, other: Step) -> list[Number | None]:
 
 
 def _iota(at: Reading) -> None:
-    """Numbers along one dim, copied along the others."""
+    """Add the ops of an iota: numbers along one dim, copied along the others."""
     (number,), dim, build = at.step.outputs, at.step.params["dimension"], at.build
     one, other = build.shapes[number]
     line = number if len(one) == 1 else build.new((one[dim],), (other[dim],))

@@ -31,9 +31,9 @@ class Traced:
     name: str
     run: Callable[[Any, Any, Any], list[Any]]
     arrays: Any
-    """Parameters, random keys and other state, as shapes."""
+    """The parameters, random keys and other state, as shapes."""
     trained: tuple[bool, ...]
-    """One flag for each leaf of ``arrays``."""
+    """The flag of each leaf of ``arrays``: whether it is trained."""
     at: Callable[[int], Any]
     """A microbatch of so many samples, as shapes."""
     samples: int
@@ -64,7 +64,7 @@ class Reduction:
         return self.divisor(samples, count)
 
     def counted(self, samples: int, arrays: Any, batch: Any) -> jax.Array:
-        """C of a microbatch; without a count its number of samples."""
+        """The count C of a microbatch; without a count its number of samples."""
         told = self.combination.count
         if self.count is None or told is None:
             return jnp.asarray(float(samples), jnp.float32)
@@ -140,7 +140,7 @@ class Reader:
     program: LossProgram | None
     flat: Program | None
     why: str = ""
-    """Why there is no program."""
+    """The reason why there is no program."""
     at_whole: tuple[float | None, ...] = ()
     """The value of each result that is a literal, at the second of `Traced.sizes`."""
 

@@ -33,8 +33,8 @@ class Pulse:
     """One process's part of the heartbeat, over its connection to the hub.
 
     Args:
-        place: where the hub is, for messages.
-        timeout_s: how long the hub, or one that waits for a process that left, may be silent.
+        place: the address of the hub, for messages.
+        timeout_s: the time that the hub may be silent, and that this process may wait for one that left.
     """
 
     def __init__(self, connection: socket.socket, process: int, place: str, timeout_s: float) -> None:
@@ -55,7 +55,7 @@ class Pulse:
                          for target in (self._listen_on, self._beat_on)]  # fmt: skip
 
     def start(self) -> None:
-        """Begin to tell and to hear."""
+        """Begin to tell the hub and to hear from it."""
         sys.excepthook = self._uncaught
         for thread in self._threads:
             thread.start()
@@ -98,7 +98,7 @@ class Pulse:
             self._send({"left": True})
 
     def close(self) -> None:
-        """Tell and hear no more."""
+        """Stop telling and hearing."""
         self._is_over.set()
         if sys.excepthook == self._uncaught:
             sys.excepthook = self._hook
@@ -149,7 +149,8 @@ class Pulse:
             _report(f"process {self.process}, {self._said}: {text}")
 
     def _judge(self) -> None:
-        """End a process that is blocked for good."""
+        """End a process that is blocked for good, and note as a fault that the hub or a process that left was silent
+        too long."""
         now = time.monotonic()
         if now - self._heard > self.timeout_s:
             self._fail(f"the hub of the run at {self.place}, beside process 0, has given no sign of life for "

@@ -19,9 +19,9 @@ from shardwright.core.cluster.hardware.measurements import LinkSample, Measureme
 
 SIDES = ((64, 64, 64), (256, 64, 256), (256, 256, 64), (256, 256, 256), (512, 512, 64), (256, 1024, 256),
          (256, 256, 1024), (512, 512, 512), (1024, 1024, 1024), (512, 3072, 768), (512, 768, 3072))  # fmt: skip
-"""(m, n, k) of the products measured: squares, and the thin ones of attention and feed-forward."""
+"""The (m, n, k) of the products measured: squares, and the thin ones of attention and feed-forward."""
 MESSAGES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
-"""Bytes of the all-reduces measured, on every device."""
+"""The bytes of the all-reduces measured, on every device."""
 CHAIN = 50
 """The number of small ops in one compiled function, for the time of one."""
 _KINDS: dict[str, Kind] = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "tpu": "tpu"}
@@ -157,7 +157,7 @@ def _timed_s(run: Callable[..., Any], arguments: tuple[Any, ...], budget_s: floa
 
 
 def _host_copy_s(large: jax.Array, budget_s: float) -> float:
-    """Seconds to bring an array to the host; a new one each time, as what was brought once is kept."""
+    """The seconds to bring an array to the host: a new one each time, as an array that was brought once is kept."""
     fresh = jax.jit(lambda x: x + 1)
     times = []
     for _ in range(3):

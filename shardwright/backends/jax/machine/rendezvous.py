@@ -26,7 +26,7 @@ LATER_S = 5.0
 """The time that the processes wait longer than the hub, so that they hear what it found."""
 LOOK_S = 0.05
 PATIENCE = 10
-"""JAX's limit for silent processes, as a multiple of ours: it is to come later."""
+"""The factor of JAX's limit for silent processes over ours: JAX's is to come later."""
 _HUB = """
 import json, os, sys
 from jaxlib import _jax
@@ -220,7 +220,7 @@ def _meet(host: str, port: int, processes: int, process: int, timeout_s: float) 
 
 
 def _line(connection: socket.socket) -> dict[str, Any]:
-    """One line, read byte by byte, so that nothing after it is taken."""
+    """One line of a connection, read byte by byte, so that nothing after it is taken."""
     found = b""
     while not found.endswith(b"\n"):
         byte = connection.recv(1)

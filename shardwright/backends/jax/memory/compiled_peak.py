@@ -1,4 +1,4 @@
-"""Bytes that each device holds at the peak of a compiled step: its arrays, and what XLA says of its programs."""
+"""The bytes that each device holds at the peak of a compiled step: its arrays, and what XLA says of its programs."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -43,14 +43,14 @@ class _Account:
                 self.held[self.place[shard.device]] += shard.data.nbytes
         self.peak = self.held.copy()
         self.local: dict[tuple[int, int], int] = {}
-        """(stage, microbatch) → bytes on each of its devices."""
+        """The bytes by (stage, microbatch) on each of the stage's devices."""
         self.leaving = np.zeros(len(devices), dtype=np.int64)
         """The bytes that each device's last action sent, which may be on their way still when the next action
         begins."""
         self.readers: dict[int, list[tuple[int, bool, int]]] = {}
         """The actions that read those bytes, by device, each as `_name` has it."""
         self.ran: dict[tuple[int, bool, int], int] = {}
-        """Actions that ran before, numbered in their order."""
+        """The actions that ran before, numbered in their order."""
 
     def run(self) -> tuple[int, ...]:
         for stage in range(len(self.pipeline.launches)):
@@ -122,7 +122,7 @@ class _Account:
 
     @staticmethod
     def _made(launch: Launch, stage: int) -> Iterable[tuple[int, int]]:
-        """(stage, bytes on each of its devices) of what an action leaves for others."""
+        """The (stage, bytes on each of its devices) of what an action leaves for others."""
         made = list(zip(jax.tree.leaves(launch.run.out_info), launch.run.output_shardings, strict=True))
         for position, is_local, _ in launch.stays:
             if is_local:
@@ -143,6 +143,6 @@ def _name(part: Action) -> tuple[int, bool, int]:
 
 
 def _on_each(aval: Aval, at: jax.sharding.Sharding) -> int:
-    """Bytes of an array on each device of a sharding."""
+    """The bytes of an array on each device of a sharding."""
     entries: int = math.prod(at.shard_shape(tuple(aval.shape)))
     return entries * int(getattr(aval.dtype, "itemsize", 8))

@@ -153,8 +153,8 @@ def _homes(units: Sequence[UnitBinding], calls: list[TracedCall], stage_of_unit:
 
 
 def _fullest(at_2: Sequence[int], at_3: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Bytes at every moment of one program, at batch 2 and at batch 3, as (fixed, for each sample): the moments that no
-    other exceeds at every batch."""
+    """The bytes at every moment of one program, at batch 2 and at batch 3, as (fixed, for each sample): the moments
+    that no other exceeds at every batch."""
     if len(at_2) != len(at_3):
         at_2, at_3 = [max(at_2)], [max(at_3)]
     lines = {(3 * two - 2 * three, three - two) for two, three in zip(at_2, at_3, strict=True)}
@@ -166,8 +166,8 @@ def _fullest(at_2: Sequence[int], at_3: Sequence[int]) -> tuple[tuple[int, int],
 
 
 def _bytes(functions: StageFunctions) -> tuple[int, list[int], int]:
-    """(kept from forward to backward, what enters it and is read again included; held by the backward beside that, at
-    every moment; of what is kept, bytes in fp32)."""
+    """The bytes of a unit: those kept from forward to backward, what enters it and is read again included; those held
+    by the backward beside that, at every moment; and those of what is kept that are in fp32."""
     wide = [aval for aval in _kept(functions) if aval.dtype == jax.numpy.float32]
     return _kept_bytes(functions), held_bytes(functions.backward), sum(map(_size, wide))
 
@@ -196,7 +196,7 @@ def held_bytes(function: StageFunction) -> list[int]:
 
 
 class _Liveness:
-    """Follows every value of a program that is in memory from what makes it to the last that reads it."""
+    """The liveness of every value of a program that is in memory, from what makes it to the last that reads it."""
 
     def __init__(self, program: FlatProgram, in_place: Collection[int]) -> None:
         self.program, self.in_place = program, in_place
@@ -208,7 +208,7 @@ class _Liveness:
         self.results = {atom for atom in program.outputs if isinstance(atom, int)}
 
     def moments(self) -> list[int]:
-        """Bytes alive at every equation; 0 before the first."""
+        """The bytes alive at every equation; 0 before the first."""
         made = {value: index for index, e in enumerate(self.program.equations) for value in e.outputs}
         stored = {value for value in made if self._is_stored(value)}
         last: dict[int, int] = {}

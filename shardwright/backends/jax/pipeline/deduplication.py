@@ -23,7 +23,7 @@ from shardwright.backends.jax.program.cut import Cut
 from shardwright.backends.jax.program.equations import Atom, Equation, FlatProgram
 
 NUMBERED = frozenset({"m", "kept", "between", "sum", "row", "fault", "marker"})
-"""Kinds of operand whose number is no value of the program."""
+"""The kinds of operand whose number is no value of the program."""
 
 
 def signature(
@@ -36,7 +36,7 @@ def signature(
     """
     names = {value: position for position, value in enumerate(inputs)}
     parts: dict[Any, int] = {}
-    """Units and regions, numbered in the order in which they come."""
+    """The units and regions, numbered in the order in which they come."""
 
     def named(atom: Atom) -> Hashable:
         if isinstance(atom, int):

@@ -30,7 +30,7 @@ _Pack = tuple[int, str, int]
 
 
 class PlacedProgram:
-    """Compiled pieces of a program, and the order to run them in."""
+    """The compiled pieces of a program, and the order to run them in."""
 
     def __init__(
         self,
@@ -45,8 +45,9 @@ class PlacedProgram:
         successors: Mapping[int, int],
         compiler: Compiler,
     ) -> None:
-        """``shared`` arguments (scalars) are sent to whoever needs them beforehand; ``whole`` are the replicated
-        shardings of all meshes; ``successors`` are outputs → the argument that each takes the place of."""
+        """Compile a program over meshes. ``shared`` arguments (scalars) are sent to whoever needs them beforehand;
+        ``whole`` are the replicated shardings of all meshes; ``successors`` are outputs → the argument that each takes
+        the place of."""
         self.whole, self.donate = list(whole), list(donate)
         self.position = {value: index for index, value in enumerate(flat.arguments)}
         self.argument_homes, self.argument_shardings = list(argument_homes), list(argument_shardings)
@@ -69,7 +70,7 @@ class PlacedProgram:
     def _place_all(self, flat: FlatProgram, shared: Sequence[bool]) -> None:
         self.flat = flat
         self.effects: list[tuple[Equation, int, int]] = []
-        """Equations with side effects, with the level and the mesh on which each runs once."""
+        """The equations with side effects, with the level and the mesh on which each runs once."""
         self.home: dict[int, int | None] = dict.fromkeys(flat.constants)
         self.level: dict[int, int] = dict.fromkeys(flat.constants, -1)
         for value, home, common in zip(flat.arguments, self.argument_homes, shared, strict=True):
@@ -189,7 +190,7 @@ class PlacedProgram:
         """Begin to compile the pieces. Small values go from piece to piece packed, those of one dtype together."""
         self.packs = [self._packed(piece) for piece in self.pieces]
         givers: dict[int, dict[int, int]] = {}
-        """Small values → the first piece on each mesh that gives them."""
+        """The small values → the first piece on each mesh that gives them."""
         for number, piece in enumerate(self.pieces):
             for value in piece.gives:
                 givers.setdefault(value, {}).setdefault(piece.stage, number)

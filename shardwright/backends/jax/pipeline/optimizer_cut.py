@@ -81,8 +81,9 @@ class OptimizerCut:
         meshes: StageMeshes,
         trained: Trained,
     ) -> None:
-        """params: shapes of the whole parameters; shardings: like them, on any stage's mesh; shard: the ZeRO stage;
-        trained: the parameters that the optimizer changes."""
+        """Place the parameters, gradients and states of an optimizer. params: shapes of the whole parameters;
+        shardings: like them, on any stage's mesh; shard: the ZeRO stage; trained: the parameters that the optimizer
+        changes."""
         self.optimizer, self.params, self.meshes, self.trained = optimizer, params, meshes, trained
         by_leaf: dict[int, list[Holding]] = {}
         for holding in holdings:

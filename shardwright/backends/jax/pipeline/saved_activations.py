@@ -1,4 +1,4 @@
-"""Values that a stage keeps from forward to backward: the core decides (`core.cost.remade_values`)."""
+"""The values that a stage keeps from forward to backward. The core decides (`core.cost.remade_values`)."""
 
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""NaN and infinity in losses and gradients, told with the step, and the stage and microbatch where they came up.
+"""The report of NaN and infinity in losses and gradients: the step, the stage and the microbatch where they came up.
 
 The numbers are computed with the step, on its devices: the losses of microbatches, sums of squares of gradients that
 their norm needs anyway, and between stages one look at each message. The host reads them in a later call, when they are
@@ -153,7 +153,7 @@ class Sentinel:
             self.say(f"step {int(found.step)}: {teller.text(found)}{more}")
 
     def tell_beforehand(self, step: int, text: str) -> None:
-        """Complain of a step that is not run yet, and not once more of the same when it is."""
+        """Complain of a step that is not run yet, and do not complain again when it is."""
         self._told = {step}
         self.say(f"step {step}: {text}")
 

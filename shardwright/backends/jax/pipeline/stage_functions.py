@@ -98,7 +98,7 @@ FORWARD, BACKWARD, LOSS = 0, 1, 2
 """The number of a "fault", which says what is looked at: values that came in for a forward, for a backward, and
 losses."""
 TOTAL, WEIGHT = 0, 1
-"""Positions among the program's outputs: Σ weight · loss and Σ weight over replicas. State and metrics follow."""
+"""The positions among the program's outputs of Σ weight · loss and Σ weight over replicas. State and metrics follow."""
 
 
 def stage_functions(

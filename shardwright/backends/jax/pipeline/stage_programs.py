@@ -25,7 +25,7 @@ from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Kind
 
 LOCAL = frozenset({"arrival", "kept", "between", "cotangent"})
-"""Kinds of operand that belong to one microbatch. The others are a stage's for the whole step."""
+"""The kinds of operand that belong to one microbatch. The others are a stage's for the whole step."""
 FOLLOWING = {Kind.FORWARD: (Kind.BACKWARD, Kind.INPUT_GRAD), Kind.INPUT_GRAD: (Kind.WEIGHT_GRAD,)}
 """The functions that take what another keeps, whose sharding on several devices is the compiler's."""
 

@@ -20,7 +20,8 @@ CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2"})
 
 
 def for_cpu_loops(body: Callable[..., Any], *given: Any) -> Callable[..., Any]:
-    """``body``, called with values of the shapes of ``given``, with its convolutions in that order; traced once."""
+    """The function ``body`` with its convolutions in that order, to be called with values of the shapes of ``given``;
+    it is traced once."""
     closed, shape = jax.make_jaxpr(body, return_shape=True)(*given)
     run = _ordered(closed) if _convolves(closed.jaxpr) else jex_core.jaxpr_as_fun(closed)
     structure = jax.tree.structure(shape)

@@ -86,7 +86,7 @@ def cut(
     """Cut a flat program.
 
     weights: the arguments that are parameters, and their ``names``.
-    planned: for every parameter the stages where the plan uses it; ``holdings`` where it is kept.
+    planned: the stages where the plan uses each parameter; ``holdings`` where it is kept.
     state: the arguments that carry what the model changes; trained: whether each of ``weights`` gets a gradient.
 
     Raises PlanError when a stage is left without work, for side effects in a fixed order on several stages, and for
@@ -127,14 +127,15 @@ class Placer:
         self.flat, self.stages, self.weight_stages, self.state = flat, stages, weight_stages, state
         self.own = own
         self.anywhere: set[int] = set(flat.constants) | set(flat.arguments) - set(state) - set(weight_stages)
-        """Values without activations or weights in them, which any stage can make."""
+        """The values without activations or weights in them, which any stage can make."""
         self.following: set[int] = set(state)
-        """Values made of the batch and the state alone, once. They are made where they are used or where the state is.
+        """The values made of the batch and the state alone, once. They are made where they are used or where the state
+        is.
         """
         self.homes: dict[int, int] = {}
         """The stages of the state's entries."""
         self.of_weights: dict[int, frozenset[int]] = {w: frozenset(s) for w, s in weight_stages.items()}
-        """Values made of weights alone → the stages of those weights."""
+        """The values made of weights alone → the stages of those weights."""
 
     def once(self) -> tuple[list[int | None], list[int]]:
         """The stage of every equation, and the positions of those without one that follow the state."""

@@ -61,9 +61,9 @@ class _Flattener:
         self.flat, self.calls, self.home, self.weights, self.select = flat, calls, home, weights, select
         self.traced = tuple(calls)
         self.casts: dict[int, Equation] = {}
-        """Weights in another dtype → the cast."""
+        """The weights in another dtype → the cast."""
         self.renumbered: dict[int, int] = {}
-        """Calls of a loop body as traced → those of the iteration at hand."""
+        """The calls of a loop body as traced → those of the iteration at hand."""
 
     def run(self, jaxpr: Jaxpr, known: Mapping[Var, Atom], call: int = 0, region: Region | None = None) -> list[Atom]:
         """Append the equations of ``jaxpr``, and return the values of its results."""
@@ -217,7 +217,7 @@ def _inner(params: Mapping[str, Any]) -> ClosedJaxpr:
 
 
 class _ScanCutter:
-    """One scan as several. Every operand that is scanned over is sliced along its first dim."""
+    """The cut of one scan into several. Every operand that is scanned over is sliced along its first dim."""
 
     def __init__(
         self,
@@ -254,8 +254,8 @@ class _ScanCutter:
         return [*self.carry, *stacked]
 
     def _segments(self) -> list[tuple[int, int]]:
-        """Runs of iterations, in the order in which they run, that lie on one stage and are all recomputed or none; or
-        single ones that lie on several."""
+        """The runs of iterations, in the order in which they run, that lie on one stage and are all recomputed or none;
+        or single ones that lie on several."""
         found: list[tuple[int, int]] = []
         for position, stages in enumerate(self.stages):
             first = found[-1][0] if found else position

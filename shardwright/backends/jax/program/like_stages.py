@@ -23,7 +23,7 @@ RULE = re.compile(r"\bcustom_[jv][vj]p_call\b")
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """Parts 1 … n of a cut, as one function: that of part 1."""
+    """The parts 1 … n of a cut, as one function: that of part 1."""
 
     equations: tuple[Equation, ...]
     stacked: tuple[tuple[int, ...], ...]
@@ -35,11 +35,11 @@ class Alike:
     leaving: tuple[int, ...]
     """The values that part 1 hands to the next part for each of those."""
     final: tuple[tuple[int, int], ...]
-    """Pairs of a value of the last part that later parts read, and the same value of part 1."""
+    """The pairs of a value of the last part that later parts read, and the same value of part 1."""
 
 
 def alike(cut: Cut, first: int, last: int) -> Alike:
-    """Parts ``first`` … ``last`` as one function.
+    """The parts ``first`` … ``last`` as one function.
 
     Raises MissingCapabilityError, naming the difference, when they are not alike or take more than the last one's
     values and what is common to all.

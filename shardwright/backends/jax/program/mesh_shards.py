@@ -170,7 +170,8 @@ def _reading(
     results: Sequence[int],
     gives: Sequence[int],
 ) -> Piece:
-    """Some of a piece's equations, with the arguments and small values that they and the given results read."""
+    """A piece of some of a piece's equations, with the arguments and small values that they and the given results
+    read."""
     made = {value for e in equations for value in e.outputs}
     ends = [*(atom for r in results if isinstance(atom := flat.outputs[r], int)), *gives]
     read = dict.fromkeys(value for value in (*(v for e in equations for v in e.values), *ends) if value not in made)
@@ -184,7 +185,7 @@ class _Alike:
         self.flat, self.home = flat, home
         self.seen: dict[Hashable, int] = {}
         self.number: dict[int, int] = {}
-        """Values that any mesh may make → the same number for those made in the same way."""
+        """The values that any mesh may make → the same number for those made in the same way."""
         for equation in flat.equations:
             if equation.outputs and home[equation.outputs[0]] is None:
                 kind = _kind(flat, equation, [self._of(atom) for atom in equation.inputs])

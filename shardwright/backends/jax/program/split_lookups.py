@@ -21,7 +21,7 @@ from shardwright.core.model.graph import Graph
 LOOK_UP = "_take"
 """The jitted body of `jnp.take`."""
 LINEAR = frozenset({"add", "add_any", "sub", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"})
-"""Primitives that may stand between look-ups and their sum."""
+"""The primitives that may stand between look-ups and their sum."""
 FILLS = jax.lax.GatherScatterMode.FILL_OR_DROP
 
 

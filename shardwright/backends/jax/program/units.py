@@ -17,10 +17,10 @@ from shardwright.core.plan.plan import Plan
 
 
 def name_units(flat: FlatProgram, plan: Plan, weights: Mapping[int, str], state: Mapping[int, Carried]) -> None:
-    """Give the equations of recomputed units their ``unit``, for those units that no module call and no loop is.
+    """Give the equations of recomputed units their ``unit``, for the units that are neither module calls nor loops.
 
     weights: the arguments that are parameters, and their names; state: those that carry what the model changes. Warns
-    of units that no equation turns out to be of: they keep their activations.
+    of units for which no equation is found: they keep their activations.
     """
     missing = set(computed_again(plan)) - {equation.unit for equation in flat.equations} - flat.looped_units
     if not missing:

@@ -75,9 +75,9 @@ def _ways(sharding: NamedSharding) -> list[int]:
 
 
 def also_over(axis: str, shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
-    """``sharding`` with its largest dim that divides split over ``axis`` too (ZeRO, arXiv 1910.02054: a state that only
-    the update reads need not be held whole by every replica); as it was when no dim divides or
-    ``axis`` splits one already."""
+    """The sharding with its largest dim that divides split over ``axis`` too (ZeRO, arXiv 1910.02054: a state that only
+    the update reads need not be held whole by every replica); as it was when no dim divides or ``axis`` splits one
+    already."""
     size = dict(sharding.mesh.shape)[axis]
     ways = [*_ways(sharding), *([1] * (len(shape) - len(sharding.spec)))]
     fitting = [d for d in range(len(shape)) if shape[d] % (ways[d] * size) == 0]
@@ -92,7 +92,7 @@ def also_over(axis: str, shape: tuple[int, ...], sharding: NamedSharding) -> Nam
 
 
 def spread_over(axis: str, tree: Any, shardings: Any) -> Any:
-    """`also_over` for every leaf."""
+    """The shardings of `also_over` for every leaf."""
     return jax.tree.map(lambda leaf, sharding: also_over(axis, leaf.shape, sharding), tree, shardings)
 
 

@@ -23,7 +23,7 @@ class TrainState:
     params: Any
     optimizer: Any
     random: Any
-    """Base random keys. They do not change: every microbatch folds its own from them."""
+    """The base random keys. They do not change: every microbatch folds its own from them."""
     other: Any
     """The state that the model changes beside its parameters: batch statistics, caches."""
     graphdef: nnx.GraphDef[Any] | None = field(metadata={"static": True})
@@ -57,7 +57,7 @@ class StepResult(NamedTuple):
     grad_norm: jax.Array
     """The global norm of the gradients of what is trained, before the optimizer changes them."""
     evidence: Any
-    """Arrays that say whether losses and gradients are finite, `sentinels.Evidence`; None where nobody asks."""
+    """The arrays that say whether losses and gradients are finite, `sentinels.Evidence`; None where nobody asks."""
 
 
 def own_copy(leaf: Any, sharding: jax.sharding.Sharding | jax.Device) -> jax.Array:
@@ -85,8 +85,8 @@ def _over_processes(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def fold_random(random: Any, step: jax.Array, microbatch: jax.Array) -> Any:
-    """Random state for one microbatch: every key folded with (step, global microbatch), every counter at 0, so that a
-    mask depends on nothing else."""
+    """The random state for one microbatch: every key folded with (step, global microbatch), every counter at 0, so that
+    a mask depends on nothing else."""
 
     def fold(leaf: jax.Array) -> jax.Array:
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -1,4 +1,5 @@
-"""Rules of the equations that know the order of a dim: with dims of blocks in held order, what comes of them is too."""
+"""The rules of equations that know the order of a dim: operands with dims of blocks in held order give results in
+it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -42,14 +42,14 @@ def to_original(x: Any, dim: int, blocks: Blocks, ways: int) -> Any:
 
 
 def hold(x: Any, tags: Tags, ways: int) -> Any:
-    """`to_held` for every tagged dim."""
+    """An array with every tagged dim in held order (`to_held`)."""
     for dim, blocks in tags.items():
         x = to_held(x, dim, blocks, ways)
     return x
 
 
 def restore(x: Any, tags: Tags, ways: int) -> Any:
-    """`to_original` for every tagged dim."""
+    """An array with every tagged dim in its original order (`to_original`)."""
     for dim, blocks in tags.items():
         x = to_original(x, dim, blocks, ways)
     return x
@@ -128,7 +128,7 @@ def _kept(
     after: Sequence[int],
     ways: int,
 ) -> tuple[int, Blocks] | None:
-    """(dim, blocks) of the result when the held order stays as it is: the dim is the outermost of its group."""
+    """The (dim, blocks) of the result when the held order stays as it is: the dim is the outermost of its group."""
     if group is None:
         return None
     here = [d for d in group[0] if before[d] != 1]
@@ -156,7 +156,7 @@ def _inner(blocks: Blocks, group: tuple[list[int], list[int]], shape: Sequence[i
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Runs of dims of one shape that are runs of the other."""
+    """The runs of dims of one shape that are runs of the other."""
     found: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) and j < len(after):

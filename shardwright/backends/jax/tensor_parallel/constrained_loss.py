@@ -39,7 +39,7 @@ def held_by_blocks(layouts: Mapping[str, Layout]) -> dict[str, Tags]:
 
 @dataclass(frozen=True, slots=True)
 class FusedParameters:
-    """Parameters whose dims of blocks are held in another order than the model's own
+    """The parameters whose dims of blocks are held in another order than the model's own
     (`backends.jax.tensor_parallel.blocks`)."""
 
     tags: tuple[Tags, ...]
@@ -73,8 +73,8 @@ class FusedParameters:
         return self._each(hold, params)
 
     def hold_made(self, params: Any, mesh: jax.sharding.Mesh) -> Any:
-        """`hold` for what a compiled function makes: each device makes a share of another dim, so that none holds the
-        whole while the order is changed."""
+        """The parameters that a compiled function makes, in held order. Each device makes a share of another dim, so
+        that none holds the whole while the order is changed."""
 
         def reorder(leaf: Any, tags: Tags, ways: int) -> Any:
             other = [dim for dim, size in enumerate(leaf.shape) if dim not in tags and size % ways == 0]
@@ -141,8 +141,8 @@ class TensorParallel:
     def lay_out(
         cls, batch: Microbatches, plan: Plan, mesh: jax.sharding.AbstractMesh, names: tuple[str, ...]
     ) -> Microbatches:
-        """``batch`` with its loss function run as the plan lays it out; as it is where the tensor axis has one rank.
-        ``names`` are those of the parameters."""
+        """The microbatches of ``batch``, with the loss function run as the plan lays it out; as they are where the
+        tensor axis has one rank. ``names`` are those of the parameters."""
         if plan.decision.tp == 1:
             return batch
         over_replicas = not (batch.per_replica and plan.decision.dp > 1)

@@ -61,7 +61,7 @@ class _Runner:
     def __init__(self, guides: Guides, setting: Setting) -> None:
         self.guides, self.setting, self.ways = guides, setting, setting.ways
         self.shared: dict[Any, tuple[Value, Value]] = {}
-        """(value, keys of guides) → the value (kept, so that its id stays its own) and what came of it."""
+        """The (value, keys of guides) → the value (kept, so that its id stays its own) and the guided value."""
 
     def run(self, jaxpr: Jaxpr, constants: Sequence[Value], arguments: Sequence[Value], path: Path) -> list[Value]:
         known: dict[Var, Value] = dict(zip(jaxpr.invars, arguments, strict=True))

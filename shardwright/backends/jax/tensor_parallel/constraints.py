@@ -18,10 +18,10 @@ Place = tuple[Path, int]
 """The path of an equation, and the position of one of its results or operands."""
 
 FOLLOWING = frozenset({"elementwise", "view", "dropout"})
-"""Kinds of op whose results lie as their operands do: the compiler needs no word about them."""
+"""The kinds of op whose results lie as their operands do: the compiler needs no word about them."""
 
 OPTIONAL = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_element_type", "transpose"})
-"""Steps that one batch size may need and another not: a batch of one broadcasts without them."""
+"""The steps that one batch size may need and another not: a batch of one broadcasts without them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Guides:
     pieces: Mapping[Path, tuple[int, int]]
     """The products that read copies → (operand, its dim) that the axis splits."""
     terms: frozenset[Path]
-    """Look-ups, and what their results go through, that make a term for each rank of the axis."""
+    """The look-ups, and the equations that their results go through, that make a term for each rank of the axis."""
     _around: frozenset[Path] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

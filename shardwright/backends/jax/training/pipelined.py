@@ -130,7 +130,7 @@ class PipelinedTraining(InStages):
         return fused.restore(params)
 
     def place(self, state: TrainState) -> TrainState:
-        """Copies of a state's arrays, wherever they are, on the devices of their stages."""
+        """The state with copies of its arrays, wherever they are, on the devices of their stages."""
         optimizer = self._require(state)
         whole = self.meshes.whole[0]
 
@@ -200,10 +200,10 @@ class PipelinedTraining(InStages):
 
 
 class StagedMetrics:
-    """Metrics of a batch from those of its microbatches, each on the stage that makes it."""
+    """The metrics of a batch from those of its microbatches, each on the stage that makes it."""
 
     def __init__(self, metrics: Metrics, homes: Sequence[int], meshes: StageMeshes) -> None:
-        """homes: the stage of every metric."""
+        """Compile the sums of metrics. homes: the stage of every metric."""
         self.metrics, self.homes = metrics, tuple(homes)
         self.whole = {stage: meshes.whole[stage] for stage in set(homes)}
         self.run = {

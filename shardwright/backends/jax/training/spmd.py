@@ -40,7 +40,7 @@ class Stacking:
     rows: tuple[tuple[tuple[int, ...], NamedSharding], ...]
     """The leaves of every stack, in the order of stages, and its sharding."""
     rest: tuple[tuple[int, NamedSharding], ...]
-    """Every other leaf, and its sharding."""
+    """The other leaves, each with its sharding."""
     shape: tuple[int, int]
 
     def pack(self, tree: Any) -> dict[str, list[Any]]:
