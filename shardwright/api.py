@@ -98,7 +98,7 @@ plan = _planner(Options)
 
 
 def require_plannable(graph: object, cluster: object) -> None:
-    """Raise PlanError for what is no captured graph, or no cluster."""
+    """Raise PlanError for a graph that was not captured, or a cluster that is none."""
     if not isinstance(graph, Graph):
         raise PlanError(f"plan takes a captured graph, not a {type(graph).__name__}: call shardwright.capture first")
     if not isinstance(cluster, Cluster):

@@ -56,10 +56,10 @@ def measure_units(
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> tuple[MeasuredUnit, ...]:
-    """Train copies of the model for a few steps in fp32: with every unit as a pipeline stage, all on one device, for
-    the shares of the units; and as one stage, for what a microbatch takes of all of them, run as they are in a plan,
-    and what a step takes beside its microbatches; and as the shortest pipeline that all devices divide into, if there
-    are units enough for its stages.
+    """The times of a model's units, measured by training copies of it for a few steps in fp32. Every unit as a pipeline
+    stage, all on one device, gives the shares of the units. The model as one stage gives the time of a microbatch in
+    all of them, run as they are in a plan, and the time of a step beside its microbatches. The shortest pipeline that
+    all devices divide into is run too, if there are units enough for its stages.
 
     Args:
         model, sample, loss: as `shardwright.capture` takes them; the sample has real values.
@@ -139,7 +139,7 @@ class _Setup:
     def _classes(
         self, each_a_stage: Plan, seconds: Sequence[tuple[float, float]], ran: Plan, steps: StepFit
     ) -> list[MeasuredUnit]:
-        """The units of every class, scaled to what ``steps`` of ``ran`` took."""
+        """The units of every class, scaled to the times that ``steps`` of ``ran`` took."""
         decision, costs = each_a_stage.decision, each_a_stage.costs
         entries = [costs.classes[own].parameter_elements for own in costs.unit_classes]
         # A step takes what its fullest rank does: that one's units make up all of it.
@@ -174,7 +174,7 @@ class _Setup:
         """The fit of steps of ``plans``, for units of ``seconds``: the same pipeline with few and with ``many``
         microbatches, which is compiled.
 
-        Steps of either take turns, so that what the machine does meanwhile slows both alike.
+        Steps of either take turns, so that other work of the machine slows both alike.
         """
         compiled = [self._compiled(plans[0]), many]
         groups = list(zip(*([(one, batch) for one in running] for running, batch in compiled), strict=True))
@@ -267,7 +267,7 @@ def _middle(each_a_stage: Plan, seconds: Sequence[tuple[float, float]]) -> list[
 def _as_stages(
     seconds: Sequence[tuple[float, float]], planned: Plan, stages: Sequence[tuple[float, float]]
 ) -> list[tuple[float, float]]:
-    """The seconds of units scaled so that those of every stage add up to what the stage takes."""
+    """The seconds of units, scaled so that those of every stage add up to the time of the stage."""
     found: list[tuple[float, float]] = []
     for units, (forward, backward) in zip(planned.stage_units, stages, strict=True):
         own = [seconds[unit] for unit in units]

@@ -136,8 +136,8 @@ def registration_of(name: str) -> Registration:
 
 
 def load(name: str) -> Backend:
-    """The backend of a framework, imported on first use. Raises MissingFrameworkError naming what to install, and
-    ShardwrightError for a module that cannot be imported or has no backend."""
+    """The backend of a framework, imported on first use. Raises MissingFrameworkError naming the package to install,
+    and ShardwrightError for a module that cannot be imported or has no backend."""
     found = registration_of(name)
     require_framework(name)
     try:
@@ -170,7 +170,7 @@ def is_installed(module: str) -> bool:
 
 def framework_of(model: Any) -> str:
     """The framework of a model. Looks only at modules that are loaded already: a model's framework is. Raises
-    CaptureError for what no backend takes for a model."""
+    CaptureError for a value that no backend takes for a model."""
     for found in registered().values():
         if found.owns(model):
             return found.name

@@ -57,7 +57,7 @@ def _parts(target: str) -> tuple[Path, str]:
 
 
 def _run_file(path: Path) -> ModuleType:
-    """The module that the file makes. As for a script, modules beside it can be imported."""
+    """The module of the file. As for a script, modules beside it can be imported."""
     name = f"_shardwright_model_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

@@ -143,7 +143,7 @@ class TrainStep:
         self._sentinel = Sentinel(nonfinite, self._agreement.alone, debug is not None)
 
     def _training(self, *, is_module: bool) -> Training:
-        """The form of training for what is trained."""
+        """The form of training for the kind of model that is trained."""
         form = form_of(self.plan, self._devices, self._one_program, is_module=is_module)
         if form not in self._trainings:
             self._trainings[form] = form(self._loss, self.optimizer, self.plan, self._devices, self._nonfinite)
@@ -358,14 +358,14 @@ class TrainStep:
         return pipelines[-1].counts if pipelines else None
 
     def lower_init(self, init: Callable[[], Any]) -> jax.stages.Lowered:
-        """The compiled form of an init function as `jax.stages.Lowered`: what `init` runs on every device. Raises
-        MissingCapabilityError for a plan with pipeline stages."""
+        """The compiled form of an init function as `jax.stages.Lowered`: the program that `init` runs on every device.
+        Raises MissingCapabilityError for a plan with pipeline stages."""
         with no_mesh():
             given = take_apart(nnx.eval_shape(init))
             return self._training(is_module=given.graphdef is not None).lower_init(given, lambda: take_apart(init()))
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
-        """The step as `jax.stages.Lowered`, to look at what is compiled. Arrays may be shapes. Raises
+        """The step as `jax.stages.Lowered`, to look at before it is compiled. Arrays may be shapes. Raises
         MissingCapabilityError for a plan with pipeline stages."""
         given = with_values(batch, resolve_batch_dims(batch, self.batch_dims), self._steps.inputs(state.graphdef))
         with no_mesh():

@@ -1,9 +1,10 @@
 """The values that units keep for the backward pass, those that it computes again, and options that make XLA obey.
 
-`jax.checkpoint` puts an optimization barrier before what the backward pass computes again, or the compiler would merge
-that with the forward, or run it early. XLA's CPU compiler takes the barriers away in the middle of its passes
-(``cse_barrier_expander``), before it merges equal expressions once more and puts all in order: outside of loops, where
-a body is a program of its own, next to nothing is saved then. It runs programs that still have them just as well.
+`jax.checkpoint` puts an optimization barrier before the equations that the backward pass computes again, or the
+compiler would merge them with the forward, or run them early. XLA's CPU compiler takes the barriers away in the middle
+of its passes (``cse_barrier_expander``), before it merges equal expressions once more and puts all in order: outside of
+loops, where a body is a program of its own, next to nothing is saved then. It runs programs that still have them just
+as well.
 """
 
 import os

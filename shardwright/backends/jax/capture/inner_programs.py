@@ -1,4 +1,5 @@
-"""The programs inside the equations of a program: which primitives run one once, and what is in them."""
+"""The programs inside the equations of a program: the primitives that run one once, and the contents of those
+programs."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, cast

@@ -112,7 +112,7 @@ def at_batch(sample: Any, dims: tuple[int | None, ...], size: int) -> Any:
 
 
 def of_no_mesh(leaf: Any) -> Any:
-    """A batch's array without explicit axes, which would ask how each of our reshapes lies."""
+    """A batch's array without explicit axes: with them, JAX would ask for the sharding of each of our reshapes."""
     at = getattr(leaf, "sharding", None)
     if not isinstance(leaf, jax.Array) or not isinstance(at, NamedSharding):
         return leaf

@@ -111,8 +111,8 @@ def dtype_name(dtype: Any) -> str:
 
 
 def flatten(closed: ClosedJaxpr, calls: Sequence[TracedCall], weights: int = 0, results: int | None = None) -> Program:
-    """The flat program of a closed jaxpr whose first ``weights`` arguments are the model's arrays, with what its first
-    ``results`` results need (None: all). Raises CaptureError for what cannot be read."""
+    """The flat program of a closed jaxpr whose first ``weights`` arguments are the model's arrays, with the equations
+    that its first ``results`` results need (None: all). Raises CaptureError for a program that cannot be read."""
     program = Program(calls=list(calls), traced=tuple(calls))
     program.arguments = [program.new(aval(variable)) for variable in closed.jaxpr.invars]
     program.weights = set(program.arguments[:weights])
@@ -145,8 +145,8 @@ class _Flattener:
         path: Path = (),
         numbers: Sequence[float | None] = (),
     ) -> None:
-        """Append the steps of ``jaxpr``; ``outputs`` receives the numbers of what it returns. ``numbers``: the values
-        of those arguments that are literals."""
+        """Append the steps of ``jaxpr``. ``outputs`` receives the numbers of the values that it returns. ``numbers``:
+        the values of those arguments that are literals."""
         told = dict(zip(jaxpr.invars, numbers, strict=False))
         known: dict[Any, int | None] = dict(zip(jaxpr.invars, arguments, strict=True))
         known.update(zip(jaxpr.constvars, constants, strict=True))
@@ -378,7 +378,7 @@ def _drop_unused(program: Program) -> Program:
 def same_structure(
     first: Program, second: Program, differ: Callable[[str], CaptureError], sizes: tuple[int, int] = (2, 3)
 ) -> None:
-    """Raise what ``differ`` makes of the first difference between the programs at two batch sizes."""
+    """Raise the error that ``differ`` makes of the first difference between the programs at two batch sizes."""
     small, large = sizes
     if len(first.steps) != len(second.steps):
         raise differ(f"{len(first.steps)} ops with batch {small}, {len(second.steps)} with batch {large}")

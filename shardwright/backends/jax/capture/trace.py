@@ -155,8 +155,8 @@ def _has_state(value: Any) -> bool:
 
 
 def _recomputing(original: Callable[..., Any], paths: frozenset[str], policy: Any) -> Callable[..., Any]:
-    """The call, computed again in the backward pass. Arrays and what has state are handed through; all else that it is
-    given, as a function, a shape or what Python branches on, stays the value that it is."""
+    """The call, computed again in the backward pass. Arrays and arguments with state are handed through. Any other
+    argument, as a function, a shape or a value that Python branches on, stays the value that it is."""
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ def dotted(path: Iterable[Any]) -> str:
 
 
 def require_order(tree: Any, what: str) -> None:
-    """Raise CaptureError, naming ``what`` it is, for a pytree with dicts whose keys JAX cannot sort."""
+    """Raise CaptureError, with ``what`` as the name of the tree, for a pytree with dicts whose keys JAX cannot sort."""
     try:
         jax.tree.leaves(tree)
     except ValueError as error:

@@ -58,7 +58,7 @@ class Metrics:
 
     def of_call(self, aux: Any, arrays: Any, batch: Any) -> tuple[list[jax.Array], list[jax.Array]]:
         """The arrays of one call of the loss function: those that add up over calls, and those that are joined, whose
-        first dim counts samples. ``arrays`` and ``batch`` are what the function was called with."""
+        first dim counts samples. ``arrays`` and ``batch`` are the function's arguments."""
         sums: list[jax.Array] = []
         rows: list[jax.Array] = []
         for metric, value in zip(self.metrics, jax.tree.leaves(aux, is_leaf=is_weighted), strict=True):
@@ -191,7 +191,7 @@ def _metric(name: str, leaf: Any, reduction: Reduction | None, verdict: Verdict)
 
 
 def arrays_of(aux: Any) -> tuple[list[tuple[str, Any]], PyTreeDef]:
-    """The metrics by name, as arrays, and their structure. Raises PlanError for what is no array."""
+    """The metrics by name, as arrays, and their structure. Raises PlanError for a metric that is no array."""
     named, structure = jax.tree_util.tree_flatten_with_path(aux, is_leaf=is_weighted)
     found: list[tuple[str, Any]] = []
     for path, leaf in named:

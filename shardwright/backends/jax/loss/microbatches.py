@@ -217,7 +217,7 @@ class Microbatches:
         return self.microbatches * (self.replicas if self.per_replica else 1)
 
     def divisor(self, counted: jax.Array) -> jax.Array:
-        """The divisor of a step's sums, from what `total` counted of all its microbatches."""
+        """The divisor of a step's sums, from the number that `total` counted over all its microbatches."""
         return counted if self.reduction is None else self.reduction.divisor(self.samples * self.calls, counted)
 
     def split(self, leaf: Any, dim: int | None) -> Any:
@@ -308,7 +308,7 @@ class Gradients(NamedTuple):
 
     loss: jax.Array
     mean: Any
-    """The gradients of what is trained, as `Trained.with_gradients` makes a tree."""
+    """The gradients of the trained parameters, as `Trained.with_gradients` makes a tree."""
     other: Any
     """The model's other state."""
     aux: Any

@@ -242,7 +242,7 @@ def _batch_norm_rule(at: Reading) -> LossOp:
 
 
 def _last_dims(count: int | None = None) -> Rule:
-    """The rule of ops that work on the last dims as a whole, and on what comes before them one by one."""
+    """The rule of ops that work on the last dims as a whole, and on the dims before them one by one."""
 
     def rule(at: Reading) -> LossOp:
         last = len(at.step.params["fft_lengths"]) if count is None else count

@@ -24,8 +24,8 @@ def loss_program(
 ) -> LossProgram:
     """The program of a loss function from its traces at two batch sizes, which have the same steps.
 
-    trained: one flag for each of the first arguments, the model's arrays; inputs: how many arguments after them are the
-    batch.
+    trained: one flag for each of the first arguments, the model's arrays; inputs: the number of arguments after them
+    that are the batch.
     """
     build = Builder(first, second, sizes)
     build.shapes.update(enumerate(zip(first.shapes, second.shapes, strict=True)))

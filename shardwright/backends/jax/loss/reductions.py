@@ -45,8 +45,8 @@ class Traced:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The batch sizes that the results are read at: those of a microbatch and of the whole, so that what holds
-        between them is what is asked. The first is at least 2, as one sample alone may run other ops."""
+        """The batch sizes that the results are read at: those of a microbatch and of the whole, as the question is what
+        holds between them. The first is at least 2, as one sample alone may run other ops."""
         small = max(2, self.samples)
         return small, max(small + 1, self.whole)
 
@@ -220,7 +220,7 @@ class Reader:
 
 
 def asked(name: str, verdict: Verdict, microbatches: int) -> PlanError:
-    """The error for a loss of which it must be said how it combines."""
+    """The error for a loss that does not show how it combines, so that the user has to say it."""
     finding = verdict.finding
     reason = "" if finding is None else finding.reason
     kind = {"coupled": "depends on several samples together", "mixed": "has terms that add up in different ways"}.get(
@@ -237,8 +237,8 @@ def asked(name: str, verdict: Verdict, microbatches: int) -> PlanError:
 
 
 def norm_of_samples(recorder: Recorder, traced: Traced) -> str:
-    """The path of a batch norm that takes its statistics over the samples, of those that a trace has come to; "" where
-    all use what they have kept."""
+    """The path of the first batch norm in a trace that takes its statistics over the samples; "" where all use saved
+    statistics. Where the function does not run with another number of samples, any batch norm counts."""
     norms = [call.path for call in recorder.calls if call.whole_kind == "batch_norm"]
     if not norms:
         return ""

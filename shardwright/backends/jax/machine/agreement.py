@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardwright.core.errors import PlanError
 
 MOST_BYTES = 1 << 20
-"""The most bytes of an array's contents that are summed up in every step, which takes 0.3 ms. Of a larger array these
+"""The most bytes of an array's contents that are summed up in every step, which takes 0.3 ms. In a larger array these
 many are taken, evenly spread."""
 FIX = "give all processes the same: the same script, plan, seed and global batch"
 

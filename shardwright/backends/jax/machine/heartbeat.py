@@ -1,8 +1,8 @@
 """The heartbeat between the processes of a run.
 
-A thread tells the run's hub every second what this process does, and hears which others failed, left, or fell silent.
-That is printed at once and raised by the next step; a process that is blocked in a collective, which nothing in Python
-can wake, ends a little later. The reasons that JAX gives are those of the connections that broke.
+A thread tells the run's hub every second what this process does, and hears which others failed, left, or fell
+silent. This news is printed at once and raised by the next step; a process that is blocked in a collective, which
+nothing in Python can wake, ends a little later. The reasons that JAX gives are those of the connections that broke.
 """
 
 import contextlib
@@ -173,7 +173,7 @@ class Pulse:
         return self.fault is not None
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Tell the others what ends this process, or say which of them it was."""
+        """Tell the others what ends this process, or report which of them ended it."""
         if self.fault is None and not (_may_be_a_peers(error) and self._inquest()):
             self._told = True
             self._send({"fault": f"failed, {self._said}: {kind.__name__}: {str(error)[:1000]}"})

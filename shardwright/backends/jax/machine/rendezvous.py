@@ -23,7 +23,7 @@ from shardwright.core.errors import ClusterError
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 LATER_S = 5.0
-"""The time that the processes wait longer than the hub, so that they hear what it found."""
+"""The time that the processes wait longer than the hub, so that they hear its findings."""
 LOOK_S = 0.05
 PATIENCE = 10
 """The factor of JAX's limit for silent processes over ours: JAX's is to come later."""
@@ -185,7 +185,7 @@ def _start_hub(host: str, port: int, processes: int, timeout_s: float) -> None:
 
 
 def _meet(host: str, port: int, processes: int, process: int, timeout_s: float) -> tuple[socket.socket, dict[str, Any]]:
-    """A connection to the hub, and what it said once all had come."""
+    """A connection to the hub, and its words once all had come."""
     begun = time.monotonic()
     place = f"{host}:{port}"
     hello = {"process": process, "processes": processes, "host": socket.gethostname(), "pid": os.getpid()}

@@ -1,4 +1,5 @@
-"""The bytes that each device holds at the peak of a compiled step: its arrays, and what XLA says of its programs."""
+"""The bytes that each device holds at the peak of a compiled step, from its arrays and XLA's analysis of its
+programs."""
 
 import math
 from collections.abc import Iterable, Sequence

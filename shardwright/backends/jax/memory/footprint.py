@@ -1,9 +1,9 @@
 """The memory that every unit of a model keeps and holds in this runtime, counted from the program of its derivative.
 
-Each unit is cut out as a stage of its own, as `pipeline.actions` would run it. What its forward hands to its backward
-is then known to the byte (`pipeline.saved_activations`), also for two neighbours as one stage, which keep less than
-each for itself. What the backward holds beside that follows from its equations, with chains of elementwise arithmetic
-fused as XLA fuses them.
+Each unit is cut out as a stage of its own, as `pipeline.actions` would run it. The bytes that its forward hands to
+its backward are then known (`pipeline.saved_activations`), also for two neighbours as one stage, which keep less than
+each for itself. The memory that the backward holds beside them follows from its equations, with chains of elementwise
+arithmetic fused as XLA fuses them.
 """
 
 from collections.abc import Collection, Sequence
@@ -166,8 +166,8 @@ def _fullest(at_2: Sequence[int], at_3: Sequence[int]) -> tuple[tuple[int, int],
 
 
 def _bytes(functions: StageFunctions) -> tuple[int, list[int], int]:
-    """The bytes of a unit: those kept from forward to backward, what enters it and is read again included; those held
-    by the backward beside that, at every moment; and those of what is kept that are in fp32."""
+    """The bytes of a unit: those kept from forward to backward, with the operands that the backward reads again; those
+    held by the backward beside them, at every moment; and the part of the kept bytes that is in fp32."""
     wide = [aval for aval in _kept(functions) if aval.dtype == jax.numpy.float32]
     return _kept_bytes(functions), held_bytes(functions.backward), sum(map(_size, wide))
 
@@ -186,7 +186,7 @@ def _size(aval: Any) -> int:
 
 
 def held_bytes(function: StageFunction) -> list[int]:
-    """The bytes alive at every moment while a compiled function runs; left out are its operands, what takes their
+    """The bytes alive at every moment while a compiled function runs. Left out are its operands, results in their
     memory, and gradients of parameters that wait to be added to their sums."""
     program = flatten(jax.make_jaxpr(function.function)(*function.avals))
     added = (atom for key, atom in zip(function.makes, program.outputs, strict=True) if key[0] in ("gradient", "sum"))

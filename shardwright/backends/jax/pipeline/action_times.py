@@ -1,9 +1,9 @@
 """The times at which the actions of a step ran, measured without holding any of them up.
 
-For every rank a thread waits for the rank's actions one after the other and notes when each was done. On a busy machine
-it may come late to that; then what read the action's results, or ran after it, is seen to be done before it, and the
-earlier time counts. An action starts when it was handed out, what it reads was there, and the one before it on its rank
-was done: whichever came last.
+For every rank a thread waits for the rank's actions one after the other and notes when each was done. On a busy
+machine the thread may come late to that. Then an action that read the results, or ran after, is seen to be done before,
+and the earlier time counts. An action starts once it was handed out, its operands were there, and the one before it on
+its rank was done.
 """
 
 import queue

@@ -1,7 +1,8 @@
 """The first op of a step that makes a NaN, or an infinity, of values that are none.
 
-The program of one microbatch, forward and backward, is run once more with a look at what each of its equations reads
-and makes: whole, on one device, and before the step itself, so that the state is still what made the fault.
+The program of one microbatch, forward and backward, is run once more with a look at the values that each of its
+equations reads and makes. It runs whole, on one device, and before the step itself, so that the state is still the one
+that led to the fault.
 """
 
 from collections.abc import Callable, Mapping, Sequence

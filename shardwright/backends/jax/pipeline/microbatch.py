@@ -134,7 +134,7 @@ def _trace(
 
 
 def _homes(plan: Plan, calls: list[TracedCall]) -> Home:
-    """The stage and unit of a module call: what the plan says of it, or of the nearest call around it.
+    """The stage and unit that the plan gives to a module call, or to the nearest call around it.
 
     Only units that are recomputed are named as units."""
     again = set(computed_again(plan))

@@ -23,8 +23,8 @@ from shardwright.backends.jax.program.mesh_shards import Piece, divided, prepare
 from shardwright.core.errors import PlanError
 
 SCALAR_BYTES = 16
-"""The size up to which values are handed on from one piece of a mesh to its next, where larger ones are made again.
-Values that follow from several meshes' are made on every mesh up to this size rather than on one."""
+"""The size up to which values are handed on from one piece of a mesh to its next; larger ones are made again. Up to
+this size, values that follow from several meshes' are made on every mesh rather than on one."""
 _Pack = tuple[int, str, int]
 """A key of packed values: the piece that gives them, their dtype, and the mesh that they are on."""
 
@@ -144,7 +144,7 @@ class PlacedProgram:
         return sorted(pieces.values(), key=lambda p: (p.level, p.stage))
 
     def _fill(self, piece: Piece, wanted: list[int], make: Any, pieces: Any, all_wanted: Any) -> None:
-        """Take what a piece can make of what it wants, and ask others for the rest."""
+        """Give a piece the equations that it can run for its wanted values, and ask others for the rest."""
         missing = list(dict.fromkeys(wanted))
         chosen = {id(equation) for equation in piece.equations}
         arguments: dict[int, None] = {}

@@ -74,7 +74,7 @@ class Staged:
     cut: Cut
     microbatches: int
     labels: Sequence[tuple[int, int]]
-    """The (stage, what was looked at) of every note."""
+    """The (stage, kind of what was looked at) of every note."""
 
     def text(self, evidence: Evidence) -> str:
         gradients, rows = evidence.details

@@ -279,7 +279,8 @@ class _Builder:
         """A function over flat operands. Sums and gradients are added to what is handed in; cotangents of one value
         from several stages are summed; leaves of the batch come whole and are sliced by the microbatch's number.
 
-        looks: kinds of operand and result whose values are looked at where stages are ``watched``, and as what.
+        looks: the kinds of operand and result whose values are looked at where stages are ``watched``, and the
+        number of the "fault" of each.
         """
         equations = tuple(equations)
         used = {v for e in equations for v in e.values} | {a for a in outputs if isinstance(a, int)}

@@ -1,8 +1,8 @@
 """The transfer of arrays from stage to stage, along routes that are worked out beforehand.
 
-`jax.device_put` looks up anew for every array where it lies, where it goes and how it is split: 70 µs of Python, as
-much as two dispatches. The function that it ends in (`compat.direct_copy`) takes a fifth of that; where JAX has it no
-more, everything goes by `jax.device_put`, with the same results.
+`jax.device_put` looks up the source, the target and the split of every array anew: 70 µs of Python, as much as two
+dispatches. The function that it ends in (`compat.direct_copy`) takes a fifth of that; where JAX has it no more,
+everything goes by `jax.device_put`, with the same results.
 """
 
 from collections.abc import Sequence

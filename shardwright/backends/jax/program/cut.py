@@ -1,4 +1,4 @@
-"""Cut one microbatch's program into stages by the plan's units.
+"""The cut of one microbatch's program into stages by the plan's units.
 
 Equations inside a unit's module calls belong to its stage. Of the others, those that depend on no activation and cost
 little (masks, positions, random keys, casts of weights) are made again on every stage that needs them; those that
@@ -210,7 +210,7 @@ class Placer:
         return frozenset[int]().union(*(self.of_weights.get(value, frozenset()) for value in inputs))
 
     def _only_for_state(self) -> set[int]:
-        """The equations that nothing but the model's next state needs: they stay where what they read is."""
+        """The equations that nothing but the model's next state needs: they stay on the stage of their operands."""
         state_outputs = {carried.output for carried in self.state.values()}
         results = [a for i, a in enumerate(self.flat.outputs) if i not in state_outputs and isinstance(a, int)]
         used = {id(e) for e in needed(self.flat.equations, results)}

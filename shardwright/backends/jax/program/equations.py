@@ -104,7 +104,7 @@ def needed(equations: Sequence[Equation], wanted: Iterable[int]) -> list[Equatio
 
 
 def evaluate(equations: Sequence[Equation], known: dict[int, Any], recompute: str = "none") -> None:
-    """Run equations; ``known`` holds what they read and receives what they make.
+    """Run equations. ``known`` holds the values that they read, and receives those that they make.
 
     ``recompute``: the policy (`POLICIES`) for what is kept of every equation's ``unit``, and what is computed again
     in the backward pass; "none" keeps all.

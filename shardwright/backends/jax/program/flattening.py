@@ -34,7 +34,7 @@ def flatten(
     weights: Sequence[int | None] = (),
     select: bool = False,
 ) -> FlatProgram:
-    """The flat program of a closed jaxpr, without what no result needs.
+    """The flat program of a closed jaxpr, without equations that no result needs.
 
     ``home`` gives the stage and the unit of a module call; ``weights`` the stages of the first arguments, which are
     the model's parameters (None: several). Without them, only jits are opened. ``select`` opens branches too: all of
@@ -160,7 +160,7 @@ class _Flattener:
         return list(outputs)
 
     def _held(self, equation: JaxprEqn, inputs: Sequence[Atom]) -> set[int]:
-        """The stages of the inner programs of an equation: by their module calls, else by what they read."""
+        """The stages of the inner programs of an equation: by their module calls, else by the operands."""
         marked = [mark for inner in jaxprs_in_params(equation.params) for mark in marks(inner)]
         if not marked:
             if not any(True for _ in jaxprs_in_params(equation.params)):
@@ -172,9 +172,9 @@ class _Flattener:
     # --- loops
 
     def _scan(self, equation: JaxprEqn, inputs: list[Atom], call: int, region: Region | None) -> Sequence[Atom]:
-        """A scan whose iterations belong to several stages becomes a scan for each stage, over its slice of what is
-        scanned; an iteration that itself lies on several is opened. So it does where layers that are recomputed and
-        layers that are not follow each other."""
+        """The results of a scan whose iterations belong to several stages. It becomes a scan for each stage, over its
+        slice of the scanned operands; an iteration that itself lies on several is opened. Layers that are recomputed
+        are divided in the same way from layers that are not."""
         params = equation.params
         length, body = params["length"], params["jaxpr"]
         if length > UNROLL_LIMIT:
@@ -311,8 +311,8 @@ class _ScanCutter:
         return self._lax(jax.lax.squeeze_p, [value], whole.update(shape=whole.shape[1:]), {"dimensions": (0,)})
 
     def _lax(self, primitive: Primitive, inputs: Sequence[Atom], like: ShapedArray, params: dict[str, Any]) -> int:
-        """The value that one equation of our own makes. It belongs to no stage: it follows what it is made from or used
-        by."""
+        """The value that one equation of our own makes. It belongs to no stage: it follows its operands or its
+        readers."""
         flat = self.flattener.flat
         out = flat.new(like)
         flat.equations.append(Equation(primitive, params, tuple(inputs), (out,), self.equation.ctx, region=self.region))

@@ -132,8 +132,9 @@ def _adds(flat: FlatProgram, equation: Equation) -> bool:
 
 
 def prepared(flat: FlatProgram, pieces: Sequence[Piece], home: Mapping[int, int | None], limit: int) -> list[Piece]:
-    """The pieces, and before each that reads what others give a small one that makes the scalars which follow from that
-    alone (a norm, by how much to clip): else the compiler makes them again in the kernel of every parameter.
+    """The pieces, each that reads what others give with a small one before it. The small one makes the scalars that
+    follow from those values alone (a norm, the factor of clipping). Otherwise the compiler would make them again in the
+    kernel of every parameter.
 
     limit: the most bytes of a value that is handed on.
     """

@@ -1,8 +1,8 @@
 """Look-ups in tables whose rows are split: a term for each rank, where the plan adds terms before it sums them.
 
-A compiler sums what every look-up gives at once. The plan sums the embeddings of words and positions together, in one
-reduction: their look-ups are written as one for each rank, with a first dim of ranks, and summed over it when something
-else reads what they add up to.
+A compiler sums what every look-up gives at once. The plan sums the embeddings of words and positions together, in
+one reduction: their look-ups are written as one for each rank, with a first dim of ranks, and summed over it when
+something else reads the sum.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,8 @@ FILLS = jax.lax.GatherScatterMode.FILL_OR_DROP
 
 
 def terms_of(graph: Graph, units: Sequence[RealisedUnit], steps: Mapping[int, Step]) -> frozenset[Path]:
-    """The equations that make terms: look-ups whose results the plan adds to those of others, and what lies between."""
+    """The equations that make terms: look-ups whose results the plan adds to those of others, and the equations
+    between."""
     made: dict[int, frozenset[int]] = {}
     wanted: set[int] = set()
     for unit in units:

@@ -53,7 +53,7 @@ def require_like(found: Any, expected: Any) -> None:
 
 
 def require_places(arrays: Any, shardings: Any) -> None:
-    """Raise PlanError unless the arrays of a state lie as those of this plan: trees of one structure."""
+    """Raise PlanError unless the arrays of a state have the shardings of this plan: trees of one structure."""
     named, places = path_names(arrays), jax.tree.leaves(shardings)
     for (name, leaf), at in zip(named, places, strict=True):
         if not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(at, leaf.ndim):

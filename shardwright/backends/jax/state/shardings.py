@@ -17,9 +17,9 @@ from shardwright.core.layout.placements import Layout, Partial, Split
 def lower_layout(layout: Layout, bound_mesh: jax.sharding.Mesh) -> NamedSharding:
     """The sharding that splits the same dims over the same axes.
 
-    A PartitionSpec splits a dim as one piece: of ``Split(dim, blocks=…)`` it is right for an array whose dim is held in
-    the order of `backends.jax.tensor_parallel.blocks`. Raises LayoutError for partial values, which no array can hold
-    between two programs.
+    A PartitionSpec splits a dim as one block. For ``Split(dim, blocks=…)`` it is right for an array whose dim is
+    held in the order of `backends.jax.tensor_parallel.blocks`. Raises LayoutError for partial values, which no array
+    can hold between two programs.
     """
     dims: dict[int, list[str]] = {}
     for axis, placement in layout.placements:

@@ -55,7 +55,7 @@ class StepResult(NamedTuple):
     aux: Any
     """The metrics beside the loss; None without ``has_aux``."""
     grad_norm: jax.Array
-    """The global norm of the gradients of what is trained, before the optimizer changes them."""
+    """The global norm of the gradients of the trained parameters, before the optimizer changes them."""
     evidence: Any
     """The arrays that say whether losses and gradients are finite, `sentinels.Evidence`; None where nobody asks."""
 

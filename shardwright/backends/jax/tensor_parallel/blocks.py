@@ -83,9 +83,9 @@ def blocks_between(blocks: Blocks, start: int, end: int) -> Blocks | None:
 def reshape_held(x: Any, tags: Tags, shape: Sequence[int], wanted: Tags, ways: int) -> tuple[Any, Tags]:
     """A reshape of an array whose ``tags`` dims are held, and the dims of the result that are.
 
-    A held dim that stays, comes apart outside its blocks' pieces, or of which blocks become a dim of their own, moves
-    nothing; anything else goes through the original order. ``wanted``: how a dim that merges from several should be
-    held."""
+    A held dim moves nothing when it stays, comes apart outside its blocks' shards, or has its blocks become a dim of
+    their own. Any other reshape goes through the original order. ``wanted``: the blocks by which a dim that merges from
+    several should be held."""
     groups = list(_groups(x.shape, tuple(shape)))
     after: dict[int, Blocks] = {}
     inner: list[tuple[int, int, int]] = []  # (dim of the finer side, its merged dim, blocks)
