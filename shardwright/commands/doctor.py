@@ -53,8 +53,7 @@ class DeviceFound:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """The state of a framework's side: whether it can be used, its transports and devices, and what stands in the
-    way."""
+    """The state of a framework's side: whether it is usable, its transports and devices, and its trouble."""
 
     name: str
     usable: bool

@@ -14,8 +14,7 @@ BAR = 24
 
 
 def study_view(study: Study) -> RenderableType:
-    """The tables of a study: what binds, what changes would bring, the numbers of devices, the front, and a training
-    run."""
+    """The tables of a study: what binds, what changes would bring, sizes, the front, and a training run."""
     binds = study.binds
     over = f" over {binds.link}" if binds.link else ""
     lines = [

@@ -22,8 +22,7 @@ BARS = 64
 
 
 def plan_view(plan: Plan) -> RenderableType:
-    """The tables of a plan: its decision, its stages, its memory, its layouts, and the alternatives that were not
-    chosen."""
+    """The tables of a plan: its decision, stages, memory, layouts, and the alternatives not chosen."""
     parts: list[RenderableType] = [_heading(plan), _stages(plan), _memory(plan)]
     if plan.decision.layouts:
         parts.append(_layouts(plan))
@@ -250,8 +249,7 @@ def _common_name(names: Iterable[str]) -> str:
 
 
 def _layout_text(layout: Layout, dims: int) -> str:
-    """The text of a layout: ``tp: S1 (out)``. Dims of matrices are counted as (in, out), whatever the framework
-    keeps."""
+    """The text of a layout: ``tp: S1 (out)``. Dims of matrices count as (in, out), whatever the framework keeps."""
     said = []
     for axis, placement in layout.placements:
         side = f" ({('in', 'out')[placement.dim]})" if isinstance(placement, Split) and dims == 2 else ""

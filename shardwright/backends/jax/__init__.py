@@ -51,8 +51,7 @@ class JaxBackend:
         return profile(name=name, budget_s=budget_s, progress=progress)
 
     def longest_s(self, seconds: float) -> float:
-        """The given ``seconds``: one process drives all devices that a profile measures, so there is no other to
-        ask."""
+        """The given ``seconds``: one process drives all devices that a profile measures."""
         return seconds
 
 

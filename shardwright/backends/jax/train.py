@@ -352,8 +352,7 @@ class TrainStep:
 
     @property
     def counts(self) -> StepCounts | None:
-        """The counts of what the last step of a pipeline asked of the host; None without a pipeline, or before a
-        step."""
+        """The counts of the last step of a pipeline; None without a pipeline, or before a step."""
         pipelines = self._pipelines()
         return pipelines[-1].counts if pipelines else None
 

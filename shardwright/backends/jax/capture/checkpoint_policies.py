@@ -24,8 +24,7 @@ DISABLED = re.compile(r"--xla_disable_hlo_passes=(\S+)")
 
 
 def computed_again(plan: Plan) -> tuple[int, ...]:
-    """The units of which the backward pass computes something again. Under selective recomputation any unit may be
-    one."""
+    """The units of which the backward pass computes something again: under selective recomputation any may be."""
     every = tuple(range(len(plan.model.unit_classes)))
     return every if plan.decision.recompute == "selective" else plan.recomputed_units
 

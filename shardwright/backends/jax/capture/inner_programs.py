@@ -1,5 +1,4 @@
-"""The programs inside the equations of a program: the primitives that run one once, and the contents of those
-programs."""
+"""The programs inside the equations of a program, and the primitives that run one once."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, cast

@@ -238,8 +238,7 @@ def _gather_labels(numbers: Any, sizes: Sequence[int], table: Shape, index: Shap
 
 
 def _whole_gather(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
-    """The labels of `jnp.take` and `jnp.take_along_axis`: one gather, whose index is the second operand with a last dim
-    added."""
+    """The labels of `jnp.take` and `jnp.take_along_axis`: a gather by the second operand with a last dim added."""
     gathers = [e for e in equations_in(params["jaxpr"].jaxpr) if e.primitive.name == "gather"]
     if len(gathers) != 1 or len(before) != 2:
         return "opaque", labels.opaque(before, after)
@@ -294,8 +293,7 @@ def _copy(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Tr
 
 
 def _kept_dims(before: list[Shape], out: Shape) -> Labelled:
-    """The labels of an op where dims of the first operand that keep their size keep their label. Nothing is known of
-    the others."""
+    """The labels of the first operand's dims that keep their size. Nothing is known of the others."""
     kept = tuple(dim if size == out[dim] else -1 for dim, size in enumerate(before[0]))
     rest = labels.opaque(before[1:], []).labels
     return Labelled((kept, *rest, kept))

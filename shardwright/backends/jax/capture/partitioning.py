@@ -14,8 +14,7 @@ LogicalAxes = tuple[tuple[str, tuple[str | None, ...]], ...]
 
 
 def nnx_axes(variables: Iterable[tuple[tuple[Any, ...], nnx.Variable[Any]]]) -> LogicalAxes:
-    """The names in (path, variable) pairs that were given by ``nnx.with_partitioning`` or ``nnx.Param(…,
-    sharding=…)``."""
+    """The names that ``nnx.with_partitioning`` or ``nnx.Param(…, sharding=…)`` gave to (path, variable) pairs."""
     found = []
     for path, variable in variables:
         names = variable.get_metadata().get("out_sharding")
@@ -25,7 +24,7 @@ def nnx_axes(variables: Iterable[tuple[tuple[Any, ...], nnx.Variable[Any]]]) -> 
 
 
 def linen_axes(variables: Any, names: tuple[str, ...]) -> LogicalAxes:
-    """The names in a tree of variables that were given by ``nn.with_partitioning`` or ``nn.with_logical_partitioning``.
+    """The names that ``nn.with_partitioning`` or ``nn.with_logical_partitioning`` gave to a tree of variables.
     ``names`` are the leaves' names."""
     boxes = jax.tree.leaves(variables, is_leaf=lambda leaf: isinstance(leaf, meta.AxisMetadata))
     found = []

@@ -38,8 +38,7 @@ class Step:
     params: dict[str, Any]
     call: int
     path: Path | None = None
-    """The path of the equation as traced, the same for every iteration of a loop; None for steps that stand for
-    none."""
+    """The path of the equation as traced, the same for every iteration of a loop; None without an equation."""
     members: tuple["Step", ...] = ()
     """The steps that were joined to make this one."""
     numbers: tuple[float | None, ...] = ()
@@ -50,8 +49,7 @@ class Step:
 
 @dataclass(slots=True)
 class Program:
-    """A flat program. Values are numbered in the order in which they are made: first the arguments, then the
-    constants."""
+    """A flat program. Values are numbered in the order in which they are made, after arguments and constants."""
 
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)

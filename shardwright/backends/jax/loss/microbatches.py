@@ -221,8 +221,7 @@ class Microbatches:
         return counted if self.reduction is None else self.reduction.divisor(self.samples * self.calls, counted)
 
     def split(self, leaf: Any, dim: int | None) -> Any:
-        """An array [microbatch, replica, samples, …] of a leaf […, batch, …]; arrays without a batch dim as they
-        are."""
+        """The array [microbatch, replica, samples, …] of a leaf […, batch, …]; a leaf without a batch dim as it is."""
         if dim is None:
             return leaf
         numbers: Any = jnp if isinstance(leaf, jax.Array) else np

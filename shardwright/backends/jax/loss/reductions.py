@@ -53,8 +53,7 @@ class Traced:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A rule by which results of microbatches combine: times `share`, they add up to `divisor` times that of the
-    batch."""
+    """A rule for results of microbatches: times `share`, they add up to `divisor` times that of the batch."""
 
     combination: Combination
     count: "CountOf | None" = None

@@ -1,8 +1,8 @@
-"""The values that all processes of a training step must share: compared before a step is compiled, its batch every
-step.
+"""The comparison of the values that all processes of a training step must share.
 
-Each process puts checksums on its devices, and one small program brings all of them to all. Before the first step of a
-form every process waits for that; later ones are looked at when the next step begins.
+They are compared before a step is compiled, and its batch in every step. Each process puts checksums on its devices,
+and one small program brings all of them to all. Before the first step of a form every process waits for that; later
+comparisons are looked at when the next step begins.
 """
 
 import hashlib

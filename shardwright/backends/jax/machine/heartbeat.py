@@ -72,8 +72,7 @@ class Pulse:
 
     @contextlib.contextmanager
     def explained(self, text: str) -> Iterator[None]:
-        """A context in which the process does ``text``. Errors that a peer caused are raised as PeerError, naming
-        it."""
+        """A context in which the process does ``text``. Errors of a peer are raised as PeerError, naming it."""
         self.say(text)
         self.require()
         try:

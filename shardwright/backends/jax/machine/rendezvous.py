@@ -154,8 +154,7 @@ def _free_port(host: str) -> int:
 
 
 def _start_hub(host: str, port: int, processes: int, timeout_s: float) -> None:
-    """Start the hub. It listens at the address that all were given; JAX's service listens at a port that the hub tells
-    them."""
+    """Start the hub, which listens at the given address. JAX's service listens at a port that the hub tells all."""
     family = _family(host)
     listener = socket.socket(family, socket.SOCK_STREAM)
     local = {"::1": "::1"}.get(host, "127.0.0.1") if host in LOOPBACK else ""

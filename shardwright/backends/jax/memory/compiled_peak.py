@@ -1,5 +1,4 @@
-"""The bytes that each device holds at the peak of a compiled step, from its arrays and XLA's analysis of its
-programs."""
+"""The bytes that each device holds at the peak of a compiled step, by its arrays and XLA's analysis."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -46,8 +45,7 @@ class _Account:
         self.local: dict[tuple[int, int], int] = {}
         """The bytes by (stage, microbatch) on each of the stage's devices."""
         self.leaving = np.zeros(len(devices), dtype=np.int64)
-        """The bytes that each device's last action sent, which may be on their way still when the next action
-        begins."""
+        """The bytes that each device's last action sent, which may be on their way when the next begins."""
         self.readers: dict[int, list[tuple[int, bool, int]]] = {}
         """The actions that read those bytes, by device, each as `_name` has it."""
         self.ran: dict[tuple[int, bool, int], int] = {}

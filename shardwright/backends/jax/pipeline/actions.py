@@ -170,8 +170,7 @@ class Pipeline:
         }
 
     def _loads(self) -> tuple[list[Load], list[Load]]:
-        """The arrays that stages take of the state and the batch: the parameters that they hold, and those sent to
-        them."""
+        """The arrays that stages take of state and batch: the parameters that they hold, and those sent to them."""
         micro = self.micro
         arguments = ((micro.step,), [w.value for w in micro.cut.weights], (), micro.random, micro.state, micro.batch)
         at = {value: (number, i) for number, values in enumerate(arguments) for i, value in enumerate(values)}
@@ -230,8 +229,7 @@ class Pipeline:
         )  # fmt: skip
 
     def _begin(self, *arguments: Sequence[jax.Array]) -> list[StageRun]:
-        """The arrays that each stage begins a step with: they are put there in one transfer, and all sums start at
-        zero."""
+        """The arrays that each stage begins a step with, put there in one transfer, and its sums, at zero."""
         microbatches = range(self.schedule.microbatches)
         runs = [StageRun({}, [{} for _ in microbatches]) for _ in self.micro.cut.parts]
         for own in self.owned:

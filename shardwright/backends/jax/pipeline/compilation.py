@@ -45,8 +45,7 @@ class Compiler:
         """Threads of their own for loading, so that a load that waits for its program keeps nobody from compiling."""
         self._counting = Lock()
         self._known: dict[tuple[Hashable, int], tuple[Devices, Future[jax.stages.Compiled]]] = {}
-        """The compilations by the text of the program, and by the key they were started with, and by the number of
-        devices."""
+        """The compilations by the program's text, by the key they were started with, and by the number of devices."""
 
     def __enter__(self) -> "Compiler":
         return self

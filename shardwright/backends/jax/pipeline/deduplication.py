@@ -75,8 +75,7 @@ class TracedStages:
         self._known: dict[Hashable, tuple[StageFunctions, list[int], list[tuple[int, int]]]] = {}
 
     def of(self, stage: int) -> StageFunctions:
-        """The functions of a stage. Those of a stage that is like an earlier one are the earlier one's, with this one's
-        operands."""
+        """The functions of a stage: for a stage like an earlier one, the earlier one's with this one's operands."""
         kind, values, users = self._described(stage)
         if kind is None or kind not in self._known:
             found = stage_functions(self.cut, stage, self.operands, self.recompute)

@@ -286,8 +286,7 @@ def _is_finite(array: jax.Array) -> jax.Array:
 
 
 def _line(source: Any) -> str:
-    """The user's line that an op comes from: the innermost that is no library's, as ``model.py:12
-    (Block.__call__)``."""
+    """The user's line that an op comes from, the innermost outside libraries: ``model.py:12 (Block.__call__)``."""
     if source is None:
         return ""
     own = str(Path(shardwright.__file__).parent)

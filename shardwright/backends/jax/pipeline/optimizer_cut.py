@@ -200,8 +200,7 @@ class OptimizerCut:
         params: Any,
         nonfinite: str,
     ) -> tuple[Any, ...]:
-        """The results of the update that `compile_update` compiles. summed: the number of the parameter of each of the
-        sums."""
+        """The results of the update of `compile_update`. summed: the number of the parameter of each of the sums."""
         gathered: dict[int, jax.Array] = {}
         for leaf, given in zip(summed, sums, strict=True):
             gathered[leaf] = gathered[leaf] + given if leaf in gathered else given

@@ -48,8 +48,7 @@ class Teller(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OneProgram:
-    """The teller of steps whose details are Σ weight · loss of every microbatch and the sum of squares of every
-    gradient."""
+    """The teller of steps with Σ weight · loss of every microbatch and the sum of squares of every gradient."""
 
     names: Sequence[str]
     """The names of the parameters that are trained."""
@@ -90,8 +89,7 @@ class Staged:
         return f"{said}: {self._origin(BACKWARD, bad[BACKWARD], int(gradients) - 1, -1)}"
 
     def _origin(self, way: int, bad: Mapping[int, np.ndarray], end: int, microbatch: int) -> str:
-        """A text on the stage that made it. bad: stages to which something came that was not finite; end: where it was
-        seen."""
+        """A text on the stage that made it. bad: the stages that a non-finite value came to; end: where it was seen."""
         letter = "F" if way == FORWARD else "B"
         kind = 0 if any(row[:, 0].any() for row in bad.values()) else 1
         came = [stage for stage, row in bad.items() if row[:, kind].any()]

@@ -95,8 +95,7 @@ class Operands:
 
 
 FORWARD, BACKWARD, LOSS = 0, 1, 2
-"""The number of a "fault", which says what is looked at: values that came in for a forward, for a backward, and
-losses."""
+"""The number of a "fault": of the values that came in for a forward, for a backward, and of losses."""
 TOTAL, WEIGHT = 0, 1
 """The positions among the program's outputs of Σ weight · loss and Σ weight over replicas. State and metrics follow."""
 

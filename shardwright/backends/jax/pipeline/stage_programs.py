@@ -103,8 +103,7 @@ class StagePrograms:
         return self.launches[stage].get(kind)
 
     def _start(self, stage: int, own: StageFunctions, kind: Kind) -> None:
-        """Begin with a stage's function, where the schedule asks for it, and with the functions that take what it
-        keeps."""
+        """Begin with a stage's function, where the schedule asks for it, and with those that take what it keeps."""
 
         def follow() -> None:
             for following in FOLLOWING.get(kind, ()):
@@ -177,8 +176,7 @@ class StagePrograms:
         return Launch(run, function, reads, tuple(sends), route, tuple(stays))
 
     def _start_zeros(self, stage: int, shapes: dict[Key, Aval]) -> Callable[[], jax.stages.Compiled]:
-        """Begin with the program that makes a stage's sums and gradients zero, and return a function that waits for
-        it."""
+        """Begin with the program that zeroes a stage's sums and gradients, and return a function that waits for it."""
 
         def zeros() -> tuple[jax.Array, ...]:
             return tuple(jnp.zeros(a.shape, a.dtype) for a in shapes.values())

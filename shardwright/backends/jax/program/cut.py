@@ -43,8 +43,7 @@ class StagePart:
     weights: tuple[int, ...]
     """The parameters that the stage reads, as values of the program; a slice of a stack is a value of its own."""
     sources: tuple[int, ...]
-    """The other arguments that the stage reads: its part of the batch, random keys, the step, the model's other
-    state."""
+    """The other arguments that the stage reads: of the batch, random keys, the step, the model's other state."""
     arrivals: tuple[Arrival, ...]
     departures: tuple[int, ...]
     """The values that later stages take from the stage."""
@@ -112,8 +111,7 @@ def cut(
 
 
 class Placer:
-    """A placer that decides the stage of every equation: a number, or None for one that is made wherever it is
-    needed."""
+    """A placer that decides the stage of every equation: a number, or None where each stage makes its own."""
 
     def __init__(
         self,
@@ -217,8 +215,7 @@ class Placer:
         return {index for index, e in enumerate(self.flat.equations) if id(e) not in used}
 
     def results(self, where: Mapping[int, int | None]) -> list[int]:
-        """The stage of every output. State goes to the stage where it is kept. Outputs that need no stage's work go to
-        the last."""
+        """The stage of every output. State is where it is kept. Outputs that need no stage's work go to the last."""
         made = {value: where[id(e)] for e in self.flat.equations for value in e.outputs}
         found = [made.get(atom) if isinstance(atom, int) else None for atom in self.flat.outputs]
         for value, carried in self.state.items():

@@ -31,8 +31,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Equation:
-    """One application of a primitive. ``stage`` is that of the module call around it; None when the call belongs to
-    none."""
+    """One application of a primitive. ``stage`` is that of the module call around it; None outside of all."""
 
     primitive: jex_core.Primitive
     params: Mapping[str, Any]

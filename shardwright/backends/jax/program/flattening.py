@@ -311,8 +311,7 @@ class _ScanCutter:
         return self._lax(jax.lax.squeeze_p, [value], whole.update(shape=whole.shape[1:]), {"dimensions": (0,)})
 
     def _lax(self, primitive: Primitive, inputs: Sequence[Atom], like: ShapedArray, params: dict[str, Any]) -> int:
-        """The value that one equation of our own makes. It belongs to no stage: it follows its operands or its
-        readers."""
+        """The value of one equation of our own, which has no stage: it follows its operands or its readers."""
         flat = self.flattener.flat
         out = flat.new(like)
         flat.equations.append(Equation(primitive, params, tuple(inputs), (out,), self.equation.ctx, region=self.region))

@@ -171,8 +171,7 @@ def _reading(
     results: Sequence[int],
     gives: Sequence[int],
 ) -> Piece:
-    """A piece of some of a piece's equations, with the arguments and small values that they and the given results
-    read."""
+    """A piece of some of a piece's equations, with the arguments and values that they and the results read."""
     made = {value for e in equations for value in e.outputs}
     ends = [*(atom for r in results if isinstance(atom := flat.outputs[r], int)), *gives]
     read = dict.fromkeys(value for value in (*(v for e in equations for v in e.values), *ends) if value not in made)

@@ -26,8 +26,7 @@ FILLS = jax.lax.GatherScatterMode.FILL_OR_DROP
 
 
 def terms_of(graph: Graph, units: Sequence[RealisedUnit], steps: Mapping[int, Step]) -> frozenset[Path]:
-    """The equations that make terms: look-ups whose results the plan adds to those of others, and the equations
-    between."""
+    """The equations that make terms: look-ups whose results the plan adds up, and the equations between."""
     made: dict[int, frozenset[int]] = {}
     wanted: set[int] = set()
     for unit in units:

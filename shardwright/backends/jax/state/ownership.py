@@ -82,7 +82,7 @@ def held_by(
 def _rows(
     shape: tuple[int, ...], calls: Sequence[Sequence[str]], stages: Sequence[int]
 ) -> list[tuple[int, int, int]] | None:
-    """The (stage, first row, end) of a parameter that iterations of one loop use, each its row, on several stages; else
+    """The (stage, first row, end) of a parameter that one loop's iterations use, each its row, on several stages; or
     None."""
     rows: dict[int, list[int]] = {}
     for paths, stage in zip(calls, stages, strict=True):

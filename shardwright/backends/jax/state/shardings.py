@@ -1,5 +1,4 @@
-"""The NamedSharding of a `core.layout.placements.Layout`, and the shardings of parameters, optimizer state and
-batches."""
+"""The NamedSharding of a `core.layout.placements.Layout`, and shardings of parameters, optimizer state and batches."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,5 +1,4 @@
-"""The rules of equations that know the order of a dim: operands with dims of blocks in held order give results in
-it."""
+"""The rules of equations that know the order of a dim, for operands with dims of blocks in held order."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -56,8 +56,7 @@ def restore(x: Any, tags: Tags, ways: int) -> Any:
 
 
 def slice_held(x: Any, dim: int, ways: int, start: int, end: int) -> Any:
-    """The blocks of a held dim between the positions ``start`` and ``end``: one block is a plain dim, several are a
-    held one."""
+    """The blocks of a held dim from ``start`` to ``end`` of the original: one is a plain dim, several a held one."""
     lead, tail = x.shape[:dim], x.shape[dim + 1 :]
     apart = x.reshape(*lead, ways, x.shape[dim] // ways, *tail)
     piece = jax.lax.slice_in_dim(apart, start // ways, end // ways, axis=dim + 1)
@@ -143,8 +142,7 @@ def _kept(
 
 
 def _inner(blocks: Blocks, group: tuple[list[int], list[int]], shape: Sequence[int], ways: int) -> int | None:
-    """The dim that is then split, of those that a dim of equal blocks comes apart into: the one right behind the
-    blocks."""
+    """The dim that is split once a dim of equal blocks comes apart: the one right behind the blocks."""
     if len(set(blocks)) != 1:
         return None
     outer = 1

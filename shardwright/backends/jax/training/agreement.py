@@ -18,8 +18,7 @@ from shardwright.core.plan.plan import Plan
 
 
 class StepAgreement(Agreement):
-    """A comparison of the plan, the state and the batch of a step. It does nothing at all where one process has all
-    devices."""
+    """A comparison of the plan, the state and the batch of a step. With one process it does nothing at all."""
 
     def __init__(self, devices: Sequence[jax.Device], plan: Plan, loss: LossFunction) -> None:
         super().__init__(devices)

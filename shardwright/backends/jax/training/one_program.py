@@ -57,8 +57,7 @@ class OneProgramTraining:
         return TrainState(step, made.params, optimizer, made.random, made.other, given.graphdef, shardings.order)
 
     def _maker(self, given: Parts, make: Callable[[], Parts]) -> jax.stages.Wrapped:
-        """The compiled function by which every device makes its share; that of a plain function makes the parameters
-        alone."""
+        """The compiled function by which every device makes its share; for plain functions, the parameters alone."""
         fused = FusedParameters.of(self.plan, given.names)
         places = parts_of(self._shardings(given))
 

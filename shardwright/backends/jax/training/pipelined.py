@@ -313,8 +313,7 @@ def _select_sound(loss: jax.Array, norm: jax.Array, new: jax.Array, old: jax.Arr
 
 
 def _sound_state(loss: jax.Array, norm: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """The state after a step whose loss and gradients are finite, on the devices of its stage; else as it was
-    before."""
+    """The state after a step with finite loss and gradients, on its stage's devices; else as it was before."""
     whole = new.sharding
     if not isinstance(whole, NamedSharding):
         return new

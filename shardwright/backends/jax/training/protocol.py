@@ -42,8 +42,7 @@ class CompiledStep(Protocol):
         MissingCapabilityError for programs whose memory is not read."""
 
     def cancel(self) -> bool:
-        """Compile no more of the step. Returns whether something was left to be compiled, so that the step cannot be
-        run."""
+        """Compile no more of the step. Returns whether the step cannot be run, as something was left to compile."""
 
 
 class Training(Protocol):
