@@ -124,7 +124,7 @@ class _Setup:
             whole = [self._plan(microbatch, degree, count, pp=pp, starts=cut, apart=False) for count in MICROBATCHES]
             running, batch = self._compiled(many)
             middle = _middle(each_a_stage, _as_stages(seconds, many, self._actions_s(running, batch)))
-            # Where no replicas are left out, what ran is what is timed whole.
+            # Where no replicas are left out, the plan that ran is the one that is timed whole.
             ran = (running, batch) if many.decision == whole[1].decision else self._compiled(whole[1])
             in_stages = self._steps(whole, middle, ran, steps.update_share)
             found += self._classes(each_a_stage, middle, whole[0], in_stages)
@@ -184,7 +184,7 @@ class _Setup:
         slowest_s = backend.longest_s(max(float(times.sum()) for times in first))
         rounds = min(max(math.ceil(SECONDS / max(1e-9, slowest_s)), LEAST_STEPS), MOST_STEPS)
         found = _at_once(groups, partial(_rounds_s, rounds))
-        # What a round's steps differ by, as the machine does not stay as fast from round to round.
+        # The difference of steps within a round, as the machine does not stay as fast from round to round.
         more_s = statistics.mean(float(np.median(times[:, 1] - times[:, 0])) for times in found)
         few_s = statistics.mean(float(np.median(times[:, 0])) for times in found)
         return fit_steps(plans, seconds, few_s, more_s, update_share)

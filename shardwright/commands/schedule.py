@@ -98,7 +98,7 @@ def _compare(request: dict[str, Any], active_microbatches: int | None, json: boo
             rows.append({"name": name, "refused": str(error)})
             continue
         rows.append(_figures(name, simulate_schedule(schedule, request["costs"])))
-    # What does not train is not compared by its makespan: it comes behind.
+    # A schedule that does not train is not compared by its makespan: it comes behind.
     rows.sort(key=lambda row: (row["name"] == "forward-only", row.get("makespan_s", float("inf"))))
     if json:
         print_json({"schedules": rows})

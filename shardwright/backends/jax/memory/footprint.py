@@ -71,7 +71,7 @@ def footprints(
             halves = [whole([(unit + odd) // 2 for unit in range(len(classes))]) for odd in (0, 1)]
             together.append([_kept_bytes(halves[first % 2].functions((first + 1) // 2)) for first in pairs.values()])
     except (ShardwrightError, ValueError, TypeError, NotImplementedError):
-        # What cannot be cut, or has no derivative (JAX says so in any of these ways), no pipeline trains either: the
+        # No pipeline trains a program that cannot be cut, or has no derivative (JAX says so in any of these ways): the
         # core counts by kinds of op.
         return (), ()
     twice = []

@@ -48,7 +48,7 @@ class Teller(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OneProgram:
-    """The teller of steps with Σ weight · loss of every microbatch and the sum of squares of every gradient."""
+    """The teller of steps whose details are each microbatch's Σ weight · loss and each gradient's sum of squares."""
 
     names: Sequence[str]
     """The names of the parameters that are trained."""

@@ -43,7 +43,7 @@ class StagePart:
     weights: tuple[int, ...]
     """The parameters that the stage reads, as values of the program; a slice of a stack is a value of its own."""
     sources: tuple[int, ...]
-    """The other arguments that the stage reads: of the batch, random keys, the step, the model's other state."""
+    """The other arguments that the stage reads: part of the batch, random keys, the step, the other state."""
     arrivals: tuple[Arrival, ...]
     departures: tuple[int, ...]
     """The values that later stages take from the stage."""

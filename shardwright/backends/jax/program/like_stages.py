@@ -84,8 +84,8 @@ def alike(cut: Cut, first: int, last: int) -> Alike:
 
 
 def _canonical(flat: FlatProgram, equations: Sequence[Equation]) -> tuple[list[Any], list[int], list[int]]:
-    """A signature of what equations do, whatever their values' names, and their inputs and results in order of
-    mention."""
+    """A signature of what equations do, whatever their values are called, and their inputs and results in order of
+    first mention."""
     names: dict[int, int] = {}
     inputs: list[int] = []
     outputs: list[int] = []
