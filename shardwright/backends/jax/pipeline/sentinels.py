@@ -180,7 +180,7 @@ def require_settings(answer: Any, debug: Any) -> None:
         raise ShardwrightError("debug='numerics' and nonfinite='ignore' are given: leave one of them out")
 
 
-# What is computed with the step
+# --- computed with the step
 
 
 def is_sound(loss: jax.Array, norm: jax.Array) -> jax.Array:

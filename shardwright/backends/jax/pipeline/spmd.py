@@ -220,8 +220,8 @@ class SpmdLoss:
             # While a rank has nothing to do it runs on the first or the last microbatch, from which nothing is learnt.
             nothing, last = [e[0] for e in entering], [jnp.repeat(e[-1:], ranks - 1, 0) for e in entering]
             ticks = self.rounds * count + ranks - 1
-            # Values that enter tick by tick have their gradients made so; a loop that picks from the whole of it would
-            # add to the whole of its gradient every time. With several rounds it waits where later ones will.
+            # An input that enters tick by tick has its gradient made tick by tick; a loop that picks from the whole
+            # input would add to its whole gradient every time. With several rounds it waits where later ones will.
             stored = entering if circular else []
             first = [] if circular else [jnp.concatenate(both) for both in zip(entering, last, strict=True)]
             _, finals = jax.lax.scan(tick, (nothing, stored), (jnp.arange(ticks), first))
