@@ -47,7 +47,7 @@ class _Planner(Protocol[Asked]):
 
 
 def _planner(options: Callable[Asked, Options]) -> _Planner[Asked]:
-    """`plan`, with the options as its arguments."""
+    """The function `plan`, with the options as its arguments."""
 
     def plan(graph: Graph, cluster: Cluster, *args: Asked.args, **asked: Asked.kwargs) -> Plan:
         require_plannable(graph, cluster)
@@ -87,7 +87,7 @@ _PLAN = """Find how to split a captured model over a cluster. What is given is p
 
 
 def _described(field: Field) -> str:
-    """An option as the documentation has it, with what None does."""
+    """The text of an option in the documentation, with what None does."""
     assert field.option is not None
     without = f"; None: {field.option.without}" if field.option.without else ""
     text = f"{field.name}: {field.option.means}{without}."
@@ -98,7 +98,7 @@ plan = _planner(Options)
 
 
 def require_plannable(graph: object, cluster: object) -> None:
-    """Raise PlanError for what is no captured graph, or no cluster."""
+    """Raise PlanError for a graph that was not captured, or a cluster that is none."""
     if not isinstance(graph, Graph):
         raise PlanError(f"plan takes a captured graph, not a {type(graph).__name__}: call shardwright.capture first")
     if not isinstance(cluster, Cluster):
@@ -106,8 +106,8 @@ def require_plannable(graph: object, cluster: object) -> None:
 
 
 def resolve(options: Options, graph: Graph) -> Request:
-    """Options with what they come to for one model: the runtimes that must carry the plan out, and the layouts that are
-    pinned, by the model's own marks too. Raises PlanError for a framework without a runtime, LayoutError as `plan`."""
+    """The request of options for one model: the runtimes that must carry the plan out, and the layouts that are pinned,
+    by the model's own marks too. Raises PlanError for a framework without a runtime, LayoutError as `plan`."""
     if (unpriced := unpriced_of(graph)) is not None:
         warnings.warn(f"{graph.model_name}: {unpriced}", stacklevel=3)
     runtimes = runtimes_of(graph.capabilities, options.frameworks)
@@ -115,7 +115,7 @@ def resolve(options: Options, graph: Graph) -> Request:
 
 
 def simulate(plan_or_schedule: Plan | Schedule, costs: StageCosts | None = None) -> Timeline:
-    """When every action of a pipeline would run.
+    """The timeline of a pipeline: when every action would run.
 
     A plan is simulated with its own costs unless others are given. Raises ScheduleError when the costs are of another
     number of stages.

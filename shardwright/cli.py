@@ -25,7 +25,7 @@ _JSON_ASKED = "shardwright.json_asked"
 
 
 class _Commands(TyperGroup):
-    """Turns errors into one message, or into JSON where JSON was asked for, and an exit code."""
+    """The commands, which turn errors into one message, or JSON where it was asked for, and an exit code."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[_JSON_ASKED] = "--json" in args

@@ -1,4 +1,4 @@
-"""What the units of a model take on this machine: run as a stage each, all in one stage, and in a pipeline."""
+"""The times of a model's units on this machine: run as a stage each, all in one stage, and in a pipeline."""
 
 import copy
 import itertools
@@ -28,13 +28,14 @@ from shardwright.core.schedule.measured_costs import measured_costs
 from shardwright.core.solver.op_layouts import digest
 
 MICROBATCHES = (2, 6)
-"""Run in one step of the whole model: the difference is what one takes. Each unit a stage runs the smaller number."""
+"""The numbers of microbatches in a step of the whole model: the difference of two steps gives the time of one. Steps
+with every unit a stage run the smaller number."""
 
 SECONDS, LEAST_STEPS, MOST_STEPS = 4.0, 3, 30
-"""How long steps of the whole model are timed, and how many there are at least and at most."""
+"""The time for which steps of the whole model are timed, and the least and the most number of them."""
 
 PARTS = ("every unit a stage", "in one stage", "in several stages")
-"""How a model is run, at each size and degree."""
+"""The ways in which a model is run, at each size and degree."""
 
 _Compiled = tuple[list[protocol.Executable], Any]
 """A plan on all devices, and a batch for it."""
@@ -55,19 +56,19 @@ def measure_units(
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> tuple[MeasuredUnit, ...]:
-    """Train copies of the model for a few steps in fp32: with every unit as a pipeline stage, all on one device, for
-    the shares of the units; and as one stage, for what a microbatch takes of all of them, run as they are in a plan,
-    and what a step takes beside its microbatches; and as the shortest pipeline that all devices divide into, if there
-    are units enough for its stages.
+    """The times of a model's units, measured by training copies of it for a few steps in fp32. Every unit as a pipeline
+    stage, all on one device, gives the shares of the units. The model as one stage gives the time of a microbatch in
+    all of them, run as they are in a plan, and the time of a step beside its microbatches. The shortest pipeline that
+    all devices divide into is run too, if there are units enough for its stages.
 
     Args:
         model, sample, loss: as `shardwright.capture` takes them; the sample has real values.
         microbatches: the sizes to run.
         cluster: the devices that measure together, as they measured themselves; default: one.
-        tensor_degrees: among how many of them the units are shared.
-        steps: for each size with every unit as a stage, after one to warm up.
-        progress: called with (what is measured, how much is done, how much there is).
-        options: for the backend's `compile`.
+        tensor_degrees: the numbers of devices that the units are shared among.
+        steps: the steps of each size with every unit as a stage, after one to warm up.
+        progress: a function called with (what is measured, how much is done, how much there is).
+        options: the options of the backend's `compile`.
 
     Raises what `capture` and `compile` raise.
     """
@@ -88,7 +89,7 @@ def measure_units(
 
 @dataclass(frozen=True, slots=True)
 class _Setup:
-    """What `measure_units` was given."""
+    """The arguments of `measure_units`, and the model's graph."""
 
     model: Any
     sample: Any
@@ -99,8 +100,9 @@ class _Setup:
     options: Mapping[str, Any]
 
     def units(self, microbatch: int, degree: int, show: Callable[[int], None]) -> list[MeasuredUnit]:
-        """Every class of units at one size, shared by ``degree`` devices: as they run in one stage, and where there are
-        devices enough, as they run in several, which wait for each other and leave the machine to each other.
+        """The times of every class of units at one size, shared by ``degree`` devices: as units run in one stage, and
+        where there are devices enough, as they run in several stages, which wait for each other and leave the machine
+        to each other.
 
         ``show`` is called with the number of each of `PARTS` before it runs.
         """
@@ -122,14 +124,14 @@ class _Setup:
             whole = [self._plan(microbatch, degree, count, pp=pp, starts=cut, apart=False) for count in MICROBATCHES]
             running, batch = self._compiled(many)
             middle = _middle(each_a_stage, _as_stages(seconds, many, self._actions_s(running, batch)))
-            # Where no replicas are left out, what ran is what is timed whole.
+            # Where no replicas are left out, the plan that ran is the one that is timed whole.
             ran = (running, batch) if many.decision == whole[1].decision else self._compiled(whole[1])
             in_stages = self._steps(whole, middle, ran, steps.update_share)
             found += self._classes(each_a_stage, middle, whole[0], in_stages)
         return found
 
     def _actions_s(self, running: Sequence[protocol.Executable], batch: Any) -> list[tuple[float, float]]:
-        """(forward, backward) seconds of every stage."""
+        """The (forward, backward) seconds of every stage."""
         found = _at_once(running, lambda one: one.timelines(batch, self.steps))
         costs = measured_costs(itertools.chain.from_iterable(found))
         return list(zip(costs.forward_s, costs.backward_s, strict=True))
@@ -137,7 +139,7 @@ class _Setup:
     def _classes(
         self, each_a_stage: Plan, seconds: Sequence[tuple[float, float]], ran: Plan, steps: StepFit
     ) -> list[MeasuredUnit]:
-        """The units of every class, scaled to what ``steps`` of ``ran`` took."""
+        """The units of every class, scaled to the times that ``steps`` of ``ran`` took."""
         decision, costs = each_a_stage.decision, each_a_stage.costs
         entries = [costs.classes[own].parameter_elements for own in costs.unit_classes]
         # A step takes what its fullest rank does: that one's units make up all of it.
@@ -169,10 +171,10 @@ class _Setup:
         many: _Compiled,
         update_share: float = 1.0,
     ) -> StepFit:
-        """What steps of ``plans`` say, of units of ``seconds``: the same pipeline with few and with ``many``
+        """The fit of steps of ``plans``, for units of ``seconds``: the same pipeline with few and with ``many``
         microbatches, which is compiled.
 
-        Steps of either take turns, so that what the machine does meanwhile slows both alike.
+        Steps of either take turns, so that other work of the machine slows both alike.
         """
         compiled = [self._compiled(plans[0]), many]
         groups = list(zip(*([(one, batch) for one in running] for running, batch in compiled), strict=True))
@@ -182,14 +184,14 @@ class _Setup:
         slowest_s = backend.longest_s(max(float(times.sum()) for times in first))
         rounds = min(max(math.ceil(SECONDS / max(1e-9, slowest_s)), LEAST_STEPS), MOST_STEPS)
         found = _at_once(groups, partial(_rounds_s, rounds))
-        # What a round's steps differ by, as the machine does not stay as fast from round to round.
+        # The difference of steps within a round, as the machine does not stay as fast from round to round.
         more_s = statistics.mean(float(np.median(times[:, 1] - times[:, 0])) for times in found)
         few_s = statistics.mean(float(np.median(times[:, 0])) for times in found)
         return fit_steps(plans, seconds, few_s, more_s, update_share)
 
     def _compiled(self, planned: Plan) -> _Compiled:
-        """The plan on all devices, after a step to warm up, and a batch for it: on each of their groups one of its own
-        where one process drives them all."""
+        """The plan compiled on all devices, after a step to warm up, and a batch for it. Where one process drives all
+        devices, every group of them has a compiled plan of its own."""
         used, decision = planned.mesh.size, planned.decision
         options = {"reduction": "mean", **self.options}  # time alone is asked for, whatever the loss is to its batch
         drives_all = self.graph.capabilities.single_controller
@@ -215,8 +217,9 @@ class _Setup:
         starts: Sequence[int] | None = None,
         apart: bool = True,
     ) -> Plan:
-        """All stages on each group of ``pp`` times ``degree`` devices, replicas of each other. ``apart``: where one
-        process drives them all, of one group alone, as what replicas add up would be part of every action."""
+        """A plan with all stages on each group of ``pp`` times ``degree`` devices, replicas of each other. ``apart``:
+        where one process drives all devices, the plan is for one group alone, as the sums of replicas would be part of
+        every action."""
         used = pp * degree
         cluster, replicas = self.cluster, self.cluster.world_size // used
         if apart and self.graph.capabilities.single_controller and replicas > 1:
@@ -231,7 +234,7 @@ class _Setup:
 
 
 def _rounds_s(rounds: int, ways: Sequence[tuple[protocol.Executable, Any]]) -> NDArray[np.float64]:
-    """Seconds of a step of each way, [round, way]; the ways take turns."""
+    """The seconds of a step of each way, [round, way]. The ways take turns."""
     taken = np.empty((rounds, len(ways)))
     for number in range(rounds):
         for way, (one, batch) in enumerate(ways):
@@ -242,7 +245,7 @@ def _rounds_s(rounds: int, ways: Sequence[tuple[protocol.Executable, Any]]) -> N
 
 
 def _at_once(running: Sequence[Given], run: Callable[[Given], Found]) -> list[Found]:
-    """What ``run`` gives for each, all at the same time: devices may share cores and memory."""
+    """The results of ``run`` for each, all run at the same time: devices may share cores and memory."""
     if len(running) == 1:
         return [run(running[0])]
     with ThreadPoolExecutor(len(running)) as threads:
@@ -250,7 +253,7 @@ def _at_once(running: Sequence[Given], run: Callable[[Given], Found]) -> list[Fo
 
 
 def _middle(each_a_stage: Plan, seconds: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """For every unit the median of its class."""
+    """The seconds of every unit, as the median of its class."""
     taken: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
     for unit_class, both in zip(each_a_stage.costs.unit_classes, seconds, strict=True):
         taken[unit_class].append(both)
@@ -264,7 +267,7 @@ def _middle(each_a_stage: Plan, seconds: Sequence[tuple[float, float]]) -> list[
 def _as_stages(
     seconds: Sequence[tuple[float, float]], planned: Plan, stages: Sequence[tuple[float, float]]
 ) -> list[tuple[float, float]]:
-    """The seconds of units scaled so that those of every stage add up to what the stage takes."""
+    """The seconds of units, scaled so that those of every stage add up to the time of the stage."""
     found: list[tuple[float, float]] = []
     for units, (forward, backward) in zip(planned.stage_units, stages, strict=True):
         own = [seconds[unit] for unit in units]

@@ -1,4 +1,5 @@
-"""What each framework's runtime of this version can do, and how its memory behaves. Importing this loads no framework.
+"""The capabilities and the memory traits of each framework's runtime of this version. Importing this loads no
+framework.
 
 Plans are made for twins: unless a request names frameworks, the search chooses nothing that one of these lacks.
 """

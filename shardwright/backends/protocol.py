@@ -11,14 +11,14 @@ from shardwright.core.schedule.timeline import Timeline
 
 
 class Executable(Protocol):
-    """A plan bound to a model, ready to train. What `compile` returns."""
+    """A plan bound to a model, ready to train: the result of `compile`."""
 
     def step(self, batch: Any) -> float:
-        """Run one training step on this process's share of the batch; the loss of the whole batch."""
+        """Run one training step on this process's share of the batch, and return the loss of the whole batch."""
         ...
 
     def timelines(self, batch: Any, steps: int) -> Sequence[Timeline]:
-        """When each action of the pipeline ran in each of some training steps."""
+        """The times at which each action of the pipeline ran, in each of some training steps."""
         ...
 
     def whole_parameters(self) -> Mapping[str, Any]:
@@ -27,7 +27,7 @@ class Executable(Protocol):
 
 
 class Backend(Protocol):
-    """What a framework must offer. Backends translate and decide nothing."""
+    """The operations that a framework must offer. Backends translate and decide nothing."""
 
     name: str
     capabilities: Capabilities
@@ -56,5 +56,5 @@ class Backend(Protocol):
         ...
 
     def longest_s(self, seconds: float) -> float:
-        """The largest that any process of this run gives; all of them call this together."""
+        """The largest ``seconds`` that any process of this run gives. All of them call this together."""
         ...

@@ -1,6 +1,7 @@
 """The table of backends: a framework is one entry, and nothing else names it.
 
-Those of other packages come by an entry point of the group ``shardwright.backends``, which names a `Registration`:
+Backends of other packages come by an entry point of the group ``shardwright.backends``, which names a
+`Registration`:
 
     [project.entry-points."shardwright.backends"]
     numpy = "my_package.backend:REGISTRATION"
@@ -24,8 +25,8 @@ from shardwright.core.errors import CaptureError, MissingFrameworkError, PlanErr
 
 GROUP = "shardwright.backends"
 LEVELS = ("capture", "one rank", "pp", "dp", "tp", "state")
-"""What a backend can claim: to capture models, so that they are planned; to train plans of one rank, of stages, of
-replicas, on a tensor axis; to carry sharded state. `tests/conformance` has a level for each."""
+"""The levels that a backend can claim: to capture models, so that they are planned; to train plans of one rank, of
+stages, of replicas, on a tensor axis; to carry sharded state. `tests/conformance` has a level for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,15 @@ class Registration:
     """One backend.
 
     Attributes:
-        module: imported on first use; its ``BACKEND`` is a `protocol.Backend`.
-        owns: whether a model is of this framework; it must not import the framework, which a model has loaded.
-        models: what ``owns`` takes, in words.
-        needs: modules without which the framework does not run.
-        install: what to install for them.
-        levels: what it claims, of `LEVELS`.
+        module: the module to import on first use; its ``BACKEND`` is a `protocol.Backend`.
+        owns: a function that says whether a model is of this framework; it must not import the framework, which a model
+            has loaded.
+        models: the models that ``owns`` takes, in words.
+        needs: the modules without which the framework does not run.
+        install: the package to install for them.
+        levels: the levels that the backend claims, of `LEVELS`.
         plans_with: other frameworks that a plan must run in too unless a request names some: those of twins.
-        memory_traits: how its memory behaves; the graphs that it captures have the same.
+        memory_traits: the behaviour of the backend's memory; the graphs that it captures have the same.
     """
 
     capabilities: Capabilities
@@ -68,7 +70,7 @@ class Registration:
 
     @property
     def trains(self) -> bool:
-        """Whether it runs plans, or only captures models for them."""
+        """Whether the backend runs plans, or only captures models for them."""
         return "one rank" in self.levels
 
 
@@ -100,7 +102,7 @@ _looked_for: list[str] = []
 
 
 def registered() -> Mapping[str, Registration]:
-    """Every backend that there is, by name: those of other packages first, as JAX takes any function for a model."""
+    """Every backend, by name: those of other packages first, as JAX takes any function for a model."""
     if not _looked_for:
         _looked_for.append(GROUP)
         for entry in entry_points(group=GROUP):
@@ -113,7 +115,7 @@ def registered() -> Mapping[str, Registration]:
 
 
 def register(registration: Registration) -> None:
-    """Add a backend. Raises ShardwrightError for what is none, or when its name is taken."""
+    """Add a backend. Raises ShardwrightError for anything but a registration, or when its name is taken."""
     if not isinstance(registration, Registration):
         raise ShardwrightError(f"{registration!r} is no backend: expected a shardwright.backends.registry.Registration")
     taken = registered().get(registration.name)
@@ -134,8 +136,8 @@ def registration_of(name: str) -> Registration:
 
 
 def load(name: str) -> Backend:
-    """The backend of a framework, imported on first use. Raises MissingFrameworkError naming what to install, and
-    ShardwrightError for a module that cannot be imported or has no backend."""
+    """The backend of a framework, imported on first use. Raises MissingFrameworkError naming the package to install,
+    and ShardwrightError for a module that cannot be imported or has no backend."""
     found = registration_of(name)
     require_framework(name)
     try:
@@ -168,7 +170,7 @@ def is_installed(module: str) -> bool:
 
 def framework_of(model: Any) -> str:
     """The framework of a model. Looks only at modules that are loaded already: a model's framework is. Raises
-    CaptureError for what no backend takes for a model."""
+    CaptureError for a value that no backend takes for a model."""
     for found in registered().values():
         if found.owns(model):
             return found.name

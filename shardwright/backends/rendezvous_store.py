@@ -1,8 +1,8 @@
-"""Where the processes of a run meet, and hear of each other while it goes on.
+"""The hub where the processes of a run meet, and hear of each other while it goes on.
 
 The hub is a process of its own beside process 0, so that it outlasts each of the run's. All hold a connection to it and
-say every second what they do; who ends breaks the connection, who is stopped falls silent, and all others are told.
-Nothing that comes in is more than text. Lines of JSON go both ways.
+say every second what they do; a process that ends breaks the connection, one that is stopped falls silent, and all
+others are told. Nothing that comes in is more than text. Lines of JSON go both ways.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Any
 
 BEAT_S = 1.0
 LATE_S = 5.0
-"""If the hub itself comes so late to its next look, it was stopped, and knows nothing of the others."""
+"""The delay of the hub's own look from which on it was itself stopped, and knows nothing of the others."""
 LINE_BYTES = 1 << 16
 
 
@@ -28,24 +28,24 @@ class _Member:
     heard: float
     said: str = "starting"
     is_there: bool = True
-    """Whether it is waited for: it has not failed or left."""
+    """Whether the process is waited for: it has not failed or left."""
     is_open: bool = True
-    """Whether it has not ended."""
+    """Whether the process has not ended."""
     hears: bool = False
-    """Whether it was told that all have come."""
+    """Whether the process was told that all have come."""
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"
 
 
 class Hub:
-    """What all processes of one run have told.
+    """The hub of one run, with what all its processes have told.
 
     Args:
-        processes: how many come.
-        timeout_s: how long those that have come wait for the others, and how long one may be silent after that.
-        place: where they meet, for messages.
-        more: told to all once they have met.
+        processes: the number of processes that come.
+        timeout_s: the time that those that have come wait for the others, and that one may be silent after that.
+        place: the address where they meet, for messages.
+        more: values that all are told once they have met.
     """
 
     def __init__(self, processes: int, timeout_s: float, place: str, more: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ class Hub:
         self.begun = time.monotonic()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Until nobody is there any more."""
+        """Serve the processes until nobody is there any more."""
         server = await asyncio.start_server(self._connected, sock=listener, limit=LINE_BYTES)
         looked = time.monotonic()
         while True:
@@ -183,7 +183,8 @@ async def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
 
 
 def _is_at_work(member: _Member) -> bool:
-    """Whether a process of this host is there and not stopped: it holds the interpreter, and cannot tell."""
+    """Whether a process of this host is there and not stopped. Such a process holds the interpreter, and cannot
+    tell."""
     if member.host != socket.gethostname():
         return False
     try:

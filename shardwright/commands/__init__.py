@@ -1,1 +1,1 @@
-"""What each command of the command line does, one file per command."""
+"""The commands of the command line, one file per command."""

@@ -23,7 +23,7 @@ EXTRAS = {
     "jax": ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint"),
     "solver": ("ortools",),
 }
-"""The packages that each extra brings. Of these only the frameworks are needed, and of those either one."""
+"""The packages that each extra brings. Only the frameworks among them are needed, and either one will do."""
 
 OTHERS = {"transformers": "Hugging Face models, used by the demo and the examples"}
 
@@ -53,7 +53,7 @@ class DeviceFound:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Whether a framework's side can be used, over what, and what stands in the way."""
+    """The state of a framework's side: whether it is usable, its transports and devices, and its trouble."""
 
     name: str
     usable: bool
@@ -72,7 +72,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Everything that the command found out."""
+    """The findings of the command."""
 
     shardwright: str
     python: str
@@ -114,7 +114,8 @@ def doctor_command(
 
 
 def diagnose() -> Diagnosis:
-    """Look at this machine. Imports the frameworks that are installed; one that cannot be imported is broken."""
+    """The findings about this machine. Imports the frameworks that are installed; one that cannot be imported is
+    broken."""
     floors = _floors()
     packages = [_package(name, extra, floors) for extra, names in EXTRAS.items() for name in names]
     packages += [_package(name, None, floors) for name in OTHERS]
@@ -277,7 +278,7 @@ def _show(diagnosis: Diagnosis, console: Console) -> None:
 
 
 def _devices(backend: Backend) -> str:
-    """Like devices on one line: ``8 × NVIDIA H100 (cuda, 79.1 GiB)``."""
+    """The devices of a backend on one line, like ones together: ``8 × NVIDIA H100 (cuda, 79.1 GiB)``."""
     counted: dict[DeviceFound, int] = {}
     for device in backend.devices:
         counted[device] = counted.get(device, 0) + 1

@@ -19,7 +19,7 @@ _EXPECTED = "expected (model, sample) or (model, sample, loss)"
 
 @dataclass(frozen=True, slots=True)
 class ModelGiven:
-    """What a model function returned."""
+    """The model, the sample and the loss that a model function returned."""
 
     model: Any
     sample: Any
@@ -57,7 +57,7 @@ def _parts(target: str) -> tuple[Path, str]:
 
 
 def _run_file(path: Path) -> ModuleType:
-    """The module that the file makes. As for a script, modules beside it can be imported."""
+    """The module of the file. As for a script, modules beside it can be imported."""
     name = f"_shardwright_model_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -112,7 +112,8 @@ def _checked(target: str, returned: Any) -> ModelGiven:
 
 
 def _said(error: BaseException, path: Path) -> str:
-    """``ValueError: … (models.py, line 12)``: the last line of the user's file that the error went through."""
+    """The text of an error: ``ValueError: … (models.py, line 12)``, with the last line of the user's file that it went
+    through."""
     said = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
         return said

@@ -82,7 +82,7 @@ def _annotation(field: Field) -> Any:
 
 
 def _read(field: Field, given: Any) -> Any:
-    """The value of an option, from what the command line has."""
+    """The value of an option, from the command line's own."""
     if field.name == "layouts":
         return [_layout(text) for text in given or ()] or None
     if field.name == "frameworks":

@@ -1,4 +1,4 @@
-"""What every command prints with: people read tables, programs read JSON, and errors are one message."""
+"""The output of every command: people read tables, programs read JSON, and errors are one message."""
 
 import json
 from collections.abc import Iterable
@@ -14,14 +14,14 @@ from shardwright.core.errors import ShardwrightError
 from shardwright.core.values.text_files import UNPRINTABLE, visible
 
 USER_ERROR = 2
-"""Exit code when what was given is wrong."""
+"""The exit code when what was given is wrong."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan file.", show_default=False)]
 
 
 class PlainConsole(Console):
-    """A terminal that is sent no escape codes but rich's own: what names and messages hold of them is written out."""
+    """A terminal that is sent no escape codes but rich's own. Those in names and messages are written out."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -29,14 +29,14 @@ class PlainConsole(Console):
 
 
 def print_json(document: Any) -> None:
-    """The only thing on stdout under --json."""
+    """Print the only thing on stdout under --json."""
     text = json.dumps(document, indent=1, ensure_ascii=False)
     # JSON leaves some control characters as they are. All of these stand inside strings.
     typer.echo(UNPRINTABLE.sub(lambda found: f"\\u{ord(found.group()):04x}", text))
 
 
 def print_view(*views: RenderableType) -> None:
-    """Tables and lines for people. Lines are left whole, so that a long path can be copied."""
+    """Print tables and lines for people. Lines are left whole, so that a long path can be copied."""
     console = PlainConsole(highlight=False, markup=False)
     for view in views:
         if isinstance(view, str):
@@ -46,12 +46,12 @@ def print_view(*views: RenderableType) -> None:
 
 
 def view_width() -> int:
-    """How many letters a line of a drawing may have."""
+    """The number of letters that a line of a drawing may have."""
     return min(Console().width, 120)
 
 
 def print_error(message: str, kind: str, as_json: bool) -> None:
-    """One message on stderr, or ``{"error": …}`` on stdout, where whoever asked for JSON reads."""
+    """Print one message on stderr, or ``{"error": …}`` on stdout, where whoever asked for JSON reads."""
     if as_json:
         print_json({"error": {"kind": kind, "message": message}})
     else:

@@ -1,4 +1,4 @@
-"""A progress bar on stderr for what takes over two seconds; what is faster shows nothing."""
+"""A progress bar on stderr for work that takes over two seconds. Faster work shows nothing."""
 
 import threading
 from types import TracebackType
@@ -48,11 +48,11 @@ class DelayedProgress:
             self._bar.stop()
 
     def stage(self, text: str) -> None:
-        """What is being done now; how far it is, is not known until `update`."""
+        """Show what is being done now. How far it is stays unknown until `update`."""
         self._bar.update(self._task, description=text, total=None, completed=0)
 
     def update(self, done: int, total: int) -> None:
-        """``done`` of ``total``; can be handed to the planner."""
+        """Show that ``done`` of ``total`` are done. This can be handed to the planner."""
         self._bar.update(self._task, completed=done, total=total)
 
     def _appear(self) -> None:

@@ -24,7 +24,7 @@ TraceOption = Annotated[
 def save_schedule(
     schedule: Schedule, timeline: Timeline, title: str, *, csv: Path | None, svg: Path | None, trace: Path | None
 ) -> dict[str, str]:
-    """Write the files that were asked for; their kinds and paths."""
+    """Write the files that were asked for, and return their paths by kind."""
     saved: dict[str, str] = {}
     if csv is not None:
         write_text(csv, to_csv(schedule), ShardwrightError)

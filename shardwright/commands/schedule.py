@@ -88,7 +88,7 @@ def schedule_command(
 
 
 def _compare(request: dict[str, Any], active_microbatches: int | None, json: bool) -> None:
-    """Every schedule on the same costs, the shortest first; those that refuse the request behind."""
+    """Print every schedule on the same costs, the shortest first, and then those that refuse the request."""
     rows: list[dict[str, Any]] = []
     for name in (*schedule_names(), AUTO):
         active = active_microbatches if name in ("simple", "interleaved") else None
@@ -98,7 +98,7 @@ def _compare(request: dict[str, Any], active_microbatches: int | None, json: boo
             rows.append({"name": name, "refused": str(error)})
             continue
         rows.append(_figures(name, simulate_schedule(schedule, request["costs"])))
-    # What does not train is not compared by its makespan: it comes behind.
+    # A schedule that does not train is not compared by its makespan: it comes behind.
     rows.sort(key=lambda row: (row["name"] == "forward-only", row.get("makespan_s", float("inf"))))
     if json:
         print_json({"schedules": rows})
@@ -126,7 +126,7 @@ def _positive(option: str, value: int) -> int:
 
 
 def _numbers(option: str, text: str, count: int, what: str) -> tuple[float, ...]:
-    """One number for all, or one for each, separated by commas."""
+    """The numbers of an option: one for all, or one for each, separated by commas."""
     try:
         numbers = tuple(float(part) for part in text.split(","))
     except ValueError:

@@ -1,4 +1,4 @@
-"""`shardwright simulate`: when every action of a plan's pipeline would run."""
+"""`shardwright simulate`: the times at which every action of a plan's pipeline would run."""
 
 from dataclasses import asdict
 from typing import Annotated

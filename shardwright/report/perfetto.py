@@ -13,7 +13,7 @@ _LINKS = 1000  # Transfers are shown as threads of their own, numbered from here
 
 
 def perfetto_trace(timeline: Timeline) -> dict[str, Any]:
-    """A trace: one process per rank with its actions, what it sends, and its activation memory over time."""
+    """The trace of a timeline: one process per rank with its actions, messages and activation memory over time."""
     events: list[dict[str, Any]] = []
     for rank in range(timeline.ranks):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})

@@ -13,7 +13,7 @@ from shardwright.report.tables import new_table
 
 
 def ranks_view(schedule: Schedule, timeline: Timeline) -> Table:
-    """What each rank of a schedule does and holds."""
+    """A table of the ranks of a schedule: their stages, idle share and live activations."""
     table = new_table("Ranks", ">rank", ">stages", ">idle", ">bubble s", ">most live", ">most bytes")
     peaks = zip(timeline.peak_live_activations, timeline.peak_activation_bytes, strict=True)
     for rank, (live, size) in enumerate(peaks):
@@ -29,7 +29,8 @@ def ranks_view(schedule: Schedule, timeline: Timeline) -> Table:
 
 
 def comparison_view(rows: Sequence[Mapping[str, Any]]) -> Group:
-    """Schedules side by side, and why others are not among them: rows as `shardwright schedule --all --json` gives."""
+    """Tables of schedules side by side, and of the reasons why others are not among them. ``rows`` are those of
+    `shardwright schedule --all --json`."""
     ran = new_table("Schedules", "schedule", ">makespan s", ">bubble s", ">idle", ">most live", ">most bytes")
     refused = new_table("Not for these sizes", "schedule", "why")
     for row in rows:

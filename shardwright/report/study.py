@@ -1,4 +1,4 @@
-"""What surrounds a plan, as tables for a terminal and as plain values."""
+"""The study around a plan, as tables for a terminal and as plain values."""
 
 from dataclasses import asdict
 from typing import Any
@@ -14,7 +14,7 @@ BAR = 24
 
 
 def study_view(study: Study) -> RenderableType:
-    """What binds, what changes would bring, the front, and a training run."""
+    """The tables of a study: what binds, what changes would bring, sizes, the front, and a training run."""
     binds = study.binds
     over = f" over {binds.link}" if binds.link else ""
     lines = [
@@ -56,7 +56,7 @@ def study_view(study: Study) -> RenderableType:
 
 
 def _sizes(study: Study) -> RenderableType:
-    """How many devices are worth using."""
+    """The table of the numbers of devices that are worth using."""
     sizes = new_table("How many devices are worth using", ">devices", "of them", ">step", ">USD a step", ">per device")
     for point in study.sizes:
         price = "" if point.usd_per_step is None else f"{point.usd_per_step:.3g}"
@@ -73,7 +73,7 @@ def _sizes(study: Study) -> RenderableType:
 
 
 def study_document(study: Study) -> dict[str, Any]:
-    """Everything but the plan, as plain values."""
+    """The study without its plan, as plain values."""
     return {
         "binds": asdict(study.binds),
         "changes": [asdict(change) for change in study.changes],

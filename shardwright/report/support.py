@@ -1,4 +1,4 @@
-"""What each registered backend supports, as a table for the documentation (`docs/backends.md`).
+"""The support of each registered backend, as a table for the documentation (`docs/backends.md`).
 
 python -c "from shardwright.report.support import support_table; print(support_table())"
 """
@@ -17,11 +17,12 @@ _ABILITIES: dict[str, Callable[[Capabilities], object]] = {
     "offload": lambda has: has.offload,
     "one process drives all devices": lambda has: has.single_controller,
 }
-"""Rows beside the levels, of what a plan may ask."""
+"""The rows beside the levels: the features that a plan may ask for."""
 
 
 def support_table() -> str:
-    """A row for each level that a backend can claim and for what a plan may ask, a column for each backend."""
+    """A table with a row for each level that a backend can claim and each feature that a plan may ask for, and a column
+    for each backend."""
     found = list(registered().values())
     rows = [["", *(each.name for each in found)], ["---"] * (len(found) + 1)]
     rows += [[level, *("yes" if level in each.levels else "–" for each in found)] for level in LEVELS]

@@ -46,7 +46,7 @@ def timeline_svg(timeline: Timeline, width: int = 1200, title: str = "") -> str:
 
 
 def _box(action: Action, left: float, wide: float, top: int, hover: str) -> str:
-    """One action; the two halves of an overlapped pair share its box, one above the other."""
+    """The box of one action. The two halves of an overlapped pair share it, one above the other."""
     halves = action.flat
     tall = _LANE / len(halves)
     shapes = []

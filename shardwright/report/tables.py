@@ -18,11 +18,11 @@ from shardwright.core.tables.memory import MemoryUse
 from shardwright.core.values.amounts import bytes_text, count_text, seconds_text
 
 BARS = 64
-"""Columns of a picture of memory over time."""
+"""The number of columns of a picture of memory over time."""
 
 
 def plan_view(plan: Plan) -> RenderableType:
-    """What was decided, what each stage and rank holds, what it will cost, and what was not chosen."""
+    """The tables of a plan: its decision, stages, memory, layouts, and the alternatives not chosen."""
     parts: list[RenderableType] = [_heading(plan), _stages(plan), _memory(plan)]
     if plan.decision.layouts:
         parts.append(_layouts(plan))
@@ -32,7 +32,7 @@ def plan_view(plan: Plan) -> RenderableType:
 
 
 def comparison_view(comparison: Comparison, first: str, second: str) -> RenderableType:
-    """What differs, and whether the decision does."""
+    """The differences of two plans, and whether their decisions differ."""
     decision = Text(f"{first}: {comparison.first.summary()}\n{second}: {comparison.second.summary()}")
     if not comparison.differences:
         return Group(decision, Text("The plans are equal.", style="green"))
@@ -52,7 +52,7 @@ def comparison_view(comparison: Comparison, first: str, second: str) -> Renderab
 
 
 def timeline_view(plan: Plan, timeline: Timeline) -> RenderableType:
-    """How long the pipeline takes, and how busy every rank is."""
+    """The time of the pipeline, and the load of every rank: actions, idle share and activations."""
     decision = plan.decision
     head = Text(
         f"{decision.schedule}: {decision.stages} stages on {decision.pp} ranks, {plan.microbatches} microbatches, "
@@ -67,7 +67,7 @@ def timeline_view(plan: Plan, timeline: Timeline) -> RenderableType:
 
 
 def step_view(parts: Sequence[RankStep]) -> RenderableType:
-    """Where the time of a step goes, rank by rank."""
+    """The parts of a step's time, rank by rank."""
     table = new_table(
         "Step", "rank", ">compute", ">tensor axis", ">transfers", ">bubble", ">gradients", ">optimizer", ">together"
     )
@@ -79,7 +79,7 @@ def step_view(parts: Sequence[RankStep]) -> RenderableType:
 
 
 def memory_view(held: Sequence[Sequence[Moment]], step_s: float) -> RenderableType:
-    """What every pipeline rank holds: by class where it is fullest, and all of it over the step."""
+    """The memory of every pipeline rank: by class where it is fullest, and all of it over the step."""
     fullest = [max(moments, key=lambda moment: moment.memory.total_bytes).memory for moments in held]
     classes = _classes(fullest)
     table = new_table("Memory at its fullest", "rank", *(f">{name}" for name in classes), ">together")
@@ -233,7 +233,7 @@ def new_table(title: str, *columns: str | Text) -> Table:
 
 
 def _span(calls: Sequence[str]) -> str:
-    """``wte … h.5`` for the modules of a stage."""
+    """The span of the modules of a stage: ``wte … h.5``."""
     distinct = list(dict.fromkeys(call for call in calls if call))
     if len(distinct) > 3:
         return f"{distinct[0]} … {distinct[-1]}"
@@ -241,7 +241,7 @@ def _span(calls: Sequence[str]) -> str:
 
 
 def _common_name(names: Iterable[str]) -> str:
-    """``h.*.attn.weight`` for the same parameter of several blocks."""
+    """The common name of the same parameter of several blocks: ``h.*.attn.weight``."""
     split = [name.split(".") for name in names]
     if len({len(parts) for parts in split}) > 1:
         return f"{'.'.join(split[0])} …"
@@ -249,7 +249,7 @@ def _common_name(names: Iterable[str]) -> str:
 
 
 def _layout_text(layout: Layout, dims: int) -> str:
-    """``tp: S1 (out)``: dims of matrices are counted as (in, out), whatever the framework keeps."""
+    """The text of a layout: ``tp: S1 (out)``. Dims of matrices count as (in, out), whatever the framework keeps."""
     said = []
     for axis, placement in layout.placements:
         side = f" ({('in', 'out')[placement.dim]})" if isinstance(placement, Split) and dims == 2 else ""

@@ -51,7 +51,7 @@ class JaxBackend:
         return profile(name=name, budget_s=budget_s, progress=progress)
 
     def longest_s(self, seconds: float) -> float:
-        """What is given: one process drives all devices that a profile measures."""
+        """The given ``seconds``: one process drives all devices that a profile measures."""
         return seconds
 
 

@@ -1,4 +1,4 @@
-"""The private names of JAX that this backend leans on, all of them here, and what is done where one is gone.
+"""The private names of JAX that this backend leans on, all of them here, and the fallback where one is gone.
 
 Each is looked up when it is first asked for, and tried; a JAX that keeps it differently (0.10 is known) does without
 it, slower, with the same results.
@@ -19,8 +19,8 @@ Copy = Callable[[Sequence[Any], Sequence[NamedSharding]], list[Any]]
 
 @cache
 def direct_copy() -> Copy | None:
-    """Arrays to shardings that split them as their own do, on other devices; not for deleted ones. It is what
-    `jax.device_put` ends in. None where JAX does not have it."""
+    """A function that copies arrays to shardings that split them as their own do, on other devices; not for deleted
+    arrays. `jax.device_put` ends in it. None where JAX does not have it."""
     try:
         client = import_module("jax._src.lib").xla_client
         copy, reuse = client.batched_copy_array_to_devices_with_sharding, client.ArrayCopySemantics.REUSE_INPUT
@@ -42,8 +42,8 @@ def direct_copy() -> Copy | None:
 
 @cache
 def weak_type() -> Callable[[Any], Any] | None:
-    """What makes a number give way to the dtypes it meets, as Python's own do. None where JAX does not have it: then
-    numbers that change are compiled in."""
+    """A function that makes a number give way to the dtypes it meets, as Python's own numbers do. None where JAX does
+    not have it: then numbers that change are compiled in."""
     try:
         convert = import_module("jax._src.lax.lax")._convert_element_type
         made = jax.eval_shape(

@@ -15,7 +15,7 @@ from shardwright.core.schedule.timeline import Timeline
 
 
 class JaxExecutable:
-    """Holds the state that `TrainStep` hands from step to step."""
+    """A bound plan, with the state that `TrainStep` hands from step to step."""
 
     def __init__(
         self,
@@ -34,13 +34,13 @@ class JaxExecutable:
         self.state: TrainState = self.train.init(model, seed=seed)
 
     def step(self, batch: Any) -> float:
-        """One update on the global batch, which has ended; its loss."""
+        """The loss of one update on the global batch. The update has ended when this returns."""
         self.state, loss, *_ = self.train(self.state, batch)
         jax.block_until_ready(self.state)
         return float(loss)
 
     def timelines(self, batch: Any, steps: int) -> tuple[Timeline, ...]:
-        """When each action ran in each of some updates. Raises MissingCapabilityError for a plan without stages."""
+        """The times of each action in each of some updates. Raises MissingCapabilityError for a plan without stages."""
         found = []
         for _ in range(steps):
             self.state, *_, timeline = self.train.measure(self.state, batch)

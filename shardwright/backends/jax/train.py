@@ -1,4 +1,4 @@
-"""The training step of a plan: what is given to it is checked, the form of training is chosen, and steps are run."""
+"""The training step of a plan: it checks what is given, chooses the form of training, and runs steps."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -69,7 +69,7 @@ def train_step(
     has_aux: the function returns ``(loss, aux)``, or ``(loss, aux, state)``, and the step ``state, loss, aux``: a
         pytree of metrics, each combined over microbatches and replicas by what it is (`backends.jax.loss.metrics`):
         joined where it has a dim of samples, else the weighted mean, integers the sum.
-    wrt: which parameters are trained (default: all): an NNX filter, a function of (path, value) that returns a bool,
+    wrt: the parameters that are trained (default: all): an NNX filter, a function of (path, value) that returns a bool,
         or a pytree of bools. The others get no gradient and no optimizer state.
     reduction: how the losses of microbatches and replicas make that of the batch, where the function returns no weight:
         "mean" or "sum". Default: as its program shows, which is traced at two batch sizes: the mean, a mean weighted by
@@ -139,11 +139,11 @@ class TrainStep:
         self._training(is_module=True)
         self._agreement = StepAgreement(self._devices[: plan.mesh.size], plan, self._loss)
         self._op_checks: dict[int, OpChecks] = {}
-        """Of compiled steps, by identity."""
+        """The checks of compiled steps, by the identity of the step."""
         self._sentinel = Sentinel(nonfinite, self._agreement.alone, debug is not None)
 
     def _training(self, *, is_module: bool) -> Training:
-        """The form of training for what is trained."""
+        """The form of training for the kind of model that is trained."""
         form = form_of(self.plan, self._devices, self._one_program, is_module=is_module)
         if form not in self._trainings:
             self._trainings[form] = form(self._loss, self.optimizer, self.plan, self._devices, self._nonfinite)
@@ -153,7 +153,7 @@ class TrainStep:
         return self._training(is_module=state.graphdef is not None)
 
     def init(self, params_or_init: Any, *, state: Any = None, seed: int = 0) -> TrainState:
-        """Parameters on their devices, and the optimizer's state beside them.
+        """The state of parameters on their devices, with the optimizer's state beside them.
 
         params_or_init: a pytree of arrays, an ``nnx.Module``, or a function of no arguments that returns one. The
             function is compiled with the plan's shardings as those of its results: each device makes only its share,
@@ -180,8 +180,8 @@ class TrainStep:
             return self._training(is_module=given.graphdef is not None).init(given, make)
 
     def __call__(self, state: TrainState, batch: Any) -> Any:
-        """One update on a global batch: the new state and the loss before the update, a scalar; with ``has_aux`` the
-        metrics too.
+        """The results of one update on a global batch: the new state and the loss before the update, a scalar; with
+        ``has_aux`` the metrics too.
 
         ``state`` is donated: its memory becomes the new state's. Raises PlanError when it already was, and when the
         batch is not of the plan's size.
@@ -190,7 +190,7 @@ class TrainStep:
             return self._run(state, batch)
 
     def _run(self, state: TrainState, batch: Any) -> Any:
-        """One call of the step."""
+        """The results of one call of the step."""
         self._sentinel.look()
         with self._step(state, batch) as (step, leaves):
             if self._sentinel.debugged:
@@ -199,7 +199,7 @@ class TrainStep:
         return self._returned(made, step)
 
     def _look_at_ops(self, step: CompiledStep, state: TrainState, leaves: tuple[Any, ...]) -> None:
-        """Complain of a step beforehand, naming the op."""
+        """Complain of a step that is not run yet whose losses or gradients will not be finite, and name the op."""
         parts = replace(parts_of(state), params=self._training_of(state).whole(state))
         if id(step) not in self._op_checks:
             device = jax.local_devices()[0] if not self._agreement.alone else self._agreement.devices[0]
@@ -209,12 +209,12 @@ class TrainStep:
             self._sentinel.tell_beforehand(int(state.step), said)
 
     def settle(self) -> None:
-        """Wait for all steps so far, and say what of their losses and gradients is not finite. Raises NonFiniteError
+        """Wait for all steps so far, and report the losses and gradients that are not finite. Raises NonFiniteError
         where ``nonfinite`` says so."""
         self._sentinel.look(0)
 
     def _returned(self, made: StepResult, step: CompiledStep) -> tuple[Any, ...]:
-        """What a step returns to the caller."""
+        """The results of a step as the caller gets them."""
         self._sentinel.note(made.evidence, step.teller)
         self._grad_norm = made.grad_norm
         return (made.state, made.loss, *((made.aux,) if self.has_aux else ()))
@@ -269,7 +269,7 @@ class TrainStep:
         return self._steps.find((structure, dims, shapes, kept), state.graphdef, compile_step)
 
     def measure(self, state: TrainState, batch: Any) -> Any:
-        """One update: what a step returns, and a `Timeline` of when each of its actions ran.
+        """The results of one update, and a `Timeline` of the times at which its actions ran.
 
         Nothing is compiled meanwhile; still, a step's first run is not like the others, so run one of the same form
         before. Raises MissingCapabilityError for a plan without pipeline stages, which has no actions."""
@@ -279,9 +279,10 @@ class TrainStep:
         return (*self._returned(made, step), timeline)
 
     def memory_bytes(self, state: TrainState, batch: Any) -> tuple[int, ...]:
-        """For every device, those of the first pipeline rank first, the bytes that it holds at the peak of a step, by
-        what the compiler says of the step's programs (`memory_analysis`), where ``plan.predicted.peak_memory_bytes`` is
-        known before anything is compiled. Raises MissingCapabilityError for stages that run as one program."""
+        """The bytes that each device holds at the peak of a step, those of the first pipeline rank first. They follow
+        from what the compiler says of the step's programs (`memory_analysis`), where
+        ``plan.predicted.peak_memory_bytes`` is known before anything is compiled. Raises MissingCapabilityError for
+        stages that run as one program."""
         with self._step(state, batch) as (step, leaves):
             return step.memory_bytes(state, leaves)
 
@@ -310,8 +311,8 @@ class TrainStep:
             return self._training_of(state).original(state)
 
     def held(self, state: TrainState) -> TrainState:
-        """A state as `original` gives it → one to go on training with, on this plan's devices. Raises PlanError for one
-        that is held already."""
+        """A state for training on this plan's devices, from one that `original` gave. Raises PlanError for a state that
+        is held already."""
         if state.order:
             raise PlanError(
                 "held takes a state in the model's own order, and this one is held as a plan's: take "
@@ -321,8 +322,8 @@ class TrainStep:
             return self._training_of(state).held(state)
 
     def place(self, state: TrainState) -> TrainState:
-        """A state that was saved (`jax.device_get`, a checkpoint) → the same on this plan's devices, in memory of its
-        own. Raises PlanError for a state of another plan, MissingCapabilityError for stages that run as one program.
+        """A saved state (`jax.device_get`, a checkpoint) on this plan's devices, in memory of its own. Raises PlanError
+        for a state of another plan, MissingCapabilityError for stages that run as one program.
 
         A state knows how its fused matrices are held, where it is kept as a whole: a checkpoint of its arrays alone,
         read into another plan's state, cannot be told apart from that plan's own. Save `original` then.
@@ -345,25 +346,25 @@ class TrainStep:
 
     @property
     def compiled(self) -> Compilation | None:
-        """What compiling the last new step of a pipeline took; None without a pipeline, or before a step."""
+        """The record of compiling the last new step of a pipeline; None without a pipeline, or before a step."""
         pipelines = self._pipelines()
         return pipelines[-1].done if pipelines else None
 
     @property
     def counts(self) -> StepCounts | None:
-        """What the last step of a pipeline asked of the host; None without a pipeline, or before a step."""
+        """The counts of the last step of a pipeline; None without a pipeline, or before a step."""
         pipelines = self._pipelines()
         return pipelines[-1].counts if pipelines else None
 
     def lower_init(self, init: Callable[[], Any]) -> jax.stages.Lowered:
-        """The compiled form of an init function as `jax.stages.Lowered`: what `init` runs on every device. Raises
-        MissingCapabilityError for a plan with pipeline stages."""
+        """The compiled form of an init function as `jax.stages.Lowered`: the program that `init` runs on every device.
+        Raises MissingCapabilityError for a plan with pipeline stages."""
         with no_mesh():
             given = take_apart(nnx.eval_shape(init))
             return self._training(is_module=given.graphdef is not None).lower_init(given, lambda: take_apart(init()))
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
-        """The step as `jax.stages.Lowered`, to look at what is compiled. Arrays may be shapes. Raises
+        """The step as `jax.stages.Lowered`, to look at before it is compiled. Arrays may be shapes. Raises
         MissingCapabilityError for a plan with pipeline stages."""
         given = with_values(batch, resolve_batch_dims(batch, self.batch_dims), self._steps.inputs(state.graphdef))
         with no_mesh():

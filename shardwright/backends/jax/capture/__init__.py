@@ -1,1 +1,1 @@
-"""From a JAX function or a Flax model to the core's graph, by tracing on shapes."""
+"""The core's graph of a JAX function or a Flax model, by tracing on shapes."""

@@ -1,4 +1,4 @@
-"""The programs inside the equations of a program: which primitives run one once, and what is in them."""
+"""The programs inside the equations of a program, and the primitives that run one once."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -13,7 +13,7 @@ JITS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 CHECKPOINTS = frozenset({"remat", "remat2", "checkpoint"})
 OWN_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 INLINED = JITS | CHECKPOINTS | OWN_DERIVATIVES
-"""Primitives that run one inner program once, on their last operands."""
+"""The primitives that run one inner program once, on their last operands."""
 
 
 def aval(atom: Var | Literal) -> ShapedArray:

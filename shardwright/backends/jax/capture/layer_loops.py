@@ -8,9 +8,9 @@ from shardwright.backends.jax.capture.inner_programs import equations_in
 from shardwright.backends.jax.capture.trace import TracedCall, call_number
 
 UNROLL_LIMIT = 256
-"""Longer scans stay one opaque op."""
+"""The most iterations of a scan that is unrolled. Longer scans stay one opaque op."""
 ITERATION = -1
-"""Among the calls of an iteration, the iteration itself."""
+"""The number of the iteration itself among the calls of an iteration."""
 
 
 def layer_loop(calls: Sequence[TracedCall], call: int) -> str:
@@ -29,7 +29,8 @@ def calls_of_iteration(
     outer: dict[int, int],
     row: str,
 ) -> dict[int, int]:
-    """New calls for one iteration of a loop's body, one for each that its equations name: as traced → new.
+    """The new calls for one iteration of a loop's body, one for each that its equations name: call as traced → new
+    call.
 
     A loop over stacked weights is a row of layers: each iteration is a call of its own, around those of its body, so
     that a cut keeps it whole. ``row`` is its path, the loop's and the number of the row that it reads (a reversed loop

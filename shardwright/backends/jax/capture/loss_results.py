@@ -1,4 +1,4 @@
-"""What a loss function returns: the loss, what it weighs, metrics beside it, and the state that it changed."""
+"""The results of a loss function: the loss, its weight, metrics beside it, and the state that it changed."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,19 +36,19 @@ def weighted(value: Any, weight: Any) -> Weighted:
 
 
 class Returned(NamedTuple):
-    """What one call of a loss function gave."""
+    """The results of one call of a loss function."""
 
     loss: jax.Array
     weight: jax.Array
     state: Any
-    """As it was given where the function changes none."""
+    """The state after the call; the given one where the function changes none."""
     aux: Any
     weighs: bool
     """Whether the function gave a weight."""
 
 
 def read_returned(returned: Any, given_state: Any, *, takes_state: bool, has_aux: bool) -> Returned:
-    """What a loss function returned, told apart by what was declared: it takes ``state=``, it was given ``has_aux``.
+    """The results that a loss function returned, told apart by its declared ``state=`` and ``has_aux``.
 
     Raises PlanError for a value of another form.
     """

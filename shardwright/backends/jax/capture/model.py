@@ -1,4 +1,4 @@
-"""A JAX model → `core.model.graph.Graph`, by tracing it on shapes at two batch sizes."""
+"""A JAX model as a `core.model.graph.Graph`, by tracing it on shapes at two batch sizes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,17 +32,18 @@ Traces = tuple[tuple[Any, Program], tuple[Any, Program]]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model made ready for tracing: its arrays as one pytree, what their leaves are, and how to run it on them."""
+    """A model made ready for tracing: its arrays as one pytree, the names and kinds of their leaves, and the function
+    that runs the model on them."""
 
     name: str
     arrays: Any
     names: tuple[str, ...]
-    """One per leaf of ``arrays``."""
+    """The name of every leaf of ``arrays``."""
     trainable: tuple[bool | None, ...]
-    """One per leaf; None for buffers."""
+    """A flag for every leaf of ``arrays``; None for buffers."""
     aliases: dict[str, tuple[str, ...]]
     run: Callable[[Any, Any, Recorder], Any]
-    """``run(arrays, sample, recorder)``: the loss, or what the model returns."""
+    """A function ``run(arrays, sample, recorder)`` that gives the loss, or what the model returns."""
     logical_axes: LogicalAxes = ()
 
 
@@ -88,7 +89,8 @@ def capture(
 
 
 def read(source: Source, batch: Any, dims: tuple[int | None, ...], pick: Callable[[Any], Any]) -> tuple[Graph, Program]:
-    """The graph of what ``pick`` takes of a source's results, and the program whose steps are its ops, in order.
+    """The graph of the results of a source that ``pick`` takes, and the program whose steps are the graph's ops, in
+    order.
 
     batch: shapes, with ``dims`` those that count samples. Raises CaptureError when the traces at batch 2 and batch 3 do
     not hold the same ops.
@@ -126,7 +128,8 @@ def trace(
     *,
     whole_batch_norms: bool = False,
 ) -> tuple[Any, Program]:
-    """The closed jaxpr of what ``pick`` takes of a source's results, and the flat program of its first ``results``."""
+    """The closed jaxpr of the results of a source that ``pick`` takes, and the flat program of its first
+    ``results``."""
     recorder = Recorder(whole_batch_norms=whole_batch_norms)
 
     def run(arrays: Any, inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""JAX primitives → kinds of op and labels (see `core.model.graph.Op`)."""
+"""The kinds of op and labels (see `core.model.graph.Op`) of JAX primitives."""
 
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -80,8 +80,8 @@ def _dot_general(params: dict[str, Any], before: list[Shape], after: list[Shape]
 
 
 def _convolution(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
-    """FLOPs are 2 · (product of all label sizes), so the kernel's spatial dims are labels of the weight alone and the
-    output's of the output alone; neither can be split here (that would need halos)."""
+    """The labels of a convolution. FLOPs are 2 · (product of all label sizes), so the kernel's spatial dims are labels
+    of the weight alone and the output's of the output alone. Neither can be split here (that would need halos)."""
     dims = params["dimension_numbers"]
     (batch, feature, *_), (out_feature, in_feature, *kernel), (out_batch, out_channel, *space) = (
         dims.lhs_spec,
@@ -112,8 +112,9 @@ def _convolution(params: dict[str, Any], before: list[Shape], after: list[Shape]
 
 
 def _attention(params: dict[str, Any], before: list[Shape], after: list[Shape], *, causal: bool = False) -> Translation:
-    """Operands [batch …, query or key position, head, width], biases and masks [batch …, head, query, key]. Fewer key
-    than query heads (grouped queries) share the heads' label: contiguous pieces of both belong together."""
+    """The labels of attention. Operands are [batch …, query or key position, head, width], biases and masks [batch …,
+    head, query, key]. Fewer key than query heads (grouped queries) share the heads' label: contiguous shards of both
+    belong together."""
     query, key, value = before[:3]
     if len(query) < 3 or len(key) != len(query) or len(value) != len(query) or len(after) != 1:
         return "opaque", labels.opaque(before, after)
@@ -161,7 +162,8 @@ def _reduction(params: dict[str, Any], before: list[Shape], after: list[Shape]) 
 
 
 def _statistic(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
-    """Maxima, products, positions: no partial sums, so a split reduced dim needs a reduction inside the op."""
+    """A reduction to maxima, products or positions. It has no partial sums, so a split reduced dim needs a reduction
+    inside the op."""
     axes = tuple(map(int, params["axes"]))
     plain = labels.reduction(before[0], axes, outputs=len(after))
     return "reduction", Labelled(plain.labels, tuple((axis % len(before[0]), "statistic") for axis in axes))
@@ -212,7 +214,7 @@ def _gather(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> 
 
 
 def _gather_labels(numbers: Any, sizes: Sequence[int], table: Shape, index: Shape, out: Shape) -> Labelled:
-    """Labels of a lax gather whose index's last dim holds the coordinates."""
+    """The labels of a lax gather whose index's last dim holds the coordinates."""
     fresh = count()
     looked_up = set(numbers.start_index_map)
     batching = dict(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True))
@@ -236,7 +238,7 @@ def _gather_labels(numbers: Any, sizes: Sequence[int], table: Shape, index: Shap
 
 
 def _whole_gather(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
-    """`jnp.take` and `jnp.take_along_axis`: one gather, whose index is the second operand with a last dim added."""
+    """The labels of `jnp.take` and `jnp.take_along_axis`: a gather by the second operand with a last dim added."""
     gathers = [e for e in equations_in(params["jaxpr"].jaxpr) if e.primitive.name == "gather"]
     if len(gathers) != 1 or len(before) != 2:
         return "opaque", labels.opaque(before, after)
@@ -249,8 +251,8 @@ def _whole_gather(params: dict[str, Any], before: list[Shape], after: list[Shape
 
 
 def _scatter(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
-    """Target, index, update → target. Window dims of the update that cover a whole dim of the target go with it; the
-    dims written to by position are whole."""
+    """The labels of a scatter: target, index, update → target. Window dims of the update that cover a whole dim of the
+    target go with it. Dims written to by position are whole."""
     numbers = params["dimension_numbers"]
     if len(before) != 3 or numbers.operand_batching_dims:
         return "scatter", labels.opaque(before, after)
@@ -291,7 +293,7 @@ def _copy(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Tr
 
 
 def _kept_dims(before: list[Shape], out: Shape) -> Labelled:
-    """Dims of the first operand that keep their size keep their label; nothing is known of the others."""
+    """The labels of the first operand's dims that keep their size. Nothing is known of the others."""
     kept = tuple(dim if size == out[dim] else -1 for dim, size in enumerate(before[0]))
     rest = labels.opaque(before[1:], []).labels
     return Labelled((kept, *rest, kept))
@@ -308,7 +310,8 @@ def _reverse(params: dict[str, Any], before: list[Shape], after: list[Shape]) ->
 
 
 def _slice(params: dict[str, Any], before: list[Shape], after: list[Shape]) -> Translation:
-    """A contiguous piece of one dim is a part of the whole; dims that are cut in other ways stand alone."""
+    """The labels of a slice. A contiguous part of one dim is a part of the whole. A part with a stride has the labels
+    of `core.rules.op_rules.strided`. Dims that are cut in other ways stand alone."""
     cut = [dim for dim, size in enumerate(before[0]) if size != after[0][dim]]
     strides = params["strides"] or (1,) * len(before[0])
     if len(cut) == 1 and strides[cut[0]] != 1:
@@ -401,4 +404,4 @@ LITERAL_RULES: dict[str, Rule] = {
     "dynamic_update_slice": _dynamic_update,
     **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter-mul"), _scatter),
 }
-"""Rules for steps some of whose operands may be literals; the first operand is not."""
+"""The rules for steps some of whose operands may be literals. The first operand is never one."""

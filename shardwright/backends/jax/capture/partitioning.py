@@ -10,11 +10,11 @@ from flax.core import meta
 from shardwright.backends.jax.capture.tree import dotted
 
 LogicalAxes = tuple[tuple[str, tuple[str | None, ...]], ...]
-"""(parameter, a name or None for every dim)."""
+"""The pairs of a parameter and, for every dim, a name or None."""
 
 
 def nnx_axes(variables: Iterable[tuple[tuple[Any, ...], nnx.Variable[Any]]]) -> LogicalAxes:
-    """Of (path, variable) pairs, those made by ``nnx.with_partitioning`` or ``nnx.Param(…, sharding=…)``."""
+    """The names that ``nnx.with_partitioning`` or ``nnx.Param(…, sharding=…)`` gave to (path, variable) pairs."""
     found = []
     for path, variable in variables:
         names = variable.get_metadata().get("out_sharding")
@@ -24,8 +24,8 @@ def nnx_axes(variables: Iterable[tuple[tuple[Any, ...], nnx.Variable[Any]]]) -> 
 
 
 def linen_axes(variables: Any, names: tuple[str, ...]) -> LogicalAxes:
-    """Of a tree of variables, those made by ``nn.with_partitioning`` or ``nn.with_logical_partitioning``. ``names`` are
-    the leaves' names."""
+    """The names that ``nn.with_partitioning`` or ``nn.with_logical_partitioning`` gave to a tree of variables.
+    ``names`` are the leaves' names."""
     boxes = jax.tree.leaves(variables, is_leaf=lambda leaf: isinstance(leaf, meta.AxisMetadata))
     found = []
     for name, box in zip(names, boxes, strict=True):
@@ -35,5 +35,5 @@ def linen_axes(variables: Any, names: tuple[str, ...]) -> LogicalAxes:
 
 
 def _plain(names: Iterable[Any]) -> tuple[str | None, ...]:
-    """Several mesh axes on one dim stand for the first: a tensor axis is one."""
+    """The names of dims, where the first of several mesh axes on one dim stands for all: a tensor axis is one."""
     return tuple(name[0] if isinstance(name, tuple) and name else name or None for name in names)

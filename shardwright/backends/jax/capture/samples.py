@@ -1,4 +1,4 @@
-"""The batch dim of a sample's arrays, and where a step takes them."""
+"""The batch dim of a sample's arrays, and the shardings at which a step takes them."""
 
 import inspect
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from shardwright.core.errors import CaptureError
 
 
 def positional(function: Callable[..., Any]) -> int:
-    """How many required positional arguments a function takes."""
+    """The number of required positional arguments of a function."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -88,7 +88,7 @@ def batch_size(sample: Any, dims: tuple[int | None, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """A batch as its leaves, arrays or shapes, and how it is put together again."""
+    """The leaves of a batch, arrays or shapes, and the structure that puts them together again."""
 
     leaves: tuple[Any, ...]
     structure: PyTreeDef
@@ -96,13 +96,13 @@ class FlatBatch:
     """The batch dim of every leaf."""
 
     def resized(self, samples: int) -> Any:
-        """Shapes like the batch's with so many samples."""
+        """The shapes of the batch with so many samples."""
         shapes = [abstract(leaf) for leaf in self.leaves]
         return at_batch(jax.tree.unflatten(self.structure, shapes), self.dims, samples)
 
 
 def at_batch(sample: Any, dims: tuple[int | None, ...], size: int) -> Any:
-    """Shapes like the sample's with ``size`` samples."""
+    """The shapes of the sample with ``size`` samples."""
     leaves, structure = jax.tree.flatten(sample)
     resized = [
         leaf if dim is None else jax.ShapeDtypeStruct((*leaf.shape[:dim], size, *leaf.shape[dim + 1 :]), leaf.dtype)
@@ -112,7 +112,7 @@ def at_batch(sample: Any, dims: tuple[int | None, ...], size: int) -> Any:
 
 
 def of_no_mesh(leaf: Any) -> Any:
-    """A batch's array without explicit axes, which would ask how each of our reshapes lies."""
+    """A batch's array without explicit axes: with them, JAX would ask for the sharding of each of our reshapes."""
     at = getattr(leaf, "sharding", None)
     if not isinstance(leaf, jax.Array) or not isinstance(at, NamedSharding):
         return leaf
@@ -122,13 +122,14 @@ def of_no_mesh(leaf: Any) -> Any:
 
 
 def batch_sharding(mesh: jax.sharding.Mesh, dim: int | None) -> NamedSharding:
-    """Along dp by the batch dim, whole everywhere without one."""
+    """The sharding of a batch's array: along dp by the batch dim, whole everywhere without one."""
     return NamedSharding(mesh, PartitionSpec() if dim is None else PartitionSpec(*([None] * dim), "dp"))
 
 
 def put(leaf: Any, sharding: NamedSharding) -> Any:
-    """A batch's array where a step takes it. Over several processes each gives the whole batch, and JAX compares what
-    they give (`jax.device_put`); one that lies right already (`jax.make_array_from_process_local_data`) stays."""
+    """A batch's array on the devices where a step takes it. Over several processes each gives the whole batch, and JAX
+    compares what they give (`jax.device_put`); an array that has the sharding already
+    (`jax.make_array_from_process_local_data`) stays."""
     if isinstance(leaf, jax.Array):
         if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             return leaf

@@ -21,11 +21,11 @@ from shardwright.backends.jax.capture.trace import BOX_MARK, TracedCall, call_nu
 from shardwright.core.errors import CaptureError
 
 WHOLE_JITS = frozenset({"_take", "take_along_axis"})
-"""jax.numpy functions whose jitted body is one gather and the arithmetic of its index."""
+"""The jax.numpy functions whose jitted body is one gather and the arithmetic of its index."""
 
 
 Path = tuple[int, ...]
-"""Which equation: its position in the program, then in the program inside that one, and so on."""
+"""The path of an equation: its position in the program, then in the program inside that one, and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +38,18 @@ class Step:
     params: dict[str, Any]
     call: int
     path: Path | None = None
-    """The equation as traced, the same for every iteration of a loop; None for steps that stand for none."""
+    """The path of the equation as traced, the same for every iteration of a loop; None without an equation."""
     members: tuple["Step", ...] = ()
     """The steps that were joined to make this one."""
     numbers: tuple[float | None, ...] = ()
     """The value of each operand that is a literal; none for steps that stand for no equation."""
     made: float | None = None
-    """What it makes, where that is one number that follows from literals alone."""
+    """The one number that the step makes, where it follows from literals alone."""
 
 
 @dataclass(slots=True)
 class Program:
-    """Values are numbered in the order in which they are made: first the arguments, then the constants."""
+    """A flat program. Values are numbered in the order in which they are made, after arguments and constants."""
 
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
@@ -100,7 +100,7 @@ def number_in(array: Any) -> float | None:
 
 
 SHORT_DTYPES = {"uint16": "int16", "int4": "int8", "uint4": "int8", "float0": "bool"}
-"""Dtypes that the core counts as another of the same size (or that arrays pad to one)."""
+"""The dtypes that the core counts as another of the same size (or that arrays pad to one)."""
 
 
 def dtype_name(dtype: Any) -> str:
@@ -109,8 +109,8 @@ def dtype_name(dtype: Any) -> str:
 
 
 def flatten(closed: ClosedJaxpr, calls: Sequence[TracedCall], weights: int = 0, results: int | None = None) -> Program:
-    """The flat program of a closed jaxpr whose first ``weights`` arguments are the model's arrays, with what its first
-    ``results`` results need (None: all). Raises CaptureError for what cannot be read."""
+    """The flat program of a closed jaxpr whose first ``weights`` arguments are the model's arrays, with the equations
+    that its first ``results`` results need (None: all). Raises CaptureError for a program that cannot be read."""
     program = Program(calls=list(calls), traced=tuple(calls))
     program.arguments = [program.new(aval(variable)) for variable in closed.jaxpr.invars]
     program.weights = set(program.arguments[:weights])
@@ -127,11 +127,11 @@ class _Flattener:
         self.program = program
         self.traced = tuple(program.calls)
         self.renumbered: dict[int, int] = {}
-        """Calls of the loop body as traced → those of the iteration that is being unrolled."""
+        """The calls of the loop body as traced → those of the iteration that is being unrolled."""
         self.numbers: tuple[float | None, ...] = ()
-        """Those of the operands of the equation at hand that are literals."""
+        """The numbers of the current equation's operands that are literals."""
         self.results: tuple[float | None, ...] = ()
-        """Those of the results of the program that was run last that are literals."""
+        """The numbers of the last program's results that are literals."""
 
     def run(
         self,
@@ -143,8 +143,8 @@ class _Flattener:
         path: Path = (),
         numbers: Sequence[float | None] = (),
     ) -> None:
-        """Append the steps of ``jaxpr``; ``outputs`` receives the numbers of what it returns. ``numbers``: the values
-        of those arguments that are literals."""
+        """Append the steps of ``jaxpr``. ``outputs`` receives the numbers of the values that it returns. ``numbers``:
+        the values of those arguments that are literals."""
         told = dict(zip(jaxpr.invars, numbers, strict=False))
         known: dict[Any, int | None] = dict(zip(jaxpr.invars, arguments, strict=True))
         known.update(zip(jaxpr.constvars, constants, strict=True))
@@ -332,7 +332,7 @@ def _collapse_whole_calls(program: Program) -> Program:
 
 
 def _joined(program: Program, steps: list[Step], call: int, readers: dict[int, set[int]]) -> list[Step]:
-    """One step for all of ``steps``, when they make one floating result; else the steps as they are."""
+    """One step for all of ``steps``, when they make one floating result. Otherwise the steps as they are."""
     made = [value for step in steps for value in step.outputs]
     inside = set(made)
     outputs = [value for value in made if readers.get(value, set()) - {call}]
@@ -351,7 +351,7 @@ def _joined(program: Program, steps: list[Step], call: int, readers: dict[int, s
 
 
 def _needed(wanted: list[Step], steps: Sequence[Step], inside: set[int]) -> list[Step]:
-    """``wanted`` and the steps among ``steps`` that they are made from, in order."""
+    """The ``wanted`` steps and those among ``steps`` that they are made from, in order."""
     needed = {value for step in wanted for value in step.inputs if value in inside}
     kept = {id(step) for step in wanted}
     for step in reversed(steps):
@@ -376,7 +376,7 @@ def _drop_unused(program: Program) -> Program:
 def same_structure(
     first: Program, second: Program, differ: Callable[[str], CaptureError], sizes: tuple[int, int] = (2, 3)
 ) -> None:
-    """Raise what ``differ`` makes of the first difference between the programs at two batch sizes."""
+    """Raise the error that ``differ`` makes of the first difference between the programs at two batch sizes."""
     small, large = sizes
     if len(first.steps) != len(second.steps):
         raise differ(f"{len(first.steps)} ops with batch {small}, {len(second.steps)} with batch {large}")

@@ -1,5 +1,4 @@
-"""What capture adds to a JAX program while it is traced: which module call an equation belongs to, and boxes around
-functions that stay one op.
+"""The marks that capture adds to a program while it is traced: the module call of an equation, and boxes around ops.
 
 NNX leaves no names in an equation's name stack, and Linen's do not say which call of a module they mean. So, for as
 long as a model is traced, every module call opens a name scope that carries a number; `Recorder.calls` says what the
@@ -23,7 +22,7 @@ from shardwright.backends.jax.capture.checkpoint_policies import POLICIES
 
 CALL_MARK = "shardwright:call:"
 BOX_MARK = "shardwright:box:"
-"""Prefix of the name of a jitted function whose equations become one op."""
+"""The prefix of the name of a jitted function whose equations become one op."""
 
 PATH_ATTRIBUTE = "_shardwright_path"
 """A static attribute: NNX's own transforms split and merge modules, and it survives that where identity does not."""
@@ -52,12 +51,12 @@ class Recorder:
     open: list[int] = field(default_factory=lambda: [0])
     seen: dict[str, int] = field(default_factory=dict)
     whole_batch_norms: bool = False
-    """Whether the equations of a batch norm make one op; to a planner they are several."""
+    """Whether the equations of a batch norm make one op. A planner sees them as several."""
 
     @contextmanager
     def call(self, path: str, whole_kind: str = "") -> Iterator[None]:
-        """Equations traced inside belong to a call of ``path``. The root, and a module inside itself (a method that
-        calls its base class's), open nothing."""
+        """A context in which the equations that are traced belong to a call of ``path``. The root, and a module inside
+        itself (a method that calls its base class's), open nothing."""
         if not path or self.calls[self.open[-1]].path == path:
             yield
             return
@@ -130,8 +129,8 @@ def _marking(original: Callable[..., Any], recorder: Recorder) -> Callable[..., 
 
 @contextmanager
 def recomputed(model: nnx.Module, paths: Collection[str], recompute: str) -> Iterator[None]:
-    """Calls of the modules at ``paths`` keep what ``recompute`` says (`evaluate`), and run again in the backward pass.
-    ``model`` must be a private copy: it is written to."""
+    """A context in which calls of the modules at ``paths`` keep what ``recompute`` says (`POLICIES`), and run again in
+    the backward pass. ``model`` must be a private copy: it is written to."""
     if recompute == "none":
         yield
         return
@@ -151,13 +150,13 @@ def recomputed(model: nnx.Module, paths: Collection[str], recompute: str) -> Ite
 
 
 def _has_state(value: Any) -> bool:
-    """Whether it is a module, random streams or a variable, which a call may change."""
+    """Whether a value is a module, random streams or a variable, which a call may change."""
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
 def _recomputing(original: Callable[..., Any], paths: frozenset[str], policy: Any) -> Callable[..., Any]:
-    """The call, computed again in the backward pass. Arrays and what has state are handed through; all else that it is
-    given, as a function, a shape or what Python branches on, stays the value that it is."""
+    """The call, computed again in the backward pass. Arrays and arguments with state are handed through. Any other
+    argument, as a function, a shape or a value that Python branches on, stays the value that it is."""
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +179,7 @@ def _recomputing(original: Callable[..., Any], paths: frozenset[str], policy: An
 
 @contextmanager
 def linen_calls(recorder: Recorder) -> Iterator[None]:
-    """Mark the calls of Linen modules. Other methods than ``__call__`` belong to whoever calls them."""
+    """Mark the calls of Linen modules. Methods other than ``__call__`` belong to whoever calls them."""
 
     def intercept(next_call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         if context.method_name != "__call__":
@@ -236,8 +235,9 @@ BOXED: tuple[tuple[str, Callable[..., Any]], ...] = (
 
 
 def boxed(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``original``, traced as one jitted equation called ``BOX_MARK + name`` whose operands are its array arguments in
-    the order of its signature. Calls that do more than return arrays (sowing, residuals) stay as they are."""
+    """The function ``original``, traced as one jitted equation called ``BOX_MARK + name`` whose operands are its array
+    arguments in the order of its signature. Calls that do more than return arrays (sowing, residuals) stay as they are.
+    """
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -265,8 +265,8 @@ CROSS_ENTROPY: Callable[..., Any] = optax.softmax_cross_entropy_with_integer_lab
 
 @functools.wraps(CROSS_ENTROPY)
 def _cross_entropy(logits: Any, labels: Any, axis: Any = -1, where: Any = None) -> Any:
-    """Optax spells the log-softmax out around the look-up; written as these two, one reduction serves both, as it does
-    once the compiler has merged equal expressions."""
+    """The cross-entropy of Optax in two ops. Optax spells the log-softmax out around the look-up; written as these two,
+    one reduction serves both, as it does once the compiler has merged equal expressions."""
     if axis not in (-1, jnp.ndim(logits) - 1) or where is not None:
         return CROSS_ENTROPY(logits, labels, axis, where)
     scores = boxed("log_softmax", jax.nn.log_softmax)(logits)

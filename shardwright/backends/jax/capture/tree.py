@@ -1,4 +1,4 @@
-"""How models, parameters and states become named leaves, and back. Names are keys joined by '.'."""
+"""The named leaves of models, parameters and states, and the way back. Names are keys joined by '.'."""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ from shardwright.core.errors import CaptureError, PlanError
 
 
 def dotted(path: Iterable[Any]) -> str:
-    """``("h", 0, "attn")`` → ``"h.0.attn"``."""
+    """The dotted name of a path: ``("h", 0, "attn")`` → ``"h.0.attn"``."""
     return ".".join(map(str, path))
 
 
 def require_order(tree: Any, what: str) -> None:
-    """Raise CaptureError, naming ``what`` it is, for a pytree with dicts whose keys JAX cannot sort."""
+    """Raise CaptureError, with ``what`` as the name of the tree, for a pytree with dicts whose keys JAX cannot sort."""
     try:
         jax.tree.leaves(tree)
     except ValueError as error:
@@ -33,7 +33,7 @@ def flat_names(tree: Any) -> tuple[str, ...]:
 
 
 def path_names(tree: Any) -> list[tuple[str, Any]]:
-    """Every leaf and how it is written in Python: ``"['h'][0].kernel"``."""
+    """Every leaf and its path as written in Python: ``"['h'][0].kernel"``."""
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
@@ -43,11 +43,11 @@ class Followed(NamedTuple):
     prefix: tuple[Any, ...]
     """The leaf's path before the parameter's own: which of the optimizer's values it is."""
     number: int
-    """Of the parameter among the leaves of the parameters."""
+    """The parameter's number among the leaves of the parameters."""
 
 
 def followed(state: Any, params: Any) -> list[Followed | None]:
-    """For every leaf of an optimizer's state the parameter whose path its own ends in; None for counters and the
+    """The parameter whose path the path of each leaf of an optimizer's state ends in; None for counters and the
     like."""
     known = {path: number for number, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
     found: list[Followed | None] = []
@@ -120,7 +120,7 @@ class Parts:
 
     @property
     def other_names(self) -> tuple[str, ...]:
-        """Those of the values in ``other``."""
+        """The dotted name of every value in ``other``."""
         return self._names(self.other)
 
     def _names(self, tree: Any) -> tuple[str, ...]:
@@ -135,8 +135,9 @@ class Parts:
 
 
 def take_apart(model: Any, seed: int = 0, other: Any = None) -> Parts:
-    """Parameters, random state and the rest of an NNX module; a pytree is all parameters, and gets the random key of a
-    seed and the state beside it. Raises PlanError for a state beside a module's own."""
+    """The parts of a model. An NNX module comes apart into parameters, random state and the rest. A pytree is all
+    parameters, and gets the random key of a seed and the state beside it. Raises PlanError for a state beside a
+    module's own."""
     require_order((model, other), "the model or its state")
     if isinstance(model, nnx.Module):
         if other is not None:
@@ -157,14 +158,14 @@ def put_together(parts: Parts) -> Any:
 
 
 def is_function(value: Any) -> bool:
-    """Whether a value is a function, and no pytree that can be called, as an Equinox module is."""
+    """Whether a value is a function. A pytree that can be called, as an Equinox module is, is none."""
     if not callable(value) or isinstance(value, nnx.Module):
         return False
     return jax.tree_util.all_leaves([value]) or isinstance(value, jax.tree_util.Partial)
 
 
 def aliases_of(model: nnx.Module) -> dict[str, tuple[str, ...]]:
-    """First name → the further names of every variable that a model holds in more than one place."""
+    """The first name → the further names of every variable that a model holds in more than one place."""
     first: dict[int, str] = {}
     found: dict[str, tuple[str, ...]] = {}
     active: set[int] = set()
@@ -188,7 +189,7 @@ def aliases_of(model: nnx.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _children(node: Any) -> list[tuple[Any, Any]]:
-    """What a module or container holds, in the order in which NNX names it."""
+    """The keys and values that a module or container holds, in the order in which NNX names them."""
     if isinstance(node, nnx.List | list | tuple):
         return list(enumerate(node))
     if isinstance(node, nnx.Module):

@@ -1,1 +1,1 @@
-"""How the losses of microbatches and replicas make that of the batch."""
+"""The rules by which the losses of microbatches and replicas combine to that of the batch."""

@@ -1,4 +1,4 @@
-"""What of an equation differs between two traces at two batch sizes, beside the shapes that follow from them."""
+"""The differences of an equation between two traces at two batch sizes, beside the shapes that follow from them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,16 +13,16 @@ _SIZES = """
     sharding out_sharding sharding_spec in_shardings out_shardings in_layouts out_layouts ctx_mesh mesh
 """
 SIZES = frozenset(_SIZES.split())
-"""Parameters of equations that say how large or where something is."""
+"""The parameters of equations that say how large or where something is."""
 
 
 def same_params(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether the parameters of an equation say the same, but for sizes."""
+    """Whether the parameters of an equation are the same in both traces, but for sizes."""
     return one.keys() == other.keys() and all(key in SIZES or _same(one[key], other[key]) for key in one)
 
 
 def same_array(one: Any, other: Any) -> bool:
-    """Whether two constants have the same entries; of other shapes they are not compared."""
+    """Whether two constants have the same entries. True for constants of different shapes, which are not compared."""
     if getattr(one, "shape", None) != getattr(other, "shape", None) or jnp.issubdtype(
         getattr(one, "dtype", np.float32), jax.dtypes.extended
     ):

@@ -1,6 +1,6 @@
-"""Metrics beside the loss (``has_aux``): how those of microbatches and replicas become those of the batch.
+"""Metrics beside the loss (``has_aux``): those of the batch, from those of microbatches and replicas.
 
-By what a metric is, which its shape and the function's program say:
+The kind of a metric, which its shape and the function's program show, decides:
 
 - an array with a dim that counts samples: joined along it, in the order of the batch;
 - `weighted`: Σ weight · value / Σ weight;
@@ -35,14 +35,14 @@ class Metric:
 
     name: str
     kind: Literal["rows", "weighted", "reduced", "sum", "only"]
-    """"only": of the one microbatch that there is."""
+    """The way in which calls combine. "only" is a metric of the one microbatch that there is."""
     shape: tuple[int, ...]
-    """With the samples of one call."""
+    """The metric's shape, with the samples of one call."""
     dtype: Any
     dim: int = 0
-    """Of "rows": which counts samples."""
+    """The dim of "rows" that counts samples."""
     reduction: Reduction | None = None
-    """Of "reduced"."""
+    """The reduction of "reduced"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ class Metrics:
     structure: PyTreeDef
     metrics: tuple[Metric, ...]
     samples: int
-    """Of one call of the function."""
+    """The number of samples of one call of the function."""
     calls: int
-    """How many make the batch."""
+    """The number of calls that make the batch."""
 
     def of_call(self, aux: Any, arrays: Any, batch: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-        """What one call of the loss function gives: arrays that add up over calls, and arrays that are joined, whose
-        first dim counts samples. ``arrays`` and ``batch`` are what the function was called with."""
+        """The arrays of one call of the loss function: those that add up over calls, and those that are joined, whose
+        first dim counts samples. ``arrays`` and ``batch`` are the function's arguments."""
         sums: list[jax.Array] = []
         rows: list[jax.Array] = []
         for metric, value in zip(self.metrics, jax.tree.leaves(aux, is_leaf=is_weighted), strict=True):
@@ -77,7 +77,7 @@ class Metrics:
         return stopped
 
     def zeros(self) -> list[jax.Array]:
-        """What the arrays that add up begin with."""
+        """The values that the arrays that add up begin with: zeros."""
         found = []
         for metric in self.metrics:
             if metric.kind in ("weighted", "reduced"):
@@ -87,7 +87,7 @@ class Metrics:
         return found
 
     def uses(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """For every metric, which of the sums and which of the rows it is made of."""
+        """The numbers of the sums and of the rows that each metric is made of."""
         found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         summed = rows = 0
         for metric in self.metrics:
@@ -133,18 +133,18 @@ def is_weighted(node: Any) -> bool:
 
 
 def _summed_in(dtype: Any) -> Any:
-    """Means are summed in fp32 at least."""
+    """The dtype in which a mean is summed: at least fp32."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def metrics_of(
     reader: Reader, aux: Sequence[Any], twice: Sequence[Any] | None, structure: PyTreeDef, calls: int
 ) -> Metrics:
-    """How the metrics of a loss function combine.
+    """The metrics of a loss function, with the way in which each combines.
 
-    reader: of a function whose results are the loss and then the arrays of the metrics; aux: (name, metric as shapes)
-    of a call; twice: the same with twice the samples. Raises PlanError, naming the metric and the fix, for one that
-    cannot be told.
+    reader: the reader of a function whose results are the loss and then the arrays of the metrics; aux: (name, metric
+    as shapes) of a call; twice: the same with twice the samples. Raises PlanError, naming the metric and the fix, for
+    one that cannot be told.
     """
     samples = reader.traced.samples
     found = []
@@ -191,7 +191,7 @@ def _metric(name: str, leaf: Any, reduction: Reduction | None, verdict: Verdict)
 
 
 def arrays_of(aux: Any) -> tuple[list[tuple[str, Any]], PyTreeDef]:
-    """The metrics by name, as arrays, and their structure. Raises PlanError for what is no array."""
+    """The metrics by name, as arrays, and their structure. Raises PlanError for a metric that is no array."""
     named, structure = jax.tree_util.tree_flatten_with_path(aux, is_leaf=is_weighted)
     found: list[tuple[str, Any]] = []
     for path, leaf in named:

@@ -45,23 +45,23 @@ class LossFunction:
 
     function: Callable[..., Any]
     keywords: frozenset[str]
-    """Which of ``rngs`` and ``state`` it takes."""
+    """The keywords among ``rngs`` and ``state`` that the function takes."""
     precision: str
     recompute: str
     blocks: frozenset[str]
     """The modules whose calls are computed again in the backward pass: those of the plan's units."""
     reduction: str | None = None
-    """What the user says of how the losses of microbatches combine: "mean", "sum", or nothing."""
+    """The user's word on how the losses of microbatches combine: "mean", "sum", or None."""
     has_aux: bool = False
-    """Whether it returns metrics beside the loss."""
+    """Whether the function returns metrics beside the loss."""
     trained: Trained = ALL
-    """Which parameters gradients are taken of."""
+    """The parameters that gradients are taken of."""
     python: PythonValues | None = None
-    """What it reads of Python."""
+    """The Python values that the function reads."""
     recorder: Recorder | None = None
-    """Marks module calls, for a program that is cut."""
+    """The recorder that marks module calls, for a program that is cut."""
     laid_out: Callable[..., Returned] | None = None
-    """Takes this function and its arguments, and runs it with its values laid out as the plan says."""
+    """A function that takes this one and its arguments, and runs it with its values laid out as the plan says."""
 
     @classmethod
     def of(
@@ -74,7 +74,7 @@ class LossFunction:
         trained: Trained = ALL,
         python: PythonValues | None = None,
     ) -> "LossFunction":
-        """Under a plan that is bound to JAX."""
+        """The uniform form of ``function`` under a plan that is bound to JAX."""
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError):
@@ -130,7 +130,7 @@ class LossFunction:
 class Microbatches:
     """A global batch as microbatches, and the loss of the m-th of them.
 
-    Replica r of dp holds the r-th of dp equal pieces of the batch, and microbatch m is the m-th piece of that: global
+    Replica r of dp holds the r-th of dp equal shards of the batch, and microbatch m is the m-th part of that: global
     microbatch r · microbatches + m. ``per_replica`` runs the loss function on every replica's microbatch by itself;
     otherwise (loss scope "global") on the m-th microbatches of all replicas together.
     """
@@ -138,19 +138,19 @@ class Microbatches:
     loss: LossFunction
     graphdef: nnx.GraphDef[Any] | None
     structure: PyTreeDef
-    """Of the batch as a pytree; its leaves are handed over one by one."""
+    """The structure of the batch as a pytree; its leaves are handed over one by one."""
     dims: tuple[int | None, ...]
     """The batch dim of every leaf."""
     replicas: int
     microbatches: int
     per_replica: bool
     metrics: Metrics | None = None
-    """How those beside the loss combine; None without any."""
+    """The metrics beside the loss, with the way in which each combines; None without any."""
 
     reduction: Reduction | None = None
-    """How the losses of microbatches make that of the batch; None: by the weights that come with them."""
+    """The reduction by which the losses of microbatches combine; None: by the weights that come with them."""
     samples: int = 1
-    """Of a microbatch; with the loss scope "global" those of all replicas."""
+    """The number of samples of a microbatch; with the loss scope "global" over all replicas."""
 
     @classmethod
     def of(
@@ -160,9 +160,9 @@ class Microbatches:
         parts: Parts,
         given: FlatBatch,
     ) -> "Microbatches":
-        """Under a plan, of a model taken apart and batches of the form of one.
+        """The microbatches under a plan, for a model taken apart and batches of the form of ``given``.
 
-        Raises PlanError for a loss or a metric of which it cannot be told how those of microbatches combine.
+        Raises PlanError where it cannot be told how a loss or a metric of microbatches combines.
         """
         decision = plan.decision
         alone = decision.loss_scope != "global" and decision.dp > 1
@@ -213,15 +213,15 @@ class Microbatches:
 
     @property
     def calls(self) -> int:
-        """How many times the loss function is called for a batch."""
+        """The number of times that the loss function is called for a batch."""
         return self.microbatches * (self.replicas if self.per_replica else 1)
 
     def divisor(self, counted: jax.Array) -> jax.Array:
-        """What the sums of a step are divided by, from what `total` counted of all its microbatches."""
+        """The divisor of a step's sums, from the number that `total` counted over all its microbatches."""
         return counted if self.reduction is None else self.reduction.divisor(self.samples * self.calls, counted)
 
     def split(self, leaf: Any, dim: int | None) -> Any:
-        """[…, batch, …] → [microbatch, replica, samples, …]; arrays without a batch dim as they are."""
+        """The array [microbatch, replica, samples, …] of a leaf […, batch, …]; a leaf without a batch dim as it is."""
         if dim is None:
             return leaf
         numbers: Any = jnp if isinstance(leaf, jax.Array) else np
@@ -236,8 +236,9 @@ class Microbatches:
     def total(
         self, params: Any, random: Any, step: jax.Array, other: Any, m: jax.Array | int, part: Sequence[jax.Array]
     ) -> tuple[jax.Array, tuple[jax.Array, Any, list[jax.Array], list[jax.Array]]]:
-        """Σ weight · loss over replicas, Σ weight (or what else makes the `divisor`), the other state after it, and of
-        the metrics the arrays that add up over microbatches and those that are joined, [replica, samples, …]."""
+        """The sum of weight · loss over replicas, that of the weights (or what else makes the `divisor`), the other
+        state after it, and the metrics' arrays: those that add up over microbatches and those that are joined,
+        [replica, samples, …]."""
 
         def one(replica: Any, pieces: list[jax.Array]) -> Any:
             restored = [_restore(piece, dim) for piece, dim in zip(pieces, self.dims, strict=True)]
@@ -256,7 +257,7 @@ class Microbatches:
 
         given = jax.tree.leaves(other)
         kept: list[set[int]] = []
-        """Which of the other values come out as they went in."""
+        """The numbers of the other values that come out as they went in."""
         if self.per_replica and self.replicas > 1:
             over = [None if dim is None else 0 for dim in self.dims]
             run = jax.vmap(one, in_axes=(0, over), spmd_axis_name="dp")
@@ -275,17 +276,17 @@ class Microbatches:
 
 @dataclass(slots=True)
 class _Results:
-    """What a loss function returns: the loss, and the arrays of the metrics."""
+    """The results of a loss function: the loss, and the arrays of the metrics."""
 
     loss: LossFunction
     parts: Parts
-    """As shapes."""
+    """The model taken apart, as shapes."""
     weighs: bool = False
-    """Whether it returned a weight when it was traced last."""
+    """Whether the function returned a weight when it was traced last."""
     form: PyTreeDef | None = None
-    """The structure of its metrics then."""
+    """The structure of the metrics in the last trace."""
     named: list[tuple[str, Any]] = field(default_factory=list)
-    """Those metrics."""
+    """The metrics of the last trace, by name."""
 
     def run(self, parts: Parts, batch: Any, recorder: Recorder | None) -> list[jax.Array]:
         made = replace(self.loss, recorder=recorder).plain(parts, batch)
@@ -302,22 +303,22 @@ class _Results:
 
 
 class Gradients(NamedTuple):
-    """What the microbatches of one step gave."""
+    """The results of one step's microbatches."""
 
     loss: jax.Array
     mean: Any
-    """The gradients of what is trained, as `Trained.with_gradients` makes a tree."""
+    """The gradients of the trained parameters, as `Trained.with_gradients` makes a tree."""
     other: Any
     """The model's other state."""
     aux: Any
     losses: jax.Array
-    """Σ weight · loss of every microbatch, [microbatches]."""
+    """The sum of weight · loss of every microbatch, [microbatches]."""
 
 
 def accumulate(
     batch: Microbatches, state: TrainState, leaves: Sequence[jax.Array], *, mesh: jax.sharding.Mesh, gradients_at: Any
 ) -> Gradients:
-    """Loss and gradients of a global batch, the model's other state after it, and metrics, in one program."""
+    """The loss and gradients of a global batch, the model's other state after it, and metrics, in one program."""
     along_dp = NamedSharding(mesh, PartitionSpec(None, "dp"))
     split = [
         leaf if dim is None else jax.lax.with_sharding_constraint(batch.split(leaf, dim), along_dp)
@@ -365,8 +366,8 @@ def squared(gradient: jax.Array) -> jax.Array:
 
 
 def split_squares(gradients: Sequence[jax.Array], at: Sequence[NamedSharding]) -> jax.Array:
-    """`squared` of each of some arrays that lie split like this: devices add up what they hold before they add to each
-    other, and the numbers of all arrays that are split over the same axes cross together."""
+    """The sums of squares (`squared`) of arrays with these shardings: devices add up what they hold before they add to
+    each other, and the numbers of all arrays that are split over the same axes cross together."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for number, sharding in enumerate(at):
         groups.setdefault(tuple(sorted(axes_of(sharding))), []).append(number)
@@ -389,7 +390,7 @@ def split_squares(gradients: Sequence[jax.Array], at: Sequence[NamedSharding]) -
 
 
 def accumulated_dtype(parameter: jax.Array) -> jnp.dtype:
-    """In which the gradients of a parameter add up: at least fp32."""
+    """The dtype in which the gradients of a parameter add up: at least fp32."""
     return jnp.promote_types(parameter.dtype, jnp.float32)
 
 
@@ -403,5 +404,5 @@ def _restore(piece: jax.Array, dim: int | None) -> jax.Array:
 
 
 def _over_replicas(leaf: jax.Array) -> jax.Array:
-    """One value of what every replica changed by itself: the mean of numbers, the first of anything else."""
+    """One value of the values that every replica changed by itself: the mean of numbers, the first of anything else."""
     return leaf.mean(0) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf[0]

@@ -1,4 +1,4 @@
-"""Rules by primitive: the op of a loss program, `core.model.loss`, that a step of a traced function is."""
+"""The rules by primitive: the op of a loss program, `core.model.loss`, that a step of a traced function is."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -30,9 +30,10 @@ class Builder:
     ops: list[LossOp] = field(default_factory=list)
     maker: dict[int, Step] = field(default_factory=dict)
     known: dict[int, Number] = field(default_factory=dict)
-    """Values of one entry that are a number."""
+    """The values of one entry that are a number."""
     given: set[int] = field(default_factory=set)
-    """Values that arguments are in: a draw by a key that none is in draws the same in every microbatch."""
+    """The values that depend on arguments: a draw by a key that is not among them draws the same in every
+    microbatch."""
 
     def new(self, one: tuple[int, ...], other: tuple[int, ...]) -> int:
         """A value that the program does not have."""
@@ -53,7 +54,7 @@ Labels = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One step of the traced function, of which a rule says what op it is."""
+    """One step of the traced function, for which a rule gives the op that it is."""
 
     build: Builder
     step: Step
@@ -122,7 +123,7 @@ def _max_rule(at: Reading) -> LossOp:
 
 
 def _power_rule(at: Reading) -> LossOp:
-    """x ** 1 is x, and x ** -1 is 1 / x."""
+    """The op of a power: x ** 1 is x, and x ** -1 is 1 / x."""
     exponent = at.step.params["y"]
     if exponent == -1:
         return at.of("divide", (at.build.literal((1.0, 1.0)), *at.op.inputs), ((), *at.op.labels))
@@ -130,7 +131,7 @@ def _power_rule(at: Reading) -> LossOp:
 
 
 def _cast_rule(at: Reading) -> LossOp:
-    """Linear, unless it rounds."""
+    """The op of a cast: linear, unless it rounds."""
     if not at.op.inputs:
         if at.number is not None and not at.build.shapes[at.step.outputs[0]][0]:
             at.build.known[at.step.outputs[0]] = at.number
@@ -232,8 +233,8 @@ def _split_rule(at: Reading) -> LossOp:
 
 
 def _batch_norm_rule(at: Reading) -> LossOp:
-    """Statistics over the samples that a call sees: which those are is the plan's ``loss_scope``, and no question of
-    the loss."""
+    """The op of a batch norm: statistics over the samples that a call sees. The plan's ``loss_scope`` decides which
+    those are, and not the loss."""
     whole = at.build.shapes[at.step.outputs[0]]
     shapes = [at.build.shapes[value] for value in (*at.op.inputs, *at.step.outputs)]
     labels = tuple(tuple(range(len(s[0]))) if s == whole else (-1,) * len(s[0]) for s in shapes)
@@ -241,7 +242,7 @@ def _batch_norm_rule(at: Reading) -> LossOp:
 
 
 def _last_dims(count: int | None = None) -> Rule:
-    """Ops that work on the last dims as a whole, and on what comes before them one by one."""
+    """The rule of ops that work on the last dims as a whole, and on the dims before them one by one."""
 
     def rule(at: Reading) -> LossOp:
         last = len(at.step.params["fft_lengths"]) if count is None else count

@@ -1,4 +1,4 @@
-"""A traced loss function in the words of `core.model.loss`: what each of its ops does to sums over samples."""
+"""A traced loss function as a program of `core.model.loss`: the effect of each of its ops on sums over samples."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ _WITHOUT_SLOPE = """
     shift_right_arithmetic population_count clz nextafter bitcast_convert_type
 """
 WITHOUT_SLOPE = frozenset(_WITHOUT_SLOPE.split())
-"""Ops that gradients do not pass."""
+"""The ops that gradients do not pass."""
 
 
 def loss_program(
@@ -24,8 +24,8 @@ def loss_program(
 ) -> LossProgram:
     """The program of a loss function from its traces at two batch sizes, which have the same steps.
 
-    trained: one flag for each of the first arguments, the model's arrays; inputs: how many arguments after them are the
-    batch.
+    trained: one flag for each of the first arguments, the model's arrays; inputs: the number of arguments after them
+    that are the batch.
     """
     build = Builder(first, second, sizes)
     build.shapes.update(enumerate(zip(first.shapes, second.shapes, strict=True)))
@@ -67,7 +67,7 @@ def _computed(program: Program) -> list[Step]:
 
 
 COMBINED = frozenset({"add", "add_any", "sub", "mul", "div"})
-"""Whose rules make something of every number that they are given."""
+"""The ops whose rules make something of every number that they are given."""
 
 
 def _require_explained(build: Builder, step: Step, other: Step, before: int) -> None:
@@ -85,7 +85,7 @@ def _require_explained(build: Builder, step: Step, other: Step, before: int) -> 
 
 
 def _add(build: Builder, step: Step, other: Step) -> None:
-    """The ops of one step."""
+    """Add the ops of one step."""
     name = step.name
     _, inputs, labelled = translate(other, build.second)
     said = name.removeprefix("call:").removeprefix("random.")
@@ -113,7 +113,7 @@ def _add(build: Builder, step: Step, other: Step) -> None:
 
 
 def _numbers(step: Step, other: Step) -> list[Number | None]:
-    """For every operand that is a literal, its value at both batch sizes."""
+    """The value of each operand at both batch sizes; None for an operand that is no literal."""
     if len(step.numbers) != len(step.inputs) or len(other.numbers) != len(other.inputs):
         return [None] * len(step.inputs)
     pairs = zip(step.numbers, other.numbers, strict=True)
@@ -121,7 +121,7 @@ def _numbers(step: Step, other: Step) -> list[Number | None]:
 
 
 def _iota(at: Reading) -> None:
-    """Numbers along one dim, copied along the others."""
+    """Add the ops of an iota: numbers along one dim, copied along the others."""
     (number,), dim, build = at.step.outputs, at.step.params["dimension"], at.build
     one, other = build.shapes[number]
     line = number if len(one) == 1 else build.new((one[dim],), (other[dim],))

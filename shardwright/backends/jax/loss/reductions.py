@@ -1,7 +1,7 @@
-"""How the losses and metrics of microbatches make those of the batch: read from the loss function's program.
+"""The reductions of the losses and metrics of microbatches to those of the batch, read from the function's program.
 
-`core.model.loss` decides; this traces the function at two batch sizes, asks, and computes the counts of weighted means
-from each microbatch, by the part of the function's own program that makes them.
+`core.model.loss` decides. This module traces the function at two batch sizes, asks, and computes the counts of weighted
+means from each microbatch, by the part of the function's own program that makes them.
 """
 
 from collections.abc import Callable
@@ -31,39 +31,39 @@ class Traced:
     name: str
     run: Callable[[Any, Any, Any], list[Any]]
     arrays: Any
-    """Parameters, random keys and other state, as shapes."""
+    """The parameters, random keys and other state, as shapes."""
     trained: tuple[bool, ...]
-    """One flag for each leaf of ``arrays``."""
+    """The flag of each leaf of ``arrays``: whether it is trained."""
     at: Callable[[int], Any]
     """A microbatch of so many samples, as shapes."""
     samples: int
-    """Of a microbatch."""
+    """The number of samples of a microbatch."""
     whole: int
-    """Samples of all microbatches whose results are to be combined."""
+    """The number of samples of all microbatches whose results are to be combined."""
     dims: tuple[int | None, ...]
     """The batch dim of every leaf of the batch."""
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The batch sizes that its results are read at: those of a microbatch and of the whole, so that what holds
-        between them is what is asked. One sample alone may run other ops."""
+        """The batch sizes that the results are read at: those of a microbatch and of the whole, as the question is what
+        holds between them. The first is at least 2, as one sample alone may run other ops."""
         small = max(2, self.samples)
         return small, max(small + 1, self.whole)
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """Results of microbatches, times `share`, add up to `divisor` times that of the batch."""
+    """A rule for results of microbatches: times `share`, they add up to `divisor` times that of the batch."""
 
     combination: Combination
     count: "CountOf | None" = None
 
     def share(self, samples: int, count: jax.Array) -> jax.Array:
-        """What a microbatch's result is multiplied by; ``count`` is C of its samples."""
+        """The factor of a microbatch's result; ``count`` is C of its samples."""
         return self.divisor(samples, count)
 
     def counted(self, samples: int, arrays: Any, batch: Any) -> jax.Array:
-        """C of a microbatch; without a count its number of samples."""
+        """The count C of a microbatch; without a count its number of samples."""
         told = self.combination.count
         if self.count is None or told is None:
             return jnp.asarray(float(samples), jnp.float32)
@@ -73,7 +73,7 @@ class Reduction:
         return found
 
     def divisor(self, samples: int, count: jax.Array) -> jax.Array:
-        """What the sum is divided by, of so many samples: with C of them all."""
+        """The divisor of the sum over ``samples`` samples; ``count`` is C of them all."""
         found: jax.Array = jnp.float32(float(samples) ** self.combination.power)
         told = self.combination.count
         if told is not None:
@@ -102,7 +102,7 @@ class CountOf:
     position: int
 
     def __call__(self, arrays: Any, batch: Any, *, twice: bool) -> jax.Array:
-        """Its value for a microbatch, or for twice the same samples. ``arrays`` and ``batch`` are what the function is
+        """The number for a microbatch, or for twice the same samples. ``arrays`` and ``batch`` are what the function is
         called with. Raises PlanError where the function does not run the ops that it was read by."""
         if twice:
             leaves, structure = jax.tree.flatten(batch)
@@ -133,19 +133,20 @@ def source_of(traced: Traced, arrays: Any) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """What can be said of a function's results."""
+    """The reader of a function's results: it tells how each of them combines."""
 
     traced: Traced
     program: LossProgram | None
     flat: Program | None
     why: str = ""
-    """Why there is no program."""
+    """The reason why there is no program."""
     at_whole: tuple[float | None, ...] = ()
     """The value of each result that is a literal, at the second of `Traced.sizes`."""
 
     @classmethod
     def of(cls, traced: Traced) -> "Reader":
-        """Traces the function at two batch sizes; with batch norms as one op, which couples no samples."""
+        """The reader of a traced function: it is traced at two batch sizes, with batch norms as one op, which couples
+        no samples."""
         source, sizes = source_of(traced, traced.arrays), traced.sizes
 
         def differs(what: str) -> CaptureError:
@@ -168,7 +169,7 @@ class Reader:
         return cls(traced, loss_program(first, second, sizes, traced.trained, inputs), first, "", second.results)
 
     def reduction(self, number: int) -> tuple[Reduction | None, Verdict]:
-        """How result ``number`` combines; without a reduction, the verdict's finding says why. A result that does not
+        """The reduction of result ``number``; without one, the verdict's finding says why. A result that does not
         depend on the samples combines as a mean."""
         if self.program is None or self.flat is None:
             return None, Verdict(finding=Finding("unknown", self.why))
@@ -198,7 +199,7 @@ class Reader:
         return Reduction(combination, count), verdict
 
     def _count(self, value: int) -> CountOf | str:
-        """What computes a count, or why none does."""
+        """The computation of a count, or the reason why there is none."""
         assert self.program is not None
         assert self.flat is not None
         makers = {made: step for step in self.flat.steps for made in step.outputs}
@@ -218,7 +219,7 @@ class Reader:
 
 
 def asked(name: str, verdict: Verdict, microbatches: int) -> PlanError:
-    """The error for a loss of which it must be said how it combines."""
+    """The error for a loss that does not show how it combines, so that the user has to say it."""
     finding = verdict.finding
     reason = "" if finding is None else finding.reason
     kind = {"coupled": "depends on several samples together", "mixed": "has terms that add up in different ways"}.get(
@@ -235,8 +236,8 @@ def asked(name: str, verdict: Verdict, microbatches: int) -> PlanError:
 
 
 def norm_of_samples(recorder: Recorder, traced: Traced) -> str:
-    """The path of a batch norm that takes its statistics over the samples, of those that a trace has come to; "" where
-    all use what they have kept."""
+    """The path of the first batch norm in a trace that takes its statistics over the samples; "" where all use saved
+    statistics. Where the function does not run with another number of samples, any batch norm counts."""
     norms = [call.path for call in recorder.calls if call.whole_kind == "batch_norm"]
     if not norms:
         return ""

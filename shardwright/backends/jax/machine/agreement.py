@@ -1,7 +1,8 @@
-"""What all processes of a training step must have alike: compared before a step is compiled, its batch in every step.
+"""The comparison of the values that all processes of a training step must share.
 
-Each process puts checksums on its devices, and one small program brings all of them to all. Before the first step of a
-form every process waits for that; later ones are looked at when the next step begins.
+They are compared before a step is compiled, and its batch in every step. Each process puts checksums on its devices,
+and one small program brings all of them to all. Before the first step of a form every process waits for that; later
+comparisons are looked at when the next step begins.
 """
 
 import hashlib
@@ -18,12 +19,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardwright.core.errors import PlanError
 
 MOST_BYTES = 1 << 20
-"""Of an array's contents that are summed up in every step: 0.3 ms. Of larger ones these many, evenly spread."""
+"""The most bytes of an array's contents that are summed up in every step, which takes 0.3 ms. In a larger array these
+many are taken, evenly spread."""
 FIX = "give all processes the same: the same script, plan, seed and global batch"
 
 
 def text_sum(value: Any) -> int:
-    """A checksum of what prints alike in processes that agree."""
+    """A checksum of a value whose text is the same in processes that agree."""
     return int.from_bytes(hashlib.sha256(str(value).encode()).digest()[:4], "little")
 
 
@@ -50,7 +52,7 @@ def versions() -> str:
 
 
 class Agreement:
-    """Compares checksums over the processes of a mesh; nothing at all where there is one."""
+    """A comparison of checksums over the processes of a mesh. It does nothing at all where there is one process."""
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         self.devices = list(devices)

@@ -1,8 +1,8 @@
-"""This process's word to the others of a run, and theirs to it.
+"""The heartbeat between the processes of a run.
 
-A thread says every second to the run's hub what this process does, and hears which others failed, left, or fell silent.
-That is printed at once and raised by the next step; a process that is blocked in a collective, which nothing in Python
-can wake, ends a little later. The reasons that JAX gives are those of the connections that broke.
+A thread tells the run's hub every second what this process does, and hears which others failed, left, or fell
+silent. This news is printed at once and raised by the next step; a process that is blocked in a collective, which
+nothing in Python can wake, ends a little later. The reasons that JAX gives are those of the connections that broke.
 """
 
 import contextlib
@@ -20,27 +20,27 @@ from shardwright.backends.rendezvous_store import BEAT_S
 from shardwright.core.errors import PeerError, ShardwrightError
 
 LEAST_S = 0.05
-"""Between two words to the hub."""
+"""The least time between two messages to the hub."""
 INQUEST_S = 5.0
-"""How long the cause of an error is looked for that may be a peer's."""
+"""The time for which the cause of an error is looked for that a peer may have caused."""
 GRACE_S = 3.0
-"""How long a process goes on that knows why it cannot, and does not move."""
+"""The time that a process goes on after it knows that the run cannot, when it does not move."""
 STILL_S = 6.0
-"""After so long at the same place the main thread is taken for blocked, where the run has failed."""
+"""The time at the same place after which the main thread is taken for blocked, where the run has failed."""
 
 
 class Pulse:
-    """One process's part, over its connection to the hub.
+    """One process's part of the heartbeat, over its connection to the hub.
 
     Args:
-        place: where the hub is, for messages.
-        timeout_s: how long the hub, or one that waits for a process that left, may be silent.
+        place: the address of the hub, for messages.
+        timeout_s: the time that the hub may be silent, and that this process may wait for one that left.
     """
 
     def __init__(self, connection: socket.socket, process: int, place: str, timeout_s: float) -> None:
         self.connection, self.process, self.place, self.timeout_s = connection, process, place, timeout_s
         self.fault: str | None = None
-        """Why the run cannot go on."""
+        """The reason why the run cannot go on; None while it can."""
         self._said = "starting"
         self._left: list[int] = []
         self._known = self._heard = self._moved = time.monotonic()
@@ -55,13 +55,13 @@ class Pulse:
                          for target in (self._listen_on, self._beat_on)]  # fmt: skip
 
     def start(self) -> None:
-        """Begin to tell and to hear."""
+        """Begin to tell the hub and to hear from it."""
         sys.excepthook = self._uncaught
         for thread in self._threads:
             thread.start()
 
     def say(self, text: str) -> None:
-        """What this process does from now on."""
+        """Tell the hub what this process does from now on."""
         self._said = text
         self._news.set()
 
@@ -72,7 +72,7 @@ class Pulse:
 
     @contextlib.contextmanager
     def explained(self, text: str) -> Iterator[None]:
-        """What is done in here is ``text``; errors that a peer caused are raised as PeerError, naming it."""
+        """A context in which the process does ``text``. Errors of a peer are raised as PeerError, naming it."""
         self.say(text)
         self.require()
         try:
@@ -87,17 +87,17 @@ class Pulse:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this process or another one has."""
+        """Whether this process or another one has failed."""
         return self.fault is not None or self._told
 
     def leave(self) -> None:
-        """Tell the others that this process needs them no more. What becomes of them is heard until `close`."""
+        """Tell the others that this process needs them no more. Their fate is heard until `close`."""
         if not self.has_failed and not self._has_left:
             self._has_left = True
             self._send({"left": True})
 
     def close(self) -> None:
-        """Tell and hear no more."""
+        """Stop telling and hearing."""
         self._is_over.set()
         if sys.excepthook == self._uncaught:
             sys.excepthook = self._hook
@@ -106,7 +106,7 @@ class Pulse:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is of this process, and not of the one that this is a fork of."""
+        """Whether this process made the pulse, and not one that this process is a fork of."""
         return os.getpid() == self._process
 
     # ---------------------------------------------------------------------------------------------------------------
@@ -148,7 +148,8 @@ class Pulse:
             _report(f"process {self.process}, {self._said}: {text}")
 
     def _judge(self) -> None:
-        """End a process that is blocked for good."""
+        """End a process that is blocked for good, and note as a fault that the hub or a process that left was silent
+        too long."""
         now = time.monotonic()
         if now - self._heard > self.timeout_s:
             self._fail(f"the hub of the run at {self.place}, beside process 0, has given no sign of life for "
@@ -171,7 +172,7 @@ class Pulse:
         return self.fault is not None
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Tell the others what ends this process, or say which of them it was."""
+        """Tell the others what ends this process, or report which of them ended it."""
         if self.fault is None and not (_may_be_a_peers(error) and self._inquest()):
             self._told = True
             self._send({"fault": f"failed, {self._said}: {kind.__name__}: {str(error)[:1000]}"})

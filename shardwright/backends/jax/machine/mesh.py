@@ -1,4 +1,4 @@
-"""`core.layout.mesh.Mesh` over JAX devices."""
+"""The JAX mesh of a `core.layout.mesh.Mesh`."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -33,7 +33,7 @@ def bind(mesh: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.shardin
 
 
 def require_devices(devices: Sequence[jax.Device] | None) -> list[jax.Device]:
-    """Those given, or all. Raises ClusterError for what is no list of JAX's devices."""
+    """The devices given, or all of them. Raises ClusterError for anything but a list of JAX's devices."""
     if devices is None:
         return list(jax.devices())
     if isinstance(devices, str) or not isinstance(devices, Iterable):
@@ -46,7 +46,8 @@ def require_devices(devices: Sequence[jax.Device] | None) -> list[jax.Device]:
 
 
 def no_mesh() -> AbstractContextManager[Any]:
-    """A plan has meshes of its own; one that the caller has set, of whatever axis types, is theirs alone."""
+    """A context without a mesh. A plan has meshes of its own; one that the caller has set, of whatever axis types, is
+    theirs alone."""
     try:
         return jax.set_mesh(NO_MESH)
     except ValueError as error:  # the only one: a program is being traced
@@ -57,7 +58,7 @@ def no_mesh() -> AbstractContextManager[Any]:
 
 
 def stages_of_process(plan: Plan, devices: Sequence[jax.Device]) -> list[int]:
-    """The stages of a plan on this process's devices, of those that the plan's mesh is laid over."""
+    """The stages of a plan on this process's devices, where ``devices`` are those that the plan's mesh is laid over."""
     grid = np.array(devices).reshape(plan.mesh.sizes)
     along = plan.mesh.names.index("pp") if "pp" in plan.mesh.names else 0
     own = np.vectorize(lambda device: device.process_index == jax.process_index())(grid)

@@ -19,11 +19,11 @@ from shardwright.core.cluster.hardware.measurements import LinkSample, Measureme
 
 SIDES = ((64, 64, 64), (256, 64, 256), (256, 256, 64), (256, 256, 256), (512, 512, 64), (256, 1024, 256),
          (256, 256, 1024), (512, 512, 512), (1024, 1024, 1024), (512, 3072, 768), (512, 768, 3072))  # fmt: skip
-"""(m, n, k) of the products measured: squares, and the thin ones of attention and feed-forward."""
+"""The (m, n, k) of the products measured: squares, and the thin ones of attention and feed-forward."""
 MESSAGES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
-"""Bytes of the all-reduces measured, on every device."""
+"""The bytes of the all-reduces measured, on every device."""
 CHAIN = 50
-"""Small ops in one compiled function, for the time of one."""
+"""The number of small ops in one compiled function, for the time of one."""
 _KINDS: dict[str, Kind] = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "tpu": "tpu"}
 _DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
@@ -135,7 +135,7 @@ def _all_reduce_s(size: int, devices: list[Any], budget_s: float) -> float:
 
 
 def _median_s(run: Callable[..., Any], arguments: tuple[Any, ...], devices: list[Any], budget_s: float) -> float:
-    """Median seconds of a call that every one of the devices makes over and over; their mean."""
+    """The median seconds of a call that every one of the devices makes over and over, as the mean over devices."""
 
     def on(device: Any) -> float:
         return _timed_s(run, jax.device_put(arguments, device), budget_s)
@@ -145,7 +145,7 @@ def _median_s(run: Callable[..., Any], arguments: tuple[Any, ...], devices: list
 
 
 def _timed_s(run: Callable[..., Any], arguments: tuple[Any, ...], budget_s: float) -> float:
-    """Median seconds of a call, of as many as the budget allows, at least 3."""
+    """The median seconds of a call, of as many as the budget allows, at least 3."""
     jax.block_until_ready(run(*arguments))
     times: list[float] = []
     began = time.perf_counter()
@@ -157,7 +157,7 @@ def _timed_s(run: Callable[..., Any], arguments: tuple[Any, ...], budget_s: floa
 
 
 def _host_copy_s(large: jax.Array, budget_s: float) -> float:
-    """Seconds to bring an array to the host; a new one each time, as what was brought once is kept."""
+    """The seconds to bring an array to the host: a new one each time, as an array that was brought once is kept."""
     fresh = jax.jit(lambda x: x + 1)
     times = []
     for _ in range(3):
@@ -169,7 +169,7 @@ def _host_copy_s(large: jax.Array, budget_s: float) -> float:
 
 
 def _machine(devices: list[Any]) -> str:
-    """What was measured, and under which conditions."""
+    """The device that was measured, and the conditions of the measurement."""
     said = f"{devices[0].device_kind} ({platform.machine()}), jax {jax.__version__}"
     if devices[0].platform != "cpu":
         return said

@@ -1,8 +1,8 @@
-"""How the processes of a run start together: `init` in place of `jax.distributed.initialize`.
+"""The rendezvous of a run's processes: `init` in place of `jax.distributed.initialize`.
 
-JAX waits 300 s for processes that do not come and 100 s for those that are gone, ends all others by an abort, and
-names none or a number. Here they meet at a hub first, which names who is missing, came twice, or was started for
-another number of processes; it stays beside them and hosts JAX's own service, so that this outlasts process 0 too.
+JAX waits 300 s for processes that do not come and 100 s for those that are gone, ends all others by an abort, and names
+none or a number. Here they meet at a hub first, which names who is missing, came twice, or was started for another
+number of processes; it stays beside them and hosts JAX's own service, so that this outlasts process 0 too.
 """
 
 import atexit
@@ -23,10 +23,10 @@ from shardwright.core.errors import ClusterError
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 LATER_S = 5.0
-"""How much longer than the hub the processes wait, so that they hear what it found."""
+"""The time that the processes wait longer than the hub, so that they hear its findings."""
 LOOK_S = 0.05
 PATIENCE = 10
-"""JAX's own limit for silent processes, in ours: it is to come later."""
+"""The factor of JAX's limit for silent processes over ours: JAX's is to come later."""
 _HUB = """
 import json, os, sys
 from jaxlib import _jax
@@ -110,7 +110,8 @@ def shutdown() -> None:
 
 
 def _at_exit(pulse: Pulse) -> None:
-    """JAX would wait for processes that do not come any more."""
+    """End the run at the exit of the process, and after a failure the process too: JAX would wait for processes that do
+    not come any more."""
     if not pulse.is_own:
         return
     shutdown()
@@ -153,7 +154,7 @@ def _free_port(host: str) -> int:
 
 
 def _start_hub(host: str, port: int, processes: int, timeout_s: float) -> None:
-    """The hub listens at the address that all were given; JAX's service at a port that it tells them."""
+    """Start the hub, which listens at the given address. JAX's service listens at a port that the hub tells all."""
     family = _family(host)
     listener = socket.socket(family, socket.SOCK_STREAM)
     local = {"::1": "::1"}.get(host, "127.0.0.1") if host in LOOPBACK else ""
@@ -183,7 +184,7 @@ def _start_hub(host: str, port: int, processes: int, timeout_s: float) -> None:
 
 
 def _meet(host: str, port: int, processes: int, process: int, timeout_s: float) -> tuple[socket.socket, dict[str, Any]]:
-    """A connection to the hub, and what it said once all had come."""
+    """A connection to the hub, and its words once all had come."""
     begun = time.monotonic()
     place = f"{host}:{port}"
     hello = {"process": process, "processes": processes, "host": socket.gethostname(), "pid": os.getpid()}
@@ -218,7 +219,7 @@ def _meet(host: str, port: int, processes: int, process: int, timeout_s: float) 
 
 
 def _line(connection: socket.socket) -> dict[str, Any]:
-    """One line, read byte by byte, so that nothing after it is taken."""
+    """One line of a connection, read byte by byte, so that nothing after it is taken."""
     found = b""
     while not found.endswith(b"\n"):
         byte = connection.recv(1)

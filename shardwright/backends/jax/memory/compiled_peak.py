@@ -1,4 +1,4 @@
-"""Bytes that each device holds at the peak of a compiled step: its arrays, and what XLA says of its programs."""
+"""The bytes that each device holds at the peak of a compiled step, by its arrays and XLA's analysis."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -15,13 +15,13 @@ from shardwright.core.schedule.actions import Action, Kind
 
 
 def program_bytes(compiled: jax.stages.Compiled) -> int:
-    """What one compiled program holds on a device: operands, results that take no operand's memory, temporaries."""
+    """The bytes of one compiled program on a device: operands, results that take no operand's memory, temporaries."""
     taken: Any = compiled.memory_analysis()
     return int(taken.argument_size_in_bytes) + _beside_operands(taken)
 
 
 def pipeline_bytes(pipeline: Pipeline, state: Any, devices: Sequence[jax.Device]) -> tuple[int, ...]:
-    """For every device the most bytes at once while a pipeline's actions run in their order, the update after them
+    """The most bytes at once on each device while a pipeline's actions run in their order, the update after them
     included. ``state``: the arrays that stay from step to step."""
     return _Account(pipeline, state, devices).run()
 
@@ -31,7 +31,7 @@ def _beside_operands(taken: Any) -> int:
 
 
 class _Account:
-    """Every array of a step from where it is made to where it is let go of."""
+    """The account of every array of a step from where it is made to where it is freed."""
 
     def __init__(self, pipeline: Pipeline, state: Any, devices: Sequence[jax.Device]) -> None:
         self.pipeline = pipeline
@@ -43,13 +43,13 @@ class _Account:
                 self.held[self.place[shard.device]] += shard.data.nbytes
         self.peak = self.held.copy()
         self.local: dict[tuple[int, int], int] = {}
-        """(stage, microbatch) → bytes on each of its devices."""
+        """The bytes by (stage, microbatch) on each of the stage's devices."""
         self.leaving = np.zeros(len(devices), dtype=np.int64)
-        """What a device's last action sent, which may be on its way still when the next begins."""
+        """The bytes that each device's last action sent, which may be on their way when the next begins."""
         self.readers: dict[int, list[tuple[int, bool, int]]] = {}
-        """Device → what reads that, as `_name` has it."""
+        """The actions that read those bytes, by device, each as `_name` has it."""
         self.ran: dict[tuple[int, bool, int], int] = {}
-        """Actions that ran before, numbered in their order."""
+        """The actions that ran before, numbered in their order."""
 
     def run(self) -> tuple[int, ...]:
         for stage in range(len(self.pipeline.launches)):
@@ -72,8 +72,8 @@ class _Account:
         self.peak[places] = np.maximum(self.peak[places], (self.held + self.leaving)[places] + more)
 
     def _whole_step_bytes(self, stage: int) -> int:
-        """What lies on a stage from the first action to the last, beside the state: its part of the batch, sums and
-        gradients, parameters of other stages."""
+        """The bytes that a stage holds from the first action to the last, beside the state: its part of the batch, sums
+        and gradients, parameters of other stages."""
         found: dict[Key, int] = {}
         for launch in self.pipeline.launches[stage].values():
             reads = zip(launch.function.reads, launch.function.avals, launch.run.input_shardings[0], strict=False)
@@ -113,7 +113,7 @@ class _Account:
         ]
 
         def is_read(reader: tuple[int, bool, int]) -> bool:
-            """By a stage of the same devices as a source, no later than that ran."""
+            """Whether the action that reads ran no later than the last source on the reader's devices."""
             after = [self.ran.get(s, -1) for s in sources if self._places(s[0]) == self._places(reader[0])]
             return reader in self.ran and self.ran[reader] <= max(after, default=-1)
 
@@ -121,7 +121,7 @@ class _Account:
 
     @staticmethod
     def _made(launch: Launch, stage: int) -> Iterable[tuple[int, int]]:
-        """(stage, bytes on each of its devices) of what an action leaves for others."""
+        """The (stage, bytes on each of its devices) of what an action leaves for others."""
         made = list(zip(jax.tree.leaves(launch.run.out_info), launch.run.output_shardings, strict=True))
         for position, is_local, _ in launch.stays:
             if is_local:
@@ -136,11 +136,12 @@ class _Account:
 
 
 def _name(part: Action) -> tuple[int, bool, int]:
-    """(stage, whether forward, microbatch): what an action sends, those of the same direction and microbatch read."""
+    """The (stage, whether forward, microbatch) of an action. Actions of the same direction and microbatch read what it
+    sends."""
     return part.stage, part.kind is Kind.FORWARD, part.microbatch or 0
 
 
 def _on_each(aval: Aval, at: jax.sharding.Sharding) -> int:
-    """Bytes of an array on each device of a sharding."""
+    """The bytes of an array on each device of a sharding."""
     entries: int = math.prod(at.shard_shape(tuple(aval.shape)))
     return entries * int(getattr(aval.dtype, "itemsize", 8))

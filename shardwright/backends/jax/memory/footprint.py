@@ -1,9 +1,9 @@
-"""What every unit of a model keeps and holds in this runtime: counted from the program of its derivative.
+"""The memory that every unit of a model keeps and holds in this runtime, counted from the program of its derivative.
 
-Each unit is cut out as a stage of its own, as `pipeline.actions` would run it. What its forward hands to its backward
-is then known to the byte (`pipeline.saved_activations`), also for two neighbours as one stage, which keep less than
-each for itself. What the backward holds beside that follows from its equations, with chains of elementwise arithmetic
-fused as XLA fuses them.
+Each unit is cut out as a stage of its own, as `pipeline.actions` would run it. The bytes that its forward hands to
+its backward are then known (`pipeline.saved_activations`), also for two neighbours as one stage, which keep less than
+each for itself. The memory that the backward holds beside them follows from its equations, with chains of elementwise
+arithmetic fused as XLA fuses them.
 """
 
 from collections.abc import Collection, Sequence
@@ -35,14 +35,14 @@ FUSED = frozenset(
     | {"reduce_or", "reduce_sum", "rem", "reshape", "rev", "round", "rsqrt", "select_n", "sign", "sin", "slice"}
     | {"sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh", "transpose", "xor", "mul_add"}
 )
-"""What XLA makes part of the loop that reads its result."""
+"""The primitives that XLA makes part of the loop that reads their result."""
 REPEATED = frozenset({"broadcast_in_dim", "iota"})
-"""Of these what is made again by every reader."""
+"""The fused primitives that every reader runs again."""
 SAME_MEMORY = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "copy"})
 
 
 def with_footprints(captured: Captured) -> Graph:
-    """The graph of a model, with what its units keep and hold in this runtime."""
+    """The graph of a model, with the memory that its units keep and hold in this runtime."""
     each, twice = footprints(captured.graph, captured.traces, captured.names)
     return replace(captured.graph, footprints=each, kept_twice=twice)
 
@@ -50,8 +50,8 @@ def with_footprints(captured: Captured) -> Graph:
 def footprints(
     graph: Graph, traces: Sequence[tuple[Any, Program]], names: Sequence[str]
 ) -> tuple[tuple[Footprint, ...], tuple[KeptTwice, ...]]:
-    """For every class of units what one keeps and holds, and what neighbours keep twice; empty where the program cannot
-    be cut into units.
+    """The memory that a unit of every class keeps and holds, and that which neighbours keep twice; empty where the
+    program cannot be cut into units.
 
     traces: the closed jaxpr and the program at batch 2 and at batch 3; ``names`` of the model's arrays, the first
     arguments.
@@ -71,7 +71,7 @@ def footprints(
             halves = [whole([(unit + odd) // 2 for unit in range(len(classes))]) for odd in (0, 1)]
             together.append([_kept_bytes(halves[first % 2].functions((first + 1) // 2)) for first in pairs.values()])
     except (ShardwrightError, ValueError, TypeError, NotImplementedError):
-        # What cannot be cut, or has no derivative (JAX says so in any of these ways), no pipeline trains either: the
+        # No pipeline trains a program that cannot be cut, or has no derivative (JAX says so in any of these ways): the
         # core counts by kinds of op.
         return (), ()
     twice = []
@@ -126,7 +126,8 @@ class _Stages:
         )
 
     def functions(self, stage: int, recompute: str = "none") -> StageFunctions:
-        """Of a stage as one unit that keeps what ``recompute`` says; what has side effects is never done again."""
+        """The functions of a stage as one unit that keeps what ``recompute`` says. Equations with side effects are
+        never run again."""
         parts = list(self.cut.parts)
         equations = tuple(
             replace(equation, unit=None if equation.effects else stage) for equation in parts[stage].equations
@@ -152,8 +153,8 @@ def _homes(units: Sequence[UnitBinding], calls: list[TracedCall], stage_of_unit:
 
 
 def _fullest(at_2: Sequence[int], at_3: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Bytes at every moment of one program, at batch 2 and at batch 3, as (fixed, for each sample): the moments that no
-    other exceeds at every batch."""
+    """The bytes at every moment of one program, at batch 2 and at batch 3, as (fixed, for each sample): the moments
+    that no other exceeds at every batch."""
     if len(at_2) != len(at_3):
         at_2, at_3 = [max(at_2)], [max(at_3)]
     lines = {(3 * two - 2 * three, three - two) for two, three in zip(at_2, at_3, strict=True)}
@@ -165,8 +166,8 @@ def _fullest(at_2: Sequence[int], at_3: Sequence[int]) -> tuple[tuple[int, int],
 
 
 def _bytes(functions: StageFunctions) -> tuple[int, list[int], int]:
-    """(kept from forward to backward, what enters it and is read again included; held by the backward beside that, at
-    every moment; of what is kept, bytes in fp32)."""
+    """The bytes of a unit: those kept from forward to backward, with the operands that the backward reads again; those
+    held by the backward beside them, at every moment; and the part of the kept bytes that is in fp32."""
     wide = [aval for aval in _kept(functions) if aval.dtype == jax.numpy.float32]
     return _kept_bytes(functions), held_bytes(functions.backward), sum(map(_size, wide))
 
@@ -185,7 +186,7 @@ def _size(aval: Any) -> int:
 
 
 def held_bytes(function: StageFunction) -> list[int]:
-    """The bytes alive at every moment while a compiled function runs; left out are its operands, what takes their
+    """The bytes alive at every moment while a compiled function runs. Left out are its operands, results in their
     memory, and gradients of parameters that wait to be added to their sums."""
     program = flatten(jax.make_jaxpr(function.function)(*function.avals))
     added = (atom for key, atom in zip(function.makes, program.outputs, strict=True) if key[0] in ("gradient", "sum"))
@@ -195,7 +196,7 @@ def held_bytes(function: StageFunction) -> list[int]:
 
 
 class _Liveness:
-    """Follows every value of a program that is in memory from what makes it to the last that reads it."""
+    """The liveness of every value of a program that is in memory, from what makes it to the last that reads it."""
 
     def __init__(self, program: FlatProgram, in_place: Collection[int]) -> None:
         self.program, self.in_place = program, in_place
@@ -207,7 +208,7 @@ class _Liveness:
         self.results = {atom for atom in program.outputs if isinstance(atom, int)}
 
     def moments(self) -> list[int]:
-        """Bytes alive at every equation; 0 before the first."""
+        """The bytes alive at every equation; 0 before the first."""
         made = {value: index for index, e in enumerate(self.program.equations) for value in e.outputs}
         stored = {value for value in made if self._is_stored(value)}
         last: dict[int, int] = {}
@@ -233,7 +234,8 @@ class _Liveness:
         return found
 
     def _copied_bytes(self, equation: Equation) -> int:
-        """Operands that are laid out anew for one product: of a convolution, and of products of many small matrices."""
+        """The bytes of operands that are laid out anew for one product: of a convolution, and of products of many small
+        matrices."""
         name = equation.primitive.name
         if name == "dot_general":
             (_, _), (batched, _) = equation.params["dimension_numbers"]
@@ -256,7 +258,7 @@ class _Liveness:
         return len(readers) > 1 and name not in REPEATED
 
     def _is_outer(self, equation: Equation) -> bool:
-        """Whether it is a product that sums over one entry: XLA multiplies instead."""
+        """Whether an equation is a product that sums over one entry: XLA multiplies instead."""
         if equation.primitive.name != "dot_general" or not isinstance(equation.inputs[0], int):
             return False
         (contracted, _), _ = equation.params["dimension_numbers"]

@@ -1,9 +1,9 @@
-"""Measure when the actions of a step ran, without holding any of them up.
+"""The times at which the actions of a step ran, measured without holding any of them up.
 
-For every rank a thread waits for the rank's actions one after the other and notes when each was done. On a busy machine
-it may come late to that; then what read the action's results, or ran after it, is seen to be done before it, and the
-earlier time counts. An action starts when it was handed out, what it reads was there, and the one before it on its rank
-was done: whichever came last.
+For every rank a thread waits for the rank's actions one after the other and notes when each was done. On a busy
+machine the thread may come late to that. Then an action that read the results, or ran after, is seen to be done before,
+and the earlier time counts. An action starts once it was handed out, its operands were there, and the one before it on
+its rank was done.
 """
 
 import queue
@@ -27,7 +27,7 @@ def _key(action: Action) -> _Key:
 
 @dataclass(slots=True)
 class _Done:
-    """One action: when it was handed out and when it was done, in seconds of the clock."""
+    """One action, with the times when it was handed out and when it was done, in seconds of the clock."""
 
     action: Action
     rank: int
@@ -38,7 +38,7 @@ class _Done:
 
 @dataclass(slots=True)
 class ActionTimer:
-    """Observes the actions of one step, which runs while it is entered. `timeline`, after that, waits for all."""
+    """An observer of the actions of one step, which runs while it is entered. `timeline`, after that, waits for all."""
 
     cut: Cut
     ranks: int
@@ -65,7 +65,7 @@ class ActionTimer:
             waiting.put(None)
 
     def timeline(self) -> Timeline:
-        """When everything ran."""
+        """The timeline of the step: when every action ran. Waits for all of them."""
         for thread in self.threads:
             thread.join()
         self._correct()
@@ -80,7 +80,7 @@ class ActionTimer:
         return Timeline.measured(spans, self.ranks)
 
     def _correct(self) -> None:
-        """No action is done after one that waited for it."""
+        """Move times earlier, so that no action is done after one that waited for it."""
         by_key = {_key(d.action): d for d in self.seen}
         after: dict[int, float] = {}
         for done in reversed(self.seen):

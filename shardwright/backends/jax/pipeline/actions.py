@@ -1,9 +1,9 @@
-"""Runs a cut training step under a core schedule: one process drives all stages, one dispatch per action.
+"""A cut training step run under a core schedule: one process drives all stages, one dispatch per action.
 
 Dispatch is asynchronous: the host hands out actions in an order that agrees with every rank's own and with the flow of
 values, and devices run as soon as what they wait for is there. Between stages arrays go by `transfers`.
 
-What a rank runs, it runs one after the other and in the schedule's order: every function reads a number that the one
+A rank runs its actions one after the other and in the schedule's order: every function reads a number that the one
 before it made. GPUs do so by themselves; on CPUs JAX starts whatever has its operands, also two functions at a time on
 one device, which then take the cores of a device whose result others wait for.
 """
@@ -29,35 +29,37 @@ from shardwright.core.schedule.checks import require_trains
 from shardwright.core.schedule.simulate import simulate_schedule
 
 MOST_AHEAD = 8
-"""Actions that a rank of several CPU devices is handed before they are done. XLA's CPU client lets a device have 32
-programs under way; one for several devices that finds them full waits in a thread of the pool that runs programs, and
-where that has no more threads than devices, none is left for those that others wait for in a collective."""
+"""The most actions that a rank of several CPU devices is handed before they are done. XLA's CPU client lets a device
+have 32 programs under way; one for several devices that finds them full waits in a thread of the pool that runs
+programs, and where that has no more threads than devices, none is left for those that others wait for in a collective.
+"""
 Observer = Callable[[Action, int, jax.Array], None]
-"""Called with every action once it is dispatched, its rank, and an array that is there when it is done."""
+"""A function that is called with every action once it is dispatched, its rank, and an array that is there when the
+action is done."""
 
 
 @dataclass(slots=True)
 class StepCounts:
-    """What one step asked of the host."""
+    """The counts of what one step asked of the host."""
 
     dispatches: int = 0
-    """Compiled programs started."""
+    """The number of compiled programs started."""
     transfers: int = 0
-    """Arrays moved between stages."""
+    """The number of arrays moved between stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageRun:
-    """What a stage has at hand during a step."""
+    """The arrays that a stage has at hand during a step."""
 
     shared: dict[Key, jax.Array]
     local: list[dict[Key, jax.Array]]
-    """Of every microbatch."""
+    """The arrays of each microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a stage takes from the state or the batch: from which of the step's arguments, and which array of it."""
+    """An array that a stage takes from the state or the batch: one of the step's arguments, and the position in it."""
 
     stage: int
     key: Key
@@ -66,7 +68,7 @@ class Load:
 
 
 class PipelineResult(NamedTuple):
-    """What a step makes, array by array."""
+    """The results of a step, array by array."""
 
     step: jax.Array
     params: list[jax.Array]
@@ -76,11 +78,11 @@ class PipelineResult(NamedTuple):
     grad_norm: jax.Array
     metric_sums: list[jax.Array]
     metric_rows: list[list[jax.Array]]
-    """Of every microbatch, [replica, samples, …]."""
+    """The rows of each microbatch, [replica, samples, …]."""
     bad_stage: jax.Array | None
-    """The last stage whose gradients are not finite, and 1; 0 for none."""
+    """The number of the last stage whose gradients are not finite, plus 1; 0 for none."""
     faults: list[jax.Array]
-    """What was noted of messages and losses: those of `Pipeline.faults`."""
+    """The notes on messages and losses: those of `Pipeline.faults`."""
 
 
 class Pipeline:
@@ -104,7 +106,7 @@ class Pipeline:
         self.parts = [part for action in order for part in action.flat]
         self.weights = {w.value: w for w in micro.cut.weights}
         self.is_compiled = False
-        """Whether all of it is."""
+        """Whether all programs are compiled."""
         self._compiler = Compiler()
         self.programs = StagePrograms(schedule, micro, optimizer, meshes, self._compiler)
         self.launches = self.programs.launches
@@ -127,7 +129,7 @@ class Pipeline:
         self.load_targets = [self.programs.sharding(load.stage, load.key) for load in self.loads]
         devices = meshes.devices(0)
         self.under_way: dict[int, deque[jax.Array]] | None = None
-        """For every rank of several CPU devices what is there when its last actions are done."""
+        """The arrays that are there when the last actions of each rank of several CPU devices are done."""
         if len(devices) > 1 and devices[0].platform == "cpu":
             self.under_way = {rank: deque(maxlen=MOST_AHEAD) for rank in self.markers}
         self.counts = StepCounts()
@@ -147,7 +149,7 @@ class Pipeline:
         return optimizer.compile_update(uses, *totals, self.micro.divisor, self.nonfinite, self._compiler)
 
     def finish(self) -> None:
-        """Wait until everything is compiled."""
+        """Wait until all programs are compiled."""
         if self.is_compiled:
             return
         self.programs.finish()
@@ -156,11 +158,11 @@ class Pipeline:
         self.is_compiled = True
 
     def cancel(self) -> None:
-        """Drop what has not begun to be compiled: this pipeline will not run."""
+        """Drop the programs that have not begun to be compiled: this pipeline will not run."""
         self._compiler.cancel()
 
     def _state_homes(self) -> dict[int, int]:
-        """The stage that changes each of the model's other values, of those that are changed."""
+        """The stage that changes each of the model's other values that a step changes."""
         parts = self.micro.cut.parts
         changed = self.micro.operands.state.items()
         return {
@@ -168,7 +170,7 @@ class Pipeline:
         }
 
     def _loads(self) -> tuple[list[Load], list[Load]]:
-        """What stages take of the state and the batch: the parameters that they hold, and what is sent to them."""
+        """The arrays that stages take of state and batch: the parameters that they hold, and those sent to them."""
         micro = self.micro
         arguments = ((micro.step,), [w.value for w in micro.cut.weights], (), micro.random, micro.state, micro.batch)
         at = {value: (number, i) for number, values in enumerate(arguments) for i, value in enumerate(values)}
@@ -189,8 +191,8 @@ class Pipeline:
     def __call__(
         self, state: Sequence[Any], batch: Sequence[jax.Array], observe: Observer | None = None
     ) -> PipelineResult:
-        """One step. ``state``: the step, parameters in pieces, the optimizer's, random keys, other state. ``batch``:
-        its leaves split into microbatches."""
+        """The results of one step. ``state``: the step, parameters in pieces, the optimizer's, random keys, other
+        state. ``batch``: its leaves split into microbatches."""
         step, params, optimizer, random, other = state
         self.counts = StepCounts()
         if self.under_way is not None:
@@ -227,7 +229,7 @@ class Pipeline:
         )  # fmt: skip
 
     def _begin(self, *arguments: Sequence[jax.Array]) -> list[StageRun]:
-        """Put what a step needs where it needs it, in one transfer, and start all sums at zero."""
+        """The arrays that each stage begins a step with, put there in one transfer, and its sums, at zero."""
         microbatches = range(self.schedule.microbatches)
         runs = [StageRun({}, [{} for _ in microbatches]) for _ in self.micro.cut.parts]
         for own in self.owned:
@@ -243,7 +245,7 @@ class Pipeline:
         return runs
 
     def _act(self, runs: list[StageRun], part: Action, observe: Observer | None) -> None:
-        """Dispatch one action: run it, keep and send what it makes, let go of what nobody needs any more."""
+        """Dispatch one action: run it, keep and send its results, and let go of arrays that nobody needs any more."""
         stage, m = part.stage, part.microbatch or 0
         launch = self.programs.launched(stage, part.kind)
         if launch is None:
@@ -274,8 +276,8 @@ class Pipeline:
 
 
 def dispatch_order(schedule: Schedule) -> list[Action]:
-    """All actions in the order in which they would start, were all stages alike: every rank's own order is kept, and
-    nothing comes before what it waits for. Raises ScheduleError for a schedule that does not train."""
+    """All actions in the order in which they would start if all stages took the same time. Every rank's own order is
+    kept, and nothing comes before what it waits for. Raises ScheduleError for a schedule that does not train."""
     costs = StageCosts.uniform(schedule.stages)
     require_trains(schedule)
     timeline = simulate_schedule(schedule, costs)

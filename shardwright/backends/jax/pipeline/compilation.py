@@ -1,4 +1,4 @@
-"""Compile many programs: beside whatever is traced next, and each different one once.
+"""The compilation of many programs: in the background, and each different one once.
 
 XLA compiles for given devices. Stages that are alike lower to the same text, so the first is compiled and the others
 load its executable onto their own devices, which takes a twentieth of the time.
@@ -28,24 +28,24 @@ CALLBACK = re.compile(r"custom_call @xla_\w*python\w*callback")
 
 @dataclass(slots=True)
 class Compilation:
-    """What a `Compiler` did: programs asked for, and those that were compiled rather than loaded again."""
+    """The counts of a `Compiler`: programs asked for, and those that were compiled rather than loaded again."""
 
     programs: int = 0
     compiled: int = 0
 
 
 class Compiler:
-    """Compiles in the background: traces are made under the interpreter's lock, compilations are not. What was started
-    while it was entered goes on after it, unless that ended in an error."""
+    """A compiler in the background: traces are made under the interpreter's lock, compilations are not. Compilations
+    that were started while it was entered go on after it, unless that ended in an error."""
 
     def __init__(self) -> None:
         self.done = Compilation()
         self._pool = ThreadPoolExecutor(os.cpu_count() or 1)
         self._loaders = ThreadPoolExecutor(os.cpu_count() or 1)
-        """Of their own, so that who waits for a program to be compiled keeps nobody from compiling."""
+        """Threads of their own for loading, so that a load that waits for its program keeps nobody from compiling."""
         self._counting = Lock()
         self._known: dict[tuple[Hashable, int], tuple[Devices, Future[jax.stages.Compiled]]] = {}
-        """Programs by their text, and by the key they were started with, and by the number of devices."""
+        """The compilations by the program's text, by the key they were started with, and by the number of devices."""
 
     def __enter__(self) -> "Compiler":
         return self
@@ -57,23 +57,23 @@ class Compiler:
             self.cancel()
 
     def close(self) -> None:
-        """Nothing more is started; what was goes on."""
+        """Start nothing more. Compilations that were started go on."""
         for pool in (self._pool, self._loaders):
             pool.shutdown(wait=False)
 
     def cancel(self) -> None:
-        """Nothing more is started, and what has not begun is dropped: whoever waits for it gets a CancelledError."""
+        """Start nothing more, and drop what has not begun: whoever waits for it gets a CancelledError."""
         for pool in (self._pool, self._loaders):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def start(
         self, lower: Callable[[], jax.stages.Lowered], devices: Devices, key: Hashable | None = None
     ) -> Callable[[], jax.stages.Compiled]:
-        """Begin with a program, given what lowers it, and return what waits for it.
+        """Begin with a program, which ``lower`` lowers, and return a function that waits for it.
 
-        One whose text is known, for as many devices, is not compiled again where it can be loaded on others, unless it
-        calls Python, of which the text says no more than that. One whose ``key`` is known is not lowered again
-        either; None is like no other.
+        A program whose text is known, for as many devices, is not compiled again where it can be loaded on others,
+        unless it calls Python, of which the text says no more than that. A program whose ``key`` is known is not
+        lowered again either; None is like no other key.
         """
         first, running = self._known.get((key, len(devices)), (devices, None))
         if key is None or running is None or not (devices == first or can_move(first)):
@@ -128,8 +128,8 @@ def _load(running: Future[jax.stages.Compiled], first: Devices, devices: Devices
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without looking for garbage: tracing makes many objects and next to no cycles, and going through all of them
-    again and again is a quarter of its time."""
+    """A context without garbage collection. Tracing makes many objects and next to no cycles, and going through all of
+    them again and again is a quarter of its time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -142,8 +142,8 @@ def uncollected() -> Iterator[None]:
 def lower(
     function: Callable[..., Any], avals: Sequence[Any], in_shardings: Any, out_shardings: Any, donate: tuple[int, ...]
 ) -> jax.stages.Lowered:
-    """Lower a function of flat arguments. Donated arguments that match no result are freed instead of reused, which
-    JAX would warn of."""
+    """The lowered form of a function of flat arguments. Donated arguments that match no result are freed instead of
+    reused, which JAX would warn of."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         devices = {device for at in jax.tree.leaves((in_shardings, out_shardings)) for device in at.device_set}

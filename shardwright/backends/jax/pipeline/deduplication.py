@@ -1,8 +1,8 @@
-"""Programs that do the same to other values: told apart before they are traced or lowered.
+"""Signatures of programs that do the same to other values, found before the programs are traced or lowered.
 
-Tracing and lowering are Python's work, and beside XLA's the longest part of a first step. What is compared here is
-exact, so that programs which compare equal are one program; where that cannot be told (side effects, constants of their
-own, derivative rules and inner programs that were traced apart), there is no signature, and each is traced by itself.
+Tracing and lowering are Python's work, and beside XLA's the longest part of a first step. The comparison here is exact,
+so that programs which compare equal are one program; where that cannot be told (side effects, constants of their own,
+derivative rules and inner programs that were traced apart), there is no signature, and each is traced by itself.
 """
 
 from collections import Counter
@@ -23,20 +23,20 @@ from shardwright.backends.jax.program.cut import Cut
 from shardwright.backends.jax.program.equations import Atom, Equation, FlatProgram
 
 NUMBERED = frozenset({"m", "kept", "between", "sum", "row", "fault", "marker"})
-"""Kinds of operand whose number is no value of the program."""
+"""The kinds of operand whose number is no value of the program."""
 
 
 def signature(
     flat: FlatProgram, equations: Iterable[Equation], inputs: Sequence[int], outputs: Iterable[Atom]
 ) -> Hashable | None:
-    """What equations make of inputs, whatever values are called. None where that cannot be told.
+    """A key of what equations make of inputs, whatever values are called. None where that cannot be told.
 
     Parameters of equations that Python calls equal, such as 0.0 and -0.0, are taken as equal; constants are compared
     bit by bit.
     """
     names = {value: position for position, value in enumerate(inputs)}
     parts: dict[Any, int] = {}
-    """Units and regions, numbered in the order in which they come."""
+    """The units and regions, numbered in the order in which they come."""
 
     def named(atom: Atom) -> Hashable:
         if isinstance(atom, int):
@@ -75,7 +75,7 @@ class TracedStages:
         self._known: dict[Hashable, tuple[StageFunctions, list[int], list[tuple[int, int]]]] = {}
 
     def of(self, stage: int) -> StageFunctions:
-        """Of a stage that is like an earlier one: that one's, which read and make this one's operands."""
+        """The functions of a stage: for a stage like an earlier one, the earlier one's with this one's operands."""
         kind, values, users = self._described(stage)
         if kind is None or kind not in self._known:
             found = stage_functions(self.cut, stage, self.operands, self.recompute)
@@ -100,7 +100,7 @@ class TracedStages:
         return StageFunctions(like(found.forward), like(found.backward), first_half, like(found.weight_grad))
 
     def _described(self, stage: int) -> tuple[Hashable | None, list[int], list[tuple[int, int]]]:
-        """What a stage does, the values that its operands are, and (departure, stage that reads it)."""
+        """A key of what a stage does, the values that its operands are, and (departure, stage that reads it)."""
         cut, operands, part = self.cut, self.operands, self.cut.parts[stage]
         arrivals = [arrival.value for arrival in part.arrivals]
         inputs = [*part.weights, *arrivals, *part.sources]
@@ -129,7 +129,7 @@ class TracedStages:
         return kind, [*inputs, *part.departures], users
 
     def _source(self, value: int) -> Hashable:
-        """What an argument is that is no parameter."""
+        """A key of the kind of an argument that is no parameter."""
         kind, _, _ = self.operands.key(value)
         if kind != "batch":
             return kind

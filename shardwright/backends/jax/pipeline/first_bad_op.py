@@ -1,7 +1,8 @@
-"""Every op of a step looked at: which is the first that makes a NaN, or an infinity, of values that are none.
+"""The first op of a step that makes a NaN, or an infinity, of values that are none.
 
-The program of one microbatch, forward and backward, is run once more with a look at what each of its equations reads
-and makes: whole, on one device, and before the step itself, so that the state is still what made the fault.
+The program of one microbatch, forward and backward, is run once more with a look at the values that each of its
+equations reads and makes. It runs whole, on one device, and before the step itself, so that the state is still the one
+that led to the fault.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,7 @@ LIBRARIES = ("flax", "optax", "jax")
 OPENED = INLINED | {"custom_lin"}
 NAN, INFINITY = 1, 2
 FRAMES = 30
-"""So many of the user's are looked through for one that is no library's."""
+"""The number of the user's frames that are looked through for one that is no library's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,9 @@ class Site:
 
     name: str
     equation: int
-    """Of the forward's program; -1 for none."""
+    """The number of the equation in the forward's program; -1 for none."""
     call: int
-    """Of the module call around it, where it is inside of an equation's own program; else -1."""
+    """The number of the module call around the op, where it is inside of an equation's own program; else -1."""
     is_backward: bool
     source: Any
 
@@ -55,9 +56,9 @@ class OpChecks:
     microbatches: Microbatches
     run: Callable[..., Any]
     sites: list[Site]
-    """Of what ``run`` looks at, in the order in which it runs."""
+    """The ops that ``run`` looks at, in the order in which it runs."""
     names: tuple[str, ...]
-    """Of the parameters."""
+    """The names of the parameters."""
     device: jax.Device
     _stages: dict[int, int] = field(default_factory=dict)
 
@@ -65,8 +66,8 @@ class OpChecks:
     def of(
         cls, plan: Plan, microbatches: Microbatches, parts: Parts, leaves: Sequence[Any], device: jax.Device
     ) -> "OpChecks":
-        """parts: the whole model taken apart, as arrays or shapes; leaves: those of a global batch; device: what the
-        program runs on."""
+        """The checked program of a plan's microbatches. parts: the whole model taken apart, as arrays or shapes;
+        leaves: those of a global batch; device: the one that the program runs on."""
         parts = jax.tree.map(abstract, parts)
         names = parts.names
         holdings = holdings_of(plan, names, [leaf.shape for leaf in jax.tree.leaves(parts.params)])
@@ -79,8 +80,8 @@ class OpChecks:
         return found
 
     def first(self, params: Any, random: Any, step: jax.Array, other: Any, leaves: Sequence[Any]) -> str:
-        """What is not finite of the first microbatch whose loss or gradients are not, and which ops made it; empty
-        where all are."""
+        """A text on the first microbatch whose loss or gradients are not finite, and on the ops that made it so; empty
+        where all are finite."""
         split = [self.microbatches.split(leaf, dim) for leaf, dim in zip(leaves, self.microbatches.dims, strict=True)]
         given = [jax.tree.leaves(params), jax.tree.leaves(random), step, jax.tree.leaves(other)]
         placed = jax.tree.map(self._placed, given)
@@ -123,9 +124,10 @@ class OpChecks:
 
 
 class _Program:
-    """Parameters, random state, the step, other state, the number of a microbatch and its part of the batch → whether
-    its loss is finite, whether its gradients are, the numbers of the sites that first made a NaN and an infinity (-1:
-    none), whether parameters and batch are finite, and the other state after it."""
+    """The checked program of one microbatch. It takes parameters, random state, the step, other state, the number of a
+    microbatch and its part of the batch. It returns whether the loss is finite, whether the gradients are, the numbers
+    of the sites that first made a NaN and an infinity (-1: none), whether parameters and batch are finite, and the
+    other state after it."""
 
     def __init__(self, micro: CutMicrobatch, trained: Sequence[bool], sites: list[Site]) -> None:
         self.micro, self.trained, self.sites = micro, trained, sites
@@ -171,8 +173,8 @@ class _Program:
 
 
 class _Looker:
-    """Runs a program equation by equation, and notes of each whether it makes a NaN or an infinity of values without:
-    a flag for each site, `NAN`, `INFINITY` or both."""
+    """A run of a program equation by equation, which notes whether each makes a NaN or an infinity of values without: a
+    flag for each site, `NAN`, `INFINITY` or both."""
 
     def __init__(self) -> None:
         self.sites: list[Site] = []
@@ -186,8 +188,8 @@ class _Looker:
         call: int,
         is_backward: bool,
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """The flags, and what the program returns. ``equation``, ``call``: what its equations belong to where they do
-        not say so themselves."""
+        """The flags, and the results of the program. ``equation`` and ``call`` are those of its equations that do not
+        say so themselves."""
         known: dict[Var, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
         known |= dict(zip(jaxpr.invars, given, strict=True))
         kinds: dict[Var, jax.Array] = {}
@@ -233,7 +235,7 @@ class _Looker:
     def _scan(
         self, params: Mapping[str, Any], inputs: Sequence[jax.Array], equation: int, call: int, is_backward: bool
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """A loop, whose every iteration has sites of its own."""
+        """The flags and results of a loop, whose every iteration has sites of its own."""
         body = params["jaxpr"]
         fixed, carried, length = params["num_consts"], params["num_carry"], params["length"]
         start = len(self.sites)
@@ -264,7 +266,7 @@ def _marked(stack: Any, inherited: int) -> int:
 
 
 def _kind(array: jax.Array) -> jax.Array:
-    """`NAN` and `INFINITY`, as an array has them."""
+    """The flags `NAN` and `INFINITY` of an array."""
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         return jnp.zeros((), jnp.int32)
     found: jax.Array = jnp.where(jnp.isnan(array).any(), NAN, 0) | jnp.where(jnp.isinf(array).any(), INFINITY, 0)
@@ -284,7 +286,7 @@ def _is_finite(array: jax.Array) -> jax.Array:
 
 
 def _line(source: Any) -> str:
-    """The user's line that an op comes from: the innermost that is no library's. ``model.py:12 (Block.__call__)``."""
+    """The user's line that an op comes from, the innermost outside libraries: ``model.py:12 (Block.__call__)``."""
     if source is None:
         return ""
     own = str(Path(shardwright.__file__).parent)

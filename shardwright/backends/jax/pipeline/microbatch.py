@@ -1,4 +1,4 @@
-"""Trace one microbatch of a training step and cut it by the plan."""
+"""The program of one microbatch of a training step, traced and cut by the plan."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from shardwright.core.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class CutMicrobatch:
-    """One microbatch's program in stages, and what its arguments are."""
+    """One microbatch's program in stages, and the roles of its arguments."""
 
     cut: Cut
     operands: Operands
@@ -34,14 +34,14 @@ class CutMicrobatch:
     state: tuple[int, ...]
     batch: tuple[int, ...]
     specs: dict[int, PartitionSpec]
-    """How the values that pass between stages are split over dp and tp."""
+    """The split over dp and tp of the values that pass between stages."""
     divisor: Callable[[jax.Array], jax.Array]
-    """What the sums of a step are divided by, from its `WEIGHT`."""
+    """A function that gives the divisor of a step's sums from its `WEIGHT`."""
     paths: tuple[str, ...]
-    """Of the module calls in the program, by their numbers."""
+    """The paths of the module calls in the program, by their numbers."""
 
     def watched(self, replicas: int) -> "CutMicrobatch":
-        """The same, whose stages note which microbatches are not finite."""
+        """The same program, whose stages note which microbatches are not finite."""
         split = {value: list(spec).index("dp") for value, spec in self.specs.items() if "dp" in spec}
         return replace(self, operands=replace(self.operands, watched=True, replicas=replicas, split=split))
 
@@ -107,8 +107,8 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
 def _trace(
     plan: Plan, microbatches: Microbatches, parts: Parts, split: Sequence[Any]
 ) -> tuple[FlatProgram, tuple[int, ...], tuple[str, ...]]:
-    """The flat program; how many of its arguments are parameters, random state, step, other state, m, batch; and the
-    paths of its module calls."""
+    """The flat program; the counts of its arguments that are parameters, random state, step, other state, m, batch; and
+    the paths of its module calls."""
     recorder = Recorder()
     recorded = replace(microbatches, loss=replace(microbatches.loss, recorder=recorder))
 
@@ -134,7 +134,7 @@ def _trace(
 
 
 def _homes(plan: Plan, calls: list[TracedCall]) -> Home:
-    """Where a module call belongs: what the plan says of it, or of the nearest call around it.
+    """The stage and unit that the plan gives to a module call, or to the nearest call around it.
 
     Only units that are recomputed are named as units."""
     again = set(computed_again(plan))
@@ -175,7 +175,7 @@ def _refuse_closed_over(flat: FlatProgram, parts: Parts, weights: Sequence[int])
 
 
 def _batch_specs(flat: FlatProgram, wider: FlatProgram, replicas: int) -> dict[int, PartitionSpec]:
-    """For every value the dim that grows with the number of replicas: it is split over dp."""
+    """The spec of each value with a dim that grows with the number of replicas: that dim is split over dp."""
     specs = {}
     for value, (one, other) in enumerate(zip(flat.avals, wider.avals, strict=False)):
         dims = [d for d, (a, b) in enumerate(zip(one.shape, other.shape, strict=False)) if a != b]
@@ -185,7 +185,7 @@ def _batch_specs(flat: FlatProgram, wider: FlatProgram, replicas: int) -> dict[i
 
 
 def _constraints(flat: FlatProgram) -> dict[int, PartitionSpec]:
-    """How the values lie that a constraint of the program's own speaks of; whole where it leaves a dim open."""
+    """The specs of values by the program's own sharding constraints; whole where a constraint leaves a dim open."""
     return {
         equation.outputs[0]: PartitionSpec(
             *(None if axes is PartitionSpec.UNCONSTRAINED else axes for axes in equation.params["sharding"].spec)

@@ -1,9 +1,8 @@
-"""A flat program over several meshes: what lives on one runs there, and scalars cross between them.
+"""A flat program over several meshes: equations on values of one mesh run there, and scalars cross between meshes.
 
-Made for the optimizer: nearly everything in it concerns one parameter, and what concerns all of them (a norm) is made
-of scalars. Equations of one mesh whose operands are there form one compiled piece; scalars made of several meshes'
-scalars are made on each. Between pieces only small values are handed on; others are made again, so that nothing is held
-twice.
+The program is the optimizer's: nearly everything in it concerns one parameter, and a norm of all of them is made of
+scalars. Equations of one mesh whose operands are there form one compiled piece; scalars made of several meshes' scalars
+are made on each. Between pieces only small values are handed on; others are made again, so that nothing is held twice.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -24,14 +23,14 @@ from shardwright.backends.jax.program.mesh_shards import Piece, divided, prepare
 from shardwright.core.errors import PlanError
 
 SCALAR_BYTES = 16
-"""Values up to this size are handed on from one piece of a mesh to its next, where larger ones are made again; and what
-follows from several meshes' is made on every mesh rather than on one."""
+"""The size up to which values are handed on from one piece of a mesh to its next; larger ones are made again. Up to
+this size, values that follow from several meshes' are made on every mesh rather than on one."""
 _Pack = tuple[int, str, int]
-"""Packed values: the piece that gives them, their dtype, and the mesh that they are on."""
+"""A key of packed values: the piece that gives them, their dtype, and the mesh that they are on."""
 
 
 class PlacedProgram:
-    """Compiled pieces and the order to run them in."""
+    """The compiled pieces of a program, and the order to run them in."""
 
     def __init__(
         self,
@@ -46,8 +45,9 @@ class PlacedProgram:
         successors: Mapping[int, int],
         compiler: Compiler,
     ) -> None:
-        """``shared`` arguments (scalars) are sent to whoever needs them beforehand; ``whole`` are the replicated
-        shardings of all meshes; ``successors`` are outputs → the argument that each takes the place of."""
+        """Compile a program over meshes. ``shared`` arguments (scalars) are sent to whoever needs them beforehand;
+        ``whole`` are the replicated shardings of all meshes; ``successors`` are outputs → the argument that each takes
+        the place of."""
         self.whole, self.donate = list(whole), list(donate)
         self.position = {value: index for index, value in enumerate(flat.arguments)}
         self.argument_homes, self.argument_shardings = list(argument_homes), list(argument_shardings)
@@ -70,7 +70,7 @@ class PlacedProgram:
     def _place_all(self, flat: FlatProgram, shared: Sequence[bool]) -> None:
         self.flat = flat
         self.effects: list[tuple[Equation, int, int]] = []
-        """Equations with side effects: each runs once, on one mesh at one level."""
+        """The equations with side effects, with the level and the mesh on which each runs once."""
         self.home: dict[int, int | None] = dict.fromkeys(flat.constants)
         self.level: dict[int, int] = dict.fromkeys(flat.constants, -1)
         for value, home, common in zip(flat.arguments, self.argument_homes, shared, strict=True):
@@ -86,7 +86,7 @@ class PlacedProgram:
                 self.home[value], self.level[value] = at, level
 
     def _place(self, equation: Equation) -> tuple[int | None, int]:
-        """The mesh (None: any) and the level (exchanges before it)."""
+        """The mesh of an equation (None: any) and its level, which counts the exchanges before it."""
         values = list(equation.values)
         homed = [value for value in values if self.home[value] is not None]
         homes = {self.home[value] for value in homed}
@@ -106,7 +106,7 @@ class PlacedProgram:
         return self._at_largest(values, homed)
 
     def _at_largest(self, values: Sequence[int], homed: Sequence[int]) -> tuple[int | None, int]:
-        """The mesh of the largest operand, where the others are sent."""
+        """The mesh of the largest operand, where the others are sent, and the level."""
         home = self.home[max(homed, key=self.flat.size_bytes)]
         return home, max(0, *(self.level[v] + (self.home[v] not in (None, home)) for v in values))
 
@@ -144,7 +144,7 @@ class PlacedProgram:
         return sorted(pieces.values(), key=lambda p: (p.level, p.stage))
 
     def _fill(self, piece: Piece, wanted: list[int], make: Any, pieces: Any, all_wanted: Any) -> None:
-        """Take what can be made here; ask others for the rest."""
+        """Give a piece the equations that it can run for its wanted values, and ask others for the rest."""
         missing = list(dict.fromkeys(wanted))
         chosen = {id(equation) for equation in piece.equations}
         arguments: dict[int, None] = {}
@@ -187,10 +187,10 @@ class PlacedProgram:
         return tuple(dict.fromkeys([*(v for v in replaced if v in piece.arguments), *piece.arguments]))
 
     def _compile(self, compiler: Compiler) -> None:
-        """Small values go from piece to piece packed, those of one dtype together."""
+        """Begin to compile the pieces. Small values go from piece to piece packed, those of one dtype together."""
         self.packs = [self._packed(piece) for piece in self.pieces]
         givers: dict[int, dict[int, int]] = {}
-        """Small values → the first piece on each mesh that gives them."""
+        """The small values → the first piece on each mesh that gives them."""
         for number, piece in enumerate(self.pieces):
             for value in piece.gives:
                 givers.setdefault(value, {}).setdefault(piece.stage, number)
@@ -226,7 +226,7 @@ class PlacedProgram:
             self._waiting[number] = compiler.start(lowering, devices, key)
 
     def _key(self, number: int, piece: Piece) -> Hashable | None:
-        """Equal for pieces that make the same of what they are given, packed alike."""
+        """A key that is equal for pieces that make the same of what they are given, packed alike."""
         bundled = [self.packs[source][name] for source, name in self.bundles[number]]
         given = [*piece.arguments, *(value for values in bundled for value in values)]
         packs = self.packs[number]
@@ -274,7 +274,7 @@ class PlacedProgram:
         return run
 
     def _plan(self) -> None:
-        """What a call does, worked out beforehand: where every operand of a piece comes from, and what goes where
+        """Work out beforehand what a call does: the source of every operand of a piece, and the values that are moved
         before the pieces of a level run."""
         first = [(self.flat.avals[v], self.argument_shardings[self.position[v]], self._at(v, stage))
                  for v, stage in self.first_moves]  # fmt: skip
@@ -296,11 +296,11 @@ class PlacedProgram:
         ]
 
     def _length(self, number: int, name: str) -> int:
-        """Of the values that a piece gives in one dtype, packed."""
+        """The number of entries of the values that a piece gives in one dtype, packed."""
         return sum(int(self.flat.avals[value].size) for value in self.packs[number][name])
 
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
-        """What the program returns, each on its mesh. Donated arguments are gone after it."""
+        """The results of the program, each on its mesh. Donated arguments are gone after it."""
         self.finish()
         away: list[Any] = []
         if self.first_route is not None:
@@ -323,7 +323,7 @@ class PlacedProgram:
 
     @property
     def dispatches(self) -> int:
-        """Compiled pieces that a call starts."""
+        """The number of compiled pieces that a call starts."""
         return len(self.pieces)
 
 

@@ -28,7 +28,7 @@ from shardwright.core.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an array is kept. ``rows`` for a piece of a stack."""
+    """The stage and sharding of an array, with ``rows`` for a piece of a stack."""
 
     stage: int
     sharding: NamedSharding
@@ -36,7 +36,7 @@ class Place:
 
 
 Places = tuple[Place, ...]
-"""Of one leaf: one, or one for each piece of a stack."""
+"""The places of one leaf: one, or one for each piece of a stack."""
 
 
 def is_stack(node: Any) -> bool:
@@ -81,8 +81,9 @@ class OptimizerCut:
         meshes: StageMeshes,
         trained: Trained,
     ) -> None:
-        """params: shapes of the whole parameters; shardings: like them, on any stage's mesh; shard: the ZeRO stage;
-        trained: which parameters the optimizer changes."""
+        """Place the parameters, gradients and states of an optimizer. params: shapes of the whole parameters;
+        shardings: like them, on any stage's mesh; shard: the ZeRO stage; trained: the parameters that the optimizer
+        changes."""
         self.optimizer, self.params, self.meshes, self.trained = optimizer, params, meshes, trained
         by_leaf: dict[int, list[Holding]] = {}
         for holding in holdings:
@@ -103,8 +104,8 @@ class OptimizerCut:
         ]
 
     def _state_places(self, of_parameters: Sequence[Places]) -> list[Places]:
-        """A leaf whose path ends in a parameter's lies on its stage, split like it when it has its shape; others
-        (counters) on stage 0."""
+        """The places of the state's leaves. A leaf whose path ends in a parameter's lies on the parameter's stage,
+        split like it when it has its shape. Others (counters) lie on stage 0."""
         parameters = jax.tree.leaves(self.params)
         found: list[Places] = []
         for at, leaf in zip(followed(self.state, self.params), jax.tree.leaves(self.state), strict=True):
@@ -141,8 +142,9 @@ class OptimizerCut:
         → the step, the state, the parameters, the loss and the gradients' norm. All but the two sums and the step are
         donated.
 
-        nonfinite: unless "ignore", the last result is the last stage whose gradients are not finite, and 1, or 0; with
-        "error" the state and the parameters stay as they were where the loss or a gradient is not finite.
+        nonfinite: unless "ignore", the last result is the number of the last stage whose gradients are not finite,
+        plus 1, or 0; with "error" the state and the parameters stay as they were where the loss or a gradient is not
+        finite.
 
         uses: the (leaf, stage) pairs of the gradients, where a tied parameter has several; of a stack, its pieces.
         divisor: what sums are divided by, from Σ weight.
@@ -198,7 +200,7 @@ class OptimizerCut:
         params: Any,
         nonfinite: str,
     ) -> tuple[Any, ...]:
-        """What `compile_update` compiles. summed: the number of the parameter of each of the sums."""
+        """The results of the update of `compile_update`. summed: the number of the parameter of each of the sums."""
         gathered: dict[int, jax.Array] = {}
         for leaf, given in zip(summed, sums, strict=True):
             gathered[leaf] = gathered[leaf] + given if leaf in gathered else given
@@ -220,8 +222,8 @@ class OptimizerCut:
         return *after, loss, norm, *(() if nonfinite == "ignore" else (bad_stage,))
 
     def _norm(self, gradients: Sequence[Any], params: Any) -> tuple[jax.Array, jax.Array]:
-        """The global norm of the gradients of what is trained, in fp32; and the last stage where they are not finite,
-        and 1, or 0. Of stacks that stages share, none is known."""
+        """The global norm of the gradients of what is trained, in fp32; and the number of the last stage where they are
+        not finite, plus 1, or 0. Of stacks that stages share, none is known."""
         homes = [places[0].stage if places[0].rows is None else -1 for places in self.parameters]
         mask = self.trained.mask(params)
         sums: dict[int, Any] = {}
@@ -266,7 +268,8 @@ class OptimizerCut:
 
 
 def _require_same_state(before: Any, after: Any) -> None:
-    """The update is compiled once, for the state that init makes."""
+    """Raise PlanError for an optimizer whose state changes its form. The update is compiled once, for the state that
+    init makes."""
     forms = [
         {name: f"{jnp.shape(leaf)} {jnp.result_type(leaf)}" for name, leaf in path_names(tree)}
         for tree in (before, after)
@@ -283,7 +286,7 @@ def _require_same_state(before: Any, after: Any) -> None:
 
 
 def _least(leaf: Any, holdings: Sequence[Holding]) -> jax.ShapeDtypeStruct:
-    """The shape of a parameter; of a stack with as many rows as divide those of all its pieces."""
+    """The shape of a parameter. A stack has as many rows as divide those of all its pieces."""
     rows = [h.rows[1] - h.rows[0] for h in holdings if h.rows is not None]
     return jax.ShapeDtypeStruct((math.gcd(*rows), *leaf.shape[1:]) if rows else leaf.shape, leaf.dtype)
 

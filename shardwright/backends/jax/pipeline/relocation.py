@@ -18,8 +18,8 @@ Devices = tuple[jax.Device, ...]
 
 
 def can_move(devices: Devices) -> bool:
-    """Whether programs for such devices can be loaded on others at all. What JAX's persistent cache gives back on CPUs
-    has lost functions when it is serialised again, which shows as an error when it runs."""
+    """Whether programs for such devices can be loaded on others at all. A program that JAX's persistent cache gives
+    back on CPUs has lost functions when it is serialised again, which shows as an error when it runs."""
     caches = jax.config.values["jax_enable_compilation_cache"] and jax.config.values["jax_compilation_cache_dir"]
     return str(devices[0].platform) == "cpu" and not caches
 

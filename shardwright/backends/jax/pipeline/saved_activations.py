@@ -1,4 +1,4 @@
-"""Values that a stage keeps from forward to backward: the core decides (`core.cost.remade_values`)."""
+"""The values that a stage keeps from forward to backward. The core decides (`core.cost.remade_values`)."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ CHEAP = frozenset(
     | {"expand_dims", "ge", "gt", "integer_pow", "iota", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or"}
     | {"reshape", "select_n", "sign", "slice", "square", "squeeze", "stop_gradient", "sub", "transpose", "xor"}
 )
-"""Arithmetic that fuses with what reads it. Transcendental functions, products and reductions are kept."""
+"""The arithmetic that fuses with what reads it. Transcendental functions, products and reductions are kept."""
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "scan", "while"})
-"""Primitives that read their operands from memory."""
+"""The primitives that read their operands from memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Residuals:
-    """``kept``: the values that are handed from forward to backward. ``remade``: the equations that make all others of
-    them and of the program's inputs, in order."""
+    """The values that are handed from forward to backward (``kept``), and the equations that make all others of them
+    and of the program's inputs, in order (``remade``)."""
 
     kept: tuple[int, ...]
     remade: tuple[Equation, ...]

@@ -1,4 +1,4 @@
-"""NaN and infinity in losses and gradients, told with the step, and the stage and microbatch where they came up.
+"""The report of NaN and infinity in losses and gradients: the step, the stage and the microbatch where they came up.
 
 The numbers are computed with the step, on its devices: the losses of microbatches, sums of squares of gradients that
 their norm needs anyway, and between stages one look at each message. The host reads them in a later call, when they are
@@ -22,36 +22,36 @@ from shardwright.core.errors import NonFiniteError, ShardwrightError
 
 Answer = Literal["warn", "error", "ignore"]
 MOST_WARNINGS = 3
-"""So many steps are warned of in a run."""
+"""The most steps of a run that are warned of."""
 BEHIND = 2
-"""A step is looked at no later than in the call that comes so many after its own."""
+"""The number of calls after its own in which a step is looked at, at the latest."""
 
 
 class Evidence(NamedTuple):
-    """What a step leaves to be looked at, as arrays."""
+    """The arrays of a step that are to be looked at."""
 
     step: jax.Array
-    """Updates made before it."""
+    """The number of updates made before the step."""
     loss: jax.Array
     norm: jax.Array
-    """Of all gradients."""
+    """The norm of all gradients."""
     details: Any
-    """Read where one of these is not finite."""
+    """The arrays that are read where the loss or the norm is not finite."""
 
 
 class Teller(Protocol):
-    """Puts the details of one form of step into words."""
+    """A protocol for putting the details of one form of step into words."""
 
     def text(self, evidence: Evidence) -> str:
-        """What is not finite, and where it came from. The arrays are on the host."""
+        """A text on what is not finite, and on where it came from. The arrays are on the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class OneProgram:
-    """Of steps whose details are Σ weight · loss of every microbatch and the sum of squares of every gradient."""
+    """The teller of steps whose details are each microbatch's Σ weight · loss and each gradient's sum of squares."""
 
     names: Sequence[str]
-    """Of the parameters that are trained."""
+    """The names of the parameters that are trained."""
 
     def text(self, evidence: Evidence) -> str:
         losses, squares = evidence.details
@@ -67,13 +67,13 @@ class OneProgram:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Of pipelines: details are the last stage whose gradients are not finite (0: none is known, else one more than
-    its number), and what was noted of messages and losses on each stage (`StageFunctions`)."""
+    """The teller of pipelines. The details are the number of the last stage whose gradients are not finite, plus 1 (0:
+    none is known), and the notes on messages and losses of each stage (`StageFunctions`)."""
 
     cut: Cut
     microbatches: int
     labels: Sequence[tuple[int, int]]
-    """(stage, what was looked at) of everything noted."""
+    """The (stage, kind of what was looked at) of every note."""
 
     def text(self, evidence: Evidence) -> str:
         gradients, rows = evidence.details
@@ -89,7 +89,7 @@ class Staged:
         return f"{said}: {self._origin(BACKWARD, bad[BACKWARD], int(gradients) - 1, -1)}"
 
     def _origin(self, way: int, bad: Mapping[int, np.ndarray], end: int, microbatch: int) -> str:
-        """Which stage made it. bad: stages to which something came that was not finite; end: where it was seen."""
+        """A text on the stage that made it. bad: the stages that a non-finite value came to; end: where it was seen."""
         letter = "F" if way == FORWARD else "B"
         kind = 0 if any(row[:, 0].any() for row in bad.values()) else 1
         came = [stage for stage, row in bad.items() if row[:, kind].any()]
@@ -112,7 +112,7 @@ class Staged:
 
 
 class Sentinel:
-    """Keeps the evidence of steps until it is looked at.
+    """The keeper of the evidence of steps, until it is looked at.
 
     Args:
         answer: what to do when a loss or a gradient is not finite.
@@ -127,13 +127,13 @@ class Sentinel:
         self._told: set[int] = set()
 
     def note(self, evidence: Evidence | None, teller: Teller) -> None:
-        """A step was started."""
+        """Note that a step was started."""
         if evidence is not None:
             self._pending.append((evidence, teller))
 
     def look(self, left: int = BEHIND - 1) -> None:
-        """Look at all steps but the last ``left``, and at those that are over where nobody else has to do the same.
-        Raises NonFiniteError if that is the answer; then nothing is left to be looked at."""
+        """Look at all steps but the last ``left``, and at steps that are over where no other process has to do the
+        same. Raises NonFiniteError if that is the answer; then nothing is left to be looked at."""
         while self._pending:
             evidence, teller = self._pending[0]
             gone = evidence.loss.is_deleted() or evidence.norm.is_deleted()  # given to a function that donates them
@@ -151,7 +151,7 @@ class Sentinel:
             self.say(f"step {int(found.step)}: {teller.text(found)}{more}")
 
     def tell_beforehand(self, step: int, text: str) -> None:
-        """Complain of a step that is not run yet, and not once more of the same when it is."""
+        """Complain of a step that is not run yet, and do not complain again when it is."""
         self._told = {step}
         self.say(f"step {step}: {text}")
 
@@ -180,7 +180,7 @@ def require_settings(answer: Any, debug: Any) -> None:
         raise ShardwrightError("debug='numerics' and nonfinite='ignore' are given: leave one of them out")
 
 
-# What is computed with the step
+# --- computed with the step
 
 
 def is_sound(loss: jax.Array, norm: jax.Array) -> jax.Array:
@@ -214,7 +214,7 @@ def _host(array: jax.Array) -> np.ndarray:
 
 
 def _microbatch(row: np.ndarray, kind: int) -> tuple[int, str]:
-    """The first microbatch that was noted, and of which replica if not of all."""
+    """The first microbatch that was noted, and the text of its replica if not of all."""
     numbers = np.where(row[:, kind] > 0, row[:, kind], np.iinfo(np.int32).max)
     replica = "" if (numbers == numbers[0]).all() else f", replica {int(numbers.argmin())}"
     return int(numbers.min()) - 1, replica

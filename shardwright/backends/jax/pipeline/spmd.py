@@ -1,7 +1,7 @@
-"""Pipelines of stages that are alike, as one SPMD program: it runs over the devices of any number of processes.
+"""Pipelines of equal stages as one SPMD program, which runs over the devices of any number of processes.
 
-What comes before the blocks and after them runs on every rank. Between, `shard_map` over pp: every rank holds its
-stages' weights, and hands what it made to the next with `ppermute`. One stage per rank is GPipe (arXiv 1811.06965);
+Equations before the blocks and after them run on every rank. The blocks run in a `shard_map` over pp: every rank holds
+its stages' weights, and hands its results to the next with `ppermute`. One stage per rank is GPipe (arXiv 1811.06965);
 several are the circular, breadth-first order (arXiv 2211.05953). The backward is the transpose of the loop.
 """
 
@@ -83,7 +83,7 @@ def _refuse_results_of_blocks(micro: CutMicrobatch, stages: int) -> None:
 
 
 def _longest_run(classes: Sequence[int]) -> tuple[int, int]:
-    """The longest run of units of one class: its first, and the one after its last."""
+    """The longest run of units of one class: the first unit, and the one after the last."""
     best, start = (0, 0), 0
     for index in range(1, len(classes) + 1):
         if index == len(classes) or classes[index] != classes[start]:
@@ -94,7 +94,7 @@ def _longest_run(classes: Sequence[int]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class SpmdLoss:
-    """Σ weight · loss and Σ weight over all microbatches, as one program."""
+    """The loss of all microbatches as one program: Σ weight · loss and Σ weight."""
 
     micro: CutMicrobatch
     blocks: Alike
@@ -106,7 +106,8 @@ class SpmdLoss:
 
     @classmethod
     def of(cls, micro: CutMicrobatch, plan: Plan, mesh: Mesh) -> "SpmdLoss":
-        """Raises MissingCapabilityError when stages are not alike, or the model keeps state between microbatches."""
+        """The loss of a cut microbatch under a plan. Raises MissingCapabilityError when stages are not alike, or the
+        model keeps state between microbatches."""
         if micro.operands.state:
             raise MissingCapabilityError(
                 "the model keeps state from microbatch to microbatch (batch statistics), which one program for all "
@@ -124,8 +125,8 @@ class SpmdLoss:
     def __call__(
         self, stacked: Sequence[Any], weights: dict[int, Any], sources: dict[int, Any], batch: dict[int, Any]
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, list[jax.Array], list[jax.Array]]]:
-        """Σ weight · loss; Σ weight · loss of every microbatch, Σ weight, and of metrics the arrays that add up and
-        those that are joined.
+        """The sum of weight · loss; that of every microbatch, Σ weight, and the metrics' arrays that add up and those
+        that are joined.
 
         stacked: for every weight of the blocks [rounds, ranks, …], the ranks along pp; weights: all others."""
         parts, flat = self.micro.cut.parts, self.micro.cut.flat
@@ -160,7 +161,7 @@ class SpmdLoss:
         return totals.sum(), (totals, counted.sum(), sums, beside[len(sums) :])
 
     def _block(self, weights: list[Any], carried: list[Any], known: dict[int, Any]) -> tuple[list[Any], list[Any]]:
-        """One stage on one microbatch: what it hands on, and what the last stage is asked for."""
+        """The values that one stage hands on for one microbatch, and those that the last stage is asked for."""
         blocks, values = self.blocks, {**self.micro.cut.flat.constants, **known}
         values.update((ids[0], w) for ids, w in zip(blocks.stacked, weights, strict=True))
         values.update(zip(blocks.entering, carried, strict=True))
@@ -170,7 +171,7 @@ class SpmdLoss:
     def _pipeline(
         self, stacked: Sequence[Any], common: dict[int, Any], batch: dict[int, Any], early: dict[int, Any]
     ) -> list[Any]:
-        """What the last stage made of every microbatch: for each of `Alike.final`, [microbatches, …]."""
+        """The values that the last stage made of every microbatch: for each of `Alike.final`, [microbatches, …]."""
         blocks, ranks, count = self.blocks, self.ranks, self.microbatches
         dims, number = self.micro.operands.batch, self.micro.operands.m
         shared = {v: common[v] for v in blocks.shared if v in common}
@@ -219,8 +220,8 @@ class SpmdLoss:
             # While a rank has nothing to do it runs on the first or the last microbatch, from which nothing is learnt.
             nothing, last = [e[0] for e in entering], [jnp.repeat(e[-1:], ranks - 1, 0) for e in entering]
             ticks = self.rounds * count + ranks - 1
-            # What enters tick by tick has its gradient made tick by tick; a loop that picks from the whole of it would
-            # add to the whole of its gradient every time. With several rounds it waits where later ones will.
+            # An input that enters tick by tick has its gradient made tick by tick; a loop that picks from the whole
+            # input would add to its whole gradient every time. With several rounds it waits where later ones will.
             stored = entering if circular else []
             first = [] if circular else [jnp.concatenate(both) for both in zip(entering, last, strict=True)]
             _, finals = jax.lax.scan(tick, (nothing, stored), (jnp.arange(ticks), first))
@@ -239,8 +240,8 @@ class SpmdLoss:
 
 
 def _learning_if(busy: jax.Array, values: Any) -> Any:
-    """Values as they are, with gradients where ``busy``, and zeros elsewhere. A gradient of zero that went through the
-    stage would not stay zero: where a derivative of the stage is infinite, zero times it is NaN."""
+    """Values as they are, with gradients where ``busy``, and gradients of zero elsewhere. A gradient of zero that went
+    through the stage would not stay zero: where a derivative of the stage is infinite, zero times it is NaN."""
 
     def passed(a: Any) -> Any:
         inexact = jnp.issubdtype(a.dtype, jnp.inexact)

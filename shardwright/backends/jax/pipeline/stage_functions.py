@@ -1,9 +1,9 @@
 """The functions of one stage: forward, backward, and the backward in two halves (input gradient, weight gradient).
 
-The forward's program is differentiated once. What its backward reads is an argument of the stage, which is at hand
-anyway unless it is state that later microbatches change, or made again by cheap arithmetic (`saved_activations`), or
-*kept* from forward to backward. The halves divide the backward's equations: those that the gradients of arrivals need,
-and the rest, with what passes between them kept once more (zero bubble, arXiv 2401.10241, section 2).
+The forward's program is differentiated once. A value that its backward reads is an argument of the stage, which is at
+hand anyway unless it is state that later microbatches change, or made again by cheap arithmetic (`saved_activations`),
+or *kept* from forward to backward. The halves divide the backward's equations: those that the gradients of arrivals
+need, and the rest, with the values that pass between them kept once more (zero bubble, arXiv 2401.10241, section 2).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,8 +40,8 @@ Kind = Literal[
     "marker",  # what a rank has run so far, counted: there when a function is done, and read by the rank's next
 ]
 Key = tuple[Kind, int, int]
-"""What an operand is: its kind, its number (a value of the cut program; a position), and for cotangents the stage that
-sends it (else 0)."""
+"""The key of an operand: its kind, its number (a value of the cut program; a position), and for cotangents the stage
+that sends it (else 0)."""
 MARKER: Key = ("marker", 0, 0)
 
 
@@ -53,13 +53,13 @@ class StageFunction:
     reads: tuple[Key, ...]
     makes: tuple[Key, ...]
     avals: tuple[Aval, ...]
-    """Shapes of what it reads."""
+    """The shapes and dtypes of what the function reads."""
     donates: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageFunctions:
-    """What a stage can be asked to do. ``input_grad`` is None where no gradient flows further back."""
+    """The functions of a stage. ``input_grad`` is None where no gradient flows further back."""
 
     forward: StageFunction
     backward: StageFunction
@@ -69,24 +69,24 @@ class StageFunctions:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """How arguments of the microbatch's program are handed to stages."""
+    """The roles of the arguments and outputs of the microbatch's program, and the way they are handed to stages."""
 
     batch: Mapping[int, bool]
-    """Leaves of the batch; whether each has a batch dim, and so is sliced by microbatch."""
+    """The leaves of the batch → whether each has a batch dim, and so is sliced by microbatch."""
     batch_avals: Mapping[int, jax.ShapeDtypeStruct]
-    """Their shapes with all microbatches."""
+    """The shapes of those leaves with all microbatches."""
     m: int
     state: Mapping[int, int]
-    """Arguments that carry state → the outputs that carry it on."""
+    """The arguments that carry state → the outputs that carry it on."""
     sums: tuple[int, ...] = ()
-    """Outputs that add up over microbatches, beside the loss and its weight."""
+    """The outputs that add up over microbatches, beside the loss and its weight."""
     rows: tuple[int, ...] = ()
-    """Outputs that are joined over microbatches."""
+    """The outputs that are joined over microbatches."""
     watched: bool = False
     """Whether stages note which microbatches are not finite."""
     replicas: int = 1
     split: Mapping[int, int] = field(default_factory=dict)
-    """The dims of values that are split over replicas: what is noted of those is noted by each."""
+    """The dims of values that are split over replicas. Each replica notes its own part of those values."""
 
     def key(self, value: int) -> Key:
         if value == self.m:
@@ -95,9 +95,9 @@ class Operands:
 
 
 FORWARD, BACKWARD, LOSS = 0, 1, 2
-"""What is looked at, the number of a "fault": what came in for a forward, for a backward, and losses."""
+"""The number of a "fault": of the values that came in for a forward, for a backward, and of losses."""
 TOTAL, WEIGHT = 0, 1
-"""Positions among the program's outputs: Σ weight · loss and Σ weight over replicas; state and metrics follow."""
+"""The positions among the program's outputs of Σ weight · loss and Σ weight over replicas. State and metrics follow."""
 
 
 def stage_functions(
@@ -138,7 +138,7 @@ class _Builder:
     # --- forward
 
     def _trace_forward(self) -> tuple[FlatProgram, PyTreeDef, list[Key]]:
-        """The program of the forward: what it returns (`_returned`), then everything that its derivative reads."""
+        """The program of the forward: its results (`_returned`), then everything that its derivative reads."""
         structures: list[PyTreeDef] = []
         split = len(self.weights), len(self.weights) + len(self.fixed_weights)
         until = split[1] + len(self.arriving)
@@ -212,8 +212,8 @@ class _Builder:
     def _trace_backward(
         self, structure: PyTreeDef, forward: FlatProgram, saved: Sequence[Atom], residual: Residuals
     ) -> tuple[FlatProgram, dict[int, Key]]:
-        """The program of the backward: from what is at hand, what was kept, and cotangents, to gradients of weights and
-        arrivals; and what its arguments are."""
+        """The program of the backward, and the keys of its arguments. It goes from values at hand, kept values and
+        cotangents to gradients of weights and arrivals."""
         named = dict(zip(forward.arguments, (self._key(v) for v in self.inputs), strict=True))
         used = {a for a in saved if isinstance(a, int)} | {v for e in residual.remade for v in e.values}
         keys: dict[int, Key] = {argument: key for argument, key in named.items() if argument in used}
@@ -278,7 +278,8 @@ class _Builder:
         """A function over flat operands. Sums and gradients are added to what is handed in; cotangents of one value
         from several stages are summed; leaves of the batch come whole and are sliced by the microbatch's number.
 
-        looks: kinds of operand and result whose values are looked at where stages are ``watched``, and as what.
+        looks: the kinds of operand and result whose values are looked at where stages are ``watched``, and the
+        number of the "fault" of each.
         """
         equations = tuple(equations)
         used = {v for e in equations for v in e.values} | {a for a in outputs if isinstance(a, int)}
@@ -326,7 +327,7 @@ class _Builder:
         return StageFunction(run, order, (*makes, *noted, MARKER), tuple(keys.values()), donates)
 
     def _spelled(self, key: Key) -> list[Key]:
-        """A cotangent comes from every stage that used the value."""
+        """The keys behind a key: a cotangent comes from every stage that used the value."""
         if key[0] != "cotangent":
             return [key]
         users = [s for s, p in enumerate(self.cut.parts) if any(a.value == key[1] and a.source == self.stage
@@ -348,8 +349,8 @@ class _Builder:
 
 
 def _badness(array: jax.Array, replicas: int, dim: int | None) -> jax.Array:
-    """For every replica 2 where an array has a NaN, else 1 where it has an infinity, else 0; without any of them
-    waiting for another, where it is split over them. One pass."""
+    """A number for every replica: 2 where its part of an array has a NaN, else 1 where it has an infinity, else 0. No
+    replica waits for another where the array is split over them. One pass."""
     found = jnp.where(jnp.isnan(array), 2, jnp.where(jnp.isinf(array), 1, 0))
     if dim is None:
         return jnp.broadcast_to(jnp.max(found, initial=0), (replicas,))
@@ -359,7 +360,7 @@ def _badness(array: jax.Array, replicas: int, dim: int | None) -> jax.Array:
 
 
 def _first_bad(before: jax.Array, m: jax.Array, badness: Sequence[jax.Array]) -> jax.Array:
-    """A "fault" after one more microbatch."""
+    """The "fault" after one more microbatch."""
     worst = reduce(jnp.maximum, badness)[:, None]
     return jnp.where((before == 0) & (worst == jnp.array([2, 1])), m + 1, before)
 

@@ -1,7 +1,7 @@
-"""The compiled functions of a pipeline's stages, and how each is launched: what it reads, and where its results go.
+"""The compiled functions of a pipeline's stages, with the operands of each and the destinations of its results.
 
-They are compiled in the background. A function that takes what another keeps, which on several devices lies as the
-compiler put it, is begun with once that is compiled.
+They are compiled in the background. A function that takes what another keeps is begun with once the other is compiled,
+as on several devices the compiler decides the sharding of what is kept.
 """
 
 from collections.abc import Callable
@@ -25,25 +25,25 @@ from shardwright.core.schedule import Schedule
 from shardwright.core.schedule.actions import Kind
 
 LOCAL = frozenset({"arrival", "kept", "between", "cotangent"})
-"""Kinds of operand that belong to one microbatch; the others are a stage's for the whole step."""
+"""The kinds of operand that belong to one microbatch. The others are a stage's for the whole step."""
 FOLLOWING = {Kind.FORWARD: (Kind.BACKWARD, Kind.INPUT_GRAD), Kind.INPUT_GRAD: (Kind.WEIGHT_GRAD,)}
-"""Functions that take what another keeps, which on several devices lies as the compiler put it."""
+"""The functions that take what another keeps, whose sharding on several devices is the compiler's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
-    """A compiled stage function, and where its operands come from."""
+    """A compiled stage function, the sources of its operands and the destinations of its results."""
 
     run: jax.stages.Compiled
     function: StageFunction
     reads: tuple[tuple[bool, Key], ...]
-    """(whether of the microbatch, key)."""
+    """The operands: (whether of the microbatch, key)."""
     sends: tuple[tuple[int, int, Key], ...]
-    """For every result that goes to another stage: its position, the stage, and its key there."""
+    """The results that go to another stage: the position, the stage, and the key there."""
     route: Route
-    """How those go."""
+    """The route of those results."""
     stays: tuple[tuple[int, bool, Key], ...]
-    """Results kept on the stage: position, whether for this microbatch, key."""
+    """The results kept on the stage: the position, whether for this microbatch, the key."""
 
 
 class StagePrograms:
@@ -56,13 +56,13 @@ class StagePrograms:
         self.spots = _spots(optimizer, micro)
         self.kept: list[dict[Key, jax.sharding.Sharding]] = [{} for _ in range(len(meshes))]
         self.launches: list[dict[Kind, Launch]] = [{} for _ in range(len(meshes))]
-        """Once they are compiled: after a step, or `finish`."""
+        """The launches of each stage, once they are compiled: after a step, or `finish`."""
         self.zeros: list[Callable[[], jax.stages.Compiled]] = []
         self.zero_keys: list[tuple[Key, ...]] = []
         self._waiting: dict[tuple[int, Kind], Callable[[], None]] = {}
 
     def sharding(self, stage: int, key: Key) -> NamedSharding:
-        """How an array of a stage is split."""
+        """The sharding of an array of a stage."""
         kind, number, _ = key
         whole = self.meshes.whole[stage]
         if kind in ("weight", "gradient"):
@@ -76,8 +76,8 @@ class StagePrograms:
         return whole
 
     def start(self, recompute: str) -> None:
-        """Trace everything and begin to compile it: what takes longest first, so that it is compiled while the rest is
-        traced."""
+        """Trace everything and begin to compile it. The longest compilations come first, so that they run while the
+        rest is traced."""
         traced = TracedStages(self.micro.cut, self.micro.operands, recompute)
         for stage in range(len(self.meshes)):
             own = traced.of(stage)
@@ -87,7 +87,7 @@ class StagePrograms:
             self.zeros.append(self._start_zeros(stage, shapes))
 
     def finish(self) -> None:
-        """Wait until everything is compiled."""
+        """Wait until all programs are compiled."""
         while self._waiting:
             for stage, kind in list(self._waiting):
                 self.launched(stage, kind)
@@ -95,8 +95,8 @@ class StagePrograms:
             zeros()
 
     def launched(self, stage: int, kind: Kind) -> Launch | None:
-        """What carries out an action, once it is compiled. None for an input gradient on a stage where no gradient
-        flows further back."""
+        """The launch of an action, once it is compiled. None for an input gradient on a stage where no gradient flows
+        further back."""
         if (stage, kind) in self._waiting:
             self._waiting[stage, kind]()
             del self._waiting[stage, kind]
@@ -145,7 +145,7 @@ class StagePrograms:
         return lower(function.function, function.avals, into, out, function.donates)
 
     def _shardings(self, stage: int, function: StageFunction) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Of what a function reads and makes; None for what lies as the compiler puts it."""
+        """The shardings of what a function reads and makes; None for results whose sharding is the compiler's."""
         kept, alone = self.kept[stage], len(self.meshes.devices(stage)) == 1
         into = tuple(kept[key] if key in kept else self.sharding(stage, key) for key in function.reads)
         out = tuple(
@@ -176,7 +176,7 @@ class StagePrograms:
         return Launch(run, function, reads, tuple(sends), route, tuple(stays))
 
     def _start_zeros(self, stage: int, shapes: dict[Key, Aval]) -> Callable[[], jax.stages.Compiled]:
-        """Begin with the program that makes a stage's sums and gradients zero; what waits for it."""
+        """Begin with the program that zeroes a stage's sums and gradients, and return a function that waits for it."""
 
         def zeros() -> tuple[jax.Array, ...]:
             return tuple(jnp.zeros(a.shape, a.dtype) for a in shapes.values())
@@ -187,7 +187,7 @@ class StagePrograms:
 
 
 def _zero_shapes(own: StageFunctions) -> dict[Key, Aval]:
-    """A stage's sums and gradients, and their shapes."""
+    """The keys of a stage's sums and gradients, and their shapes."""
     found: dict[Key, Aval] = {}
     for function in (own.forward, own.backward):
         found.update(
@@ -206,7 +206,7 @@ def _function(own: StageFunctions, kind: Kind) -> StageFunction | None:
 
 
 def _spots(optimizer: OptimizerCut, micro: CutMicrobatch) -> dict[int, tuple[NamedSharding, NamedSharding]]:
-    """For every weight of the program, how its parameter and its gradient are split."""
+    """The shardings of the parameter and the gradient of every weight of the program."""
     found = {}
     for weight in micro.cut.weights:
         at = (optimizer.parameters, optimizer.gradients)

@@ -1,8 +1,8 @@
-"""Arrays from stage to stage, along ways that are known before they are gone.
+"""The transfer of arrays from stage to stage, along routes that are worked out beforehand.
 
-`jax.device_put` looks up anew for every array where it lies, where it goes and how it is split: 70 µs of Python, as
-much as two dispatches. What it ends in (`compat.direct_copy`) takes a fifth of that; where it is gone, everything goes
-by `jax.device_put`, with the same results.
+`jax.device_put` looks up the source, the target and the split of every array anew: 70 µs of Python, as much as two
+dispatches. The function that it ends in (`compat.direct_copy`) takes a fifth of that; where JAX has it no more,
+everything goes by `jax.device_put`, with the same results.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from shardwright.backends.jax.compat import direct_copy
 
 
 class Route:
-    """Several arrays at once, each from one sharding to another. Calling it gives them there; those that lie there
-    already are handed on as they are."""
+    """A route of several arrays at once, each from one sharding to another. Calling it gives the arrays there; those
+    that lie there already are handed on as they are."""
 
     def __init__(
         self,
@@ -23,8 +23,8 @@ class Route:
         sources: Sequence[jax.sharding.Sharding],
         targets: Sequence[NamedSharding],
     ) -> None:
-        """avals: shapes and dtypes; sources: where the arrays are expected. From elsewhere they come too, but not as
-        fast."""
+        """avals: shapes and dtypes; sources: the shardings that the arrays are expected at. They come from others too,
+        but not as fast."""
         self.sources, self.targets = list(sources), list(targets)
         alike = all(_split_alike(*way) for way in zip(avals, sources, targets, strict=True))
         self._copy = direct_copy() if alike else None
@@ -41,7 +41,7 @@ class Route:
 
 
 def _split_alike(aval: jax.ShapeDtypeStruct, source: jax.sharding.Sharding, target: NamedSharding) -> bool:
-    """Whether the n-th device of both holds the same part of an array."""
+    """Whether the n-th device of both shardings holds the same part of an array."""
     if jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended):
         return False
     parts = [list(at.devices_indices_map(aval.shape).values()) for at in (source, target)]

@@ -16,11 +16,12 @@ from jax.extend import core as jex_core
 from shardwright.backends.jax.capture.inner_programs import equations_in
 
 CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2"})
-"""What runs a program of its own where it stands."""
+"""The primitives that run a program of their own where they stand."""
 
 
 def for_cpu_loops(body: Callable[..., Any], *given: Any) -> Callable[..., Any]:
-    """``body``, called with values of the shapes of ``given``, with its convolutions in that order; traced once."""
+    """The function ``body`` with its convolutions in that order, to be called with values of the shapes of ``given``;
+    it is traced once."""
     closed, shape = jax.make_jaxpr(body, return_shape=True)(*given)
     run = _ordered(closed) if _convolves(closed.jaxpr) else jex_core.jaxpr_as_fun(closed)
     structure = jax.tree.structure(shape)
@@ -55,7 +56,7 @@ def _ordered(closed: jex_core.ClosedJaxpr) -> Callable[..., list[Any]]:
 
 
 def _run(equation: jex_core.JaxprEqn, given: Sequence[Any]) -> Sequence[Any]:
-    """What one equation makes."""
+    """The results of one equation."""
     name, params = equation.primitive.name, equation.params
     if name == "conv_general_dilated":
         return [_convolution(*given, **params)]

@@ -1,4 +1,4 @@
-"""Sums over the parameters of several meshes: first those of every mesh, then what the meshes found.
+"""Sums over the parameters of several meshes: first the sum of every mesh, then the sum of those.
 
 A norm of all gradients is traced as one long sum, parameter after parameter. In that order it would go from mesh to
 mesh, each waiting for the one before it; grouped, it takes one exchange, of one scalar from each. Only the order of
@@ -15,8 +15,8 @@ ASSOCIATIVE = frozenset({"add", "add_any", "max", "min", "and", "or"})
 
 
 def regrouped(flat: FlatProgram, home: Mapping[int, int | None]) -> FlatProgram:
-    """The program with every sum of scalars of several meshes grouped by mesh. home: that of every value; None for
-    what any mesh may make."""
+    """The program with every sum of scalars of several meshes grouped by mesh. home: the mesh of every value; None for
+    a value that any mesh may make."""
     sums = {
         total: terms for total, terms in _sums(flat).items()
         if len(terms) > len({home[term] for term in terms}) > 1
@@ -46,7 +46,7 @@ def regrouped(flat: FlatProgram, home: Mapping[int, int | None]) -> FlatProgram:
 
 
 def _sums(flat: FlatProgram) -> dict[int, tuple[int, ...]]:
-    """Every sum of scalars, and what it adds up. One that is read by nothing but the next of its kind is part of it."""
+    """The terms of every sum of scalars. A sum that is read by nothing but the next of its kind is part of that one."""
     uses = Counter(v for e in flat.equations for v in e.values)
     uses.update(atom for atom in flat.outputs if isinstance(atom, int))
     maker: dict[int, Equation] = {}

@@ -1,4 +1,4 @@
-"""Cut one microbatch's program into stages by the plan's units.
+"""The cut of one microbatch's program into stages by the plan's units.
 
 Equations inside a unit's module calls belong to its stage. Of the others, those that depend on no activation and cost
 little (masks, positions, random keys, casts of weights) are made again on every stage that needs them; those that
@@ -21,9 +21,9 @@ from shardwright.core.errors import PlanError
 from shardwright.core.partition.between_units import ProgramOp, open_stages
 
 HEAVY = frozenset({"scan", "while", "cond", "conv_general_dilated", "sort", "cumsum", "cumprod", "ragged_dot", "top_k"})
-"""Primitives that are not run twice to save a transfer; products are weighed by their size."""
+"""The primitives that are not run twice to save a transfer; products are weighed by their size."""
 LIGHT_PRODUCT = 1 << 20
-"""Multiplications up to which a product may be made again on every stage that needs it."""
+"""The most multiplications of a product that may be made again on every stage that needs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +37,18 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """What one stage runs for one microbatch."""
+    """The equations that one stage runs for one microbatch, and the values that it takes and gives."""
 
     equations: tuple[Equation, ...]
     weights: tuple[int, ...]
-    """Parameters that it reads, as values of the program; a slice of a stack is a value of its own."""
+    """The parameters that the stage reads, as values of the program; a slice of a stack is a value of its own."""
     sources: tuple[int, ...]
-    """Other arguments that it reads: its part of the batch, random keys, the step, the model's other state."""
+    """The other arguments that the stage reads: part of the batch, random keys, the step, the other state."""
     arrivals: tuple[Arrival, ...]
     departures: tuple[int, ...]
-    """What later stages take from it."""
+    """The values that later stages take from the stage."""
     results: tuple[int, ...]
-    """Positions among the program's outputs of those that it makes."""
+    """The positions of the program's outputs that the stage makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,9 @@ class Cut:
     flat: FlatProgram
     parts: tuple[StagePart, ...]
     weights: tuple[Weight, ...]
-    """One for every holding, in their order."""
+    """The weights: one for every holding, in their order."""
     live: frozenset[int]
-    """Values that gradients flow through."""
+    """The values that gradients flow through."""
 
 
 def cut(
@@ -85,7 +85,7 @@ def cut(
     """Cut a flat program.
 
     weights: the arguments that are parameters, and their ``names``.
-    planned: for every parameter the stages where the plan uses it; ``holdings`` where it is kept.
+    planned: the stages where the plan uses each parameter; ``holdings`` where it is kept.
     state: the arguments that carry what the model changes; trained: whether each of ``weights`` gets a gradient.
 
     Raises PlanError when a stage is left without work, for side effects in a fixed order on several stages, and for
@@ -111,7 +111,7 @@ def cut(
 
 
 class Placer:
-    """Decides the stage of every equation: a number, or None for one that is made wherever it is needed."""
+    """A placer that decides the stage of every equation: a number, or None where each stage makes its own."""
 
     def __init__(
         self,
@@ -125,14 +125,15 @@ class Placer:
         self.flat, self.stages, self.weight_stages, self.state = flat, stages, weight_stages, state
         self.own = own
         self.anywhere: set[int] = set(flat.constants) | set(flat.arguments) - set(state) - set(weight_stages)
-        """Values without activations or weights in them, which any stage can make."""
+        """The values without activations or weights in them, which any stage can make."""
         self.following: set[int] = set(state)
-        """Values made of the batch and the state alone, once. They are made where they are used or where the state is.
+        """The values made of the batch and the state alone, once. They are made where they are used or where the state
+        is.
         """
         self.homes: dict[int, int] = {}
         """The stages of the state's entries."""
         self.of_weights: dict[int, frozenset[int]] = {w: frozenset(s) for w, s in weight_stages.items()}
-        """Values made of weights alone → the stages of those weights."""
+        """The values made of weights alone → the stages of those weights."""
 
     def once(self) -> tuple[list[int | None], list[int]]:
         """The stage of every equation, and the positions of those without one that follow the state."""
@@ -189,7 +190,7 @@ class Placer:
         return placed
 
     def _fixed(self, equation: Equation) -> int | str | frozenset[int]:
-        """A stage, "anywhere", or, where it is open, the stages of the weights that it reads."""
+        """The stage of an equation, "anywhere", or, where it is open, the stages of the weights that it reads."""
         inputs = list(equation.values)
         own = self.own(equation)
         if own is not None:
@@ -207,14 +208,14 @@ class Placer:
         return frozenset[int]().union(*(self.of_weights.get(value, frozenset()) for value in inputs))
 
     def _only_for_state(self) -> set[int]:
-        """Equations that nothing but the model's next state needs: they stay where what they read is."""
+        """The equations that nothing but the model's next state needs: they stay on the stage of their operands."""
         state_outputs = {carried.output for carried in self.state.values()}
         results = [a for i, a in enumerate(self.flat.outputs) if i not in state_outputs and isinstance(a, int)]
         used = {id(e) for e in needed(self.flat.equations, results)}
         return {index for index, e in enumerate(self.flat.equations) if id(e) not in used}
 
     def results(self, where: Mapping[int, int | None]) -> list[int]:
-        """The stage of every output. State is where it is kept; what needs no stage's work goes to the last."""
+        """The stage of every output. State is where it is kept. Outputs that need no stage's work go to the last."""
         made = {value: where[id(e)] for e in self.flat.equations for value in e.outputs}
         found = [made.get(atom) if isinstance(atom, int) else None for atom in self.flat.outputs]
         for value, carried in self.state.items():
@@ -233,7 +234,8 @@ def _is_light(equation: Equation, flat: FlatProgram) -> bool:
 
 
 def _refuse_ordered_effects(equations: Sequence[Equation], placed: Sequence[int | None]) -> None:
-    """Side effects that JAX keeps in order cannot stay so on devices that do not wait for each other."""
+    """Raise PlanError for ordered side effects on several stages: devices that do not wait for each other cannot keep
+    the order."""
     stages = {stage for equation, stage in zip(equations, placed, strict=True) if equation.is_ordered}
     if len(stages) > 1:
         raise PlanError(
@@ -250,7 +252,8 @@ def _hold(
     names: Sequence[str],
     holdings: Sequence[Holding],
 ) -> tuple[list[Weight], list[list[Equation]]]:
-    """The value and the readers of every holding. Stages that hold rows of a stack read those instead of the whole."""
+    """The value and the readers of every holding, and the equations of every stage. Stages that hold rows of a stack
+    read those instead of the whole."""
     held: list[Weight] = []
     for holding in holdings:
         value, name = weights[holding.leaf], names[holding.leaf]
@@ -271,7 +274,7 @@ def _hold(
 
 
 def _live(flat: FlatProgram, per_stage: Iterable[Sequence[Equation]], weights: set[int]) -> frozenset[int]:
-    """Floating values that depend on a weight."""
+    """The floating values that depend on a weight."""
     live = {value for value in weights if jnp.issubdtype(flat.avals[value].dtype, jnp.inexact)}
     for run in per_stage:  # stages are in the order in which values flow
         for equation in run:

@@ -23,7 +23,7 @@ Atom = int | jex_core.Literal
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """A `jax.checkpoint` that was opened: what it keeps, whichever part of it runs where."""
+    """An opened `jax.checkpoint`, whose policy holds for each part of it, whichever stage runs that."""
 
     policy: Any
     prevent_cse: bool
@@ -31,8 +31,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Equation:
-    """One application of a primitive. ``stage`` is the one that the module call around it belongs to, None when it
-    belongs to none."""
+    """One application of a primitive. ``stage`` is that of the module call around it; None outside of all."""
 
     primitive: jex_core.Primitive
     params: Mapping[str, Any]
@@ -44,26 +43,27 @@ class Equation:
     region: Region | None = None
     effects: frozenset[Any] = frozenset()
     is_layers: bool = False
-    """A loop over stacked weights: every iteration is a unit, or several, that may be recomputed by itself."""
+    """Whether the equation is a loop over stacked weights: every iteration is a unit, or several, that may be
+    recomputed by itself."""
     call: int = 0
-    """The module call that it was traced in."""
+    """The number of the module call that the equation was traced in."""
     source: Any = None
-    """Where in the user's code it was made, as JAX keeps it."""
+    """The line of the user's code that made the equation, as JAX keeps it."""
 
     @property
     def values(self) -> Iterator[int]:
-        """The numbers of its inputs, literals left out."""
+        """The numbers of the equation's inputs, literals left out."""
         return (atom for atom in self.inputs if isinstance(atom, int))
 
     @property
     def is_ordered(self) -> bool:
-        """Whether it has a side effect that JAX keeps in the order of the program."""
+        """Whether the equation has a side effect that JAX keeps in the order of the program."""
         return bool(self.params.get("ordered")) or any("Ordered" in type(effect).__name__ for effect in self.effects)
 
 
 @dataclass(slots=True)
 class FlatProgram:
-    """Values are numbered in the order in which they are made: arguments, constants, then results."""
+    """A flat program. Values are numbered in the order in which they are made: arguments, constants, then results."""
 
     avals: list[ShapedArray] = field(default_factory=list)
     equations: list[Equation] = field(default_factory=list)
@@ -71,7 +71,7 @@ class FlatProgram:
     constants: dict[int, Any] = field(default_factory=dict)
     outputs: tuple[Atom, ...] = ()
     looped_units: set[int] = field(default_factory=set)
-    """Those that are iterations of loops over stacked weights."""
+    """The units that are iterations of loops over stacked weights."""
 
     def new(self, aval: ShapedArray) -> int:
         self.avals.append(aval)
@@ -82,7 +82,7 @@ class FlatProgram:
         return int(aval.size) * int(getattr(aval.dtype, "itemsize", 8))
 
     def is_small(self, value: int, limit: int) -> bool:
-        """Whether a value is of numbers (random keys are none) and takes up to ``limit`` bytes."""
+        """Whether a value consists of numbers (random keys do not) and takes up to ``limit`` bytes."""
         return self.size_bytes(value) <= limit and not jnp.issubdtype(self.avals[value].dtype, jax.dtypes.extended)
 
 
@@ -103,10 +103,10 @@ def needed(equations: Sequence[Equation], wanted: Iterable[int]) -> list[Equatio
 
 
 def evaluate(equations: Sequence[Equation], known: dict[int, Any], recompute: str = "none") -> None:
-    """Run equations; ``known`` holds what they read and receives what they make.
+    """Run equations. ``known`` holds the values that they read, and receives those that they make.
 
-    ``recompute``: what is kept of every equation's ``unit``, and what is computed again in the backward pass, as of
-    `POLICIES`; "none" keeps all.
+    ``recompute``: the policy (`POLICIES`) for what is kept of every equation's ``unit``, and what is computed again
+    in the backward pass; "none" keeps all.
     """
 
     def region_of(equation: Equation) -> tuple[int, int]:
@@ -147,7 +147,7 @@ def _bind_all(equations: Iterable[Equation], known: dict[int, Any], recompute: s
 
 
 def _checkpointed_loop(params: Mapping[str, Any], given: Sequence[Any], recompute: str) -> list[Any]:
-    """A scan whose iterations are units."""
+    """The results of a scan whose iterations are units."""
     run = jex_core.jaxpr_as_fun(params["jaxpr"])
     body: Any = jax.checkpoint(run, policy=POLICIES[recompute], prevent_cse=False)
     fixed, carried = params["num_consts"], params["num_carry"]

@@ -1,4 +1,4 @@
-"""A closed jaxpr → `FlatProgram`.
+"""The `FlatProgram` of a closed jaxpr.
 
 Inner programs are opened only where they must be: those of a jit, and those of a loop or a `jax.checkpoint` that holds
 more than one stage. Derivative rules stay whole.
@@ -34,12 +34,12 @@ def flatten(
     weights: Sequence[int | None] = (),
     select: bool = False,
 ) -> FlatProgram:
-    """The flat program of a closed jaxpr, without what no result needs.
+    """The flat program of a closed jaxpr, without equations that no result needs.
 
-    ``home`` says where a module call belongs; ``weights`` the stages of the first arguments, which are the model's
-    parameters (None: several). Without them, only jits are opened. ``select`` opens branches too: all of them run, and
-    the index picks from their results. Raises PlanError for a function with its own
-    derivative rule that holds several stages.
+    ``home`` gives the stage and the unit of a module call; ``weights`` the stages of the first arguments, which are
+    the model's parameters (None: several). Without them, only jits are opened. ``select`` opens branches too: all of
+    them run, and the index picks from their results. Raises PlanError for a function with its own derivative rule that
+    holds several stages.
     """
     flat = FlatProgram()
     jaxpr = closed.jaxpr
@@ -61,12 +61,12 @@ class _Flattener:
         self.flat, self.calls, self.home, self.weights, self.select = flat, calls, home, weights, select
         self.traced = tuple(calls)
         self.casts: dict[int, Equation] = {}
-        """Weights in another dtype → the cast."""
+        """The weights in another dtype → the cast."""
         self.renumbered: dict[int, int] = {}
-        """Calls of a loop body as traced → those of the iteration at hand."""
+        """The calls of a loop body as traced → those of the iteration at hand."""
 
     def run(self, jaxpr: Jaxpr, known: Mapping[Var, Atom], call: int = 0, region: Region | None = None) -> list[Atom]:
-        """Append the equations of ``jaxpr``; what it returns."""
+        """Append the equations of ``jaxpr``, and return the values of its results."""
         names = dict(known)
 
         def read(atom: Var | Literal) -> Atom:
@@ -160,7 +160,7 @@ class _Flattener:
         return list(outputs)
 
     def _held(self, equation: JaxprEqn, inputs: Sequence[Atom]) -> set[int]:
-        """The stages of the inner programs of an equation: by their module calls, else by what they read."""
+        """The stages of the inner programs of an equation: by their module calls, else by the operands."""
         marked = [mark for inner in jaxprs_in_params(equation.params) for mark in marks(inner)]
         if not marked:
             if not any(True for _ in jaxprs_in_params(equation.params)):
@@ -172,9 +172,9 @@ class _Flattener:
     # --- loops
 
     def _scan(self, equation: JaxprEqn, inputs: list[Atom], call: int, region: Region | None) -> Sequence[Atom]:
-        """A scan whose iterations belong to several stages becomes a scan for each stage, over its slice of what is
-        scanned; an iteration that itself lies on several is opened. So it does where layers that are recomputed and
-        layers that are not follow each other."""
+        """The results of a scan whose iterations belong to several stages. It becomes a scan for each stage, over its
+        slice of the scanned operands; an iteration that itself lies on several is opened. Layers that are recomputed
+        are divided in the same way from layers that are not."""
         params = equation.params
         length, body = params["length"], params["jaxpr"]
         if length > UNROLL_LIMIT:
@@ -217,7 +217,7 @@ def _inner(params: Mapping[str, Any]) -> ClosedJaxpr:
 
 
 class _ScanCutter:
-    """One scan as several. Every operand that is scanned over is sliced along its first dim."""
+    """The cut of one scan into several. Every operand that is scanned over is sliced along its first dim."""
 
     def __init__(
         self,
@@ -254,8 +254,8 @@ class _ScanCutter:
         return [*self.carry, *stacked]
 
     def _segments(self) -> list[tuple[int, int]]:
-        """Runs of iterations, in the order in which they run, that lie on one stage and are all recomputed or none; or
-        single ones that lie on several."""
+        """The runs of iterations, in the order in which they run, that lie on one stage and are all recomputed or none;
+        or single ones that lie on several."""
         found: list[tuple[int, int]] = []
         for position, stages in enumerate(self.stages):
             first = found[-1][0] if found else position
@@ -311,7 +311,7 @@ class _ScanCutter:
         return self._lax(jax.lax.squeeze_p, [value], whole.update(shape=whole.shape[1:]), {"dimensions": (0,)})
 
     def _lax(self, primitive: Primitive, inputs: Sequence[Atom], like: ShapedArray, params: dict[str, Any]) -> int:
-        """One equation of our own. It belongs to no stage: it follows what it is made from or used by."""
+        """The value of one equation of our own, which has no stage: it follows its operands or its readers."""
         flat = self.flattener.flat
         out = flat.new(like)
         flat.equations.append(Equation(primitive, params, tuple(inputs), (out,), self.equation.ctx, region=self.region))

@@ -1,4 +1,4 @@
-"""Stages that are alike: the same equations on other weights. Their inputs, sorted by what they are."""
+"""Stages that are alike, with the same equations on other weights, and their inputs by kind."""
 
 import hashlib
 import re
@@ -18,28 +18,28 @@ from shardwright.core.errors import MissingCapabilityError
 
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 RULE = re.compile(r"\bcustom_[jv][vj]p_call\b")
-"""Functions with derivatives of their own, inside an equation's inner programs."""
+"""The pattern of functions with derivatives of their own, inside an equation's inner programs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """Parts 1 … n of a cut, as one function: that of part 1."""
+    """The parts 1 … n of a cut, as one function: that of part 1."""
 
     equations: tuple[Equation, ...]
     stacked: tuple[tuple[int, ...], ...]
-    """Weights that differ from part to part: for each, its value in every part."""
+    """The weights that differ from part to part: for each, its value in every part."""
     shared: tuple[int, ...]
-    """Inputs that are the same for all."""
+    """The inputs that are the same for all parts."""
     entering: tuple[int, ...]
-    """Values that a part takes from the one before it; those of part 1."""
+    """The values that a part takes from the one before it; those of part 1."""
     leaving: tuple[int, ...]
-    """What part 1 hands to the next for each of them."""
+    """The values that part 1 hands to the next part for each of those."""
     final: tuple[tuple[int, int], ...]
-    """(a value of the last part that what follows reads, the same value of part 1)."""
+    """The pairs of a value of the last part that later parts read, and the same value of part 1."""
 
 
 def alike(cut: Cut, first: int, last: int) -> Alike:
-    """Parts ``first`` … ``last`` as one function.
+    """The parts ``first`` … ``last`` as one function.
 
     Raises MissingCapabilityError, naming the difference, when they are not alike or take more than the last one's
     values and what is common to all.
@@ -84,7 +84,8 @@ def alike(cut: Cut, first: int, last: int) -> Alike:
 
 
 def _canonical(flat: FlatProgram, equations: Sequence[Equation]) -> tuple[list[Any], list[int], list[int]]:
-    """What equations do, whatever their values are called; their inputs and results in order of first mention."""
+    """A signature of what equations do, whatever their values are called, and their inputs and results in order of
+    first mention."""
     names: dict[int, int] = {}
     inputs: list[int] = []
     outputs: list[int] = []
@@ -111,8 +112,8 @@ def _canonical(flat: FlatProgram, equations: Sequence[Equation]) -> tuple[list[A
 
 
 def _derivative(flat: FlatProgram, equation: Equation) -> str:
-    """What the derivative of an equation with a rule of its own does: the rule is a function, and two of them print
-    alike whatever they close over."""
+    """A text of what the derivative of an equation with a rule of its own does. The rule is a function, and two of them
+    print alike whatever they close over."""
     known = {
         value: flat.avals[value] for value in equation.values if jnp.issubdtype(flat.avals[value].dtype, jnp.floating)
     }

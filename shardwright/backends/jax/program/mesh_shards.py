@@ -1,4 +1,4 @@
-"""Pieces of a program over several meshes, and what of them is alike on all meshes.
+"""Pieces of a program over several meshes, divided into what is alike on all meshes and the rest.
 
 An optimizer does the same to every layer, so what the stages' pieces have in common makes a piece of its own, of one
 text, which is compiled once and loaded for each of them; compiling the layers again with every stage's embedding or
@@ -18,18 +18,18 @@ from shardwright.backends.jax.program.equations import Equation, FlatProgram, av
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """What one mesh runs between two exchanges, or a part of that."""
+    """The equations that one mesh runs between two exchanges, or a part of them."""
 
     level: int
     stage: int
     equations: list[Equation] = field(default_factory=list)
     arguments: tuple[int, ...] = ()
     reads: tuple[int, ...] = ()
-    """Small values that earlier pieces give."""
+    """The small values that earlier pieces give."""
     results: tuple[int, ...] = ()
-    """Positions of the program's outputs made here."""
+    """The positions of the program's outputs made here."""
     gives: list[int] = field(default_factory=list)
-    """Small values that later pieces read."""
+    """The small values that later pieces read."""
     run: Any = None
 
 
@@ -38,20 +38,21 @@ class _Component:
     """Equations that share arrays of the mesh's own with no others; one parameter's, as a rule."""
 
     equations: tuple[int, ...]
-    """Positions among the piece's."""
+    """The positions of the equations among the piece's."""
     results: tuple[int, ...]
     gives: tuple[int, ...]
     kind: Hashable
-    """Equal for components that do the same to other arrays."""
+    """A key that is equal for components that do the same to other arrays."""
 
 
 def divided(
     flat: FlatProgram, pieces: Sequence[Piece], home: Mapping[int, int | None], spot: Callable[[int], Hashable]
 ) -> list[Piece]:
-    """The pieces of every level divided into what all of the level's have in common, and the rest of each. Where that
-    is less than half of some piece, they stay whole, and so do those with side effects.
+    """The pieces of every level, each divided into what all of the level's have in common, and the rest. Where the
+    common part is less than half of some piece, or one has side effects, the level's pieces stay whole.
 
-    home: the mesh of every value, None for those that any may make; spot: how an argument is split.
+    home: the mesh of every value, None for those that any may make; spot: a function that gives the split of an
+    argument.
     """
     alike = _Alike(flat, home)
     found: list[Piece] = []
@@ -85,7 +86,7 @@ def summed_later(flat: FlatProgram, pieces: Sequence[Piece], limit: int) -> list
     moved: set[int] = set()
 
     def terms(value: int) -> tuple[list[int], list[int]]:
-        """Of a sum that is moved, what it adds up, and the equations that do so."""
+        """The values that a moved sum adds up, and the equations that do so."""
         if id(maker.get(value)) not in moved:
             return [value], []
         found = [terms(term) for term in maker[value].values]
@@ -131,10 +132,11 @@ def _adds(flat: FlatProgram, equation: Equation) -> bool:
 
 
 def prepared(flat: FlatProgram, pieces: Sequence[Piece], home: Mapping[int, int | None], limit: int) -> list[Piece]:
-    """The pieces, and before each that reads what others give a small one that makes the scalars which follow from that
-    alone (a norm, by how much to clip): else the compiler makes them again in the kernel of every parameter.
+    """The pieces, each that reads what others give with a small one before it. The small one makes the scalars that
+    follow from those values alone (a norm, the factor of clipping). Otherwise the compiler would make them again in the
+    kernel of every parameter.
 
-    limit: up to how many bytes a value is handed on.
+    limit: the most bytes of a value that is handed on.
     """
     found = []
     for piece in pieces:
@@ -169,7 +171,7 @@ def _reading(
     results: Sequence[int],
     gives: Sequence[int],
 ) -> Piece:
-    """Some of a piece's equations, with the arguments and small values that they and the given results read."""
+    """A piece of some of a piece's equations, with the arguments and values that they and the results read."""
     made = {value for e in equations for value in e.outputs}
     ends = [*(atom for r in results if isinstance(atom := flat.outputs[r], int)), *gives]
     read = dict.fromkeys(value for value in (*(v for e in equations for v in e.values), *ends) if value not in made)
@@ -183,7 +185,7 @@ class _Alike:
         self.flat, self.home = flat, home
         self.seen: dict[Hashable, int] = {}
         self.number: dict[int, int] = {}
-        """Values that any mesh may make → the same number for those made in the same way."""
+        """The values that any mesh may make → the same number for those made in the same way."""
         for equation in flat.equations:
             if equation.outputs and home[equation.outputs[0]] is None:
                 kind = _kind(flat, equation, [self._of(atom) for atom in equation.inputs])
@@ -191,13 +193,13 @@ class _Alike:
                     self.number[value] = self.seen.setdefault((kind, position), len(self.seen))
 
     def _of(self, atom: Any) -> Hashable:
-        """What an operand from outside of a component is."""
+        """A key of an operand from outside of a component."""
         if not isinstance(atom, int):
             return (str(atom.val), atom.aval)
         return ("made", self.number[atom]) if atom in self.number else ("value", atom)
 
     def components(self, piece: Piece, spot: Callable[[int], Hashable]) -> list[_Component]:
-        """Those of a piece, in the order of the program."""
+        """The components of a piece, in the order of the program."""
         group = {value: [value] for value in piece.arguments if self.home[value] is not None}
         for equation in piece.equations:
             own = [group[value] for value in equation.values if value in group]
@@ -268,7 +270,7 @@ class _Alike:
     def _part(
         self, piece: Piece, components: Sequence[_Component], results: Sequence[int], gives: Sequence[int]
     ) -> Piece:
-        """Some components, and what any mesh may make that they and the given results read."""
+        """A piece of some components, with what any mesh may make that they and the given results read."""
         maker = {value: index for index, e in enumerate(piece.equations) for value in e.outputs}
         chosen: dict[int, None] = {}
 

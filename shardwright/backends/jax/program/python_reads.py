@@ -20,18 +20,18 @@ LIBRARIES = tuple(
 )
 OWN = "shardwright"
 MOST_ENTRIES = 256
-"""Of a container that a function reads."""
+"""The most entries of a container, or attributes of an object, that are looked at."""
 SMALL_BYTES = 4096
-"""Arrays of numpy up to this size are compared entry by entry; larger ones by which array it is."""
+"""The size up to which arrays of numpy are compared entry by entry. Larger ones are compared by identity."""
 MISSING = object()
 SKIPPED = frozenset({"CACHE", "PRECALL", "PUSH_NULL", "NOP", "EXTENDED_ARG", "RESUME", "COPY"})
 Access = tuple[str, Any]
-"""("attr", name) or ("item", key)."""
+"""A step of access: ("attr", name) or ("item", key)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Same:
-    """Equal to itself alone."""
+    """A value that is equal to itself alone."""
 
     value: Any
 
@@ -43,7 +43,7 @@ class _Same:
 
 
 def _print(value: Any, left: list[int]) -> Any:
-    """Something that is equal while a value is what it was, and that can be hashed."""
+    """A key that is equal while a value is what it was, and that can be hashed."""
     left[0] -= 1
     if left[0] < 0:
         return "more"
@@ -72,7 +72,7 @@ class Slot:
     way: tuple[Access, ...] = ()
 
     def _holder(self) -> tuple[Any, str, Any]:
-        """What holds the value, how, and under which key."""
+        """The holder of the value, the way in which it holds it, and the key."""
         if isinstance(self.base, types.CellType):
             holder, how, key = self.base, "cell", self.key
         else:
@@ -130,7 +130,7 @@ class Finder:
         self.seen: set[Any] = set()
 
     def function(self, function: Any, owner: Any) -> None:
-        """A function, a method, a partial, or an object that is called."""
+        """Add the places that a function names, or a method, a partial, or an object that is called."""
         if isinstance(function, functools.partial):
             for key in function.keywords:
                 self._add(Slot(f"argument {key} of functools.partial", function.keywords, key))
@@ -173,7 +173,7 @@ class Finder:
                 self._code(constant, names, cells, None)
 
     def _chain(self, slot: Slot, instructions: Sequence[dis.Instruction], index: int) -> None:
-        """The value that code reads from a place, by attributes and constant keys."""
+        """Add the value that code reads from a place, by attributes and constant keys."""
         while True:
             value = slot.read()
             if value is MISSING:
@@ -207,7 +207,7 @@ class Finder:
             slot = further
 
     def _whole(self, slot: Slot, value: Any) -> None:
-        """A value that is used as it is: of an object of the user's, its simple attributes."""
+        """Add a value that is used as it is; for an object of the user's, its simple attributes."""
         if isinstance(value, types.ModuleType):
             return
         self._add(slot)
@@ -224,7 +224,7 @@ class Finder:
         self.methods(type(value), value)
 
     def _module(self, slot: Slot, module: nnx.Module) -> None:
-        """A module that the function closes over: its arrays are constants of the step."""
+        """Add the arrays of a module that the function closes over, which are constants of the step."""
         for path, node in nnx.iter_graph(module):
             if isinstance(node, nnx.Variable):
                 name = ".".join(map(str, (slot.name, *path)))
@@ -233,7 +233,7 @@ class Finder:
                 self.methods(type(node))
 
     def methods(self, cls: type, owner: Any = None) -> None:
-        """The methods of a class of the user's."""
+        """Add the places that the methods of a class of the user's name."""
         for base in cls.__mro__:
             if _is_library_class(base):
                 continue

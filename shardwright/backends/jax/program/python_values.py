@@ -1,4 +1,4 @@
-"""What a loss function reads of Python: closures, globals, attributes. A step is compiled for what they were.
+"""The Python values that a loss function reads: closures, globals, attributes. A step is compiled for those values.
 
 A traced function sees such a value once. So every value that the function's code names is remembered, with all
 functions that it calls and the classes of its modules; where one has changed, the step is another one. A number that
@@ -50,7 +50,7 @@ class ModuleValues:
         return found
 
     def changed(self) -> list[int]:
-        """Which are not what they were."""
+        """The numbers of the attributes that are not what they were."""
         now = [held.get(name, MISSING) for held, name in zip(self.held, self.names, strict=True)]
         if all(map(is_, now, self.values)):
             return []
@@ -66,19 +66,19 @@ class ModuleValues:
 
 @dataclass(slots=True, eq=False)
 class PythonValues:
-    """The Python values that a loss function reads, and which of them are inputs of its steps."""
+    """The Python values that a loss function reads, and those of them that are inputs of its steps."""
 
     slots: list[Slot]
     lifted: list[Slot] = field(default_factory=list)
-    """Numbers that are inputs."""
+    """The slots of numbers that are inputs."""
     fixed: set[int] = field(default_factory=set)
-    """Those, by identity, that Python has to know."""
+    """The slots, by identity, whose values Python has to know."""
     classes: set[Any] = field(default_factory=set)
-    """Those of modules that were looked through."""
+    """The classes of modules that were looked through."""
     module: ModuleValues | None = None
-    """Of the module that was given to init."""
+    """The attributes of the module that was given to init."""
     of_module: dict[int, Slot] = field(default_factory=dict)
-    """Those of its attributes that have changed since."""
+    """The slots of those attributes that have changed since, by number."""
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> "PythonValues":
@@ -102,8 +102,8 @@ class PythonValues:
 
     @contextmanager
     def on(self, model: nnx.Module) -> Iterator[None]:
-        """Give a module that was made from a state the attributes that have changed since. Raises PlanError when what
-        runs inside changes others."""
+        """A context in which a module that was made from a state has the attributes that have changed since. Raises
+        PlanError when code inside changes others."""
         modules = {tuple(path): vars(module) for path, module in nnx.iter_modules(model)}
         before = ModuleValues.of(model)
         changed = [] if self.module is None else [
@@ -124,7 +124,7 @@ class PythonValues:
             raise PlanError(WRITTEN.format(", ".join(map(before.name, written))))
 
     def look_through(self, classes: Sequence[type]) -> None:
-        """Add what the methods of these classes read."""
+        """Add the values that the methods of these classes read."""
         found = Finder()
         for each in classes:
             if each not in self.classes:
@@ -134,7 +134,7 @@ class PythonValues:
         self.slots += [slot for slot in found.slots.values() if (id(slot.base), slot.key, slot.way) not in known]
 
     def prints(self) -> tuple[Any, ...]:
-        """What the values are that a step is compiled for; those that are inputs stand for no value."""
+        """The keys of the values that a step is compiled for; None stands for an input."""
         lifted = {id(slot) for slot in self.lifted}
         return tuple(None if id(slot) in lifted else slot.print() for slot in self.slots)
 
@@ -143,12 +143,13 @@ class PythonValues:
         return [_as_array(slot.read()) for slot in self.lifted]
 
     def changed(self, before: Sequence[Any], now: Sequence[Any]) -> list[Slot]:
-        """The slots whose values differ; those that are new are of the module's attributes, once they change."""
+        """The slots whose values differ. New ones among them are attributes of the module that have changed for the
+        first time."""
         known = [slot for slot, one, other in zip(self.slots, before, now, strict=False) if one != other]
         return known + self.slots[len(before) :]
 
     def lift(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Make inputs of those that are numbers; which are."""
+        """Make inputs of those slots that hold numbers, and return them."""
         if weak_type() is None:
             return []
         held = {id(slot) for slot in self.lifted} | self.fixed
@@ -157,15 +158,15 @@ class PythonValues:
         return made
 
     def settle(self, slots: Sequence[Slot]) -> None:
-        """These have to be known by Python after all."""
+        """Make these slots inputs no more, as Python has to know their values after all."""
         given = {id(slot) for slot in slots}
         self.fixed |= given
         self.lifted = [slot for slot in self.lifted if id(slot) not in given]
 
     @contextmanager
     def given(self, values: Sequence[Any]) -> Iterator[None]:
-        """While it is entered, the lifted numbers are these values. Raises PlanError when what runs inside changes a
-        value that the function reads."""
+        """A context in which the lifted numbers are these values. Raises PlanError when code inside changes a value
+        that the function reads."""
         before = [slot.read() for slot in self.lifted]
         cast = weak_type()
         try:

@@ -1,8 +1,8 @@
 """Look-ups in tables whose rows are split: a term for each rank, where the plan adds terms before it sums them.
 
-A compiler sums what every look-up gives at once. The plan sums the embeddings of words and positions together, in one
-reduction: their look-ups are written as one for each rank, with a first dim of ranks, and summed over it when something
-else reads what they add up to.
+A compiler sums what every look-up gives at once. The plan sums the embeddings of words and positions together, in
+one reduction: their look-ups are written as one for each rank, with a first dim of ranks, and summed over it when
+something else reads the sum.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,12 @@ from shardwright.core.model.graph import Graph
 LOOK_UP = "_take"
 """The jitted body of `jnp.take`."""
 LINEAR = frozenset({"add", "add_any", "sub", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"})
-"""Primitives that may stand between look-ups and their sum."""
+"""The primitives that may stand between look-ups and their sum."""
 FILLS = jax.lax.GatherScatterMode.FILL_OR_DROP
 
 
 def terms_of(graph: Graph, units: Sequence[RealisedUnit], steps: Mapping[int, Step]) -> frozenset[Path]:
-    """The equations that make terms: look-ups whose results the plan adds to those of others, and what lies between."""
+    """The equations that make terms: look-ups whose results the plan adds up, and the equations between."""
     made: dict[int, frozenset[int]] = {}
     wanted: set[int] = set()
     for unit in units:
@@ -56,7 +56,7 @@ def _by_rows(graph: Graph, op: int) -> bool:
 
 
 def can_look_up(equation: JaxprEqn) -> bool:
-    """Whether the equation takes whole rows of a table, by numbers whose errors show in the result as NaN."""
+    """Whether an equation takes whole rows of a table, by numbers whose errors show in the result as NaN."""
     if equation.primitive.name not in ("jit", "pjit") or equation.params["name"] != LOOK_UP:
         return False
     gathers = [e for e in equations_in(equation.params["jaxpr"].jaxpr) if e.primitive.name == "gather"]
@@ -67,7 +67,8 @@ def can_look_up(equation: JaxprEqn) -> bool:
 
 
 def look_up(table: Any, ids: Any, ways: int) -> Any:
-    """[rows, width], [any] → [ways, any, width]: of every rank the rows that are its own, and zeros elsewhere."""
+    """A look-up of ids [any] in a table [rows, width] → [ways, any, width]: for every rank the rows that are its own,
+    and zeros elsewhere."""
     rows = table.shape[0]
     own = rows // ways
     known = jnp.where(ids < 0, ids + rows, ids)

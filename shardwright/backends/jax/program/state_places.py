@@ -1,7 +1,7 @@
-"""Where a cut keeps the entries of the model's state, and runs what is made of nothing but state and the batch.
+"""The stages on which a cut keeps the model's state, and runs equations on nothing but state and the batch.
 
-A stage keeps an entry from microbatch to microbatch, so all that reads it and all that makes what it becomes are on one
-stage. What of that reads activations or weights has its stage by those; the rest follows.
+A stage keeps an entry from microbatch to microbatch, so all equations that read it or make its next value are on one
+stage. Those that also read activations or weights have their stage by them; the rest follows.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,16 +17,16 @@ class Carried:
 
     name: str
     output: int
-    """The position among the program's outputs of what it becomes."""
+    """The position among the program's outputs of the entry's next value."""
 
 
 @dataclass(slots=True)
 class _Entry:
     home: int
     readers: set[int] = field(default_factory=set)
-    """Equations that read it, by position."""
+    """The positions of the equations that read the entry."""
     writer: int | None = None
-    """The equation that makes what it becomes; None where that is an argument or a literal."""
+    """The position of the equation that makes the entry's next value; None where that is an argument or a literal."""
 
 
 def follow(
@@ -35,8 +35,8 @@ def follow(
     """Place the ``following`` equations, and find the stage of every entry of the state.
 
     Every equation starts on the last stage and is brought forward to the first that uses what it makes, and to the
-    entries that it reads or makes; an entry is brought forward to all that reads or makes it. What this ends at is the
-    latest place of each, and if there still are two for one entry, no other places would do.
+    entries that it reads or makes; an entry is brought forward to all that reads or makes it. The result is the latest
+    place of each, and if there still are two for one entry, no other places would do.
 
     placed: position of an equation → its stage, for those that run once; the following ones are added. Those read no
         results but each other's and those of equations that every stage can run, which need no state.
@@ -100,7 +100,7 @@ def _stages(placed: Mapping[int, int], entry: _Entry) -> list[int]:
 def _conflict(
     flat: FlatProgram, placed: Mapping[int, int], value: int, name: str, entry: _Entry, becoming: set[int]
 ) -> str:
-    """becoming: the stages of entries that become what this one was."""
+    """A text on an entry that lies on several stages. becoming: the stages of entries whose next value this one was."""
     reading = {placed[index] for index in entry.readers} | becoming
     written = entry.home if entry.writer is None else placed.get(entry.writer, entry.home)
     return (

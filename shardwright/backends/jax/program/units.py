@@ -1,8 +1,8 @@
-"""Which unit of the plan an equation belongs to, where no module call says so.
+"""The unit of the plan that an equation belongs to, where no module call says so.
 
 The units of a plain function are found as its stages are: by the parameters that each of them reads, and between two of
-them at the cut where the fewest bytes cross. What this decides is what is kept for the backward pass and what is made
-again; results do not depend on it.
+them at the cut where the fewest bytes cross. The units decide what is kept for the backward pass and what is made
+again; results do not depend on them.
 """
 
 import warnings
@@ -17,10 +17,10 @@ from shardwright.core.plan.plan import Plan
 
 
 def name_units(flat: FlatProgram, plan: Plan, weights: Mapping[int, str], state: Mapping[int, Carried]) -> None:
-    """Give the equations of recomputed units their ``unit``, for those units that no module call and no loop is.
+    """Give the equations of recomputed units their ``unit``, for the units that are neither module calls nor loops.
 
     weights: the arguments that are parameters, and their names; state: those that carry what the model changes. Warns
-    of units that no equation turns out to be of: they keep their activations.
+    of units for which no equation is found: they keep their activations.
     """
     missing = set(computed_again(plan)) - {equation.unit for equation in flat.equations} - flat.looped_units
     if not missing:
@@ -67,8 +67,8 @@ def _readers_in_turn(flat: FlatProgram, weight_units: Mapping[int, tuple[int, ..
 
 
 def _with_neighbours(flat: FlatProgram, placed: list[int | None]) -> list[int | None]:
-    """Cheap equations that any place could make (masks, biases, random keys) are of the unit that they lie inside of,
-    or that comes next and alone reads them."""
+    """The units of the equations, where cheap ones that any place could make (masks, biases, random keys) get the unit
+    that they lie inside of, or that comes next and alone reads them."""
     before: list[int | None] = []
     last: int | None = None
     for own in placed:

@@ -1,7 +1,8 @@
-"""Rewrite a program over whole stacks into one over their pieces.
+"""A program over whole stacks rewritten into one over their pieces.
 
 The optimizer is traced over the parameters as they were given; a stack that stages share is then never whole anywhere.
-What treats every entry by itself is done piece by piece; a reduction over all layers is one of every piece, combined.
+An equation that treats every entry by itself is run piece by piece; a reduction over all layers is one of every piece,
+combined.
 """
 
 from collections.abc import Sequence
@@ -28,13 +29,14 @@ COMBINED = {
 
 @dataclass(frozen=True, slots=True)
 class Unstacked:
-    """The program: every stacked argument and output has become its pieces, in order."""
+    """The rewritten program: every stacked argument and output has become its pieces, in order."""
 
     flat: FlatProgram
 
 
 def unstack(flat: FlatProgram, arguments: Sequence[Pieces | None], outputs: Sequence[Pieces | None]) -> Unstacked:
-    """``arguments`` and ``outputs`` say which are stacks, and where they are cut; None for all others.
+    """The program over pieces. ``arguments`` and ``outputs`` say which are stacks, and where they are cut; None for all
+    others.
 
     Raises MissingCapabilityError for an equation that mixes the layers of a stack otherwise.
     """
@@ -110,7 +112,7 @@ class _Rewriter:
         return tuple(aval_of(self.old, atom).shape)
 
     def _reduce(self, equation: Equation, cut: Pieces) -> None:
-        """Each piece by itself, then all together."""
+        """Reduce each piece by itself, then all together."""
         (out,) = equation.outputs
         (whole,) = equation.inputs
         found: int | None = None
@@ -128,7 +130,7 @@ class _Rewriter:
             found = joined
 
     def _piece(self, atom: Atom, cut: Pieces, number: int) -> Atom:
-        """A piece of a value: of a stack its own, of another array its rows, of a scalar all of it."""
+        """A piece of a value: one of a stack's own, the rows of another array, or the whole of a scalar."""
         shape = self._shape(atom)
         if not shape:
             return atom
@@ -164,7 +166,7 @@ def _row_by_row(name: str, params: Any) -> bool:
 
 
 def _resized(params: Any, length: int, rows: int) -> Any:
-    """Parameters that spell the result's shape, for fewer rows."""
+    """The parameters of an equation that spell the result's shape, for fewer rows."""
     changed = dict(params)
     if tuple(changed.get("shape") or ())[:1] == (length,):
         changed["shape"] = (rows, *changed["shape"][1:])

@@ -1,1 +1,1 @@
-"""What training carries from step to step: parameters, optimizer states, their shardings and owners."""
+"""The state that training carries from step to step: parameters, optimizer states, their shardings and owners."""

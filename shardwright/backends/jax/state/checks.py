@@ -12,7 +12,7 @@ from shardwright.core.errors import PlanError
 from shardwright.core.plan.plan import Plan
 
 NAMED_DEVICES = 8
-"""How many an error says by name."""
+"""The most devices that an error names."""
 
 
 def require_model(plan: Plan, parts: Parts) -> None:
@@ -53,7 +53,7 @@ def require_like(found: Any, expected: Any) -> None:
 
 
 def require_places(arrays: Any, shardings: Any) -> None:
-    """Raise PlanError unless the arrays of a state lie as those of this plan: trees of one structure."""
+    """Raise PlanError unless the arrays of a state have the shardings of this plan: trees of one structure."""
     named, places = path_names(arrays), jax.tree.leaves(shardings)
     for (name, leaf), at in zip(named, places, strict=True):
         if not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(at, leaf.ndim):
@@ -66,7 +66,7 @@ def require_places(arrays: Any, shardings: Any) -> None:
 
 
 def _described(sharding: jax.sharding.Sharding) -> str:
-    """The devices too, which JAX does not say of a NamedSharding."""
+    """A text of a sharding with its devices, which JAX does not say of a NamedSharding."""
     devices: list[jax.Device] = sorted(sharding.device_set, key=lambda device: device.id)
     named = ", ".join(f"{device.platform}:{device.id}" for device in devices[:NAMED_DEVICES])
     more = f" and {len(devices) - NAMED_DEVICES} more" if len(devices) > NAMED_DEVICES else ""

@@ -1,4 +1,4 @@
-"""Which stage holds which parameter, or which rows of a stacked one, as the plan says."""
+"""The stage that owns each parameter, or each part of a stacked one's rows, as the plan says."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ Rows = tuple[int, int]
 """The first row, and the one after the last."""
 
 ITERATION = re.compile(r"(?:^|\.)scan\d+\.(?P<row>\d+)$")
-"""The path of one iteration of a loop over stacked weights."""
+"""The pattern of the path of one iteration of a loop over stacked weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Holding:
     """A parameter, or rows of a stack, on the stage that owns it: there it is kept and updated."""
 
     leaf: int
-    """Its number among the leaves of the parameters."""
+    """The parameter's number among the leaves of the parameters."""
     stage: int
     rows: Rows | None = None
 
@@ -49,8 +49,8 @@ class Stack:
 
 
 def holdings_of(plan: Plan, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> tuple[Holding, ...]:
-    """For every parameter in order its holding, or those of its rows. A tied parameter belongs to the first stage that
-    uses it. Raises PlanError for one that no unit uses."""
+    """The holding of every parameter in order, or those of its rows. A tied parameter belongs to the first stage that
+    uses it. Raises PlanError for a parameter that no unit uses."""
     stage_of = {unit: stage for stage, held in enumerate(plan.stage_units) for unit in held}
     return held_by(plan.binding("jax").units, stage_of, names, shapes)
 
@@ -58,7 +58,7 @@ def holdings_of(plan: Plan, names: Sequence[str], shapes: Sequence[tuple[int, ..
 def held_by(
     units: Sequence[UnitBinding], stage_of: Mapping[int, int], names: Sequence[str], shapes: Sequence[tuple[int, ...]]
 ) -> tuple[Holding, ...]:
-    """The same for units on stages, whoever put them there."""
+    """The holdings of `holdings_of` for units on any stages: ``stage_of`` gives the stage of each unit."""
     users: dict[str, list[int]] = {}
     for unit, bound in enumerate(units):
         for _, name, _ in bound.parameters:
@@ -82,7 +82,8 @@ def held_by(
 def _rows(
     shape: tuple[int, ...], calls: Sequence[Sequence[str]], stages: Sequence[int]
 ) -> list[tuple[int, int, int]] | None:
-    """(stage, first row, end) of a parameter that iterations of one loop use, each its row, on several stages."""
+    """The (stage, first row, end) of a parameter that one loop's iterations use, each its row, on several stages; or
+    None."""
     rows: dict[int, list[int]] = {}
     for paths, stage in zip(calls, stages, strict=True):
         matches = [ITERATION.search(path) for path in paths]
@@ -99,8 +100,8 @@ class StageMeshes:
     """The devices of every stage, as a mesh with the axes dp and tp. Stages of one rank share a mesh."""
 
     def __init__(self, plan: Plan, devices: Sequence[jax.Device] | None, placement: Sequence[int]) -> None:
-        """Raises ClusterError when the number of devices is not the plan's, MissingCapabilityError when they belong to
-        several processes."""
+        """Lay the plan's mesh over ``devices``. Raises ClusterError when their number is not the plan's,
+        MissingCapabilityError when they belong to several processes."""
         given = list(jax.devices() if devices is None else devices)
         size = plan.mesh.size
         if len(given) != size:

@@ -1,4 +1,4 @@
-"""`core.layout.placements.Layout` → NamedSharding, and the shardings of parameters, optimizer state and batches."""
+"""The NamedSharding of a `core.layout.placements.Layout`, and shardings of parameters, optimizer state and batches."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +16,9 @@ from shardwright.core.layout.placements import Layout, Partial, Split
 def lower_layout(layout: Layout, bound_mesh: jax.sharding.Mesh) -> NamedSharding:
     """The sharding that splits the same dims over the same axes.
 
-    A PartitionSpec splits a dim as one piece: of ``Split(dim, blocks=…)`` it is right for an array whose dim is held in
-    the order of `backends.jax.tensor_parallel.blocks`. Raises LayoutError for partial values, which no array can hold
-    between two programs.
+    A PartitionSpec splits a dim as one block. For ``Split(dim, blocks=…)`` it is right for an array whose dim is
+    held in the order of `backends.jax.tensor_parallel.blocks`. Raises LayoutError for partial values, which no array
+    can hold between two programs.
     """
     dims: dict[int, list[str]] = {}
     for axis, placement in layout.placements:
@@ -74,9 +74,9 @@ def _ways(sharding: NamedSharding) -> list[int]:
 
 
 def also_over(axis: str, shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
-    """``sharding`` with its largest dim that divides split over ``axis`` too (ZeRO, arXiv 1910.02054: a state that only
-    the update reads need not be held whole by every replica); as it was when no dim divides or
-    ``axis`` splits one already."""
+    """The sharding with its largest dim that divides split over ``axis`` too (ZeRO, arXiv 1910.02054: a state that only
+    the update reads need not be held whole by every replica); as it was when no dim divides or ``axis`` splits one
+    already."""
     size = dict(sharding.mesh.shape)[axis]
     ways = [*_ways(sharding), *([1] * (len(shape) - len(sharding.spec)))]
     fitting = [d for d in range(len(shape)) if shape[d] % (ways[d] * size) == 0]
@@ -91,7 +91,7 @@ def also_over(axis: str, shape: tuple[int, ...], sharding: NamedSharding) -> Nam
 
 
 def spread_over(axis: str, tree: Any, shardings: Any) -> Any:
-    """`also_over` for every leaf."""
+    """The shardings of `also_over` for every leaf."""
     return jax.tree.map(lambda leaf, sharding: also_over(axis, leaf.shape, sharding), tree, shardings)
 
 
@@ -110,8 +110,8 @@ def optimizer_shardings(
 
 
 def follow_parameters(function: Callable[..., Any], state: Any, params: Any, values: Any) -> Any:
-    """``function(shape, value, leaf)`` for every leaf of an optimizer's state: the shape and the value of the parameter
-    whose path the leaf's path ends in, or (None, None). ``values`` is a tree like ``params``."""
+    """The results of ``function(shape, value, leaf)`` for every leaf of an optimizer's state: the shape and the value
+    of the parameter whose path the leaf's path ends in, or (None, None). ``values`` is a tree like ``params``."""
     parameters = jax.tree.leaves(params)
     structure: Any = jax.tree.structure(params)
     found = structure.flatten_up_to(values)

@@ -19,17 +19,17 @@ class TrainState:
     """The state of training: a pytree of sharded arrays. `train(state, batch)` donates it."""
 
     step: jax.Array
-    """Updates made so far, int32 scalar."""
+    """The number of updates made so far, int32 scalar."""
     params: Any
     optimizer: Any
     random: Any
-    """Base random keys. They do not change: every microbatch folds its own from them."""
+    """The base random keys. They do not change: every microbatch folds its own from them."""
     other: Any
-    """What the model changes beside its parameters: batch statistics, caches."""
+    """The state that the model changes beside its parameters: batch statistics, caches."""
     graphdef: nnx.GraphDef[Any] | None = field(metadata={"static": True})
     """NNX's description of the module; None for plain pytrees."""
     order: tuple[Any, ...] = field(default=(), metadata={"static": True})
-    """How fused matrices are held (`FusedParameters.order`): () in the model's own order."""
+    """The order in which fused matrices are held (`FusedParameters.order`): () is the model's own order."""
 
     def require_alive(self) -> PyTreeDef:
         """The structure of the state as a tree. Raises PlanError when an earlier step took its memory."""
@@ -48,16 +48,16 @@ def parts_of(state: TrainState) -> Parts:
 
 
 class StepResult(NamedTuple):
-    """What a compiled step makes."""
+    """The results of a compiled step."""
 
     state: TrainState
     loss: jax.Array
     aux: Any
     """The metrics beside the loss; None without ``has_aux``."""
     grad_norm: jax.Array
-    """The global norm of the gradients of what is trained, before the optimizer changes them."""
+    """The global norm of the gradients of the trained parameters, before the optimizer changes them."""
     evidence: Any
-    """Arrays that say whether losses and gradients are finite, `sentinels.Evidence`; None where nobody asks."""
+    """The arrays that say whether losses and gradients are finite, `sentinels.Evidence`; None where nobody asks."""
 
 
 def own_copy(leaf: Any, sharding: jax.sharding.Sharding | jax.Device) -> jax.Array:
@@ -75,7 +75,7 @@ def own_copy(leaf: Any, sharding: jax.sharding.Sharding | jax.Device) -> jax.Arr
 
 
 def _over_processes(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """An array that every process has, over the devices of all: `jax.device_put` takes no random keys there."""
+    """An array that every process has, placed over the devices of all: `jax.device_put` takes no random keys there."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = _over_processes(jax.random.key_data(leaf), sharding)
         keys: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
@@ -85,8 +85,8 @@ def _over_processes(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def fold_random(random: Any, step: jax.Array, microbatch: jax.Array) -> Any:
-    """Random state for one microbatch: every key folded with (step, global microbatch), every counter at 0, so that a
-    mask depends on nothing else."""
+    """The random state for one microbatch: every key folded with (step, global microbatch), every counter at 0, so that
+    a mask depends on nothing else."""
 
     def fold(leaf: jax.Array) -> jax.Array:
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -1,4 +1,4 @@
-"""Which parameters are trained (``wrt=``): the others get no gradient, no optimizer state and no update."""
+"""The parameters that are trained (``wrt=``): the others get no gradient, no optimizer state and no update."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Which parameters are trained."""
+    """The choice of the parameters that are trained."""
 
     wrt: Any = None
-    """None: all of them."""
+    """The user's choice as `train_step` takes it; None: all of them."""
 
     def mask(self, params: Any) -> tuple[bool, ...]:
         """One bool for each leaf of the parameters. Raises PlanError when none is trained, or ``wrt`` does not fit."""
@@ -59,13 +59,13 @@ class Trained:
         return tuple(full)
 
     def select(self, params: Any, tree: Any = None) -> Any:
-        """``tree`` (default: the parameters), which is like the parameters, without what is not trained."""
+        """A tree like the parameters (default: the parameters themselves) without the leaves that are not trained."""
         leaves, structure = jax.tree.flatten(params if tree is None else tree)
         kept = zip(leaves, self.mask(params), strict=True)
         return jax.tree.unflatten(structure, [leaf if flag else optax.MaskedNode() for leaf, flag in kept])
 
     def with_gradients(self, params: Any, found: Sequence[Any]) -> Any:
-        """What was made of the trained leaves, one by one, as a tree like `select` makes it."""
+        """A tree like that of `select`, of one value for each trained leaf."""
         rest = iter(found)
         structure: Any = jax.tree.structure(params)
         return jax.tree.unflatten(structure, [next(rest) if f else optax.MaskedNode() for f in self.mask(params)])
@@ -102,7 +102,7 @@ class Trained:
 
 
 ALL = Trained()
-"""Every parameter is trained."""
+"""The choice of every parameter."""
 
 
 def _key(entry: Any) -> Any:

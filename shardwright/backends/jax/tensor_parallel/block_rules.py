@@ -1,4 +1,4 @@
-"""Rules of the equations that know the order of a dim: with dims of blocks in held order, what comes of them is too."""
+"""The rules of equations that know the order of a dim, for operands with dims of blocks in held order."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,9 +28,9 @@ class Value:
     array: Any
     tags: Tags = field(default_factory=dict)
     is_copies: bool = False
-    """The array has a first dim of one copy for each rank of the axis."""
+    """Whether the array has a first dim of one copy for each rank of the axis."""
     is_terms: bool = False
-    """The array has a first dim of one term for each rank of the axis: the value is their sum."""
+    """Whether the array has a first dim of one term for each rank of the axis: the value is their sum."""
 
 
 def bind(equation: JaxprEqn, arrays: Sequence[Any]) -> list[Value]:
@@ -51,8 +51,8 @@ def as_tagged(value: Value, tags: Tags, ways: int) -> Any:
 
 
 Rule = Callable[[int, JaxprEqn, Sequence[Value], Sequence[Tags]], list[Value] | None]
-"""Takes the ranks of the tensor axis, an equation, its operands, and the wanted dims of blocks of its results.
-None: the rule does not know how, and the operands are given in their original order."""
+"""A function that takes the ranks of the tensor axis, an equation, its operands, and the wanted dims of blocks of its
+results. None: the rule does not know how, and the operands are given in their original order."""
 
 
 def _dot_general(ways: int, equation: JaxprEqn, given: Sequence[Value], wanted: Sequence[Tags]) -> list[Value]:
@@ -71,7 +71,7 @@ def _dot_general(ways: int, equation: JaxprEqn, given: Sequence[Value], wanted: 
 
 
 def free_dims(numbers: Any, ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """(operand, dim) of every dim of a product."""
+    """The (operand, dim) of every dim of a product."""
     summed, batch = numbers
     order = [(0, dim) for dim in batch[0]]
     for side, rank in enumerate(ranks):

@@ -1,7 +1,7 @@
 """Dims that are made of blocks, each of which a mesh axis splits by itself (a fused q|k|v projection).
 
-A PartitionSpec cuts a dim as one piece, so such a dim is *held* in another order: first every block's first piece, then
-every block's second, and so on. A plain cut of that is a piece of every block, and taking a block out of it moves
+A PartitionSpec cuts a dim as one piece, so such a dim is *held* in another order: first every block's first shard,
+then every block's second, and so on. A plain cut of that is a shard of every block, and taking a block out of it moves
 nothing between devices. Entrywise ops, sums and products are the same in either order.
 """
 
@@ -15,11 +15,11 @@ import jax.numpy as jnp
 
 Blocks = tuple[int, ...]
 Tags = Mapping[int, Blocks]
-"""Of an array, the dims that are held by blocks."""
+"""The dims of an array that are held by blocks."""
 
 
 def to_held(x: Any, dim: int, blocks: Blocks, ways: int) -> Any:
-    """From the original order of ``dim`` to the held one, for an axis of ``ways`` ranks."""
+    """An array with ``dim`` brought from its original order to the held one, for an axis of ``ways`` ranks."""
     lead, tail = x.shape[:dim], x.shape[dim + 1 :]
     if len(set(blocks)) == 1:
         split = x.reshape(*lead, len(blocks), ways, blocks[0] // ways, *tail)
@@ -32,7 +32,7 @@ def to_held(x: Any, dim: int, blocks: Blocks, ways: int) -> Any:
 
 
 def to_original(x: Any, dim: int, blocks: Blocks, ways: int) -> Any:
-    """The counterpart of `to_held`."""
+    """An array with ``dim`` brought back from the held order: the counterpart of `to_held`."""
     lead, tail = x.shape[:dim], x.shape[dim + 1 :]
     if len(set(blocks)) == 1:
         split = x.reshape(*lead, ways, len(blocks), blocks[0] // ways, *tail)
@@ -42,21 +42,21 @@ def to_original(x: Any, dim: int, blocks: Blocks, ways: int) -> Any:
 
 
 def hold(x: Any, tags: Tags, ways: int) -> Any:
-    """`to_held` for every tagged dim."""
+    """An array with every tagged dim in held order (`to_held`)."""
     for dim, blocks in tags.items():
         x = to_held(x, dim, blocks, ways)
     return x
 
 
 def restore(x: Any, tags: Tags, ways: int) -> Any:
-    """`to_original` for every tagged dim."""
+    """An array with every tagged dim in its original order (`to_original`)."""
     for dim, blocks in tags.items():
         x = to_original(x, dim, blocks, ways)
     return x
 
 
 def slice_held(x: Any, dim: int, ways: int, start: int, end: int) -> Any:
-    """Blocks ``start`` … ``end`` of a held dim: of one block, a plain dim; of several, a held one."""
+    """The blocks of a held dim from ``start`` to ``end`` of the original: one is a plain dim, several a held one."""
     lead, tail = x.shape[:dim], x.shape[dim + 1 :]
     apart = x.reshape(*lead, ways, x.shape[dim] // ways, *tail)
     piece = jax.lax.slice_in_dim(apart, start // ways, end // ways, axis=dim + 1)
@@ -80,11 +80,11 @@ def blocks_between(blocks: Blocks, start: int, end: int) -> Blocks | None:
 
 
 def reshape_held(x: Any, tags: Tags, shape: Sequence[int], wanted: Tags, ways: int) -> tuple[Any, Tags]:
-    """A reshape of an array whose ``tags`` dims are held, and which dims of the result are.
+    """A reshape of an array whose ``tags`` dims are held, and the dims of the result that are.
 
-    A held dim that stays, comes apart outside its blocks' pieces, or of which blocks become a dim of their own, moves
-    nothing; anything else goes through the original order. ``wanted``: how a dim that merges from several should be
-    held."""
+    A held dim moves nothing when it stays, comes apart outside its blocks' shards, or has its blocks become a dim of
+    their own. Any other reshape goes through the original order. ``wanted``: the blocks by which a dim that merges from
+    several should be held."""
     groups = list(_groups(x.shape, tuple(shape)))
     after: dict[int, Blocks] = {}
     inner: list[tuple[int, int, int]] = []  # (dim of the finer side, its merged dim, blocks)
@@ -127,7 +127,7 @@ def _kept(
     after: Sequence[int],
     ways: int,
 ) -> tuple[int, Blocks] | None:
-    """(dim, blocks) of the result when the held order stays as it is: the dim is the outermost of its group."""
+    """The (dim, blocks) of the result when the held order stays as it is: the dim is the outermost of its group."""
     if group is None:
         return None
     here = [d for d in group[0] if before[d] != 1]
@@ -142,7 +142,7 @@ def _kept(
 
 
 def _inner(blocks: Blocks, group: tuple[list[int], list[int]], shape: Sequence[int], ways: int) -> int | None:
-    """Of the dims that a dim of equal blocks comes apart into, the one that is then split: right behind the blocks."""
+    """The dim that is split once a dim of equal blocks comes apart: the one right behind the blocks."""
     if len(set(blocks)) != 1:
         return None
     outer = 1
@@ -154,7 +154,7 @@ def _inner(blocks: Blocks, group: tuple[list[int], list[int]], shape: Sequence[i
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Runs of dims of one shape that are runs of the other."""
+    """The runs of dims of one shape that are runs of the other."""
     found: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) and j < len(after):

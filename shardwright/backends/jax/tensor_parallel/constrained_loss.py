@@ -1,4 +1,4 @@
-"""A plan's tensor layouts carried out in a training step: what a loss function computes, laid out as the plan says."""
+"""A plan's tensor layouts carried out in a training step: the values of a loss function, laid out as the plan says."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -28,7 +28,7 @@ AXIS = "tp"
 
 
 def held_by_blocks(layouts: Mapping[str, Layout]) -> dict[str, Tags]:
-    """The parameters with a dim that the tensor axis splits block by block, and which dim that is."""
+    """The parameters with a dim that the tensor axis splits block by block, and the blocks of that dim."""
     found: dict[str, Tags] = {}
     for name, layout in layouts.items():
         place = layout.on(AXIS)
@@ -39,11 +39,11 @@ def held_by_blocks(layouts: Mapping[str, Layout]) -> dict[str, Tags]:
 
 @dataclass(frozen=True, slots=True)
 class FusedParameters:
-    """Parameters whose dims of blocks are held in another order than the model's own
+    """The parameters whose dims of blocks are held in another order than the model's own
     (`backends.jax.tensor_parallel.blocks`)."""
 
     tags: tuple[Tags, ...]
-    """One for each leaf of the parameters."""
+    """The tags of each leaf of the parameters."""
     ways: int
 
     @classmethod
@@ -56,11 +56,11 @@ class FusedParameters:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """What a state says of how it is held; () in the model's own order."""
+        """The order in which fused matrices are held, as a state notes it; () is the model's own order."""
         return (self.ways, *(tuple(sorted(tags.items())) for tags in self.tags)) if self else ()
 
     def require(self, state: TrainState) -> None:
-        """Raise PlanError unless the state is held so."""
+        """Raise PlanError unless the state holds its fused matrices in this order."""
         if state.order != self.order:
             raise PlanError(
                 f"the state's fused matrices are in {_described(state.order)}, and this plan's in "
@@ -69,12 +69,12 @@ class FusedParameters:
             )
 
     def hold(self, params: Any) -> Any:
-        """Parameters in their original order → as they are held."""
+        """The parameters as they are held, from their original order."""
         return self._each(hold, params)
 
     def hold_made(self, params: Any, mesh: jax.sharding.Mesh) -> Any:
-        """`hold` for what a compiled function makes: each device makes a share of another dim, so that none holds the
-        whole while the order is changed."""
+        """The parameters that a compiled function makes, in held order. Each device makes a share of another dim, so
+        that none holds the whole while the order is changed."""
 
         def reorder(leaf: Any, tags: Tags, ways: int) -> Any:
             other = [dim for dim, size in enumerate(leaf.shape) if dim not in tags and size % ways == 0]
@@ -95,7 +95,7 @@ class FusedParameters:
         return jax.tree.unflatten(structure, made)
 
     def hold_optimizer(self, state: Any, params: Any) -> Any:
-        """An optimizer's state in the original order of its parameters → as they are held."""
+        """An optimizer's state in the held order of its parameters, from their original order."""
         return self._each_state(hold, state, params)
 
     def restore_optimizer(self, state: Any, params: Any) -> Any:
@@ -125,7 +125,7 @@ def _left_of(tags: Tags, shape: tuple[int, ...], left: tuple[int, ...]) -> Tags:
 
 @dataclass(slots=True, eq=False)
 class TensorParallel:
-    """Runs a loss function's program with the plan's layouts."""
+    """A loss function's program run with the plan's layouts."""
 
     plan: Plan
     mesh: jax.sharding.AbstractMesh
@@ -141,8 +141,8 @@ class TensorParallel:
     def lay_out(
         cls, batch: Microbatches, plan: Plan, mesh: jax.sharding.AbstractMesh, names: tuple[str, ...]
     ) -> Microbatches:
-        """``batch`` with its loss function run as the plan lays it out; as it is where the tensor axis has one rank.
-        ``names`` are those of the parameters."""
+        """The microbatches of ``batch``, with the loss function run as the plan lays it out; as they are where the
+        tensor axis has one rank. ``names`` are those of the parameters."""
         if plan.decision.tp == 1:
             return batch
         over_replicas = not (batch.per_replica and plan.decision.dp > 1)
@@ -150,8 +150,8 @@ class TensorParallel:
         return replace(batch, loss=replace(batch.loss, laid_out=lowered.run))
 
     def run(self, loss: LossFunction, parts: Parts, batch: Any) -> Returned:
-        """What ``loss.plain`` returns, with the module calls that it records. Raises PlanError when the function is not
-        the one that was planned."""
+        """The results of ``loss.plain``, with the module calls that it records. Raises PlanError when the function is
+        not the one that was planned."""
         leaves, key = jax.tree.leaves((parts, batch)), shape_key((parts, batch))
         if key not in self._known:
             self._known[key] = self._prepare(loss, parts, batch)

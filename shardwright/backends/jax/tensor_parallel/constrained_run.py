@@ -1,6 +1,6 @@
-"""Run a traced program with the plan's layouts as sharding constraints, and dims of blocks in held order.
+"""A traced program run with the plan's layouts as sharding constraints, and dims of blocks in held order.
 
-Every equation runs as it was traced, on whole (logical) arrays: constraints tell the compiler where pieces lie, and the
+Every equation runs as it was traced, on whole (logical) arrays: constraints tell the compiler where shards lie, and the
 values are those of the program whatever it makes of them. Dims of blocks (`backends.jax.tensor_parallel.blocks`) are
 followed through the equations that need not know the order; anything else is given the original one.
 """
@@ -29,10 +29,10 @@ ENTRYWISE = ELEMENTWISE | {"stop_gradient", "copy", "copy_p", "optimization_barr
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What placements become: a mesh, its tensor axis, and where the batch lies."""
+    """The axes that placements are lowered to: a mesh, its tensor axis, and the axis of the batch."""
 
     mesh: jax.sharding.AbstractMesh
-    """Abstract, so that a program fits any devices."""
+    """The mesh. It is abstract, so that a program fits any devices."""
     axis: str
     ways: int
     batch_axis: str | None
@@ -45,7 +45,7 @@ class Setting:
         return NamedSharding(self.mesh, PartitionSpec(*entries))
 
     def of_copies(self, rank: int, batch_dims: Sequence[int]) -> NamedSharding:
-        """Of an array with a first dim of one copy for each rank."""
+        """The sharding of an array with a first dim of one copy for each rank."""
         entries = [self.batch_axis if dim in batch_dims else None for dim in range(rank)]
         return NamedSharding(self.mesh, PartitionSpec(self.axis, *entries))
 
@@ -61,7 +61,7 @@ class _Runner:
     def __init__(self, guides: Guides, setting: Setting) -> None:
         self.guides, self.setting, self.ways = guides, setting, setting.ways
         self.shared: dict[Any, tuple[Value, Value]] = {}
-        """(value, keys of guides) → the value (kept, so that its id stays its own) and what came of it."""
+        """The (value, keys of guides) → the value (kept, so that its id stays its own) and the guided value."""
 
     def run(self, jaxpr: Jaxpr, constants: Sequence[Value], arguments: Sequence[Value], path: Path) -> list[Value]:
         known: dict[Var, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
@@ -120,20 +120,20 @@ class _Runner:
         return Value(array, wanted)
 
     def _copied(self, value: Value, guide: Guide) -> Value:
-        """A copy for each rank: the gradient is the sum of theirs."""
+        """A value as a copy for each rank: its gradient is the sum of theirs."""
         copies = jnp.broadcast_to(value.array, (self.ways, *value.array.shape))
         at = self.setting.of_copies(value.array.ndim, guide.batch_dims)
         return Value(jax.lax.with_sharding_constraint(copies, at), value.tags, is_copies=True)
 
     def _summed(self, value: Value) -> Value:
-        """What terms add up to."""
+        """The sum of a value's terms."""
         key = id(value), "sum"
         if key not in self.shared:
             self.shared[key] = (value, Value(value.array.sum(0)))
         return self.shared[key][1]
 
     def _terms(self, equation: JaxprEqn, given: Sequence[Value]) -> Value:
-        """A look-up in the piece of each rank, or what such look-ups go through."""
+        """The terms of a look-up in the shard of each rank, or of an equation that such look-ups go through."""
         if can_look_up(equation):
             table, ids = (self.original(value) for value in given)
             made = look_up(table, ids, self.ways)
@@ -187,7 +187,7 @@ class _Runner:
         return bind(equation, [self.original(value) for value in given])
 
     def _product_of_copies(self, equation: JaxprEqn, given: Sequence[Value], piece: tuple[int, int]) -> Value:
-        """A product for each rank of its copy and its piece of the other operand."""
+        """A product for each rank of its copy and its shard of the other operand."""
         params, (other, dim), ways = equation.params, piece, self.ways
         plain = given[other]
         shape = plain.array.shape
@@ -294,7 +294,7 @@ def _tags_of(placement: Placement | None) -> Tags:
 
 
 def _constrain(x: Any, at: NamedSharding | None, gradient_at: NamedSharding | None) -> Any:
-    """``x`` laid out as ``at``, its gradient as ``gradient_at``; None: neither says anything."""
+    """``x`` with its own layout ``at`` and its gradient's ``gradient_at``; None says nothing."""
     if at == gradient_at:
         return x if at is None else jax.lax.with_sharding_constraint(x, at)
 

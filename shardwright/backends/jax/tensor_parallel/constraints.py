@@ -1,4 +1,4 @@
-"""Where in a traced program the plan's layouts apply: for values as they are made, and for operands as they are read.
+"""The places of a traced program where the plan's layouts apply: values as they are made, operands as they are read.
 
 The plan's layouts are realised on a graph, captured from the very function that is going to run; each op of the graph
 is an equation of the program (or a few of them), found by its path.
@@ -15,30 +15,30 @@ from shardwright.core.layout.unit_layouts import Link, Places, RealisedUnit
 from shardwright.core.model.graph import Graph
 
 Place = tuple[Path, int]
-"""An equation, and which of its results or operands."""
+"""The path of an equation, and the position of one of its results or operands."""
 
 FOLLOWING = frozenset({"elementwise", "view", "dropout"})
-"""Kinds of op whose results lie as their operands do: the compiler needs no word about them."""
+"""The kinds of op whose results lie as their operands do: the compiler needs no word about them."""
 
 OPTIONAL = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_element_type", "transpose"})
-"""Steps that one batch size may need and another not: a batch of one broadcasts without them."""
+"""The steps that one batch size may need and another not: a batch of one broadcasts without them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """How a value is to lie along the tensor axis, and its gradient; None: as it comes."""
+    """The placement of a value along the tensor axis, and that of its gradient; None: as it comes."""
 
     key: tuple[int, ...]
-    """Readers of one value whose guides have the same key share what comes of it."""
+    """A key: readers of one value whose guides have the same key share the guided value."""
     value: Placement | None
     gradient: Placement | None
     batch_dims: tuple[int, ...]
     """The value's dims that count samples."""
     is_constraint: bool = True
-    """False: it only says in which order a dim of blocks is held."""
+    """Whether the guide constrains the sharding. False: it only gives the order in which a dim of blocks is held."""
     copies: bool = False
-    """The value is handed to several products as one copy for each rank, so that their gradients, terms of sums over
-    the axis, are added up before one reduction."""
+    """Whether the value is handed to several products as one copy for each rank, so that their gradients, terms of sums
+    over the axis, are added up before one reduction."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Guides:
 
     made: Mapping[Place, Guide]
     reads: Mapping[Place, tuple[Guide, ...]]
-    """What a value goes through, one after the other, before an equation reads it."""
+    """The guides that a value goes through, one after the other, before an equation reads it."""
     pieces: Mapping[Path, tuple[int, int]]
-    """Products that read copies → (operand, its dim) that the axis splits."""
+    """The products that read copies → (operand, its dim) that the axis splits."""
     terms: frozenset[Path]
-    """Look-ups, and what their results go through, that make a term for each rank of the axis."""
+    """The look-ups, and the equations that their results go through, that make a term for each rank of the axis."""
     _around: frozenset[Path] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Guides:
         object.__setattr__(self, "_around", frozenset(p[:n] for p in paths for n in range(len(p))))
 
     def inside(self, path: Path) -> bool:
-        """Whether an equation inside this one has a guide."""
+        """Whether an equation inside the one at ``path`` has a guide."""
         return path in self._around
 
 
@@ -112,8 +112,8 @@ def guides(
 
 
 def _read_together(graph: Graph, units: Sequence[RealisedUnit]) -> dict[tuple[int, int], tuple[int, int]]:
-    """(op, operand) → (operand, dim) that is split, of the products that share an operand whose gradients they leave as
-    terms of one sum."""
+    """The (op, operand) → (operand, dim) that is split, of the products that share an operand whose gradients they
+    leave as terms of one sum."""
     found: dict[tuple[int, int], tuple[int, int]] = {}
     for unit in units:
         summed = {
@@ -157,7 +157,7 @@ def _batch_dims(graph: Graph, tensor: int) -> tuple[int, ...]:
 
 
 def _operand(step: Step, position: int) -> Iterator[Place]:
-    """Where the equations of a step read its operand ``position`` (literals are not counted)."""
+    """The places where the equations of a step read its operand ``position`` (literals are not counted)."""
     value = [v for v in step.inputs if v is not None][position]
     if step.path is not None:
         given = [i for i, v in enumerate(step.inputs) if v is not None]
@@ -176,7 +176,7 @@ def _result(step: Step, position: int) -> Place | None:
 
 
 def _aligned(captured: Program, running: Program) -> Iterator[tuple[int, Step]]:
-    """(op, the step of the running program) for the ops that both hold."""
+    """The (op, step of the running program) of the ops that both programs hold."""
     i = j = 0
     while i < len(captured.steps) and j < len(running.steps):
         one, other = captured.steps[i], running.steps[j]

@@ -1,4 +1,4 @@
-"""What the processes of a run compare before and in every step: versions, plan, state and batch."""
+"""The values that the processes of a run compare before and in every step: versions, plan, state and batch."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,19 +18,19 @@ from shardwright.core.plan.plan import Plan
 
 
 class StepAgreement(Agreement):
-    """Compares the plan, the state and the batch of a step; nothing at all where one process has all devices."""
+    """A comparison of the plan, the state and the batch of a step. With one process it does nothing at all."""
 
     def __init__(self, devices: Sequence[jax.Device], plan: Plan, loss: LossFunction) -> None:
         super().__init__(devices)
         self.plan, self.loss = plan, loss
         self._sums: dict[str, int] = {}
-        """Of what is alike in every step; empty before the first."""
+        """The sums of what is the same in every step; empty before the first."""
         self._given_sum = 0
-        """Of the parameters that init was given as arrays."""
+        """The sum of the parameters that init was given as arrays."""
         self._calls = 0
 
     def explained(self) -> AbstractContextManager[Any]:
-        """Names a peer that has failed in a step, in runs that began with `rendezvous.init`."""
+        """A context that names a peer that has failed in a step, in runs that began with `rendezvous.init`."""
         pulse = current()
         if self.alone or pulse is None:
             return nullcontext()
@@ -40,13 +40,13 @@ class StepAgreement(Agreement):
         return pulse.explained(f"step {self._calls} of this process, {named}")
 
     def note_given(self, given: Parts) -> None:
-        """Compare the arrays that training begins with, too."""
+        """Note the sum of the arrays that training begins with, so that it is compared too."""
         if not self.alone:
             self._given_sum = array_sum([np.asarray(leaf) for leaf in jax.tree.leaves(given.params)])
 
     def compare_step(self, state: TrainState, batch: FlatBatch, *, is_new: bool) -> None:
-        """Compare what all processes must have alike; of a step that ran before, the batch alone. Raises PlanError,
-        naming what differs."""
+        """Compare what all processes must share. A step that ran before sums nothing but its batch anew. Raises
+        PlanError, naming what differs."""
         if self.alone:
             return
         if is_new:

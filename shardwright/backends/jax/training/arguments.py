@@ -10,7 +10,8 @@ from shardwright.core.plan.plan import Plan
 
 
 def require_supported(plan: Plan) -> None:
-    """Raise PlanError for what is no plan, MissingCapabilityError for a plan that this runtime does not carry out."""
+    """Raise PlanError for anything but a plan, MissingCapabilityError for a plan that this runtime does not carry
+    out."""
     if not isinstance(plan, Plan):
         raise PlanError(f"plan is {plan!r:.80}: give what sw.plan or sw.Plan.load returned")
     decision = plan.decision

@@ -14,20 +14,20 @@ from shardwright.core.errors import PlanWarning
 
 COMPILED_OFTEN = 4
 Compile = Callable[[list[np.ndarray], CompiledStep | None], tuple[CompiledStep, tuple[Any, ...]]]
-"""Takes the Python numbers that are inputs of a step, and the step where it is compiled already; returns the compiled
-step and its leaves."""
+"""A function that takes the Python numbers that are inputs of a step, and the step where it is compiled already. It
+returns the compiled step and its leaves."""
 
 
 class CompiledSteps:
-    """Finds the step of a batch, or has it compiled."""
+    """The compiled steps of a loss function. It finds the step of a batch, or has it compiled."""
 
     def __init__(self, python: PythonValues) -> None:
         self.python = python
         self._steps: dict[tuple[Hashable, tuple[Any, ...]], CompiledStep] = {}
         self._latest: dict[Hashable, tuple[Any, ...]] = {}
-        """For every form, the Python values that its last step was compiled for."""
+        """The Python values that the last step of each form was compiled for."""
         self._looked_through: dict[int, nnx.GraphDef[Any]] = {}
-        """Descriptions of modules, whose classes' code was read."""
+        """The descriptions of modules, whose classes' code was read."""
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -72,7 +72,7 @@ class CompiledSteps:
         return self.python.inputs()
 
     def _read(self, graphdef: nnx.GraphDef[Any] | None) -> None:
-        """Notice what the loss function reads of Python."""
+        """Notice the Python values that the loss function reads."""
         if graphdef is not None and id(graphdef) not in self._looked_through:
             self._looked_through[id(graphdef)] = graphdef
             kinds = [getattr(node, "type", None) for node in graphdef.nodes]

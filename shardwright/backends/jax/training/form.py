@@ -18,7 +18,7 @@ Form = Callable[[LossFunction, optax.GradientTransformation, Plan, Sequence[jax.
 
 def form_of(plan: Plan, devices: Sequence[jax.Device], one_program: bool | None, *, is_module: bool) -> Form:
     """The form for a plan on these devices. ``one_program``: whether stages are one SPMD program; None: over several
-    processes they are. ``is_module``: whether what is trained is an NNX module."""
+    processes they are. ``is_module``: whether the trained model is an NNX module."""
     decision = plan.decision
     if decision.pp * decision.virtual_stages == 1:
         # No module of a plain function can be told to run again, but the units of its program can, on one stage.

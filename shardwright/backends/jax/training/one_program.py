@@ -57,7 +57,7 @@ class OneProgramTraining:
         return TrainState(step, made.params, optimizer, made.random, made.other, given.graphdef, shardings.order)
 
     def _maker(self, given: Parts, make: Callable[[], Parts]) -> jax.stages.Wrapped:
-        """The compiled function by which every device makes its share; of a plain function's, the parameters alone."""
+        """The compiled function by which every device makes its share; for plain functions, the parameters alone."""
         fused = FusedParameters.of(self.plan, given.names)
         places = parts_of(self._shardings(given))
 
@@ -103,7 +103,7 @@ class OneProgramTraining:
         require_places((state.params, state.optimizer), (at.params, at.optimizer))
 
     def _fused(self, state: TrainState) -> FusedParameters:
-        """How this plan holds fused matrices. Raises PlanError for a state that holds them otherwise."""
+        """The order in which this plan holds fused matrices. Raises PlanError for a state that holds them otherwise."""
         fused = FusedParameters.of(self.plan, parts_of(state).names)
         fused.require(state)
         return fused
@@ -180,7 +180,7 @@ class OneProgramStep(WithoutActions):
 
     run: jax.stages.Wrapped
     microbatches: Microbatches
-    """Without the plan's layouts."""
+    """The microbatches, without the plan's layouts."""
     teller: OneProgram
     devices: int
 
@@ -193,5 +193,5 @@ class OneProgramStep(WithoutActions):
 
 
 def _copied(tree: Any, shardings: Any) -> Any:
-    """The arrays on their devices, sharing no memory with what was given."""
+    """The arrays on their devices, sharing no memory with those that were given."""
     return jax.tree.map(own_copy, tree, shardings)

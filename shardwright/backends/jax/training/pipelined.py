@@ -53,7 +53,7 @@ class PipelinedTraining(InStages):
         self._cuts: dict[Any, tuple[tuple[Holding, ...], OptimizerCut]] = {}
 
     def placed(self, params: Any, names: tuple[str, ...]) -> tuple[tuple[Holding, ...], OptimizerCut]:
-        """Where parameters of these shapes, and their optimizer's state, are kept."""
+        """The holdings of parameters of these shapes, and the optimizer over them."""
         key = shape_key(params)
         if key not in self._cuts:
             shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
@@ -90,7 +90,7 @@ class PipelinedTraining(InStages):
         return TrainState(step, params, optimizer.init(params), random, other, given.graphdef, fused.order)
 
     def _make(self, init: Callable[[], Parts], holdings: Sequence[Holding], places: Any) -> tuple[list[Any], Any, Any]:
-        """Run an init function on every stage, each making nothing but its share."""
+        """The results of an init function that is run on every stage, each making nothing but its share."""
         shapes = jax.eval_shape(init)
         flat = flatten(jax.make_jaxpr(lambda: jax.tree.leaves(init()))())
         count = len(jax.tree.leaves(shapes.params))
@@ -116,7 +116,7 @@ class PipelinedTraining(InStages):
         return made[: len(holdings)], *jax.tree.unflatten(beside, made[len(holdings) :])
 
     def whole(self, state: TrainState) -> Any:
-        """Parameters as they were given, every stack in one piece, on the devices of its first stage."""
+        """The parameters as they were given, every stack whole, on the devices of its first stage."""
 
         def join(node: Any) -> Any:
             if not is_stack(node):
@@ -130,7 +130,7 @@ class PipelinedTraining(InStages):
         return fused.restore(params)
 
     def place(self, state: TrainState) -> TrainState:
-        """Copies of a state's arrays, wherever they are, on the devices of their stages."""
+        """The state with copies of its arrays, wherever they are, on the devices of their stages."""
         optimizer = self._require(state)
         whole = self.meshes.whole[0]
 
@@ -152,7 +152,7 @@ class PipelinedTraining(InStages):
         require_places([*pieces(state.params), *pieces(state.optimizer)], held)
 
     def _require(self, state: TrainState) -> OptimizerCut:
-        """How a state's parameters and optimizer are kept. Raises PlanError unless it is a state of this plan."""
+        """The cut optimizer of a state. Raises PlanError unless it is a state of this plan."""
         shapes = self._shapes(state)
         _, optimizer = self.placed(shapes.params, shapes.names)
         FusedParameters.of(self.plan, shapes.names).require(state)
@@ -200,10 +200,10 @@ class PipelinedTraining(InStages):
 
 
 class StagedMetrics:
-    """Metrics of a batch from those of its microbatches, each on the stage that makes it."""
+    """The metrics of a batch from those of its microbatches, each on the stage that makes it."""
 
     def __init__(self, metrics: Metrics, homes: Sequence[int], meshes: StageMeshes) -> None:
-        """homes: the stage of every metric."""
+        """Compile the sums of metrics. homes: the stage of every metric."""
         self.metrics, self.homes = metrics, tuple(homes)
         self.whole = {stage: meshes.whole[stage] for stage in set(homes)}
         self.run = {
@@ -226,7 +226,7 @@ class StagedMetrics:
         ]
 
     def __call__(self, made: PipelineResult) -> Any:
-        """As the loss function returns them, on the devices of their stages."""
+        """The metrics as the loss function returns them, on the devices of their stages."""
         found: list[Any] = [None] * len(self.homes)
         for stage, run in self.run.items():
             numbers = [number for number, home in enumerate(self.homes) if home == stage]
@@ -249,18 +249,18 @@ class PipelinedStep:
     pipeline: Pipeline
     microbatches: Microbatches
     ends: tuple[int, int, int, int]
-    """Of the step, the parameters, the optimizer's state and the random state among the leaves of a state."""
+    """The ends of the step, the parameters, the optimizer's state and the random state among the leaves of a state."""
     metrics: StagedMetrics | None
 
     @property
     def teller(self) -> Staged:
-        """Says what the evidence of a step means."""
+        """The teller of what the evidence of a step means."""
         pipeline = self.pipeline
         labels = [(stage, key[1]) for stage, key in pipeline.faults]
         return Staged(pipeline.micro.cut, pipeline.schedule.microbatches, labels)
 
     def __call__(self, state: TrainState, leaves: Sequence[Any], observe: Observer | None = None) -> StepResult:
-        """One step on a state, which is used up."""
+        """The result of one step on a state, which is used up."""
         held, structure = jax.tree.flatten(state)  # once: models' own containers are flattened by Python
         ends = self.ends
         step, params, optimizer, random, other = (
@@ -286,7 +286,7 @@ class PipelinedStep:
         return StepResult(after, made.loss, aux, made.grad_norm, evidence)
 
     def measure(self, state: TrainState, leaves: Sequence[Any]) -> tuple[StepResult, Timeline]:
-        """One step and its timeline. Nothing is compiled meanwhile."""
+        """The result of one step and its timeline. Nothing is compiled meanwhile."""
         self.pipeline.finish()
         with ActionTimer(self.pipeline.micro.cut, self.pipeline.schedule.ranks) as timer:
             made = self(state, leaves, timer)
@@ -299,7 +299,7 @@ class PipelinedStep:
         return pipeline_bytes(self.pipeline, state, list(devices))
 
     def cancel(self) -> bool:
-        """Compile no more of it; whether something was left to be compiled."""
+        """Compile no more of the step. Returns whether something was left to be compiled."""
         if self.pipeline.is_compiled:
             return False
         self.pipeline.cancel()
@@ -313,7 +313,7 @@ def _select_sound(loss: jax.Array, norm: jax.Array, new: jax.Array, old: jax.Arr
 
 
 def _sound_state(loss: jax.Array, norm: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """State after a step whose loss and gradients are finite, where its stage is; else as it was before."""
+    """The state after a step with finite loss and gradients, on its stage's devices; else as it was before."""
     whole = new.sharding
     if not isinstance(whole, NamedSharding):
         return new

@@ -1,4 +1,4 @@
-"""What every form of training does: it places a state, and compiles and runs steps on it."""
+"""The protocol of every form of training: it places a state, and compiles and runs steps on it."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
@@ -20,28 +20,29 @@ class CompiledStep(Protocol):
 
     @property
     def microbatches(self) -> Microbatches:
-        """The batch's, without the plan's layouts."""
+        """The microbatches of a batch, without the plan's layouts."""
 
     @property
     def teller(self) -> Teller:
-        """Says what the evidence of a step means."""
+        """The teller of what the evidence of a step means."""
 
     @property
     def pipeline(self) -> Pipeline | None:
         """The compiled programs of a step that runs as a pipeline's actions."""
 
     def __call__(self, state: TrainState, leaves: tuple[Any, ...]) -> StepResult:
-        """One step on a state, which is used up, and on the leaves of a batch."""
+        """The result of one step on a state, which is used up, and on the leaves of a batch."""
 
     def measure(self, state: TrainState, leaves: tuple[Any, ...]) -> tuple[StepResult, Timeline]:
-        """One step, and when each of its actions ran. Raises MissingCapabilityError for a step without actions."""
+        """The result of one step, and the times of each of its actions. Raises MissingCapabilityError for a step
+        without actions."""
 
     def memory_bytes(self, state: TrainState, leaves: tuple[Any, ...]) -> tuple[int, ...]:
         """The bytes that every device holds at the step's peak, by what the compiler says of its programs. Raises
-        MissingCapabilityError for programs of which it is not read."""
+        MissingCapabilityError for programs whose memory is not read."""
 
     def cancel(self) -> bool:
-        """Compile no more of it; whether something was left to be compiled, so that the step cannot be run."""
+        """Compile no more of the step. Returns whether the step cannot be run, as something was left to compile."""
 
 
 class Training(Protocol):
@@ -51,7 +52,7 @@ class Training(Protocol):
         """The state of a model: of its arrays, or of its shapes and the function that makes them."""
 
     def put(self, batch: FlatBatch) -> FlatBatch:
-        """The batch where a step takes it from."""
+        """The batch on the devices where a step takes it from."""
 
     def step_for(self, state: TrainState, batch: FlatBatch) -> CompiledStep:
         """The compiled step for batches of one form. Raises PlanError for a state of another plan."""
@@ -74,14 +75,14 @@ class Training(Protocol):
         """The counterpart of `original`."""
 
     def lower(self, state: TrainState, batch: FlatBatch) -> jax.stages.Lowered:
-        """The one program of a step, before it is compiled; `original` says where there is none."""
+        """The one program of a step, before it is compiled. Raises MissingCapabilityError as `original` does."""
 
     def lower_init(self, given: Parts, make: Callable[[], Parts]) -> jax.stages.Lowered:
         """The program that makes the parameters, before it is compiled."""
 
 
 class WithoutActions:
-    """What a step that is one program has not."""
+    """A step that is one program: it has no actions to measure, and nothing to cancel."""
 
     __slots__ = ()
     pipeline: None = None
@@ -97,7 +98,8 @@ class WithoutActions:
 
 
 class InStages:
-    """What forms that divide a state among stages do not do: each raises MissingCapabilityError."""
+    """A form that divides a state among stages: `original`, `held`, `lower` and `lower_init` raise
+    MissingCapabilityError."""
 
     def put(self, batch: FlatBatch) -> FlatBatch:
         """The batch as it is: its leaves are split into microbatches first."""

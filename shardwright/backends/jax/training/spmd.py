@@ -38,9 +38,9 @@ class Stacking:
 
     structure: PyTreeDef
     rows: tuple[tuple[tuple[int, ...], NamedSharding], ...]
-    """For every stack: the leaves in it, in the order of stages, and its sharding."""
+    """The leaves of every stack, in the order of stages, and its sharding."""
     rest: tuple[tuple[int, NamedSharding], ...]
-    """Every other leaf, and its sharding."""
+    """The other leaves, each with its sharding."""
     shape: tuple[int, int]
 
     def pack(self, tree: Any) -> dict[str, list[Any]]:
@@ -110,7 +110,7 @@ class SpmdTraining(InStages):
         return TrainState(step, packed, optimizer, random, other, given.graphdef)
 
     def whole(self, state: TrainState) -> Any:
-        """Parameters as they were given, whole on every device."""
+        """The parameters as they were given, whole on every device."""
         return self._unpack(state.params)
 
     def place(self, state: TrainState) -> NoReturn:
@@ -120,10 +120,10 @@ class SpmdTraining(InStages):
         )
 
     def require_places(self, state: TrainState) -> None:
-        """Nothing: the program says of its arguments where they are."""
+        """Do nothing: the program says of its arguments where they are."""
 
     def _stackings(self, given: Parts) -> tuple[Stacking, Stacking]:
-        """How parameters and the optimizer's state are kept: where stages use the same leaves of their blocks, one
+        """The stackings of the parameters and of the optimizer's state. The n-th leaves of all stages' blocks make one
         stack."""
         plan = self.plan
         names = given.names
@@ -153,7 +153,8 @@ class SpmdTraining(InStages):
         return NamedSharding(self.mesh, PartitionSpec(None, "pp", *sharding.spec))
 
     def _of_optimizer(self, params: Any, stacking: Stacking, shardings: Sequence[NamedSharding]) -> Stacking:
-        """Leaves of the optimizer's state that end in a parameter's path, and have its shape, are kept as it is."""
+        """The stacking of the optimizer's state. Leaves that end in a parameter's path, and have its shape, are kept as
+        it is."""
         state = jax.eval_shape(self.optimizer.init, params)
         parameters, leaves = jax.tree.leaves(params), jax.tree.leaves(state)
         found = {
@@ -261,7 +262,7 @@ class SpmdStep(WithoutActions):
     run: jax.stages.Wrapped
     microbatches: Microbatches
     places: Sequence[NamedSharding]
-    """Of the batch's leaves, split into microbatches."""
+    """The shardings of the batch's leaves, split into microbatches."""
     teller: OneProgram
 
     def __call__(self, state: TrainState, leaves: Sequence[Any]) -> StepResult:
@@ -292,6 +293,6 @@ def _whether(group: Sequence[int], mask: Sequence[bool]) -> bool:
 
 
 def _merge(flags: Sequence[bool], held: Sequence[Any], changed: Sequence[Any]) -> list[Any]:
-    """``held`` with those replaced, in turn, that have a flag."""
+    """The held values, with those that have a flag replaced, in turn, by the changed ones."""
     rest = iter(changed)
     return [next(rest) if flag else value for flag, value in zip(flags, held, strict=True)]
