@@ -22,7 +22,7 @@ from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.layout.conversion_bytes import table_bytes
 from shardwright.core.layout.placements import Placement, Split
 from shardwright.core.model.fold import fold
-from shardwright.core.plan.realised_layouts import of_unit
+from shardwright.core.plan.program import UnitProgram
 from shardwright.core.solver import AxisCost, Setting, lightest_bytes, solve
 from tests.comparison import Comparison
 
@@ -39,7 +39,8 @@ def layouts_of(traced: Traced, ranks: int, slack: float, latency_s: float) -> tu
     limit = slack * lightest_bytes(folded, setting, counter)
     found = solve(folded, setting, memory_limit_bytes=limit, counter=counter)
     realised = [
-        of_unit(folded, unit.index, answer.like) for unit, answer in zip(folded.units, found.units, strict=True)
+        UnitProgram.of(folded.graph, folded.units[a.like.unit], a.like, "").on(folded.graph, unit, "tp", ranks)
+        for unit, a in zip(folded.units, found.units, strict=True)
     ]
     return of_realised(traced.graph, realised)
 
