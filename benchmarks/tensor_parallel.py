@@ -39,8 +39,9 @@ from shardwright.backends.torch.machine.tensor_shards import piece_of
 from shardwright.backends.torch.tensor_parallel import split_compute as compute
 from shardwright.backends.torch.tensor_parallel.lowered_model import lower_all
 from shardwright.backends.torch.tensor_parallel.trace import trace
-from shardwright.backends.torch.tensor_parallel.unit_layouts import planned
+from shardwright.backends.torch.tensor_parallel.unit_layouts import of_realised
 from shardwright.core.layout.placements import Split
+from shardwright.core.plan.realised_layouts import realise
 from tests.comparison import Comparison
 
 Contender = Callable[[torch.Tensor], torch.Tensor]
@@ -212,7 +213,7 @@ def ours(
         traced.graph, cluster, batch=arguments.batch, pp=1, tp=arguments.ranks, dp=1, microbatch=arguments.batch,
         recompute="none", shard=0, precision="fp32", sequence_parallel=False,
     )  # fmt: skip
-    layouts = planned(traced.graph, plan)
+    layouts = of_realised(traced.graph, realise(traced.graph, plan))
     apart = mock.patch.object(compute, "_columns", return_value=False)
     with nullcontext() if overlapped else apart:
         replay = lower_all(traced, layouts, axis, arguments.batch, torch.device("cpu"), lambda context: None)
