@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright.torch as sw
-from shardwright.backends.torch.messages.owners import Owners
+from shardwright.backends.torch.training.messages.owners import Owners
 
 
 class Scale(nn.Module):

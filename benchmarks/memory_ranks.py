@@ -25,7 +25,7 @@ import tracked
 import shardwright as sw
 from shardwright.backends.capabilities import TORCH_MEMORY
 from shardwright.backends.torch.pipeline.action_times import Recorder
-from shardwright.backends.torch.steps import recorded
+from shardwright.backends.torch.training import recorded
 from shardwright.core.plan.memory_over_time import memory_over_time
 from shardwright.core.schedule.actions import Kind
 

@@ -30,8 +30,8 @@ import torch
 from torch import nn
 
 import shardwright.torch as sw
-from shardwright.backends.torch.steps.microbatches import RecordedAhead
-from shardwright.backends.torch.steps.recorded import RecordedSteps
+from shardwright.backends.torch.training.microbatches import RecordedAhead
+from shardwright.backends.torch.training.recorded import RecordedSteps
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = (16, 24, 20, 28, 12, 32)

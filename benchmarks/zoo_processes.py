@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 import shardwright
 from shardwright.backends.torch import TorchBackend
-from shardwright.backends.torch.messages.module_flops import count_flops, module_tree
+from shardwright.backends.torch.training.messages.module_flops import count_flops, module_tree
 from shardwright.core.cluster.hardware import load_profile
 from shardwright.core.cost.unit_work import WorkCounter
 from shardwright.core.model.fold import fold

@@ -17,7 +17,7 @@ from shardwright.backends.torch.machine.digests import code_of, digest_of
 from shardwright.backends.torch.pipeline.step_results import Shares
 from shardwright.backends.torch.program.program import tensors_in
 from shardwright.backends.torch.runtime import Runtime
-from shardwright.backends.torch.steps.call import StepCall
+from shardwright.backends.torch.training.call import StepCall
 from shardwright.core.errors import ShardwrightError
 from shardwright.torch import session as sessions
 from shardwright.torch.batch import Batch

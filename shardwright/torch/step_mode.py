@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwright.backends.torch.machine.mesh import BoundMesh
-from shardwright.backends.torch.messages.engine import BACKWARD_FIRST, FORWARD_FIRST
 from shardwright.backends.torch.program.stage_map import StageMap
+from shardwright.backends.torch.training.messages.engine import BACKWARD_FIRST, FORWARD_FIRST
 from shardwright.core.errors import MissingCapabilityError
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.plan import Plan

@@ -15,7 +15,7 @@ from shardwright.backends.torch.machine.process import Launch, start
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.runtime import Runtime
-from shardwright.backends.torch.steps.call import Result, StepBody, StepCall
+from shardwright.backends.torch.training.call import Result, StepBody, StepCall
 from shardwright.core.errors import CaptureError, PlanError, UnrecordableError
 from shardwright.core.layout.mesh import Mesh
 from shardwright.core.schedule import Schedule

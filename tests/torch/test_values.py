@@ -22,7 +22,7 @@ from shardwright.backends.torch.program.unsplit import seeded_by_rule
 from shardwright.backends.torch.program.value_guards import holds
 from shardwright.backends.torch.program.value_names import text_of, value_names
 from shardwright.backends.torch.runtime import Runtime
-from shardwright.backends.torch.steps.recording import Recording
+from shardwright.backends.torch.training.recording import Recording
 from shardwright.core.errors import CaptureError, UnrecordableError
 from tests.comparison import Comparison
 from tests.torch.test_dataflow import (
@@ -201,7 +201,7 @@ def test_layers_that_are_dropped_at_random_are_recorded_by_pattern() -> None:
 
 def test_recordings_by_pattern_are_dropped_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recordings, "DRAWN", 3)
-    monkeypatch.setattr("shardwright.backends.torch.steps.compiled.COMPILED", 2)
+    monkeypatch.setattr("shardwright.backends.torch.training.compiled.COMPILED", 2)
     runtime = follow(DropsLayers, [f"layers.{i}" for i in range(3)], 8)
     assert [len(held) for held in runtime.steps.recordings.cache._made.values()] == [3]
     assert [len(held) for held in runtime.steps.compiled._ready.values()] == [2]

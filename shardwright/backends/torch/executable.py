@@ -16,7 +16,7 @@ from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.state import checkpoint
 from shardwright.backends.torch.state.weights import Weights
-from shardwright.backends.torch.steps.call import StepCall
+from shardwright.backends.torch.training.call import StepCall
 from shardwright.core.errors import LossError, ShardwrightError
 from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule.timeline import Timeline

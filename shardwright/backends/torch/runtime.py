@@ -10,21 +10,21 @@ from torch import nn
 from shardwright.backends.torch.machine.agreement import Agreement, Claim
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.watchdog import Watchdog
-from shardwright.backends.torch.messages.engine import Messages
-from shardwright.backends.torch.messages.owners import Owners
 from shardwright.backends.torch.pipeline.compiling import Compiler
 from shardwright.backends.torch.pipeline.sentinels import Sentinel
 from shardwright.backends.torch.pipeline.step_results import Shares, even_split
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.state.weights import Weights
-from shardwright.backends.torch.steps.by_messages import MessageSteps, owners_by_module_tree, owners_of_stages
-from shardwright.backends.torch.steps.call import PreparedStep, Result, StepCall, Steps
-from shardwright.backends.torch.steps.first_plan import plan_first_step
-from shardwright.backends.torch.steps.losses import StepLosses
-from shardwright.backends.torch.steps.microbatches import RecordedAhead
-from shardwright.backends.torch.steps.recorded import RecordedSteps
-from shardwright.backends.torch.steps.split_model import SplitModel
 from shardwright.backends.torch.tensor_parallel.engine import TensorParallel
+from shardwright.backends.torch.training.by_messages import MessageSteps, owners_by_module_tree, owners_of_stages
+from shardwright.backends.torch.training.call import PreparedStep, Result, StepCall, Steps
+from shardwright.backends.torch.training.first_plan import plan_first_step
+from shardwright.backends.torch.training.losses import StepLosses
+from shardwright.backends.torch.training.messages.engine import Messages
+from shardwright.backends.torch.training.messages.owners import Owners
+from shardwright.backends.torch.training.microbatches import RecordedAhead
+from shardwright.backends.torch.training.recorded import RecordedSteps
+from shardwright.backends.torch.training.split_model import SplitModel
 from shardwright.core.errors import PlanError, ShardwrightError, UnrecordableError
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.decision import LossScope

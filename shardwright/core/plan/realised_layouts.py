@@ -18,7 +18,6 @@ from shardwright.core.model.structure import Structure, structure_of
 from shardwright.core.plan.decision import Decision
 from shardwright.core.plan.program import Program, UnitProgram, unit_tensors
 from shardwright.core.plan.record import PlanRecord
-from shardwright.core.rules.legal_signatures import divides
 from shardwright.core.solver import Frame, Pins
 from shardwright.core.solver.op_layouts import AXIS, Rates, TensorLayouts, Terms, choose, pins_of
 from shardwright.core.tables.memory import state_bytes_per_element
@@ -200,8 +199,4 @@ def _is_legal(frame: Frame, realised: RealisedUnit) -> bool:
             return False
         op = graph.ops[realised.first_op + index]
         lies += zip((*op.inputs, *op.outputs), (*signature.inputs, *signature.outputs), strict=True)
-    return all(
-        not graph.tensors[tensor].per_sample[place.dim] and divides(graph.tensors[tensor].shape(1), [(place, ranks)])
-        for tensor, place in set(lies)
-        if isinstance(place, Split)
-    )
+    return all(frame.can_split(tensor, place, ranks) for tensor, place in set(lies) if isinstance(place, Split))

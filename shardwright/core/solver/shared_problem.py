@@ -5,12 +5,13 @@ from functools import cached_property
 
 from shardwright.core.cost.saved_activations import Kept, aliases
 from shardwright.core.cost.unit_work import WorkCounter
+from shardwright.core.layout.placements import Split
 from shardwright.core.layout.signature import Signature
 from shardwright.core.model.fold import Folded
 from shardwright.core.model.graph import Graph, Op
 from shardwright.core.model.structure import Slot, unit_slots
 from shardwright.core.rules.dim_groups import Dim, DimGroup, dim_groups
-from shardwright.core.rules.legal_signatures import signatures
+from shardwright.core.rules.legal_signatures import divides, signatures
 
 
 class Frame:
@@ -121,6 +122,11 @@ class Frame:
                 for op in self.graph.ops[of.first_op : of.end_op]
             )
         return self._signatures[key]
+
+    def can_split(self, tensor: int, place: Split, ranks: int) -> bool:
+        """Whether an axis of so many ranks can cut a tensor along a dim that holds no samples in equal pieces."""
+        value = self.graph.tensors[tensor]
+        return not value.per_sample[place.dim] and divides(value.shape(1), [(place, ranks)])
 
     def places(self, unit: int) -> dict[int, tuple[int, int]]:
         """The (op of the unit, operand) at which each tensor first occurs; units of one class have the same."""

@@ -12,7 +12,7 @@ from messages_frame import CONFIG, SAMPLES, compare, expect, start, train_step
 from torch import nn
 
 import shardwright.torch as sw
-from shardwright.backends.torch.messages.remote_errors import StepFailedError
+from shardwright.backends.torch.training.messages.remote_errors import StepFailedError
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError, UnrecordableError
 
 

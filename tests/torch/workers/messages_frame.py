@@ -10,7 +10,7 @@ from dynamic import batch
 from torch import nn
 
 import shardwright.torch as sw
-from shardwright.backends.torch.messages.owners import Owners
+from shardwright.backends.torch.training.messages.owners import Owners
 from tests.comparison import Comparison
 
 MICROBATCHES = 4

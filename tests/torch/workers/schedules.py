@@ -62,7 +62,7 @@ def sizes(name: str, ranks: int) -> int | None:
 PLANS: dict[int, Plan] = {}
 """By virtual stages: the model is captured and cut once for each."""
 GRAPHS: list[Graph] = []
-capturing = import_module("shardwright.backends.torch.steps.first_plan")
+capturing = import_module("shardwright.backends.torch.training.first_plan")
 planning = import_module("shardwright.torch.step_mode")
 plan_anew, capture_anew = planning.plan_at_first_step, capturing.captured
 

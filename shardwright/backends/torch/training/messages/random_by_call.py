@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwright.backends.torch.messages.microbatch_threads import Fiber
 from shardwright.backends.torch.program.randomness import seed_host, stream_seed
+from shardwright.backends.torch.training.messages.microbatch_threads import Fiber
 from shardwright.core.errors import ShardwrightError
 
 BODY = ""

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.compat import keeps_current_graph
-from shardwright.backends.torch.messages.autograd_across_ranks import Gradients, as_inputs, as_outputs
-from shardwright.backends.torch.messages.microbatch_threads import Fiber, Turns
-from shardwright.backends.torch.messages.owners import Owners
-from shardwright.backends.torch.messages.random_by_call import Draws
-from shardwright.backends.torch.messages.remote_errors import Failure, again, describe, note_place
-from shardwright.backends.torch.messages.remote_parameters import ProxyBuffer
-from shardwright.backends.torch.messages.serialization import (
+from shardwright.backends.torch.state.ownership import Ownership
+from shardwright.backends.torch.training.messages.autograd_across_ranks import Gradients, as_inputs, as_outputs
+from shardwright.backends.torch.training.messages.microbatch_threads import Fiber, Turns
+from shardwright.backends.torch.training.messages.owners import Owners
+from shardwright.backends.torch.training.messages.random_by_call import Draws
+from shardwright.backends.torch.training.messages.remote_errors import Failure, again, describe, note_place
+from shardwright.backends.torch.training.messages.remote_parameters import ProxyBuffer
+from shardwright.backends.torch.training.messages.serialization import (
     Reference,
     State,
     mutable_objects,
@@ -25,9 +26,8 @@ from shardwright.backends.torch.messages.serialization import (
     state_of,
     unpack,
 )
-from shardwright.backends.torch.messages.thread_modes import Modes
-from shardwright.backends.torch.messages.transport import Envelope, Kind, Wire
-from shardwright.backends.torch.state.ownership import Ownership
+from shardwright.backends.torch.training.messages.thread_modes import Modes
+from shardwright.backends.torch.training.messages.transport import Envelope, Kind, Wire
 from shardwright.core.errors import ShardwrightError
 
 Original = Callable[..., Any]

@@ -17,9 +17,9 @@ from shardwright.backends.torch.program.recording_check import Varying
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.program.stages import Division
 from shardwright.backends.torch.program.value_names import text_of
-from shardwright.backends.torch.steps.call import StepBody, StepCall, shapes_of
-from shardwright.backends.torch.steps.recording import Recording
-from shardwright.backends.torch.steps.split_model import SplitModel
+from shardwright.backends.torch.training.call import StepBody, StepCall, shapes_of
+from shardwright.backends.torch.training.recording import Recording
+from shardwright.backends.torch.training.split_model import SplitModel
 
 DIGESTS = 1024
 """The number of recordings whose digests are kept."""

@@ -14,11 +14,11 @@ from shardwright.backends.torch.pipeline.compiling import Compiler
 from shardwright.backends.torch.pipeline.step_results import share, total_weight
 from shardwright.backends.torch.program.program import Literal, NumberRef, Tree
 from shardwright.backends.torch.program.stage_map import StageMap
-from shardwright.backends.torch.steps.call import Result, StepCall
-from shardwright.backends.torch.steps.compiled import CompiledStep, CompiledSteps
-from shardwright.backends.torch.steps.losses import StepLosses
-from shardwright.backends.torch.steps.microbatches import RecordedAhead, StepRecordings
-from shardwright.backends.torch.steps.split_model import SplitModel
+from shardwright.backends.torch.training.call import Result, StepCall
+from shardwright.backends.torch.training.compiled import CompiledStep, CompiledSteps
+from shardwright.backends.torch.training.losses import StepLosses
+from shardwright.backends.torch.training.microbatches import RecordedAhead, StepRecordings
+from shardwright.backends.torch.training.split_model import SplitModel
 from shardwright.core.errors import ShardwrightError
 
 

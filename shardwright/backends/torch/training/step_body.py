@@ -11,7 +11,7 @@ from shardwright.backends.torch.capture.batch_dims import Sample
 from shardwright.backends.torch.capture.model_call import sample_of
 from shardwright.backends.torch.program.program import Program
 from shardwright.backends.torch.program.step_recorder import StepRecorder, record
-from shardwright.backends.torch.steps.call import StepBody
+from shardwright.backends.torch.training.call import StepBody
 
 
 class LossListener(Protocol):

@@ -11,9 +11,9 @@ from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.loss.shares import LossShares
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.watchdog import Watchdog
-from shardwright.backends.torch.messages.serialization import pack, unpack
 from shardwright.backends.torch.pipeline.step_results import Returned, Shares
 from shardwright.backends.torch.program.program import Literal, Tree, tensors_in
+from shardwright.backends.torch.training.messages.serialization import pack, unpack
 from shardwright.core.errors import ShardwrightError
 
 Weight = torch.Tensor | float | None

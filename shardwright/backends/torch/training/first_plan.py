@@ -10,9 +10,9 @@ from shardwright.backends.torch.machine.agreement import Claim
 from shardwright.backends.torch.machine.digests import digest_of
 from shardwright.backends.torch.program.python_reads import left_as_it_is
 from shardwright.backends.torch.program.stage_map import StageMap
-from shardwright.backends.torch.steps.call import StepBody, StepCall
-from shardwright.backends.torch.steps.microbatches import RecordedAhead
-from shardwright.backends.torch.steps.split_model import SplitModel
+from shardwright.backends.torch.training.call import StepBody, StepCall
+from shardwright.backends.torch.training.microbatches import RecordedAhead
+from shardwright.backends.torch.training.split_model import SplitModel
 from shardwright.core.errors import CaptureError, UnrecordableError
 from shardwright.core.model.graph import Graph
 

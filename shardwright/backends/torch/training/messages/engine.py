@@ -19,22 +19,28 @@ from shardwright.backends.torch.loss.shares import LossShares
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.process import wait_longer
 from shardwright.backends.torch.machine.watchdog import PeerError, Watchdog, report
-from shardwright.backends.torch.messages.call_patches import patched_calls
-from shardwright.backends.torch.messages.calls import Calls
-from shardwright.backends.torch.messages.microbatch_threads import Fiber, StoppedError, Threads, Turns, current_fiber
-from shardwright.backends.torch.messages.owners import Owners
-from shardwright.backends.torch.messages.random_by_call import Draws
-from shardwright.backends.torch.messages.remote_errors import describe
-from shardwright.backends.torch.messages.remote_parameters import make_proxies
-from shardwright.backends.torch.messages.step_failures import StepFailures
-from shardwright.backends.torch.messages.step_outcome import MicrobatchResult, Outcome
-from shardwright.backends.torch.messages.thread_modes import Modes
-from shardwright.backends.torch.messages.transport import Envelope, Kind, Wire
 from shardwright.backends.torch.pipeline.step_results import Returned, Shares
 from shardwright.backends.torch.program.program import Tree
 from shardwright.backends.torch.program.python_reads import Reads
 from shardwright.backends.torch.program.randomness import kept_generators
 from shardwright.backends.torch.state.ownership import Ownership
+from shardwright.backends.torch.training.messages.call_patches import patched_calls
+from shardwright.backends.torch.training.messages.calls import Calls
+from shardwright.backends.torch.training.messages.microbatch_threads import (
+    Fiber,
+    StoppedError,
+    Threads,
+    Turns,
+    current_fiber,
+)
+from shardwright.backends.torch.training.messages.owners import Owners
+from shardwright.backends.torch.training.messages.random_by_call import Draws
+from shardwright.backends.torch.training.messages.remote_errors import describe
+from shardwright.backends.torch.training.messages.remote_parameters import make_proxies
+from shardwright.backends.torch.training.messages.step_failures import StepFailures
+from shardwright.backends.torch.training.messages.step_outcome import MicrobatchResult, Outcome
+from shardwright.backends.torch.training.messages.thread_modes import Modes
+from shardwright.backends.torch.training.messages.transport import Envelope, Kind, Wire
 from shardwright.core.errors import LossError, ShardwrightError
 
 StepBody = Callable[[list[torch.Tensor]], Any]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwright.backends.torch.compat import DisableTorchFunctionSubclass, pytree
-from shardwright.backends.torch.messages.microbatch_threads import current_fiber
+from shardwright.backends.torch.training.messages.microbatch_threads import current_fiber
 
 _ABOUT = {
     getattr(torch.Tensor, name).__get__

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.watchdog import PeerError, Watchdog, report
-from shardwright.backends.torch.messages.microbatch_threads import Turns
-from shardwright.backends.torch.messages.remote_errors import Failure, StepFailedError
-from shardwright.backends.torch.messages.transport import Kind, Wire
+from shardwright.backends.torch.training.messages.microbatch_threads import Turns
+from shardwright.backends.torch.training.messages.remote_errors import Failure, StepFailedError
+from shardwright.backends.torch.training.messages.transport import Kind, Wire
 from shardwright.core.errors import ShardwrightError
 
 LOOK_S = 1.0

@@ -13,8 +13,8 @@ from shardwright.backends.torch.loss.shares import LossSemantics, LossShares, Mi
 from shardwright.backends.torch.program.program import Loss
 from shardwright.backends.torch.program.python_reads import left_as_it_is
 from shardwright.backends.torch.program.stages import Division
-from shardwright.backends.torch.steps.call import StepBody, StepCall
-from shardwright.backends.torch.steps.split_model import SplitModel
+from shardwright.backends.torch.training.call import StepBody, StepCall
+from shardwright.backends.torch.training.split_model import SplitModel
 from shardwright.core.errors import LossError
 from shardwright.core.plan.decision import LossScope
 

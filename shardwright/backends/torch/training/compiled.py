@@ -18,7 +18,7 @@ from shardwright.backends.torch.program.program import Tree
 from shardwright.backends.torch.program.randomness import Streams
 from shardwright.backends.torch.program.stage_map import StageMap, keep_microbatches
 from shardwright.backends.torch.program.stages import Division
-from shardwright.backends.torch.steps.split_model import SplitModel
+from shardwright.backends.torch.training.split_model import SplitModel
 from shardwright.core.schedule.checks import require_trains
 
 COMPILED = 16

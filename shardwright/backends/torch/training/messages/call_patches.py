@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.backends.torch.messages.calls import Calls
-from shardwright.backends.torch.messages.microbatch_threads import current_fiber
+from shardwright.backends.torch.training.messages.calls import Calls
+from shardwright.backends.torch.training.messages.microbatch_threads import current_fiber
 
 
 @contextmanager

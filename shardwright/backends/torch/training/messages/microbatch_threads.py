@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardwright.backends.torch.messages.transport import Envelope, Kind
+from shardwright.backends.torch.training.messages.transport import Envelope, Kind
 
 JOIN_S = 5.0
 """The time in seconds that `Threads.close` waits for a thread that does not end."""

@@ -19,8 +19,8 @@ from shardwright.backends.torch.state.ownership import Ownership, Placement, pla
 from shardwright.backends.torch.state.parameter_shards import Shards
 from shardwright.backends.torch.state.weight_transfer import add_holders, synchronize
 from shardwright.backends.torch.state.weights import Weights, materialize
-from shardwright.backends.torch.steps.step_body import StepBodies
 from shardwright.backends.torch.tensor_parallel.engine import TensorParallel
+from shardwright.backends.torch.training.step_body import StepBodies
 from shardwright.core.errors import PlanError
 from shardwright.core.schedule import Schedule
 

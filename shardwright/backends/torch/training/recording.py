@@ -19,12 +19,12 @@ from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.program.stages import Division, divide
 from shardwright.backends.torch.program.step_recorder import StepRecorder
 from shardwright.backends.torch.program.value_names import text_of
-from shardwright.backends.torch.steps.call import StepBody
-from shardwright.backends.torch.steps.split_model import SplitModel
-from shardwright.backends.torch.steps.step_body import Unheard
 from shardwright.backends.torch.tensor_parallel.engine import TensorParallel
 from shardwright.backends.torch.tensor_parallel.expanded_step import MODEL_CALL
 from shardwright.backends.torch.tensor_parallel.trace import NotReplayableError
+from shardwright.backends.torch.training.call import StepBody
+from shardwright.backends.torch.training.split_model import SplitModel
+from shardwright.backends.torch.training.step_body import Unheard
 from shardwright.core.errors import CaptureError, UnrecordableError
 
 

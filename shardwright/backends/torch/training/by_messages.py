@@ -7,14 +7,14 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwright.backends.torch.loss.shares import LossShares
-from shardwright.backends.torch.messages.engine import Messages
-from shardwright.backends.torch.messages.module_flops import count_flops, module_tree
-from shardwright.backends.torch.messages.owners import Owners
 from shardwright.backends.torch.program.python_reads import left_as_it_is
 from shardwright.backends.torch.program.stage_map import StageMap
-from shardwright.backends.torch.steps.call import Result, StepCall
-from shardwright.backends.torch.steps.losses import StepLosses
-from shardwright.backends.torch.steps.split_model import SplitModel
+from shardwright.backends.torch.training.call import Result, StepCall
+from shardwright.backends.torch.training.losses import StepLosses
+from shardwright.backends.torch.training.messages.engine import Messages
+from shardwright.backends.torch.training.messages.module_flops import count_flops, module_tree
+from shardwright.backends.torch.training.messages.owners import Owners
+from shardwright.backends.torch.training.split_model import SplitModel
 from shardwright.core.errors import LossError, PlanError
 from shardwright.core.partition.module_tree import divide_modules, with_containers
 
