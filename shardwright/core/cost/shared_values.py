@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
-from shardwright.core.cost.unit_work import SharedValue, WorkCounter
+from shardwright.core.cost.unit_work import WorkCounter
+from shardwright.core.cost.value_flow import SharedValue
 from shardwright.core.layout.placements import Split
 from shardwright.core.layout.unit_layouts import Link, RealisedUnit
 from shardwright.core.model.fold import Unit

@@ -6,12 +6,12 @@ the gradients.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from shardwright.core.cost.op_shards import Pieces
 from shardwright.core.cost.opaque_flops import most_flops, result_of
-from shardwright.core.cost.saved_activations import Kept, aliases
+from shardwright.core.cost.value_flow import ValueFlow
 from shardwright.core.cost.working_memory import LiveBytes
 from shardwright.core.layout.unit_layouts import Link, RealisedUnit, Step
 from shardwright.core.model.fold import Unit
@@ -102,19 +102,6 @@ class UnitWork:
         return sum(p.flops * (p.backward_input + p.backward_weight) for p in self.products)
 
 
-@dataclass(frozen=True, slots=True)
-class SharedValue:
-    """A value that several units hold. Units on one rank share its memory."""
-
-    tensor: int
-    keepers: tuple[int, ...]
-    """The units whose backward passes read it."""
-    enterers: tuple[int, ...]
-    """The units that it enters, which hold it when they are recomputed."""
-    maker: int = -1
-    """The unit that makes it; -1: none does."""
-
-
 def contraction_flops(graph: Graph, op: Op, batch: int) -> int:
     """Matrix-product FLOPs of an op: 2 · (product of all label sizes) for a contraction; both products of an attention;
     for an opaque op the most that such operands are usually for; 0 for other kinds."""
@@ -134,35 +121,12 @@ def forward_flops(graph: Graph, batch: int) -> int:
     return sum(contraction_flops(graph, op, batch) for op in graph.ops)
 
 
-class WorkCounter:
-    """A counter of the work of one graph's units. It holds what all units share: aliases and users of tensors."""
+class WorkCounter(ValueFlow):
+    """A counter of the work of one graph's units."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self._alias = aliases(graph)
-        self._parameters = {p.tensor: p.trainable for p in graph.parameters}
-        self._users: dict[int, list[int]] = {}
-        for index, op in enumerate(graph.ops):
-            for tensor in op.inputs:
-                self._users.setdefault(tensor, []).append(index)
-        self._needs_gradient = self._gradient_flow()
-        self._kept = Kept(graph, self._alias, self._needs_gradient)
-        self._live = LiveBytes(graph, self._alias, self._needs_gradient, self._parameters, self._users)
-
-    def _gradient_flow(self) -> set[int]:
-        """The tensors through which a gradient reaches a trainable parameter, or an activation that enters the
-        graph."""
-        needing = {t for t, trainable in self._parameters.items() if trainable}
-        needing.update(t for t in self.graph.inputs if self.graph.tensors[t].role == "activation")
-        for op in self.graph.ops:
-            if any(t in needing for t in op.inputs):
-                needing.update(t for t in op.outputs if self.graph.tensors[t].carries_gradients)
-        return needing
-
-    def needs_gradient(self, tensor: int) -> bool:
-        """Whether a gradient flows through the tensor, to a trainable parameter or an activation that enters the
-        graph."""
-        return tensor in self._needs_gradient
+        super().__init__(graph)
+        self.live = LiveBytes(graph, self._alias, self._needs_gradient, self._parameters, self._users)
 
     def size_bytes(self, tensor: int, batch: int, precision: str) -> int:
         """Bytes of a tensor when floats are kept in ``precision``."""
@@ -182,95 +146,13 @@ class WorkCounter:
         """The work of one microbatch of ``batch`` samples, on one rank when laid out as ``layouts`` says (the layouts
         of this unit; None: on one rank alone). ``gathered_stays``: what is gathered for an op and read by its backward
         is kept as it was gathered, and not gathered again."""
-        graph, cut = self.graph, Pieces(unit, layouts, self._kept.roots)
-        kept: dict[int, int] = {}
-        kept_by: dict[int, list[int]] = {}
-        mask_bytes: dict[int, int] = {}
-        attended: dict[int, int] = {}  # what attention with dropout keeps where it is one kernel
-        products: list[Product] = []
-        again: list[Product] = []
-        small: list[Collective] = []
-        vector_bytes = vector_again = scores = unfused = statistics = 0
+        count = _UnitCount(self, unit, batch, precision, Pieces(unit, layouts, self.kept.roots), gathered_stays)
+        for index in range(unit.first_op, unit.end_op):
+            count.add_traffic(index)
+            count.add_saved(index)
+        return count.work(self._collectives(layouts, batch, precision))
 
-        def memory(tensor: int) -> int:
-            return self.size_bytes(tensor, batch, precision) // cut.memory_ways(tensor)
-
-        def held(index: int, position: int) -> int:
-            op = graph.ops[index]
-            return self.size_bytes((*op.inputs, *op.outputs)[position], batch, precision) // cut.ways(index, position)
-
-        def kept_bytes(index: int, root: int) -> int:
-            inputs = enumerate(graph.ops[index].inputs)
-            read = [cut.ways(index, i) for i, t in inputs if self.memory_of(t) == root] if gathered_stays else []
-            return max([memory(root), *(self.size_bytes(root, batch, precision) // ways for ways in read)])
-
-        ops = range(unit.first_op, unit.end_op)
-        made_here = {t: i for i in ops for t in graph.ops[i].outputs}
-        for index in ops:
-            op = graph.ops[index]
-            operands = len(op.inputs) + len(op.outputs)
-            share = cut.share(index)
-            for axis, label in cut.combined(index, op):
-                whole = graph.label_sizes(op, batch)[label]
-                size = 2 * self.size_bytes(op.outputs[0], batch, precision) // whole
-                small.append(Collective("all_reduce", size, axis))
-            if op.kind in _ALONE_KINDS:
-                size = sum(held(index, i) for i in range(operands))
-                products.append(self._product(op, batch, cut.of_labels(index, op), size))
-                if index in self._kept.computed_again:
-                    again.append(products[-1])
-            elif op.kind not in FREE_KINDS:
-                moved = self._unfused_bytes(index, unit, made_here, held)
-                vector_bytes += moved
-                vector_again += moved if index in self._kept.computed_again else 0
-            entries = self._kept.score_elements(op, batch)
-            scores += entries * PRECISION_BYTES[precision] // share
-            of_op = self._kept.statistics(op, batch) // (share if not any(cut.combined(index, op)) else 1)
-            statistics += of_op
-            statistics += sum(held(index, i) * PRECISION_BYTES[precision] for i in self._kept.widened(op))
-            if op.kind == "gather" and any(op.role(label) == "index" for label in cut.of_labels(index, op)):
-                # For rows that lie on other ranks: places in the own shard, and which are there.
-                statistics += sum((8 + 1) * graph.tensors[t].elements(batch) for t in op.inputs[1:])
-            drops = self._kept.drops_scores(op)
-            if drops:
-                copies = self._kept.unfused_elements(op, batch) - entries
-                unfused += copies * PRECISION_BYTES[precision] // share - of_op
-            if roots := self._kept.by(op):
-                kept_by[index] = roots
-                found = attended if drops else kept
-                found.update((root, max(found.get(root, 0), kept_bytes(index, root))) for root in roots)
-            for mask in self._kept.masks(op):
-                kept[-1 - mask] = mask_bytes[index] = held(index, len(op.inputs)) // PRECISION_BYTES[precision]
-        unfused -= sum(size for key, size in attended.items() if key not in kept)
-        kept.update(attended)
-        masks = {key: size * (PRECISION_BYTES[precision] - 1) for key, size in kept.items() if key < 0}
-        entering = {self.memory_of(t): cut.entering_ways(t) for t in self._entering(unit, made_here)}
-        passing, passing_beside_given = self._live.beside_kept(ops, kept_by, mask_bytes, memory)
-        forward, backward, gathered, at_the_end = self._collectives(layouts, batch, precision)
-        return UnitWork(
-            products=tuple(products),
-            vector_bytes=vector_bytes,
-            kernels=len(products) + self._chains(unit),
-            saved_bytes=sum(kept.values()) + scores + statistics,
-            saved_selective_bytes=statistics
-            + sum(size for key, size in kept.items() if not self._kept.is_attention_score(key)),
-            unfused_dropout_bytes=sum(masks.values()) + unfused,
-            unfused_dropout_selective_bytes=sum(
-                size for key, size in masks.items() if not self._kept.is_attention_score(key)
-            ),
-            selective_products=tuple(again),
-            selective_vector_bytes=vector_again,
-            entering_bytes=sum(self.size_bytes(t, batch, precision) // ways for t, ways in entering.items()),
-            passing_bytes=passing,
-            given_bytes=passing_beside_given - passing,
-            forward_moved=(*forward, *small),
-            backward_moved=backward,
-            backward_gathered=gathered,
-            step_moved=at_the_end,
-            put_off_bytes=self._put_off_bytes(ops, cut, held),
-        )
-
-    def _put_off_bytes(self, ops: range, cut: Pieces, held: Callable[[int, int], int]) -> int:
+    def put_off_bytes(self, ops: range, cut: Pieces, held: Callable[[int, int], int]) -> int:
         """Bytes of the factors of the gradients of weights. A product whose terms lie on several ranks may make its
         gradient at once: then the larger of its factors and its gradient counts."""
         read: dict[int, int] = {}
@@ -287,90 +169,6 @@ class WorkCounter:
             found += max(made, weights - sum(given.values())) if within else made
             read.update((root, max(size, read.get(root, 0))) for root, size in given.items())
         return found + sum(read.values())
-
-    def _entering(self, unit: Unit, made_here: Collection[int]) -> Iterator[int]:
-        """The activations that come from earlier units and through which a gradient flows."""
-        for op in self.graph.ops[unit.first_op : unit.end_op]:
-            for t in op.inputs:
-                if t not in made_here and t in self._needs_gradient and t not in self._parameters:
-                    yield t
-
-    def shared(self, units: Sequence[Unit]) -> tuple[SharedValue, ...]:
-        """The values that several units hold for their backward passes, those kept whole and those that enter; and
-        those that enter a unit which does not keep them. The latter stay where they come from another rank."""
-        keepers: dict[int, dict[int, None]] = {}
-        enterers: dict[int, dict[int, None]] = {}
-        for unit in units:
-            ops = range(unit.first_op, unit.end_op)
-            made_here = {t for i in ops for t in self.graph.ops[i].outputs}
-            for index in ops:
-                for root in self._kept.by(self.graph.ops[index]):
-                    keepers.setdefault(root, {})[unit.index] = None
-            for tensor in self._entering(unit, made_here):
-                enterers.setdefault(self.memory_of(tensor), {})[unit.index] = None
-        unit_of = {index: unit.index for unit in units for index in range(unit.first_op, unit.end_op)}
-        found = []
-        for root in sorted(keepers.keys() | enterers.keys()):
-            kept, entered = keepers.get(root, {}), enterers.get(root, {})
-            if len(kept.keys() | entered.keys()) > 1 or not entered.keys() <= kept.keys():
-                made = self.graph.producer.get(root)
-                maker = -1 if made is None else unit_of[made]
-                found.append(SharedValue(root, tuple(kept), tuple(entered), maker))
-        return tuple(found)
-
-    def passing_by(self, units: Sequence[Unit]) -> tuple[tuple[int, ...], ...]:
-        """The values, for each unit, that are made before it and read after it, and whose gradients wait while its
-        backward runs. A part of a concatenation stands for the whole, as its gradient is a part of that of the
-        whole."""
-        unit_of = {index: unit.index for unit in units for index in range(unit.first_op, unit.end_op)}
-        waiting: list[set[int]] = [set() for _ in units]
-        for tensor in self._needs_gradient - self._parameters.keys():
-            readers, made = self._users.get(tensor, []), self.graph.producer.get(tensor)
-            if not readers or made is None:
-                continue
-            last = self.graph.ops[max(readers)]
-            held = last.outputs[0] if last.kind == "concat" else self.memory_of(tensor)
-            for unit in range(unit_of[made] + 1, unit_of[max(readers)]):
-                waiting[unit].add(held)
-        return tuple(tuple(sorted(values)) for values in waiting)
-
-    def batch_readers(self, units: Sequence[Unit]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Every tensor of the batch, and the units that read it."""
-        unit_of = {index: unit.index for unit in units for index in range(unit.first_op, unit.end_op)}
-        return tuple(
-            (tensor, tuple(sorted({unit_of[user] for user in self._users.get(tensor, ())})))
-            for tensor in self.graph.inputs
-            if self.graph.tensors[tensor].role == "input"
-        )
-
-    def buffer_users(self, units: Sequence[Unit]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Every buffer of the model, and the units on whose ranks it lies: those that read it or call the module that
-        holds it. Where ranks run modules, a buffer that no called module holds lies on all of them."""
-        runs_modules = not self.graph.capabilities.single_controller
-        unit_of = {index: unit.index for unit in units for index in range(unit.first_op, unit.end_op)}
-        found = []
-        for tensor, value in enumerate(self.graph.tensors):
-            if value.role != "buffer":
-                continue
-            readers = {unit_of[user] for user in self._users.get(tensor, ())}
-            holding = {u.index for u in units for c in u.calls if not c.path or value.name.startswith(f"{c.path}.")}
-            if runs_modules and not holding:
-                holding = {unit.index for unit in units}
-            users = readers | holding if runs_modules else readers or holding
-            found.append((tensor, tuple(sorted(users))))
-        return tuple(found)
-
-    def batch_statistics_bytes(self, unit: Unit) -> int:
-        """Bytes of the mean and variance in fp64 of what the unit's ops norm by the batch: those known before a
-        step."""
-        found = 0
-        for op in self.graph.ops[unit.first_op : unit.end_op]:
-            if op.kind == "normalization":
-                out = self.graph.tensors[op.outputs[0]]
-                dims = list(zip(out.shape(1), out.per_sample, op.output_labels[0], strict=True))
-                if any(each and op.role(label) == "statistic" for _, each, label in dims):
-                    found += 2 * 8 * math.prod(size for size, _, label in dims if op.role(label) != "statistic")
-        return found
 
     def _collectives(
         self, layouts: RealisedUnit | None, batch: int, precision: str
@@ -404,11 +202,7 @@ class WorkCounter:
     def _is_read_by_a_product(self, tensor: int) -> bool:
         return any(self._is_far(user) for user in self._users.get(tensor, []))
 
-    def memory_of(self, tensor: int) -> int:
-        """The tensor whose memory this one shares; itself where it is no view."""
-        return self._alias.get(tensor, tensor)
-
-    def _product(self, op: Op, batch: int, ways: Mapping[int, int], size_bytes: int) -> Product:
+    def product(self, op: Op, batch: int, ways: Mapping[int, int], size_bytes: int) -> Product:
         flops = contraction_flops(self.graph, op, batch) // math.prod(ways.values())
         has_backward = any(t in self._needs_gradient for t in op.inputs)
         if op.kind == "attention":
@@ -440,7 +234,7 @@ class WorkCounter:
             tensor = self.graph.ops[made].inputs[0]
         return True
 
-    def _unfused_bytes(
+    def unfused_bytes(
         self, index: int, unit: Unit, made_here: Mapping[int, int], held: Callable[[int, int], int]
     ) -> int:
         """Bytes that remain when chains of elementwise ops run as one kernel: operands that a product or another unit
@@ -458,7 +252,7 @@ class WorkCounter:
                 moved += held(index, position)
         return moved
 
-    def _chains(self, unit: Unit) -> int:
+    def chains(self, unit: Unit) -> int:
         """The number of kernels that the ops beside the products make when those that feed each other are fused: the
         connected parts of the unit without its products. However finely a framework decomposes them, the number is the
         same."""
@@ -487,3 +281,121 @@ class WorkCounter:
         if op.kind == "view":
             return any(self._is_far(u) for t in op.outputs for u in self._users.get(t, []))
         return op.kind in _ALONE_KINDS
+
+
+class _UnitCount:
+    """The work of one unit, added up op by op."""
+
+    def __init__(
+        self, counter: WorkCounter, unit: Unit, batch: int, precision: str, cut: Pieces, gathered_stays: bool
+    ) -> None:
+        self.counter, self.unit, self.batch, self.precision, self.cut = counter, unit, batch, precision, cut
+        self.gathered_stays = gathered_stays
+        self.ops = range(unit.first_op, unit.end_op)
+        self.made_here = {t: i for i in self.ops for t in counter.graph.ops[i].outputs}
+        self.products: list[Product] = []
+        self.again: list[Product] = []
+        self.small: list[Collective] = []
+        self.vector_bytes = self.vector_again = 0
+        self.kept: dict[int, int] = {}
+        self.kept_by: dict[int, list[int]] = {}
+        self.mask_bytes: dict[int, int] = {}
+        self.attended: dict[int, int] = {}
+        """What attention with dropout keeps where it is one kernel."""
+        self.scores = self.unfused = self.statistics = 0
+
+    def size_bytes(self, tensor: int) -> int:
+        """Bytes of a whole tensor."""
+        return self.counter.size_bytes(tensor, self.batch, self.precision)
+
+    def memory(self, tensor: int) -> int:
+        """Bytes of a tensor on one rank, as it lies between ops."""
+        return self.size_bytes(tensor) // self.cut.memory_ways(tensor)
+
+    def held(self, index: int, position: int) -> int:
+        """Bytes of an operand of an op on one rank."""
+        op = self.counter.graph.ops[index]
+        return self.size_bytes((*op.inputs, *op.outputs)[position]) // self.cut.ways(index, position)
+
+    def _kept_bytes(self, index: int, root: int) -> int:
+        """Bytes that an op keeps of a value on one rank."""
+        inputs = enumerate(self.counter.graph.ops[index].inputs)
+        if not self.gathered_stays:
+            return self.memory(root)
+        read = [self.cut.ways(index, i) for i, t in inputs if self.counter.memory_of(t) == root]
+        return max([self.memory(root), *(self.size_bytes(root) // ways for ways in read)])
+
+    def add_traffic(self, index: int) -> None:
+        """Add an op's product or memory traffic, and the small sums inside it."""
+        op, graph, is_again = (
+            self.counter.graph.ops[index],
+            self.counter.graph,
+            index in self.counter.kept.computed_again,
+        )
+        for axis, label in self.cut.combined(index, op):
+            whole = graph.label_sizes(op, self.batch)[label]
+            self.small.append(Collective("all_reduce", 2 * self.size_bytes(op.outputs[0]) // whole, axis))
+        if op.kind in _ALONE_KINDS:
+            size = sum(self.held(index, i) for i in range(len(op.inputs) + len(op.outputs)))
+            self.products.append(self.counter.product(op, self.batch, self.cut.of_labels(index, op), size))
+            if is_again:
+                self.again.append(self.products[-1])
+        elif op.kind not in FREE_KINDS:
+            moved = self.counter.unfused_bytes(index, self.unit, self.made_here, self.held)
+            self.vector_bytes += moved
+            self.vector_again += moved if is_again else 0
+
+    def add_saved(self, index: int) -> None:
+        """Add what an op keeps for its backward."""
+        counter, cut, batch = self.counter, self.cut, self.batch
+        op, saved, width = counter.graph.ops[index], counter.kept, PRECISION_BYTES[self.precision]
+        share = cut.share(index)
+        entries = saved.score_elements(op, batch)
+        self.scores += entries * width // share
+        of_op = saved.statistics(op, batch) // (share if not any(cut.combined(index, op)) else 1)
+        self.statistics += of_op
+        self.statistics += sum(self.held(index, i) * width for i in saved.widened(op))
+        if op.kind == "gather" and any(op.role(label) == "index" for label in cut.of_labels(index, op)):
+            # For rows that lie on other ranks: places in the own shard, and which are there.
+            self.statistics += sum((8 + 1) * counter.graph.tensors[t].elements(batch) for t in op.inputs[1:])
+        drops = saved.drops_scores(op)
+        if drops:
+            copies = saved.unfused_elements(op, batch) - entries
+            self.unfused += copies * width // share - of_op
+        if roots := saved.by(op):
+            self.kept_by[index] = roots
+            found = self.attended if drops else self.kept
+            found.update((root, max(found.get(root, 0), self._kept_bytes(index, root))) for root in roots)
+        for mask in saved.masks(op):
+            self.kept[-1 - mask] = self.mask_bytes[index] = self.held(index, len(op.inputs)) // width
+
+    def work(self, moved: tuple[tuple[Collective, ...], ...]) -> UnitWork:
+        """The work of all ops that were added; ``moved`` are the collectives between them."""
+        counter, is_score = self.counter, self.counter.kept.is_attention_score
+        unfused = self.unfused - sum(size for key, size in self.attended.items() if key not in self.kept)
+        kept = self.kept | self.attended
+        masks = {key: size * (PRECISION_BYTES[self.precision] - 1) for key, size in kept.items() if key < 0}
+        entering = {
+            counter.memory_of(t): self.cut.entering_ways(t) for t in counter.entering(self.unit, self.made_here)
+        }
+        passing, passing_beside_given = counter.live.beside_kept(self.ops, self.kept_by, self.mask_bytes, self.memory)
+        forward, backward, gathered, at_the_end = moved
+        return UnitWork(
+            products=tuple(self.products),
+            vector_bytes=self.vector_bytes,
+            kernels=len(self.products) + counter.chains(self.unit),
+            saved_bytes=sum(kept.values()) + self.scores + self.statistics,
+            saved_selective_bytes=self.statistics + sum(size for key, size in kept.items() if not is_score(key)),
+            unfused_dropout_bytes=sum(masks.values()) + unfused,
+            unfused_dropout_selective_bytes=sum(size for key, size in masks.items() if not is_score(key)),
+            selective_products=tuple(self.again),
+            selective_vector_bytes=self.vector_again,
+            entering_bytes=sum(self.size_bytes(t) // ways for t, ways in entering.items()),
+            passing_bytes=passing,
+            given_bytes=passing_beside_given - passing,
+            forward_moved=(*forward, *self.small),
+            backward_moved=backward,
+            backward_gathered=gathered,
+            step_moved=at_the_end,
+            put_off_bytes=counter.put_off_bytes(self.ops, self.cut, self.held),
+        )

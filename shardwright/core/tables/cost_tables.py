@@ -13,8 +13,9 @@ from shardwright.core.cluster.hardware import Device, Link
 from shardwright.core.cluster.hardware.device import MeasuredUnit
 from shardwright.core.cost.shared_values import as_they_lie
 from shardwright.core.cost.unit_seconds import UnitCost, seconds_of, unit_cost
-from shardwright.core.cost.unit_work import PRECISION_BYTES, SharedValue
+from shardwright.core.cost.unit_work import PRECISION_BYTES
 from shardwright.core.cost.unpriced import unpriced_text
+from shardwright.core.cost.value_flow import SharedValue
 from shardwright.core.layout.pinned_layout import Pin
 from shardwright.core.layout.placements import Layout
 from shardwright.core.model.fold import Folded, Unit, crossing_bytes

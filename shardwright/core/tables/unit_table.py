@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.cost.unit_seconds import UnitCost
-from shardwright.core.cost.unit_work import PRECISION_BYTES, SharedValue
+from shardwright.core.cost.unit_work import PRECISION_BYTES
+from shardwright.core.cost.value_flow import SharedValue
 from shardwright.core.partition.exact import Matrix, range_sums
 from shardwright.core.schedule.peak_memory import StageMemory
 from shardwright.core.tables.memory import (

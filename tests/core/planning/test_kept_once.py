@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shardwright.core.cost.unit_seconds import UnitCost
-from shardwright.core.cost.unit_work import SharedValue
+from shardwright.core.cost.value_flow import SharedValue
 from shardwright.core.tables.memory import Recompute
 from shardwright.core.tables.unit_table import UnitTable
 
