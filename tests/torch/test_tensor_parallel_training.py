@@ -15,11 +15,13 @@ CASES = {
         "llama:1:1:2",
         "fused:1:1:2",
         "images:1:1:2",
+        "vit:1:1:2",  # its first call is another recording than the later ones, which several steps share
         "gpt2:1:1:2:recompute",
         "llama:1:1:2:meta",
     ),
     4: ("gpt2:2:1:2", "gpt2:1:2:2:apart"),
 }
+WITH_CONVOLUTIONS = ("images", "vit")  # which are whole on every rank
 SLOW = {
     2: (
         "gpt2:1:1:2:memory",
@@ -27,7 +29,6 @@ SLOW = {
         "images:1:1:2:recompute",
         "bert:1:1:2",
         "roberta:1:1:2",
-        "vit:1:1:2",
         "mixtral:1:1:2",
         "ncf:1:1:2",
         "albert:1:1:2",
@@ -100,7 +101,7 @@ def test_other_models_and_degrees(slow_results: dict[str, dict], case: str) -> N
     require_same(slow_results[case])
 
 
-@pytest.mark.parametrize("case", [case for case in CASES[2] if not case.startswith("images")])
+@pytest.mark.parametrize("case", [case for case in CASES[2] if case.partition(":")[0] not in WITH_CONVOLUTIONS])
 def test_no_rank_holds_more_than_its_share(results: dict[str, dict], case: str) -> None:
     assert results[case]["held"] <= 1.15 * results[case]["whole"] / 2
 

@@ -1,6 +1,7 @@
 """Tensor parallelism inside the runtime: a step's call of the model becomes its units on shards."""
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -45,14 +46,16 @@ class UnitCall(nn.Module):
 
 
 class _Draws:
-    """The seeding of the generators for the units of one recorded step, by the streams of that step."""
+    """The seeding of the generators for units, by the streams of the step that runs now: several steps may run the
+    same recorded units."""
 
     def __init__(self) -> None:
-        self.streams: Streams | None = None
+        self.streams = weakref.WeakSet[Streams]()
 
     def __call__(self, context: Context) -> None:
-        if self.streams is not None and self.streams.enabled:
-            self.streams.start(context)
+        for streams in self.streams:
+            if streams.enabled:
+                streams.start(context)
 
 
 class TensorParallel:
@@ -77,7 +80,7 @@ class TensorParallel:
         self.replays: list[Replay] = []
         self.layouts_digest = ""
         self._calls: dict[str, nn.Module] = {}
-        self._draws: list[_Draws] = []
+        self._draws = _Draws()
         self._recorded = 0
         self._wanted: tuple[Mapping[str, Placement], frozenset[str]] = {}, frozenset()
 
@@ -94,7 +97,6 @@ class TensorParallel:
             traced = trace(self.model, sample, asked=call.asked)
         leaves = [call.leaf_of(leaf.tensor) for leaf in sample.leaves]
         given: dict[int, Leaf] = dict(zip(traced.graph.inputs, leaves, strict=True))
-        draws = _Draws()
         prefix = f"step {self._recorded} "
         try:
             realised = realise(traced.graph, self.plan)
@@ -103,7 +105,7 @@ class TensorParallel:
                 raise
             raise NotReplayableError(f"another kind of step was planned for: {error}") from error
         layouts = of_realised(traced.graph, realised)
-        replay = lower_all(traced, layouts, self.shards.axis, sample.batch, device, draws, prefix)
+        replay = lower_all(traced, layouts, self.shards.axis, sample.batch, device, self._draws, prefix)
         expanded = expand(program, call, replay, given, self.shards.axis.size)
         find = replay.held(self.model)
         starts = self.plan.decision.stage_starts
@@ -115,7 +117,6 @@ class TensorParallel:
         self._wanted = replay.parameters, replay.summed
         self.layouts_digest = digest(realised)
         self._recorded += 1
-        self._draws.append(draws)
         return expanded
 
     def how(self, by_calls: bool) -> str:
@@ -132,11 +133,9 @@ class TensorParallel:
         self.shards.summed |= summed
 
     def take(self, streams: Streams) -> dict[str, nn.Module]:
-        """The modules that run at the paths of units. The units recorded since the last call draw their random numbers
-        from ``streams``."""
-        for draws in self._draws:
-            draws.streams = streams
-        self._draws.clear()
+        """The modules that run at the paths of units, which draw their random numbers from ``streams`` while these are
+        enabled."""
+        self._draws.streams.add(streams)
         return dict(self._calls)
 
     def by_calls(self, program: Program, stages: Mapping[tuple[str, int], int], device: torch.device) -> Program:
@@ -147,13 +146,11 @@ class TensorParallel:
         """
         what = f"{type(self.model).__name__} runs module call by module call ({self.by_calls_because}), which"
         require_own_version(self.plan, what, "plan anew")
-        draws = _Draws()
         prefix = f"step {self._recorded} "
         first_name = self.shards.ownership.first_name
-        lowerer = Lowerer(self.model, self.plan, self.shards.axis, device, first_name, draws, prefix)
+        lowerer = Lowerer(self.model, self.plan, self.shards.axis, device, first_name, self._draws, prefix)
         found = lowerer.lower(program)
         self._recorded += 1
-        self._draws.append(draws)
         self.whole_units.update(found.whole)
         recomputed = recomputed_calls(self.plan)
         self.stage_of_call.update(stages)
