@@ -18,8 +18,6 @@ TORCH = Capabilities(
     reduce_ops=("sum", "avg", "max", "min", "prod"),
     sequence_parallel=True,
     recomputes=("none", "full"),  # the products of attention cannot be told from the rest of a unit that is replayed
-    shard_levels=(0,),
-    shard_groups=False,
 )
 TORCH_MEMORY = MemoryTraits(
     gradients_when_made=True,

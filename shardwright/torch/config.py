@@ -22,8 +22,6 @@ PIPELINE_MODES = ("auto", "recorded", "messages")
 
 _LATER: dict[str, tuple[Any, str]] = {
     "auto_partition": (True, "stages are cut by the planner"),
-    "shard_optimizer_state": (False, "optimizer states are kept whole on every replica"),
-    "sharded_data_parallel_degree": (1, "parameters are kept whole on every replica"),
     "offload_activations": (False, "activations stay on the device"),
     "fp16": (False, "use torch.autocast around the step"),
     "fp16_params": (False, "use torch.autocast around the step"),
@@ -43,6 +41,7 @@ _WITHOUT_EFFECT = {
 
 _COUNTS = (
     "pipeline_parallel_degree", "tensor_parallel_degree", "microbatches", "virtual_stages", "compare_in_full_every",
+    "sharded_data_parallel_degree",
 )  # fmt: skip
 
 
@@ -74,6 +73,11 @@ class Config:
         debug: "numerics" looks at every op, and names the first that made a NaN or an infinity; slow.
         axes: the mesh axes, outermost first.
         layouts: as in `shardwright.plan`; "auto" takes the plan that Hugging Face ships for the model.
+        shard: what is divided over the replicas between steps: 0 nothing, 1 optimizer states, 2 gradients too, 3
+            parameters too.
+        shard_group: the number of neighbouring replicas that share; None: all of them.
+        shard_optimizer_state: SageMaker's name for ``shard=1``.
+        sharded_data_parallel_degree: SageMaker's name for ``shard=3`` with this ``shard_group``.
     """
 
     pipeline_parallel_degree: int = 1
@@ -98,15 +102,13 @@ class Config:
     compare_in_full_every: int = 100
     layouts: Any = None
     pipeline_mode: str = "auto"
+    shard: int = 0
+    shard_group: int | None = None
+    shard_optimizer_state: bool = False
+    sharded_data_parallel_degree: int = 1
 
     def __post_init__(self) -> None:
-        for name in (
-            "pipeline_parallel_degree",
-            "tensor_parallel_degree",
-            "microbatches",
-            "virtual_stages",
-            "compare_in_full_every",
-        ):
+        for name in _COUNTS:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ShardwrightError(f"{name}={value!r}: expected a whole number of at least 1")
@@ -155,7 +157,7 @@ class Config:
             )
 
     def _require_types(self) -> None:
-        for name in ("ddp", "prescaled_batch"):
+        for name in ("ddp", "prescaled_batch", "shard_optimizer_state"):
             if not isinstance(getattr(self, name), bool):
                 raise ShardwrightError(f"{name}={getattr(self, name)!r}: expected True or False")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
@@ -172,8 +174,37 @@ class Config:
             raise ShardwrightError(
                 "tensor_parallel_degree=1 has no axis for layouts to lie on: leave layouts out, or set the degree"
             )
+        if self.shard not in (0, 1, 2, 3) or isinstance(self.shard, bool):
+            raise ShardwrightError(f"shard={self.shard!r}: expected 0, 1, 2 or 3")
+        if self.shard_group is not None and (type(self.shard_group) is not int or self.shard_group < 1):
+            raise ShardwrightError(f"shard_group={self.shard_group!r}: expected a number of replicas")
+        self._require_one_sharding()
         if self.cluster is not None and not isinstance(self.cluster, str):
             raise ShardwrightError(f"cluster={self.cluster!r}: expected the name of a hardware profile, such as 'h100'")
+
+    def _require_one_sharding(self) -> None:
+        degree = self.sharded_data_parallel_degree
+        said = [f"shard={self.shard}"] if self.shard else []
+        said += ["shard_optimizer_state=True"] if self.shard_optimizer_state else []
+        said += [f"sharded_data_parallel_degree={degree}"] if degree > 1 else []
+        if len(said) > 1:
+            raise ShardwrightError(f"{' and '.join(said)} say how state is sharded: keep one of them")
+        if self.shard_group is not None and not self.shard:
+            raise ShardwrightError(f"shard_group={self.shard_group} goes with shard=1, 2 or 3: nothing is sharded")
+        if said and not self.ddp:
+            raise ShardwrightError(f"{said[0]} shares state over replicas, and ddp is False: set 'ddp': True")
+
+    @property
+    def shard_level(self) -> int:
+        """The stage of ZeRO that is asked for."""
+        if self.sharded_data_parallel_degree > 1:
+            return 3
+        return 1 if self.shard_optimizer_state else self.shard
+
+    @property
+    def sharing_replicas(self) -> int | None:
+        """The number of replicas that share state; None: all of them."""
+        return self.sharded_data_parallel_degree if self.sharded_data_parallel_degree > 1 else self.shard_group
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -212,6 +243,12 @@ class Config:
             raise ShardwrightError(
                 f"{world_size} ranks with pipeline_parallel_degree={pp} make {dp} data-parallel replicas, and ddp is "
                 f"False: set 'ddp': True, or start {pp * tp} ranks"
+            )
+        group = self.sharing_replicas
+        if group is not None and dp % group:
+            raise ShardwrightError(
+                f"{group} replicas are to share state (sharded_data_parallel_degree or shard_group), and there are "
+                f"{dp}: choose a divisor of {dp}"
             )
         sizes = {"pp": pp, "dp": dp, "tp": tp}
         return Mesh(self.axes, tuple(sizes[axis] for axis in self.axes))

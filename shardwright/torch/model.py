@@ -67,12 +67,14 @@ class DistributedModel(nn.Module):
         if session.plan is not None:
             self._warn_of_precision(session.plan.decision.precision)
             self.runtime.split(StageMap.of_plan(session.plan))
-        elif session.bound.size("pp") == session.bound.size("tp") == 1:
+        elif session.bound.size("pp") == session.bound.size("tp") == 1 and config.shard_level < 3:
             self.runtime.split(
                 StageMap.whole(
                     session.config.schedule(None),
                     recompute=session.config.recompute,
                     loss_scope=session.config.loss_scope or "replica",
+                    shard=config.shard_level,
+                    shard_group=config.sharing_replicas,
                 )
             )
 
@@ -120,6 +122,10 @@ class DistributedModel(nn.Module):
                 "a model that is split over pipeline stages or the tensor axis runs inside a function decorated with "
                 "@sw.step; for evaluation call such a function, without model.backward, under torch.no_grad()"
             )
+        flat = self.runtime.split_model.parts.flat
+        if flat is not None and not self.runtime.in_step_body:
+            with flat.gathered():
+                return self.module(*args, **kwargs)
         return self.module(*args, **kwargs)
 
     def backward(
@@ -239,7 +245,7 @@ class DistributedModel(nn.Module):
             self.session.bound,
             self.session.watchdog,
             rank0_only=rank0_only,
-            shards=self.runtime.gradients.shards,
+            parts=self.runtime.split_model.parts,
         )
 
     def local_state_dict(self) -> dict[str, Any]:
@@ -256,7 +262,7 @@ class DistributedModel(nn.Module):
         if assign:
             raise ShardwrightError("assign=True would replace the parameters that optimizers know: leave it False")
         missing, unexpected = checkpoint.load(
-            self.runtime.ownership, state_dict, strict=strict, shards=self.runtime.gradients.shards
+            self.runtime.ownership, state_dict, strict=strict, parts=self.runtime.split_model.parts
         )
         self.session.note_loaded(f"weights {digest_of_state(state_dict)}")
         return IncompatibleKeys(missing, unexpected)

@@ -6,10 +6,17 @@ from typing import Any
 
 import torch
 
+from shardwright.backends.torch.state.elementwise import is_elementwise, require_separate
 from shardwright.backends.torch.state.model_agreement import plain_text
-from shardwright.backends.torch.state.optimizer_states import gather_states, load_states, local_states, put_together
-from shardwright.backends.torch.state.parameter_shards import Shards
-from shardwright.core.errors import ShardwrightError
+from shardwright.backends.torch.state.optimizer_states import (
+    gather_states,
+    is_local,
+    load_states,
+    local_states,
+    put_together,
+)
+from shardwright.backends.torch.state.parts import Parts
+from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 from shardwright.torch import session as sessions
 from shardwright.torch.run_agreement import optimizers_claim
 from shardwright.torch.scaler import share_overflows
@@ -33,7 +40,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ShardwrightError("wrap the model first: sw.DistributedModel(model), then the optimizer")
         self.optimizer = optimizer
         self._ownership, self._bound, self._watchdog = runtime.ownership, session.bound, session.watchdog
-        self._gradients = runtime.gradients
+        self._split_model = runtime.split_model
         self._uncut: Mapping[str, Any] | None = None
         self._names: list[list[str | torch.Tensor]] = []
         self._note_groups()
@@ -41,6 +48,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._steps = 0
         runtime.split_model.listeners.append(self._rebind)
         runtime.split_model.before_whole.append(self._put_together)
+        runtime.split_model.before_sharding.append(self._needs_whole_matrices)
+        runtime.split_model.after_sharding.append(self._cut_to_pieces)
+        self._require_fits_shards()
         session.optimizers.append(weakref.ref(self))
         share_overflows()
 
@@ -95,10 +105,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         current = sessions.current()
         claims = [optimizers_claim(current)]
         current.agreement.meet(f"optimizer.state_dict({rank0_only=})", claims, in_replica=True)
-        shards = self._gradients.shards
         return gather_states(
-            self._ownership, self.optimizer, self._named_groups(), self._bound, self._watchdog, rank0_only, shards
-        )
+            self._ownership, self.optimizer, self._named_groups(), self._bound, self._watchdog, rank0_only,
+            self._split_model.parts,
+        )  # fmt: skip
 
     def local_state_dict(self) -> dict[str, Any]:
         """The states of this rank's parameters, or of its shards of them, by their original names."""
@@ -110,20 +120,50 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises PlanError for parameters and shapes that do not fit.
         """
-        shards = self._gradients.shards
-        load_states(self._ownership, self.optimizer, self._named_groups(), state_dict, shards)
-        # The first step cuts parameters along the tensor axis; states are cut after it.
-        self._uncut = state_dict if self._bound.size("tp") > 1 and (shards is None or not shards.is_cut) else None
+        # The first step cuts parameters; states are cut after it.
+        cut = self._split_model.has_cut_parameters
+        if cut or not is_local(state_dict):
+            load_states(self._ownership, self.optimizer, self._named_groups(), state_dict, self._split_model.parts)
+        along_tensor_axis = self._bound.size("tp") > 1 and not self._split_model.is_cut_for_tensor_axis
+        self._uncut = state_dict if along_tensor_axis or (not cut and is_local(state_dict)) else None
         sessions.current().note_loaded("states of the optimizer")
 
     def _cut_states(self) -> None:
-        shards = self._gradients.shards
-        if self._uncut is not None and shards is not None and shards.is_cut:
-            load_states(self._ownership, self.optimizer, self._named_groups(), self._uncut, shards, with_options=False)
-            self._uncut = None
+        if self._uncut is not None and self._split_model.has_cut_parameters:
+            given, self._uncut = self._uncut, None
+            load_states(
+                self._ownership, self.optimizer, self._named_groups(), given, self._split_model.parts,
+                with_options=is_local(given),
+            )  # fmt: skip
 
-    def _put_together(self, shards: Shards) -> None:
-        put_together(self._ownership, self.optimizer, self._names, shards)
+    def _put_together(self, parts: Parts) -> None:
+        put_together(self._ownership, self.optimizer, self._names, parts)
+
+    def _needs_whole_matrices(self) -> bool:
+        """Whether pieces of parameters will not do for this optimizer. Raises MissingCapabilityError where whole ones
+        will not either."""
+        require_separate(self.optimizer)
+        return not is_elementwise(self.optimizer)
+
+    def _cut_to_pieces(self, parts: Parts) -> None:
+        """Cut the states that were there before the parameters were sharded over the data axis."""
+        flat = parts.flat
+        for names in self._names:
+            for name in names:
+                if flat is None or not isinstance(name, str) or name not in flat.group_of:
+                    continue
+                states = self.state.get(self._ownership.parameter(name), {})
+                for key, entry in states.items():
+                    if isinstance(entry, torch.Tensor) and entry.dim() and entry.shape == flat.shape(name):
+                        states[key] = flat.piece(name, entry).clone()
+
+    def _require_fits_shards(self) -> None:
+        flat = self._split_model.parts.flat
+        if flat is not None and not flat.holds_whole_parameters and self._needs_whole_matrices():
+            raise MissingCapabilityError(
+                f"{type(self.optimizer).__name__} needs whole parameters, and those of this model were cut into pieces "
+                f"by its first step already: make the optimizer before the first step"
+            )
 
     def _named_groups(self) -> list[list[str]]:
         foreign = [p for names in self._names for p in names if not isinstance(p, str)]

@@ -48,10 +48,16 @@ def plan_at_first_step(config: Config, bound: BoundMesh, model: nn.Module, graph
         pp=pp, tp=bound.size("tp"), dp=dp, sequence_parallel=_divides_sequence(config),
         microbatch=samples, schedule=_schedule_for_cut(config),
         virtual_stages=config.virtual_stages, recompute=config.recompute,
-        loss_scope=config.loss_scope, shard=0, precision=_precision(model),
+        loss_scope=config.loss_scope, shard=_shard(config, dp),
+        shard_group=config.sharing_replicas if _shard(config, dp) else None, precision=_precision(model),
         layouts=_layouts(config.layouts, model),
     )  # fmt: skip
     return StageMap.of_plan(plan, config.schedule(plan.stage_costs()))
+
+
+def _shard(config: Config, replicas: int) -> int:
+    """The stage of ZeRO: nothing is shared where there is one replica."""
+    return config.shard_level if replicas > 1 else 0
 
 
 def _divides_sequence(config: Config) -> bool | None:

@@ -61,6 +61,7 @@ __all__ = [
     "Store",
     "TCPStore",
     "TorchDispatchMode",
+    "all_gather_single",
     "below_autograd",
     "collects_all_gradients",
     "current_fake_mode",
@@ -73,6 +74,7 @@ __all__ = [
     "mkldnn_enabled",
     "norms_of",
     "pytree",
+    "reduce_scatter_single",
     "safe_softmax",
     "sequence_number",
     "set_mkldnn_enabled",
@@ -80,6 +82,12 @@ __all__ = [
     "transforms_are_active",
     "without_dispatch_modes",
 ]
+
+
+all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""The gather of equal parts into one tensor, under its newest name."""
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""The sum of which each rank keeps an equal part, under its newest name."""
 
 
 def current_fake_mode() -> Any:

@@ -103,7 +103,7 @@ class TorchExecutable:
     def whole_parameters(self) -> Mapping[str, torch.Tensor]:
         """All parameters, whole, by first name, on every rank."""
         state = checkpoint.gather(
-            self._runtime.ownership, self._runtime.bound, self._runtime.watchdog, shards=self._runtime.gradients.shards
+            self._runtime.ownership, self._runtime.bound, self._runtime.watchdog, parts=self._runtime.split_model.parts
         )
         return {name: state[name] for name in sorted(self._runtime.ownership.parameter_names)}
 

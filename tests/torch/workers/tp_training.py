@@ -29,6 +29,12 @@ HOW: dict[str, dict[str, Any]] = {
     "speed": {"optimize": "speed"},
     "recompute": {"recompute": "full"},
     "split": {"pipeline": "zb-h1"},  # backward passes in halves: the products keep no sum of their own then
+    "z1": {"shard": 1},
+    "z2": {"shard": 2},
+    "z3": {"shard": 3},
+    "z3-groups": {"shard": 3, "shard_group": 2},
+    "z3-split": {"shard": 3, "pipeline": "zb-h1"},
+    "z3-recompute": {"shard": 3, "recompute": "full"},
     "meta": {},  # the model has no data until it is wrapped, and is given a state dict
 }
 
@@ -81,10 +87,12 @@ def train(name: str, keys: dict[str, Any], replicas: int, is_meta: bool = False)
             losses.append(float(train_step(model, own).all_reduce_mean()))
         if step == 0:
             held = max(before) if is_meta else 0
-            shards = model.runtime.gradients.shards
+            parts = model.runtime.split_model.parts
             for key, parameter in sorted(model.local_named_parameters()):
                 gradient = None if parameter.grad is None else parameter.grad.clone()
-                gradients[key] = gradient if shards is None or gradient is None else shards.whole(key, gradient)
+                if parts.is_part(key):
+                    gradient = parts.whole(key, torch.empty(0) if gradient is None else gradient)
+                gradients[key] = gradient
         norms.append(float(model.clip_grad_norm_(1.0)))
         optimizer.step()
     sizes = held_bytes(model, optimizer)

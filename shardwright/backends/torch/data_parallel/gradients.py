@@ -8,66 +8,92 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright.backends.torch.data_parallel.overlap import Exchange
+from shardwright.backends.torch.machine.data_groups import DataGroups
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.pipeline_messages import as_carried
 from shardwright.backends.torch.machine.watchdog import Watchdog
+from shardwright.backends.torch.state.flat_shards import FlatShards
 from shardwright.backends.torch.state.ownership import Ownership
-from shardwright.backends.torch.state.parameter_shards import Shards
+from shardwright.backends.torch.state.parts import Parts
 from shardwright.core.errors import ShardwrightError
 
 
 class Gradients:
     """The gradients of one step, taken from what the backward passes left to those that the unsplit model would
-    have."""
+    have.
 
-    def __init__(self, ownership: Ownership, bound: BoundMesh, watchdog: Watchdog) -> None:
-        self.ownership, self.bound, self.watchdog = ownership, bound, watchdog
-        self.shards: Shards | None = None
-        """The shards of parameters along the tensor axis; None where parameters are whole."""
+    Attributes:
+        parts: the parts of parameters that this rank holds.
+        data: the ranks of the data axis; those that share the shards of parameters, where these are sharded over it.
+    """
+
+    def __init__(self, ownership: Ownership, bound: BoundMesh, watchdog: Watchdog, parts: Parts) -> None:
+        self.ownership, self.bound, self.watchdog, self.parts = ownership, bound, watchdog, parts
+        self.data: DataGroups | None = None
         self._before: dict[str, torch.Tensor] = {}
         self._order: tuple[str, ...] = ()
         self._exchange: Exchange | None = None
+        self._exchanged: tuple[tuple[str, ...], FlatShards | None] = (), None
+        """The parameters and the sharded ones that the exchange was made for."""
+        self._under_way = False
 
     def begin(self, order: Sequence[str] | None = None) -> Exchange | None:
         """Set aside the gradients that earlier steps accumulated: they are reduced already.
 
         With ``order``, the names of this rank's parameters in the order in which their gradients become whole, returns
-        the exchange to tell of that, so that sums over dp begin at once; None where there is nothing to sum or where
-        shards along the tensor axis are summed first. The first order that is given is kept: buckets are the same on
-        all replicas, whatever the sizes of their batches.
+        the exchange to tell of that, so that sums over dp begin at once; None where there is nothing to sum. The first
+        order that is given is kept: buckets are the same on all replicas, whatever the sizes of their batches.
         """
         self._before = {}
-        self._exchange = None
-        if order is not None and self.bound.size("dp") > 1 and self.shards is None:
-            self._order = self._order or tuple(order)
-            self._exchange = self._exchange_of(self._trainable())
         for name, parameter in self.ownership.local_parameters().items():
             if parameter.grad is not None:
                 self._before[name] = parameter.grad
                 parameter.grad = None
-        return self._exchange
+        if order is None or self.bound.size("dp") == 1:
+            return None
+        self._order = self._order or tuple(order)
+        exchange = self._exchange_of(self._trainable())
+        exchange.begin()
+        self._under_way = True
+        return exchange
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.ownership.local_parameters().items() if p.requires_grad}
 
     def _exchange_of(self, trainable: dict[str, nn.Parameter]) -> Exchange:
-        names = dict.fromkeys((*self._order, *reversed(trainable)))
-        peers = f"dp peers, ranks {list(self.bound.groups['dp'])}"
-        chosen = {name: trainable[name] for name in names if name in trainable}
-        return Exchange(chosen, self.bound.handles["dp"], self.watchdog, peers)
+        made_for = tuple(trainable), self.parts.flat
+        if self._exchange is None or self._exchanged != made_for:
+            if self._exchange is not None:
+                self._exchange.close()
+            names = dict.fromkeys((*self._order, *reversed(trainable)))
+            chosen = {name: trainable[name] for name in names if name in trainable}
+            if self.data is None:
+                self.data = DataGroups.bind(self.bound, self.bound.size("dp"))
+            self._exchange = Exchange(chosen, self.data, self.watchdog, self.parts.flat)
+            self._exchanged = made_for
+        return self._exchange
 
     def finish(self, total_weight: float | None) -> None:
-        """Sum over the holders of tied parameters and over dp, divide by the total weight if there is one, and add the
-        gradients that were set aside. Every rank calls this at the same time."""
-        if self.shards is not None:
-            self.shards.sum_gradients(self._trainable())
+        """Sum over dp, over the tensor axis and over the holders of tied parameters, divide by the total weight if any,
+        and add the gradients that were set aside. Every rank calls this at the same time."""
+        local = self.ownership.local_parameters()
         if self.bound.size("dp") > 1:
-            (self._exchange or self._exchange_of(self._trainable())).finish()
-            self._exchange = None
+            exchange = self._exchange_of(self._trainable())
+            if not self._under_way:  # by messages: gradients are where autograd left them
+                exchange.begin()
+                for name, parameter in self._trainable().items():
+                    if parameter.grad is not None:
+                        exchange.add(name, parameter.grad)
+                        parameter.grad = None
+            self._under_way = False
+            for name, gradient in exchange.finish().items():
+                local[name].grad = None if gradient is None or not local[name].numel() else gradient
+        if self.parts.tensor is not None:
+            self.parts.tensor.sum_gradients(self._trainable())
         self._sum_ties()
         if total_weight is None and not self._before:
             return
-        for name, parameter in self.ownership.local_parameters().items():
+        for name, parameter in local.items():
             if parameter.grad is not None and total_weight is not None:
                 parameter.grad.div_(total_weight)
             before = self._before.get(name)
@@ -77,6 +103,9 @@ class Gradients:
 
     def abandon(self) -> None:
         """Put back the gradients that were set aside: the step has failed."""
+        if self._exchange is not None:
+            self._exchange.abandon()
+        self._under_way = False
         for name, parameter in self.ownership.local_parameters().items():
             parameter.grad = self._before.get(name)
         self._before = {}
@@ -127,7 +156,8 @@ class Gradients:
         counted = [
             p.grad for name, p in local.items()
             if p.grad is not None and (placement is None or placement.parameters[name][0] == self.ownership.rank)
-            and (self.shards is None or self.shards.counts(name))
+            and (self.parts.tensor is None or self.parts.tensor.counts(name))
+            and (self.parts.flat is None or self.parts.flat.counts(name))
         ]  # fmt: skip
         device = self.bound.device
         infinite = math.isinf(norm_type)
@@ -135,13 +165,14 @@ class Gradients:
         if counted:
             norms = torch.stack([_norm(g, norm_type) for g in counted])
             own = norms.max() if infinite else norms.pow(norm_type).sum()
-        for axis in ("pp", "tp"):
-            if self.bound.size(axis) == 1:
-                continue
+        axes = [axis for axis in ("pp", "tp") if self.bound.size(axis) > 1]
+        over = [(self.bound.groups[axis], self.bound.handles[axis]) for axis in axes]
+        if self.parts.flat is not None:
+            over.append((self.parts.flat.data.ranks, self.parts.flat.data.group))
+        for ranks, group in over:
             self.watchdog.doing("the norm of all gradients")
-            with self.watchdog.waiting(f"{axis} peers, ranks {list(self.bound.groups[axis])}"):
-                op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-                dist.all_reduce(own, op=op, group=self.bound.handles[axis])
+            with self.watchdog.waiting(f"ranks {list(ranks)}"):
+                dist.all_reduce(own, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
         norm = own if infinite else own.pow(1.0 / norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise ShardwrightError(f"the norm of the gradients is {float(norm)}: expected a finite number")

@@ -1,22 +1,25 @@
 """Gradients summed over the data axis while the pipeline still runs.
 
-A parameter's gradient is whole after the last weight gradient of the stages that use it. Then it joins its bucket, and
-a full bucket is sent. So the gradients of the last backward passes are exchanged while these go on, and while other
-ranks of the pipeline still compute. Buckets leave in one fixed order, the same on all replicas, as in torch's
-DistributedDataParallel (Li et al., VLDB 2020, section 3.2.3).
+Gradients add up in buckets, flat buffers that are cut into equal shards. A bucket leaves when the gradients in it are
+whole: after the last weight gradient of the stages that use its parameters, or after each where every rank is to keep
+no more than its shard. So gradients are exchanged while backward passes go on, and while other ranks of the pipeline
+still compute. Buckets leave in one fixed order, the same on all replicas, as in torch's DistributedDataParallel (Li et
+al., VLDB 2020, section 3.2.3); each rank sums its shard of every bucket, and where replicas are whole the shards are
+gathered again.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup, Work
 
 from shardwright.backends.capabilities import TORCH_MEMORY
+from shardwright.backends.torch.machine.data_groups import DataGroups
 from shardwright.backends.torch.machine.watchdog import Watchdog
+from shardwright.backends.torch.state.flat_layout import FlatLayout
+from shardwright.backends.torch.state.flat_shards import FlatGroup, FlatShards
+from shardwright.backends.torch.state.gradient_sink import GradientBuffer, GradientSink, dense_strides
 from shardwright.core.errors import ShardwrightError
 
 BUCKET_BYTES = TORCH_MEMORY.bucket_bytes
@@ -24,104 +27,213 @@ BUCKET_BYTES = TORCH_MEMORY.bucket_bytes
 
 
 class Bucket:
-    """Parameters of one dtype whose gradients travel together, followed by a flag for each: whether it has a
-    gradient."""
+    """Parameters whose gradients travel together.
 
-    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-        self.parameters = tuple(parameters)
+    Args:
+        group: the sharded parameters of the bucket: each rank keeps the sum of its shard. None: each gets the sum of
+            all.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], groups: DataGroups, group: FlatGroup | None) -> None:
+        self.parameters, self.groups, self.group = dict(parameters), groups, group
+        self.names = tuple(self.parameters)
+        some = next(iter(self.parameters.values()))
+        if group is None:
+            self.layout = FlatLayout.cut([p.numel() for p in self.parameters.values()], groups.ways)
+            places = [
+                (p.shape, dense_strides(p), offset)
+                for p, offset in zip(self.parameters.values(), self.layout.offsets, strict=True)
+            ]
+        else:
+            self.layout, places = group.layout, group.places
+        self.buffer = GradientBuffer(places, self.layout.entries, some.dtype, some.device)
+        self.present: set[int] = set()
+        """The parameters that had a gradient on this rank in this step."""
         self._flat: torch.Tensor | None = None
-        self._work: Work | None = None
+        self._sum: torch.Tensor | None = None
+        self._waits: Callable[[], torch.Tensor] | None = None
+        self._gathers: Callable[[], None] | None = None
 
-    def send(self, group: ProcessGroup) -> None:
-        """Begin the sum. The op is SUM, never AVG, which Gloo takes and does not compute; the scale is in the losses
-        already."""
-        pieces = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in self.parameters]
-        present = torch.tensor([float(p.grad is not None) for _, p in self.parameters], dtype=pieces[0].dtype)
-        self._flat = torch.cat([*(piece.reshape(-1) for piece in pieces), present.to(pieces[0].device)])
-        self._work = dist.all_reduce(self._flat, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    def sink(self, name: str, index: int, tell: Callable[[str], None]) -> GradientSink:
+        """The sink of one of the parameters."""
+        return GradientSink(name, self.buffer, index, tell, self.group is None or not self.group.frees)
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether a sum was begun in this step."""
+        return self._sum is not None or self._waits is not None
+
+    def send(self) -> None:
+        """Begin the sum. The op is a sum, never a mean: the scale is in the losses already."""
+        self.receive()
+        self.present |= self.buffer.filled
+        self._flat = self.buffer.take()
+        self._waits = self.groups.sum_shards(self._flat)
 
     def receive(self) -> None:
-        """Wait for the sum and put it in place. A parameter that has a gradient on no replica gets none."""
+        """Wait for the sum that is under way, if any, and begin to gather the shards where all ranks need all."""
+        if self._waits is None:
+            return
+        shard, self._waits = self._waits(), None
+        if self.group is not None:
+            self._sum = shard if self._sum is None else self._sum.add_(shard)
+            self._flat = None
+            return
         assert self._flat is not None
-        if self._work is not None:
-            self._work.wait()
-        sizes = [p.numel() for _, p in self.parameters]
-        *pieces, present = self._flat.split([*sizes, len(sizes)])
-        for (_, parameter), piece, anywhere in zip(self.parameters, pieces, present.tolist(), strict=True):
-            if not anywhere:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            parameter.grad.copy_(piece.view_as(parameter))
-        self._flat = self._work = None
+        first = self.groups.coordinate * self.layout.shard
+        own = self._flat[first : first + self.layout.shard]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        self._gathers = self.groups.gather(self._flat, own)
+
+    def finish(self) -> list[torch.Tensor]:
+        """Wait for everything; the gradients of the parameters, or this rank's pieces of them."""
+        self.receive()
+        if self.group is not None:
+            assert self._sum is not None
+            pieces, self._sum = self.group.cut(self._sum), None
+            return pieces
+        assert self._gathers is not None
+        assert self._flat is not None
+        self._gathers()
+        views = self.buffer.views_of(self._flat)
+        self.abandon()
+        return views
+
+    def abandon(self) -> None:
+        """Forget what is under way."""
+        self._flat = self._sum = self._waits = self._gathers = None
+        self.buffer.release()
 
 
 class Exchange:
-    """One step's sums over the data axis.
+    """The sums over the data axis, one step after the other.
 
     Args:
         order: the parameters that need a gradient, in the order in which these should become whole: the same on all
             replicas.
+        flat: the sharded parameters; None where replicas are whole.
+
+    Attributes:
+        each_microbatch: whether gradients leave after each microbatch, so that none stays whole (ZeRO-2 and 3).
+        told: called with the name of every parameter that a backward pass has made the gradient of.
     """
 
-    def __init__(self, order: Mapping[str, nn.Parameter], group: ProcessGroup, watchdog: Watchdog, peers: str) -> None:
-        self._group, self._watchdog, self._peers = group, watchdog, peers
-        self._buckets = [Bucket(held) for held in _grouped(order.items())]
-        self._bucket_of = {name: i for i, bucket in enumerate(self._buckets) for name, _ in bucket.parameters}
-        self._missing = [len(bucket.parameters) for bucket in self._buckets]
-        self._done: set[str] = set()
-        self._sent = 0
+    def __init__(
+        self, order: Mapping[str, nn.Parameter], groups: DataGroups, watchdog: Watchdog, flat: FlatShards | None = None
+    ) -> None:
+        self._groups, self._watchdog = groups, watchdog
+        self.each_microbatch = flat is not None and flat.level >= 2
+        self.told: Callable[[str], None] = lambda name: None
+        group_of = {} if flat is None else flat.group_of
+        sharded = dict.fromkeys(group_of[name] for name in order if name in group_of)
+        whole = _grouped((name, parameter) for name, parameter in order.items() if name not in group_of)
+        self._buckets = [Bucket(group.parameters, groups, group) for group in sharded]
+        self._buckets += [Bucket(dict(held), groups, None) for held in whole]
+        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(bucket.sink(name, index, self._tell))
+            for bucket in self._buckets
+            for index, (name, parameter) in enumerate(bucket.parameters.items())
+            if parameter.requires_grad
+        ]
+        self._queue: list[tuple[Bucket, set[str]]] = []
+        self._expected: set[str] = set()
+        self._came: set[str] = set()
 
-    def ready(self, name: str) -> None:
-        """Note that the gradient of a parameter is whole."""
-        number = self._bucket_of.get(name)
-        if number is None or name in self._done:
+    def begin(self) -> None:
+        """Begin a step: gradients go into the buckets from now on."""
+        for bucket in self._buckets:
+            bucket.abandon()
+            bucket.present.clear()
+            bucket.buffer.active = True
+        self._queue = [] if self.each_microbatch else [(bucket, set(bucket.names)) for bucket in self._buckets]
+
+    def add(self, name: str, gradient: torch.Tensor) -> None:
+        """Add a gradient that was computed without sinks."""
+        bucket = self._bucket_of[name]
+        bucket.buffer.add(bucket.names.index(name), gradient)
+
+    def _tell(self, name: str) -> None:
+        self.told(name)
+        if name not in self._expected:
             return
-        self._done.add(name)
-        self._missing[number] -= 1
-        while self._sent < len(self._buckets) and not self._missing[self._sent]:
-            with self._watchdog.waiting(f"the start of a sum over {self._peers}"):
-                self._buckets[self._sent].send(self._group)
-            self._sent += 1
-
-    def _accumulated(self, name: str, _: torch.Tensor) -> None:
-        if name in self._done:
+        if name in self._came:
             raise ShardwrightError(
                 f"the gradient of {name} was added to twice in one backward pass, as by reentrant checkpoints that "
                 f"share it: call torch.utils.checkpoint with use_reentrant=False"
             )
-        self.ready(name)
+        self._came.add(name)
+        self._ready(name)
+
+    def _ready(self, name: str) -> None:
+        """Note that the gradient of a parameter is whole, for now."""
+        for bucket, missing in self._queue:
+            if bucket is self._bucket_of.get(name):
+                missing.discard(name)
+        while self._queue and not self._queue[0][1]:
+            with self._watchdog.waiting(f"the start of a sum over {self._groups.said()}"):
+                self._queue.pop(0)[0].send()
 
     @contextmanager
-    def closing(self, parameters: Iterable[tuple[str, nn.Parameter]], hooked: bool) -> Iterator[None]:
-        """A context in which the last action runs that adds to the gradients of these parameters. ``hooked``: the
+    def closing(self, names: Iterable[str], hooked: bool) -> Iterator[None]:
+        """A context in which an action runs after which the gradients of these parameters are to leave. ``hooked``: the
         action is a whole backward, in which the accumulation of each parameter's gradient tells that it is whole."""
-        names = [name for name, _ in parameters]
-        handles = []
-        if hooked:
-            for name, parameter in parameters:
-                if parameter.requires_grad:
-                    handles.append(parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name)))
+        closed = [name for name in names if name in self._bucket_of]
+        if self.each_microbatch:
+            wanted = {id(self._bucket_of[name]) for name in closed}
+            self._queue = [
+                (b, set(b.names) & set(closed)) for b in self._buckets if id(b) in wanted and b.group is not None
+            ]
+        self._expected, self._came = set(closed) if hooked else set(), set()
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
-        for name in names:
-            self.ready(name)
+            self._expected = set()
+        for name in closed:
+            self._ready(name)
 
-    def finish(self) -> None:
-        """Wait for all sums; gradients that were never reported ready are sent now."""
-        for bucket in self._buckets:
-            for name, _ in bucket.parameters:
-                self.ready(name)
+    def finish(self) -> dict[str, torch.Tensor | None]:
+        """Wait for all sums; gradients that were never reported ready are sent now. Returns the gradients, or this
+        rank's pieces of them; None for a parameter that has a gradient on no replica."""
         self._watchdog.doing("reducing gradients over dp")
-        with self._watchdog.waiting(self._peers):
+        if self.each_microbatch:
+            self._queue = [(bucket, set()) for bucket in self._buckets if not bucket.is_sent]
+        for bucket, _ in self._queue:
+            bucket.send()
+        self._queue = []
+        flags = torch.tensor(
+            [float(i in b.present) for b in self._buckets for i in range(len(b.names))],
+            device=self._buckets[0].buffer.device if self._buckets else "cpu",
+        )
+        found: dict[str, torch.Tensor | None] = {}
+        with self._watchdog.waiting(self._groups.said()):
             for bucket in self._buckets:
-                bucket.receive()
+                found |= zip(bucket.names, bucket.finish(), strict=True)
+        if found:
+            anywhere = self._groups.any(flags, self._watchdog).tolist()
+            found = {name: g if there else None for (name, g), there in zip(found.items(), anywhere, strict=True)}
+        self._stop()
+        return found
+
+    def abandon(self) -> None:
+        """Forget the step, which has failed."""
+        for bucket in self._buckets:
+            bucket.abandon()
+        self._queue = []
+        self._stop()
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _stop(self) -> None:
+        for bucket in self._buckets:
+            bucket.buffer.active = False
 
 
-def _grouped(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
+def _grouped(parameters: Iterable[tuple[str, nn.Parameter]]) -> Sequence[Sequence[tuple[str, nn.Parameter]]]:
     """The buckets: parameters of one dtype, together at most BUCKET_BYTES unless one alone is larger."""
     found: list[list[tuple[str, nn.Parameter]]] = []
     open_of: dict[torch.dtype, tuple[list[tuple[str, nn.Parameter]], int]] = {}

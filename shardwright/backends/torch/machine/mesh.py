@@ -56,7 +56,7 @@ def bind(mesh: Mesh, device: torch.device | None = None) -> BoundMesh:
     handles: dict[str, ProcessGroup] = {}
     for axis in mesh.names:
         for ranks in mesh.groups(axis):
-            handle = _group(ranks)
+            handle = process_group(ranks)
             if rank in ranks:
                 if handle is None:
                     raise ClusterError(f"torch.distributed made no process group for ranks {ranks}")
@@ -72,7 +72,7 @@ _of_others: set[tuple[int, ...]] = set()
 _made_within: ReferenceType[ProcessGroup] | None = None
 
 
-def _group(ranks: tuple[int, ...]) -> ProcessGroup | None:
+def process_group(ranks: tuple[int, ...]) -> ProcessGroup | None:
     """The process group of these ranks; None when this rank is not in it. Every rank takes part in making every group,
     in the same order, because torch asks for that."""
     global _made_within

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright.backends.torch.compat import collects_all_gradients, transforms_are_active
+from shardwright.backends.torch.state.gradient_sink import is_hooked, sink_of
 from shardwright.core.errors import CaptureError
 
 _linear, _addmm, _embedding = functional.linear, torch.addmm, functional.embedding
@@ -137,6 +138,10 @@ def _cast(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    sink = sink_of(parameter)
+    if sink is not None:
+        sink.add(gradient)
+        return
     gradient = gradient.to(parameter.dtype)
     if parameter.grad is None:
         parameter.grad = gradient
@@ -146,7 +151,10 @@ def _add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 def _add_product(parameter: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """Add a matrix product to a gradient, in one pass where the dtypes allow it."""
-    if parameter.grad is None or parameter.grad.dtype is not left.dtype or not parameter.grad.is_contiguous():
+    sink = sink_of(parameter)
+    if sink is not None:
+        sink.add_product(left, right)
+    elif parameter.grad is None or parameter.grad.dtype is not left.dtype or not parameter.grad.is_contiguous():
         _add_to(parameter, left @ right)
     else:
         parameter.grad.addmm_(left, right)
@@ -200,14 +208,15 @@ class _Product(torch.autograd.Function):
         return back, None, early, None
 
 
+def _is_freed(parameter: torch.Tensor) -> bool:
+    """Whether the data of a parameter may be gone when W runs."""
+    sink = sink_of(parameter)
+    return sink is not None and not sink.keeps_data
+
+
 def _is_quiet(parameter: torch.Tensor) -> bool:
     """Whether a tensor is a parameter without hooks."""
-    return (
-        type(parameter) is nn.Parameter
-        and parameter.is_leaf
-        and not parameter._backward_hooks
-        and not getattr(parameter, "_post_accumulate_grad_hooks", None)
-    )
+    return type(parameter) is nn.Parameter and parameter.is_leaf and not is_hooked(parameter)
 
 
 def linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -292,7 +301,7 @@ def _convolution_named(name: str) -> Callable[..., torch.Tensor]:
         input: torch.Tensor, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
         groups: int = 1,
     ) -> torch.Tensor:  # fmt: skip
-        if isinstance(padding, str) or input.dim() != dims + 2 or not _can_defer(input, weight):
+        if isinstance(padding, str) or input.dim() != dims + 2 or not _can_defer(input, weight) or _is_freed(weight):
             return original(input, weight, bias, stride, padding, dilation, groups)
         settings = [_spread(value, dims) for value in (stride, padding, dilation)]
         given = _cast(input)[0]
@@ -317,17 +326,16 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, given: torch.Tensor, weight: nn.Parameter, padding: int, by_frequency: bool) -> torch.Tensor:
         ctx.save_for_backward(given)
         ctx.weight, ctx.padding, ctx.by_frequency = weight, padding, by_frequency
+        ctx.rows = weight.shape[0]
         return torch.embedding(weight, given, padding, by_frequency, False)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (given,) = ctx.saved_tensors
-        weight, padding, by_frequency = ctx.weight, ctx.padding, ctx.by_frequency
+        weight, rows, padding, by_frequency = ctx.weight, ctx.rows, ctx.padding, ctx.by_frequency
 
         def derive(given: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = torch.ops.aten.embedding_dense_backward(
-                gradient, given, weight.shape[0], padding, by_frequency
-            )
+            found: torch.Tensor = torch.ops.aten.embedding_dense_backward(gradient, given, rows, padding, by_frequency)
             return found
 
         store = _put_off()

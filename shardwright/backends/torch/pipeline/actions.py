@@ -13,6 +13,7 @@ from shardwright.backends.torch.data_parallel.overlap import Exchange
 from shardwright.backends.torch.machine.pipeline_messages import Key, Message, PipelineTransport
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.memory.recompute import Call, Recompute
+from shardwright.backends.torch.memory.residency import Residency
 from shardwright.backends.torch.memory.weight_gradients import collecting, deferrable
 from shardwright.backends.torch.pipeline.action_times import Recorder
 from shardwright.backends.torch.pipeline.sentinels import Sentinel
@@ -59,6 +60,7 @@ class Pipeline:
         modules: of the model, by path.
         rank: this rank's coordinate on pp.
         recompute: the module calls whose forward runs again in the backward pass.
+        residency: gathers sharded parameters ahead of their use.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Pipeline:
         watchdog: Watchdog,
         streams: Streams,
         recompute: frozenset[Call],
+        residency: Residency,
     ) -> None:
         self.divisions, self.schedule = tuple(divisions), schedule
         self.transport, self.watchdog, self.streams = transport, watchdog, streams
@@ -78,7 +81,8 @@ class Pipeline:
         self.trains = self.traffic.trains
         self.actions = self.traffic.actions
         self.modules = modules
-        means = Means(modules, streams, transport.device, Recompute(recompute, modules, streams), watchdog)
+        self.residency = residency
+        means = Means(modules, streams, transport.device, Recompute(recompute, modules, streams), watchdog, residency)
         replays: dict[tuple[int, int], Replay] = {}
         for action in self.actions:
             division = self.divisions[microbatch_of(action)]
@@ -89,7 +93,8 @@ class Pipeline:
             self._task(a, replays[id(self.divisions[microbatch_of(a)]), a.stage], (a.stage, microbatch_of(a)) in split)
             for a in self.actions
         ]
-        self._closes = self._last_uses()
+        self._replays = [replays[key] for key in sorted(replays, key=lambda key: key[1])]
+        self._closes, self._adds = self._last_uses(), self._uses()
         self.numbers: Sequence[Sequence[Any]] = ((),) * len(self.divisions)
         """The Python values that the program of each microbatch is given."""
         self._arrivals: dict[Key, list[torch.Tensor]] = {}
@@ -121,7 +126,6 @@ class Pipeline:
         loss_scales: Sequence[Sequence[float | None]],
         recorder: Recorder | None = None,
         exchange: Exchange | None = None,
-        parameters: Mapping[str, nn.Parameter] | None = None,
         sentinel: Sentinel | None = None,
     ) -> StepValues:
         """Run every action; gradients add up in the parameters.
@@ -132,7 +136,7 @@ class Pipeline:
             loss_scales: for each microbatch the factor of each of its losses where no weight is given.
             recorder: notes when each action runs.
             sentinel: is told of the tensors that come in, and looks at the ops if it is to.
-            exchange: is told when gradients are whole: those of ``parameters``, the rank's parameters by first name.
+            exchange: is told when gradients are whole.
         """
         out = StepValues()
         self.watchdog.under_way()
@@ -141,6 +145,8 @@ class Pipeline:
         transport, streams = self.transport, self.streams
         transport.expect(self.traffic.incoming, self.traffic.taken)
         streams.enabled = streams.active
+        if exchange is not None:
+            exchange.told = self.residency.told
         ops = sentinel.ops if sentinel is not None else None
         looking = _NOTHING if ops is None else ops.watching(self.modules)
         try:
@@ -167,7 +173,7 @@ class Pipeline:
                     if exchange is None:
                         self._run(task, inputs[mb], arrived, grad, loss_scales[mb], out)
                     else:
-                        with self._closing(position, exchange, parameters or {}):
+                        with self._closing(position, exchange):
                             self._run(task, inputs[mb], arrived, grad, loss_scales[mb], out)
                     if recorder is not None:
                         recorder.end()
@@ -179,6 +185,7 @@ class Pipeline:
             streams.enabled = False
             self._kept.clear()
             self._arrivals.clear()
+            self.residency.reset()
             self.watchdog.doing("between steps")
         return out
 
@@ -212,14 +219,24 @@ class Pipeline:
         else:
             self.transport.send(message, tensors)
 
-    def _closing(
-        self, position: int, exchange: Exchange, parameters: Mapping[str, nn.Parameter]
-    ) -> AbstractContextManager[None]:
-        names = self._closes.get(position)
+    def _closing(self, position: int, exchange: Exchange) -> AbstractContextManager[None]:
+        names = (self._adds if exchange.each_microbatch else self._closes).get(position)
         if names is None:
             return _NOTHING
-        held = [(name, parameters[name]) for name in names if name in parameters]
-        return exchange.closing(held, self.actions[position].kind is Kind.BACKWARD)
+        return exchange.closing(names, self.actions[position].kind is Kind.BACKWARD)
+
+    def parameter_calls(self) -> list[tuple[str, ...]]:
+        """The parameters that each call of this rank's stages uses, by first name, in the order of the forward
+        pass."""
+        return [call.parameters for replay in self._replays for call in replay.calls]
+
+    def _uses(self) -> dict[int, tuple[str, ...]]:
+        """The parameters whose gradients an action leaves whole for its microbatch, by the action's position."""
+        return {
+            position: tuple(self.divisions[microbatch_of(action)].parts[action.stage].parameters)
+            for position, action in enumerate(self.actions)
+            if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD)
+        }
 
     def _last_uses(self) -> dict[int, tuple[str, ...]]:
         """The parameters to whose gradients an action is the last to add, by the action's position; the last used

@@ -7,6 +7,7 @@ there is then little Python left, which shows where actions take a millisecond.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from shardwright.backends.torch.compat import CustomFunctionNode, pytree
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.memory.recompute import Recompute
+from shardwright.backends.torch.memory.residency import Call, Residency
 from shardwright.backends.torch.memory.weight_gradients import Deferred
 from shardwright.backends.torch.program.program import (
     BufferRef,
@@ -30,6 +32,7 @@ from shardwright.backends.torch.program.program import (
 )
 from shardwright.backends.torch.program.randomness import Streams
 from shardwright.backends.torch.program.stages import Division, Edge
+from shardwright.backends.torch.state.flat_shards import FlatGroup
 from shardwright.core.errors import CaptureError
 
 Depart = Callable[[Edge, list[torch.Tensor]], None]
@@ -73,6 +76,7 @@ class Means:
     device: torch.device
     recompute: Recompute
     watchdog: Watchdog
+    residency: Residency
 
 
 @dataclass(slots=True)
@@ -83,6 +87,10 @@ class _Env:
     numbers: Sequence[Any] = ()
     values: dict[int, torch.Tensor] = field(default_factory=dict)
     objects: dict[int, Any] = field(default_factory=dict)
+    call: Call | None = None
+    """The last call that uses sharded parameters."""
+    views: dict[int, tuple[FlatGroup, ...]] = field(default_factory=dict)
+    """The groups of sharded parameters that values are views of."""
 
 
 class Replay:
@@ -93,6 +101,9 @@ class Replay:
         self._calls = [
             (_Call(self, step), step, release) for step, release in zip(self.part.steps, self.part.release, strict=True)
         ]
+        self.calls = [call for call, _, _ in self._calls]
+        for call, following in pairwise(self.calls):
+            call.following = following
         self._copied_when_sent = {v for edge in self.part.sends for v in edge.values} & self.part.copied
         self._received = [
             (edge, value, self.program.values[value].strides, value in edge.gradients, value in self.part.copied)
@@ -198,7 +209,8 @@ class Replay:
         kept.roots.clear()
         if roots:
             # torch takes tensors beside edges, which its annotation leaves out.
-            torch.autograd.backward(cast("list[GradientEdge]", roots), root_gradients)
+            with self.means.residency.backward():
+                torch.autograd.backward(cast("list[GradientEdge]", roots), root_gradients)
         roots.clear()
         for edge in self.part.receives:
             if not edge.gradients:
@@ -268,6 +280,8 @@ class _Call:
         self._others = [(place, leaf) for place, leaf in leaves if not isinstance(leaf, (ValueRef, Literal))]
         self._flat = _flat_form(step.arguments.spec)
         self._in_mode = step.autocast is not None or not step.grad_enabled
+        self.parameters = self._parameters()
+        self.following: _Call | None = None
 
     def run(self, env: _Env) -> Sequence[int]:
         """Run the step and store its results; returns the numbers of the values made."""
@@ -282,6 +296,13 @@ class _Call:
         else:
             count, names = self._flat
             args, kwargs = given[:count], dict(zip(names, given[count:], strict=True)) if names else {}
+        residency = self.replay.means.residency
+        groups, ahead = residency.groups_of(self.parameters), self._ahead(residency)
+        if env.views:
+            seen = [group for _, value in self._values for group in env.views.get(value, ())]
+            groups = tuple(dict.fromkeys((*groups, *seen)))
+        if groups:
+            residency.enter(groups, ahead)
         with self._mode() if self._in_mode else _NOTHING:
             if self.recomputed and self.step.grad_enabled and torch.is_grad_enabled():
                 result = self.replay.means.recompute.run(self.step, tuple(args), kwargs)
@@ -295,7 +316,34 @@ class _Call:
         for new, old in step.renewals:
             values[new] = values[old]
             made.append(new)
+        if not groups:
+            return made
+        for value in made:
+            if aliased := tuple(group for group in groups if group.is_seen_by(values[value])):
+                env.views[value] = aliased
+        if residency.frees and torch.is_grad_enabled():
+            trained = {n for group in groups if group.trains for n in group.names if n in self.parameters}
+            env.call = Call(groups, trained, env.call)
+            residency.record(env.call, tensors_in(given), [values[value] for value in made])
+        residency.leave(groups, ahead)
         return made
+
+    def _parameters(self) -> tuple[str, ...]:
+        """The parameters that the call uses, by first name."""
+        means, step = self.replay.means, self.step
+        found: list[torch.Tensor] = []
+        if step.path is not None:
+            module = means.modules[step.path]
+            own = getattr(module, "held_parameters", None)
+            found += module.parameters() if own is None else own()
+        for leaf in step.arguments.leaves:
+            if isinstance(leaf, ParameterRef):
+                path, _, last = leaf.name.rpartition(".")
+                found.append(getattr(means.modules[path], last))
+        return tuple(dict.fromkeys(name for t in found if (name := means.residency.name_of(t)) is not None))
+
+    def _ahead(self, residency: Residency) -> tuple[FlatGroup, ...]:
+        return () if self.following is None else residency.groups_of(self.following.parameters)
 
     def _mode(self) -> AbstractContextManager[Any]:
         modes = ExitStack()

@@ -26,6 +26,10 @@ class StageMap:
     """The samples that batch norm sees together: `backends.torch.data_parallel.batch_norm`."""
     plan: Plan | None = None
     """The plan, from which the tensor axis has its layouts."""
+    shard: int = 0
+    """The stage of ZeRO: what replicas share between steps."""
+    shard_group: int | None = None
+    """The number of replicas that share; None: all of them."""
 
     def __post_init__(self) -> None:
         require_runnable(self.schedule)
@@ -47,13 +51,14 @@ class StageMap:
         calls = tuple(tuple((c.path, c.occurrence) for c in held) for held in plan.stage_calls("torch"))
         return cls(
             schedule, calls, plan.parameter_stages("torch"), recomputed_calls(plan),
-            plan.decision.loss_scope or "replica", plan,
+            plan.decision.loss_scope or "replica", plan, plan.decision.shard, plan.decision.shard_group,
         )  # fmt: skip
 
     @classmethod
     def whole(
-        cls, schedule: Schedule, *, recompute: Recompute = "none", loss_scope: LossScope = "replica"
-    ) -> "StageMap":
+        cls, schedule: Schedule, *, recompute: Recompute = "none", loss_scope: LossScope = "replica", shard: int = 0,
+        shard_group: int | None = None,
+    ) -> "StageMap":  # fmt: skip
         """The unsplit model under a schedule of one rank: one stage, the call of the model itself.
 
         Raises MissingCapabilityError for recompute, which goes by the blocks of a plan, ScheduleError for a schedule of
@@ -64,7 +69,9 @@ class StageMap:
                 f"recompute={recompute!r} goes by the blocks of a plan, and a model that is not split has none: pass a "
                 f"plan with pp=1 and recompute={recompute!r} to init"
             )
-        return cls(schedule, ((("", 0),),), {}, loss_scope=loss_scope)
+        return cls(
+            schedule, ((("", 0),),), {}, loss_scope=loss_scope, shard=shard, shard_group=shard_group,
+        )  # fmt: skip
 
     @property
     def stage_of_call(self) -> dict[tuple[str, int], int]:
@@ -74,11 +81,6 @@ class StageMap:
 def _require_policies(plan: Plan) -> None:
     decision = plan.decision
     CAPABILITIES.require_on_device(decision.offloaded_units)
-    if decision.shard:
-        raise MissingCapabilityError(
-            f"the plan has shard={decision.shard}, and the torch runtime of this version keeps parameters, gradients "
-            f"and optimizer states whole on every replica: plan again with shard=0"
-        )
     if decision.recompute == "selective":
         raise MissingCapabilityError(
             "the plan has recompute='selective', and the torch runtime of this version cannot tell the products of "

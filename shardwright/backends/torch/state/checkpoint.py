@@ -12,7 +12,7 @@ from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.pipeline_messages import as_carried
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.state.ownership import Ownership
-from shardwright.backends.torch.state.parameter_shards import Shards
+from shardwright.backends.torch.state.parts import Parts
 from shardwright.core.errors import PlanError, nearest
 
 
@@ -21,8 +21,8 @@ def gather(
     bound: BoundMesh,
     watchdog: Watchdog,
     *,
+    parts: Parts,
     rank0_only: bool = False,
-    shards: Shards | None = None,
 ) -> "OrderedDict[str, Any]":
     """The state dict of the unsplit model: same keys, same order, tied names sharing one tensor.
 
@@ -32,8 +32,7 @@ def gather(
     own: OrderedDict[str, Any] = OrderedDict(ownership.model.state_dict())
     placement = ownership.placement
     first = bound.rank == 0
-    if shards is not None:
-        _put_together(own, ownership, shards)
+    _put_together(own, ownership, parts)
     if placement is None or bound.size("pp") == 1:
         return own if first or not rank0_only else OrderedDict()
     if rank0_only and any(bound.coordinate(axis) for axis in bound.mesh.names if axis != "pp"):
@@ -69,22 +68,22 @@ def gather(
     return whole if first or not rank0_only else OrderedDict()
 
 
-def _put_together(state: "OrderedDict[str, Any]", ownership: Ownership, shards: Shards) -> None:
+def _put_together(state: "OrderedDict[str, Any]", ownership: Ownership, parts: Parts) -> None:
     """Replace shards by whole tensors: copies for those held here, shapes for the others."""
     known: dict[str, torch.Tensor] = {}
     for key, entry in state.items():
         name = ownership.first_name.get(key)
-        if name is None or name not in shards.places:
+        if name is None or not parts.is_part(name):
             continue
         if name not in known:
-            shape = shards.whole_shape(name, entry.shape)
+            shape = parts.whole_shape(name, entry.shape)
             held = ownership.holds(name) and not entry.is_meta
-            known[name] = shards.whole(name, entry) if held else torch.empty(shape, dtype=entry.dtype, device="meta")
+            known[name] = parts.whole(name, entry) if held else torch.empty(shape, dtype=entry.dtype, device="meta")
         state[key] = known[name]
 
 
 def load(
-    ownership: Ownership, state: Mapping[str, Any], *, strict: bool = True, shards: Shards | None = None
+    ownership: Ownership, state: Mapping[str, Any], *, parts: Parts, strict: bool = True
 ) -> tuple[list[str], list[str]]:
     """Copy this rank's share of a whole state dict into the model. Returns the missing and the unexpected names.
 
@@ -105,14 +104,14 @@ def load(
         given = state.get(key)
         if not isinstance(tensor, torch.Tensor) or not isinstance(given, torch.Tensor):
             continue
-        shape = tensor.shape if shards is None else shards.whole_shape(ownership.first_name.get(key, key), tensor.shape)
+        shape = parts.whole_shape(ownership.first_name.get(key, key), tensor.shape)
         if given.shape != shape:
             raise PlanError(f"the state dict has {key!r} of shape {tuple(given.shape)}: the model's is {tuple(shape)}")
     with torch.no_grad():
         for key in expected:
             name = ownership.first_name.get(key)
             if name is not None and key in state and ownership.holds(name):
-                ownership.tensor(name).copy_(state[key] if shards is None else shards.piece(name, state[key]))
+                ownership.tensor(name).copy_(parts.part(name, state[key]))
     for path, module in ownership.modules.items():
         extra = f"{path}.{_EXTRA}" if path else _EXTRA
         if extra in state and extra in expected:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.watchdog import Watchdog
 from shardwright.backends.torch.state.ownership import Ownership
-from shardwright.backends.torch.state.parameter_shards import Shards
+from shardwright.backends.torch.state.parts import Parts
 from shardwright.core.errors import MissingCapabilityError, PlanError, nearest
 
 LOCAL = "of_this_rank"
@@ -23,27 +23,26 @@ def gather_states(
     bound: BoundMesh,
     watchdog: Watchdog,
     rank0_only: bool,
-    shards: Shards | None = None,
+    parts: Parts,
 ) -> dict[str, Any]:
     """The states ``{"state": …, "param_groups": …}`` of all parameters; each comes from its home. Every rank calls
     this.
 
     Args:
         groups: for every parameter group the names of its parameters, those of other ranks too.
-        shards: the shards of parameters along the tensor axis, where there are any.
+        parts: the parts of parameters that this rank holds.
 
     Raises:
         MissingCapabilityError: a state of a sharded parameter has another shape than the parameter's shard.
     """
     me, placement = bound.coordinate("pp"), ownership.placement
     own: dict[str, Any] = {}
-    for names in groups:
-        for name in names:
-            parameter = ownership.parameter(name)
-            at_home = placement is None or placement.holders(name)[0] == me
-            if at_home and parameter in optimizer.state:
-                states = optimizer.state[parameter].items()
-                own[name] = {key: _on_cpu(_whole(name, key, entry, parameter, shards)) for key, entry in states}
+    at_home = [n for names in groups for n in names if placement is None or placement.holders(n)[0] == me]
+    held = {name: dict(optimizer.state.get(ownership.parameter(name), {})) for name in at_home}
+    for name, states in _of_all_pieces(held, parts, watchdog).items():
+        parameter = ownership.parameter(name)
+        if states:
+            own[name] = {key: _on_cpu(_whole(name, key, entry, parameter, parts)) for key, entry in states.items()}
     every: list[dict[str, Any] | None] = [own]
     watchdog.doing("gathering the states of the optimizer")
     if bound.size("pp") > 1:
@@ -65,7 +64,7 @@ def put_together(
     ownership: Ownership,
     optimizer: torch.optim.Optimizer,
     groups: Sequence[Sequence[str | torch.Tensor]],
-    shards: Shards,
+    parts: Parts,
 ) -> None:
     """Make the states whole whose parameters are about to be, along the tensor axis. Every rank of it calls this.
 
@@ -76,7 +75,7 @@ def put_together(
             if isinstance(name, str) and (parameter := ownership.parameter(name)) in optimizer.state:
                 states = optimizer.state[parameter]
                 for key in sorted(states):
-                    states[key] = _whole(name, key, states[key], parameter, shards)
+                    states[key] = _whole(name, key, states[key], parameter, parts)
 
 
 def local_states(
@@ -93,6 +92,11 @@ def local_states(
     return _by_names(own, optimizer, held) | {LOCAL: True}
 
 
+def is_local(given: Any) -> bool:
+    """Whether a state dict is one of `local_states`."""
+    return isinstance(given, Mapping) and bool(given.get(LOCAL))
+
+
 def _by_names(
     states: Mapping[str, Any], optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
@@ -105,17 +109,53 @@ def _by_names(
     }
 
 
-def _whole(name: str, key: str, entry: Any, parameter: torch.Tensor, shards: Shards | None) -> Any:
-    """A state of a parameter, put together where the parameter is sharded."""
-    if shards is None or name not in shards.places or not isinstance(entry, torch.Tensor) or entry.numel() == 1:
+def _of_all_pieces(held: Mapping[str, dict[str, Any]], parts: Parts, watchdog: Watchdog) -> dict[str, dict[str, Any]]:
+    """The states with those that other ranks of the shard group have: values are taken from them, and in place of
+    their pieces stand empty ones, so that all ranks put together the same states in the same order."""
+    flat = parts.flat
+    if flat is None:
+        return dict(held)
+    told: list[Any] = [None] * flat.data.ways
+    mine = {
+        name: {key: entry.dtype if _is_cut(entry) else entry for key, entry in states.items()}
+        for name, states in held.items()
+        if name in flat.group_of
+    }
+    with watchdog.waiting(flat.data.said()):
+        dist.all_gather_object(told, mine, group=flat.data.group)
+    found: dict[str, dict[str, Any]] = {}
+    for name in held:
+        if name not in flat.group_of:
+            found[name] = held[name]
+            continue
+        known: dict[str, Any] = {}
+        for states in told:
+            for key, entry in states[name].items():
+                known.setdefault(key, entry)
+        found[name] = {}
+        for key, entry in sorted(known.items()):
+            if isinstance(entry, torch.dtype):
+                entry = torch.empty(0, dtype=entry, device=flat.data_device)
+            found[name][key] = held[name].get(key, entry)
+    return found
+
+
+def _is_cut(entry: Any) -> bool:
+    """Whether a state is cut as its parameter is: a tensor, but for counts."""
+    return isinstance(entry, torch.Tensor) and entry.dim() > 0
+
+
+def _whole(name: str, key: str, entry: Any, parameter: torch.Tensor, parts: Parts) -> Any:
+    """A state of a parameter, put together where this rank holds a part of the parameter."""
+    if not parts.is_part(name) or not _is_cut(entry) or (entry.numel() == 1 and parts.flat is None):
         return entry
     if entry.shape != parameter.shape:
         raise MissingCapabilityError(
-            f"the optimizer's {key!r} of {name} has shape {tuple(entry.shape)} on this rank, whose piece of the "
+            f"the optimizer's {key!r} of {name} has shape {tuple(entry.shape)} on this rank, whose part of the "
             f"parameter has {tuple(parameter.shape)}: only states of the parameter's own shape can be put together; "
             f"save optimizer.local_state_dict() on every rank, and load it under the same plan"
         )
-    return shards.whole(name, entry)
+    return parts.whole(name, entry)
 
 
 def load_states(
@@ -123,7 +163,7 @@ def load_states(
     optimizer: torch.optim.Optimizer,
     groups: Sequence[Sequence[str]],
     given: Mapping[str, Any],
-    shards: Shards | None = None,
+    parts: Parts | None,
     *,
     with_options: bool = True,
 ) -> None:
@@ -138,8 +178,8 @@ def load_states(
             f"expected the state dict of an optimizer, with 'state' and 'param_groups': given {type(given).__name__}"
             + (f" with {', '.join(map(repr, given))}" if isinstance(given, Mapping) else "")
         )
-    if given.get(LOCAL):
-        groups, shards = [[name for name in names if ownership.holds(name)] for names in groups], None
+    if is_local(given):
+        groups, parts = [[name for name in names if ownership.holds(name)] for names in groups], None
     given = _named(given, groups)
     saved = given["param_groups"]
     if len(saved) != len(groups):
@@ -158,10 +198,10 @@ def load_states(
             if not ownership.holds(name):
                 continue
             parameter = ownership.parameter(name)
-            if name in given["state"]:
+            if name in given["state"] and parameter.numel():
                 state = given["state"][name].items()
                 optimizer.state[parameter] = {
-                    key: _on_device_of(parameter, key, _own_piece(name, key, entry, parameter, shards))
+                    key: _on_device_of(parameter, key, _own_part(name, key, entry, parameter, parts))
                     for key, entry in state
                 }
             else:
@@ -187,12 +227,12 @@ def _named(given: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Mapping
     }
 
 
-def _own_piece(name: str, key: str, entry: Any, parameter: torch.Tensor, shards: Shards | None) -> Any:
+def _own_part(name: str, key: str, entry: Any, parameter: torch.Tensor, parts: Parts | None) -> Any:
     """This rank's part of a state. Raises PlanError for a state of a shape that does not fit."""
     if not isinstance(entry, torch.Tensor) or entry.dim() == 0:
         return entry
-    if shards is not None and name in shards.places and entry.shape == shards.whole_shape(name, parameter.shape):
-        return shards.piece(name, entry)
+    if parts is not None and parts.is_part(name) and entry.shape == parts.whole_shape(name, parameter.shape):
+        return parts.part(name, entry)
     if entry.dim() == parameter.dim() and entry.shape != parameter.shape and entry.numel() > 1:
         raise PlanError(
             f"the saved {key!r} of {name} has shape {tuple(entry.shape)}, and the parameter has "

@@ -1,7 +1,6 @@
 """Sharded parameters: cut from whole weights once, put together again for whole state dicts."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -107,24 +106,6 @@ class Shards:
     def counts(self, name: str) -> bool:
         """Whether this rank's part of a parameter belongs in a sum over the axis: shards do, copies once."""
         return name in self.places or self.axis.coordinate == 0
-
-    @contextmanager
-    def as_whole(self) -> Iterator[None]:
-        """A context in which the model has parameters of whole shapes, on the meta device, in place of shards."""
-        stand_ins: dict[int, nn.Parameter] = {}
-        for name in self.places:
-            piece = self.ownership.parameter(name)
-            shape = self.whole_shape(name, piece.shape)
-            whole = torch.empty(shape, dtype=piece.dtype, device="meta")
-            stand_ins[id(piece)] = nn.Parameter(whole, requires_grad=piece.requires_grad)
-        tables = [(module._parameters, dict(module._parameters)) for module in self.ownership.model.modules()]
-        try:
-            for table, before in tables:
-                table.update({k: stand_ins.get(id(p), p) for k, p in before.items() if p is not None})
-            yield
-        finally:
-            for table, before in tables:
-                table.update(before)
 
     def whole(self, name: str, piece: torch.Tensor) -> torch.Tensor:
         """The whole tensor of a parameter (or of something that is split like it), on every rank of the axis."""

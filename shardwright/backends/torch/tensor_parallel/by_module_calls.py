@@ -239,6 +239,11 @@ class PartCall(nn.Module):
             values.update(zip(unit.leaves, made, strict=True))
         return tuple(_laid_out(values[tensor], strides) for tensor, strides in self.call.made)
 
+    def held_parameters(self) -> list[torch.Tensor]:
+        """The parameters that the call uses."""
+        replay = self.call.replay
+        return [self.find(t) for unit in replay.units for t in replay.parameters_of(unit)]
+
 
 def _sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The arguments as capture takes them: all by position, or all by name."""

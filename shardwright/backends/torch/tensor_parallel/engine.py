@@ -32,17 +32,23 @@ class UnitCall(nn.Module):
     """A lowered unit, called where a module of the model would be.
 
     ``holders`` are the modules whose buffers it uses: recompute finds the buffers in them that the first run writes to.
+    ``parameters`` are the graph's tensors among ``held`` that are parameters.
     """
 
     def __init__(
-        self, function: Callable[..., Any], held: tuple[int, ...], find: Held, holders: Iterable[nn.Module]
-    ) -> None:
+        self, function: Callable[..., Any], held: tuple[int, ...], find: Held, holders: Iterable[nn.Module],
+        parameters: tuple[int, ...],
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.function, self.held, self.find = function, held, find
+        self.function, self.held, self.find, self._own = function, held, find, parameters
         self.holders = nn.ModuleList(holders)
 
     def forward(self, *entering: torch.Tensor) -> Any:
         return self.function(*entering, *[self.find(t) for t in self.held])
+
+    def held_parameters(self) -> list[torch.Tensor]:
+        """The parameters that the unit uses."""
+        return [self.find(t) for t in self._own]
 
 
 class _Draws:
@@ -111,7 +117,9 @@ class TensorParallel:
         starts = self.plan.decision.stage_starts
         for i, unit in enumerate(replay.units):
             self.stage_of_call[unit.name, 0] = sum(start <= i for start in starts) - 1
-            self._calls[unit.name] = UnitCall(unit.function, unit.held, find, replay.holders(self.model, unit))
+            self._calls[unit.name] = UnitCall(
+                unit.function, unit.held, find, replay.holders(self.model, unit), replay.parameters_of(unit)
+            )  # fmt: skip
         self.recompute |= {(replay.units[i].name, 0) for i in self.plan.recomputed_units}
         self.replays.append(replay)
         self._wanted = replay.parameters, replay.summed

@@ -47,6 +47,10 @@ class Replay:
 
         return find
 
+    def parameters_of(self, unit: Lowered) -> tuple[int, ...]:
+        """The graph's tensors of the parameters that a unit reads."""
+        return tuple(t for t in unit.held if self.traced.graph.tensors[t].role == "parameter")
+
     def holders(self, model: nn.Module, unit: Lowered) -> list[nn.Module]:
         """The modules whose buffers a unit reads or writes."""
         tensors = self.traced.graph.tensors

@@ -101,8 +101,9 @@ class CompiledSteps:
             modules = {**modules, **self._compiler.units(modules, used, stage_map.schedule.stages_of(rank))}
         recompute = stage_map.recompute if tensor is None else stage_map.recompute | tensor.recompute
         pipeline = Pipeline(
-            divisions, schedule, modules, rank, self._transport, split_model.watchdog, streams, recompute
-        )
+            divisions, schedule, modules, rank, self._transport, split_model.watchdog, streams, recompute,
+            split_model.residency,
+        )  # fmt: skip
         stage_rank = [schedule.stage_to_rank(stage) for stage in range(schedule.stages)]
         pipeline.open(set[int]().union(*(homes_of(division, stage_rank) for division in used)))
         names = tuple(split_model.ownership.local_parameters())

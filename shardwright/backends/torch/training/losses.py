@@ -1,7 +1,6 @@
 """The losses of one step: the share of each microbatch in each of them."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -70,7 +69,7 @@ class StepLosses:
             with left_as_it_is(split_model.model, getattr(body, "python_roots", ())):
                 return body(given)
 
-        with nullcontext() if split_model.tensor is None else split_model.tensor.shards.as_whole():
+        with split_model.parts.as_whole():
             return read_losses(
                 split_model.model, once, inputs, batching, split_model.bound.device, split_model.bodies.heard_by,
                 norms_are_plain=self._semantics.scope is not None,

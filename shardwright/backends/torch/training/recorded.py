@@ -111,6 +111,7 @@ class PreparedRecordedStep:
         stage_map, gradients, watchdog = split_model.stage_map, split_model.gradients, split_model.watchdog
         assert stage_map is not None
         split_model.synchronize()
+        split_model.shard_state(pipeline.parameter_calls())
         self._require_as_many_microbatches(stage_map)
         if split_model.statistics is not None:
             split_model.statistics.begin()
@@ -125,12 +126,12 @@ class PreparedRecordedStep:
         if training:
             split_model.sentinel.begin(split_model.steps_run)
         try:
+            split_model.begin_step()
             values = pipeline.run(
                 self.call.microbatches, split_model.steps_run, shares.first, training and torch.is_grad_enabled(),
-                of_own(self.losses, shares), recorder, exchange,
-                split_model.ownership.local_parameters() if exchange is not None else None,
-                split_model.sentinel if training else None,
+                of_own(self.losses, shares), recorder, exchange, split_model.sentinel if training else None,
             )  # fmt: skip
+            split_model.end_step()
             if split_model.statistics is not None:
                 split_model.statistics.finish()
             watchdog.doing("the end of the step")
@@ -140,6 +141,7 @@ class PreparedRecordedStep:
             if training:
                 gradients.finish(total)
         except BaseException:
+            split_model.end_step()
             if training:
                 gradients.abandon()
             raise

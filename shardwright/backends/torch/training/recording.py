@@ -1,7 +1,7 @@
 """Recording of a step body for one microbatch, and its division into stages: whole units, or units on shards."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,11 +61,11 @@ class Recording:
             except NotReplayableError as reason:
                 tensor.by_calls_because = str(reason)
         stage_of_call = stage_map.stage_of_call
-        with nullcontext() if tensor is None else tensor.shards.as_whole():
+        with split_model.parts.as_whole():
             program, recorder = self._recorded(stage_of_call, varying)
         self._require_plan_fits(program, recorder)
         if tensor is not None:
-            with self._before_the_cut(tensor), tensor.shards.as_whole(), left_as_it_is(split_model.model):
+            with self._before_the_cut(tensor), split_model.parts.as_whole(), left_as_it_is(split_model.model):
                 program = tensor.by_calls(program, stage_of_call, split_model.bound.device)
             tensor.cut()
             stage_of_call = tensor.stage_of_call
@@ -128,7 +128,7 @@ class Recording:
         """The division, as by `divided`, with the model's units in place of the model. Raises NotReplayableError."""
         split_model, stage_map = self._split_model, self._stage_map
         device = split_model.bound.device
-        with tensor.shards.as_whole():
+        with split_model.parts.as_whole():
             program, _ = self._recorded({MODEL_CALL: 0}, varying)
             roots = getattr(self._body, "python_roots", ())
             with self._before_the_cut(tensor), left_as_it_is(split_model.model, roots):

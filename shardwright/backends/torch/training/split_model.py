@@ -7,16 +7,20 @@ from torch import nn
 from shardwright.backends.torch.data_parallel.batch_norm import RunningStatistics, norm_over_replicas
 from shardwright.backends.torch.data_parallel.gradients import Gradients
 from shardwright.backends.torch.machine.agreement import Agreement, Claim
+from shardwright.backends.torch.machine.data_groups import DataGroups
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.watchdog import Watchdog
+from shardwright.backends.torch.memory.residency import Residency
 from shardwright.backends.torch.pipeline.action_times import Recorder
 from shardwright.backends.torch.pipeline.sentinels import Sentinel
 from shardwright.backends.torch.program.early_checks import ModuleTree
 from shardwright.backends.torch.program.stage_map import StageMap
 from shardwright.backends.torch.program.stages import Division
+from shardwright.backends.torch.state.flat_shards import FlatShards
 from shardwright.backends.torch.state.model_agreement import LiveFlags, module_claim, parameters_claim
 from shardwright.backends.torch.state.ownership import Ownership, Placement, place
 from shardwright.backends.torch.state.parameter_shards import Shards
+from shardwright.backends.torch.state.parts import Parts
 from shardwright.backends.torch.state.weight_transfer import add_holders, synchronize
 from shardwright.backends.torch.state.weights import Weights, materialize
 from shardwright.backends.torch.tensor_parallel.engine import TensorParallel
@@ -44,6 +48,11 @@ class SplitModel:
         recorders: while timelines are recorded, one for each step; None while they are not.
         listeners: called whenever the parameters of this rank have changed identity.
         before_whole: called before sharded parameters are put together for good, on every rank.
+        after_sharding: called when parameters were sharded over the data axis, on every rank.
+        before_sharding: asked whether each parameter is to lie whole on one rank of a shard group, because an optimizer
+            needs whole matrices.
+        parts: the parts of parameters that this rank holds.
+        residency: gathers sharded parameters in steps.
     """
 
     def __init__(
@@ -55,7 +64,9 @@ class SplitModel:
         self.ownership = Ownership(model, bound.coordinate("pp"))
         self.tree = ModuleTree(self.ownership.modules)
         self.flags = LiveFlags(self.ownership.modules)
-        self.gradients = Gradients(self.ownership, bound, watchdog)
+        self.parts = Parts(self.ownership)
+        self.gradients = Gradients(self.ownership, bound, watchdog, self.parts)
+        self.residency = Residency(self.ownership, watchdog)
         self.bodies = StepBodies(model, bound.device)
         self.stage_map: StageMap | None = None
         self.schedule_digest = ""
@@ -64,7 +75,9 @@ class SplitModel:
         self.steps_run = 0
         self.recorders: list[Recorder] | None = None
         self.listeners: list[Callable[[], None]] = []
-        self.before_whole: list[Callable[[Shards], None]] = []
+        self.before_whole: list[Callable[[Parts], None]] = []
+        self.before_sharding: list[Callable[[], bool]] = []
+        self.after_sharding: list[Callable[[Parts], None]] = []
         self._weights = weights
         self._undo_norms: Callable[[], None] | None = None
         self._synchronized = False
@@ -80,7 +93,7 @@ class SplitModel:
             planned = {self.ownership.first_name[name]: layout.on("tp") for name, layout in layouts.items()}
             shards = Shards(self.ownership, self.bound, self.watchdog, planned)
             self.tensor = TensorParallel(self.model, shards, stage_map.plan)
-            self.gradients.shards = shards
+            self.parts.tensor = shards
         self._hold(placement)
         if self.bound.size("dp") > 1 and stage_map.loss_scope == "global":
             self._undo_norms = norm_over_replicas(self.model, self.bound, self.watchdog, lambda: self.bodies.is_running)
@@ -98,7 +111,7 @@ class SplitModel:
             self._hold(placement)
         if self.tensor is not None:
             for listener in self.before_whole:
-                listener(self.tensor.shards)
+                listener(self.parts)
             self.tensor.shards.restore()
         if self.statistics is None:
             self._share_statistics()
@@ -132,7 +145,7 @@ class SplitModel:
         lacking = {r: sorted(n for n in names if r not in placement.holders(n)) for r, names in needs.items()}
         if not any(lacking.values()):
             return
-        if self.steps_run:
+        if self.steps_run or self.parts.flat is not None:
             rank, names = next((r, n) for r, n in lacking.items() if n)
             raise PlanError(
                 f"this step uses {names[0]} on pp rank {rank}, which has no copy of it, and training has begun: run "
@@ -140,6 +153,56 @@ class SplitModel:
             )
         if add_holders(self.ownership, lacking, self.bound, self.watchdog):
             self._tell_of_change()
+
+    @property
+    def shard_level(self) -> int:
+        """The stage of ZeRO that the plan has over several replicas."""
+        return 0 if self.stage_map is None or self.bound.size("dp") == 1 else self.stage_map.shard
+
+    @property
+    def is_cut_for_tensor_axis(self) -> bool:
+        """Whether the parameters are shards along the tensor axis by now."""
+        return self.parts.tensor is not None and self.parts.tensor.is_cut
+
+    @property
+    def has_cut_parameters(self) -> bool:
+        """Whether every parameter that is to be cut, along the tensor axis or the data axis, has been."""
+        if self.bound.size("tp") > 1 and not self.is_cut_for_tensor_axis:
+            return False
+        # Without stages yet, the first step may still cut.
+        return self.parts.flat is not None or (self.stage_map is not None and not self.shard_level)
+
+    def shard_state(self, calls: Sequence[Sequence[str]]) -> None:
+        """Keep this rank's pieces alone of parameters that replicas share, once: their gradients and the states of
+        optimizers follow. Every rank calls this at the same time.
+
+        Args:
+            calls: the parameters of each module call of this rank's stages, in the order of the forward pass.
+        """
+        if self.parts.flat is not None or not self.shard_level:
+            return
+        assert self.stage_map is not None
+        ways = self.stage_map.shard_group or self.bound.size("dp")
+        asked = [needs_whole() for needs_whole in self.before_sharding]
+        self.watchdog.doing("sharding the parameters over dp")
+        data = DataGroups.bind(self.bound, ways)
+        apart = frozenset(name for name, _ in self.ownership.ties)
+        flat = FlatShards(self.ownership, data, self.watchdog, self.shard_level, calls, apart, any(asked))
+        self.parts.flat = self.residency.flat = flat
+        self.gradients.data = data
+        for listener in self.after_sharding:
+            listener(self.parts)
+        self.watchdog.doing("between steps")
+
+    def begin_step(self) -> None:
+        """Begin a step: parameters that are sharded between steps alone are gathered for it."""
+        if self.parts.flat is not None:
+            self.parts.flat.begin_step()
+
+    def end_step(self) -> None:
+        """Give every sharded parameter its piece again."""
+        if self.parts.flat is not None:
+            self.parts.flat.end_step()
 
     def synchronize(self, axes: Sequence[str] = ("dp",)) -> None:
         """Start all peers on ``axes``, and all holders of a tied parameter, from the same numbers: once."""
@@ -152,7 +215,9 @@ class SplitModel:
         other replicas hold too."""
         claims = [module_claim(self.ownership.modules)]
         if self._synchronized:
-            claims.append(parameters_claim(self.ownership.local_parameters()))
+            sharded = {} if self.parts.flat is None else self.parts.flat.group_of
+            local = self.ownership.local_parameters()
+            claims.append(parameters_claim({name: p for name, p in local.items() if name not in sharded}))
         return claims
 
     def close(self) -> None:

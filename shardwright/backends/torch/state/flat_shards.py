@@ -1,0 +1,269 @@
+"""Parameters sharded over the data axis: flat groups, of which every rank keeps an equal shard between steps.
+
+Between steps the data of a parameter is this rank's piece of it, a view of the shard, and so are its gradient and its
+optimizer states; in a step it is whole, a view of a buffer that is gathered from all shards. The parameter object stays
+the same, so optimizers need no other one. (ZeRO, Rajbhandari et al., arXiv 1910.02054, section 5; the flat buffers of
+FSDP, Zhao et al., arXiv 2304.11277, section 3.2.1; groups smaller than the data axis as in MiCS, arXiv 2205.00119.)
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from shardwright.backends.torch.compat import all_gather_single
+from shardwright.backends.torch.machine.data_groups import DataGroups
+from shardwright.backends.torch.machine.watchdog import Watchdog
+from shardwright.backends.torch.state.flat_layout import FlatLayout
+from shardwright.backends.torch.state.gradient_sink import dense_strides
+from shardwright.backends.torch.state.ownership import Ownership
+from shardwright.core.errors import ShardwrightError
+
+LEAST_GROUP_BYTES = 16 * 1024
+"""The size from which the parameters of a module call are a group of their own."""
+PARAMETERS = 3
+"""The stage of ZeRO at which parameters are sharded in the step too."""
+
+
+class FlatGroup:
+    """Parameters of one dtype that are gathered together.
+
+    Args:
+        parameters: by first name; from now on their data is this rank's piece.
+        frees: whether the gathered buffer has memory only while it is used.
+
+    Attributes:
+        places: the (shape, strides, first entry) of every parameter in the buffer.
+        is_whole: whether the parameters have their whole data now.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], layout: FlatLayout, groups: DataGroups, frees: bool
+    ) -> None:
+        self.parameters, self.layout, self.groups, self.frees = dict(parameters), layout, groups, frees
+        some = next(iter(self.parameters.values()))
+        self.names, self.dtype, self.device = tuple(self.parameters), some.dtype, some.device
+        self.trains = some.requires_grad
+        self.places = [
+            (p.shape, dense_strides(p), offset)
+            for p, offset in zip(self.parameters.values(), layout.offsets, strict=True)
+        ]
+        self._whole = torch.zeros(layout.entries, dtype=self.dtype, device=self.device)
+        self._views = [self._whole.as_strided(*place) for place in self.places]
+        for view, parameter in zip(self._views, self.parameters.values(), strict=True):
+            view.copy_(parameter.detach())
+        first = groups.coordinate * layout.shard
+        own = self._whole[first : first + layout.shard]
+        self.shard = own.clone() if frees else own
+        self._pieces = self.cut(self.shard)
+        self.is_whole = True
+        self._gathering: Callable[[], None] | None = None
+        self._versions: list[int] = []
+        self.free()
+
+    @property
+    def shard_bytes(self) -> int:
+        """The bytes of this rank's shard."""
+        return self.shard.nbytes
+
+    def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """The piece of each parameter in something that is laid out as this rank's shard."""
+        found, first = [], self.groups.coordinate * self.layout.shard
+        for index, (shape, strides, offset) in enumerate(self.places):
+            begin, end = self.layout.span(index, self.groups.coordinate)
+            at = offset + begin - first
+            if 0 < end - begin == self.layout.sizes[index]:
+                found.append(shard.as_strided(shape, strides, shard.storage_offset() + at))
+            else:
+                found.append(shard[at : at + end - begin])
+        return found
+
+    def is_seen_by(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of the whole data."""
+        return tensor.untyped_storage().data_ptr() == self._whole.data_ptr()
+
+    def begin_gather(self) -> None:
+        """Begin to gather the whole data, unless that is done or under way."""
+        if self.is_whole or self._gathering is not None:
+            return
+        if self.frees:
+            storage = self._whole.untyped_storage()
+            storage.resize_(self.layout.entries * self._whole.element_size())
+        self._gathering = self.groups.gather(self._whole, self.shard)
+
+    def gather(self, watchdog: Watchdog) -> None:
+        """Give the parameters their whole data."""
+        if self.is_whole:
+            return
+        self.begin_gather()
+        assert self._gathering is not None
+        with watchdog.waiting(self.groups.said()):
+            self._gathering()
+        self._gathering = None
+        for parameter, view in zip(self.parameters.values(), self._views, strict=True):
+            parameter.data = view
+        self._versions = [p._version for p in self.parameters.values()]
+        self.is_whole = True
+
+    def free(self) -> None:
+        """Give the parameters this rank's pieces unless they have them; free the whole data where it is not to stay.
+
+        Raises ShardwrightError for a parameter that was written to while it was whole: that would be lost.
+        """
+        if not self.is_whole and self._gathering is None:
+            return
+        if self._gathering is not None:  # begun, and not needed after all
+            self._gathering()
+            self._gathering = None
+        written = [
+            name
+            for name, before in zip(self.names, self._versions, strict=False)
+            if self.parameters[name]._version != before
+        ]
+        self._versions = []
+        for parameter, piece in zip(self.parameters.values(), self._pieces, strict=True):
+            parameter.data = piece
+        if self.frees:
+            self._whole.untyped_storage().resize_(0)
+        self.is_whole = False
+        if written:
+            raise ShardwrightError(
+                f"{written[0]} was written to in a step (by an embedding with max_norm, say), and its data is sharded "
+                f"over the data axis: the change would be lost. Write to it between steps, or plan with shard=0"
+            )
+
+
+class FlatShards:
+    """The sharded parameters of one rank.
+
+    Args:
+        level: the stage of ZeRO, 1 to 3.
+        calls: the parameters of each module call, by first name, in the order of the forward pass: those that are first
+            used together are gathered together.
+        apart: names that are groups of their own, which other pipeline ranks shard alike.
+        whole: whether each parameter is to lie whole on one rank, for the sake of the optimizer.
+    """
+
+    def __init__(
+        self, ownership: Ownership, groups: DataGroups, watchdog: Watchdog, level: int,
+        calls: Sequence[Sequence[str]], apart: frozenset[str], whole: bool,
+    ) -> None:  # fmt: skip
+        self.ownership, self.data, self.watchdog, self.level = ownership, groups, watchdog, level
+        self.holds_whole_parameters = whole
+        self.groups: list[FlatGroup] = []
+        self.group_of: dict[str, FlatGroup] = {}
+        local = ownership.local_parameters()
+        layout = FlatLayout.whole_parameters if whole else FlatLayout.cut
+        frozen = {name for name, p in local.items() if not p.requires_grad}
+        for names in _grouped(local, calls, apart, frozen if level < PARAMETERS else set()):
+            members = {name: local[name] for name in names}
+            sizes = [p.numel() for p in members.values()]
+            group = FlatGroup(members, layout(sizes, groups.ways), groups, level == PARAMETERS)
+            self.groups.append(group)
+            self.group_of |= dict.fromkeys(names, group)
+
+    def begin_step(self) -> None:
+        """Begin a step: parameters that stay whole in it are gathered, in the order in which they are used."""
+        if self.level < PARAMETERS:
+            for group in self.groups:
+                group.begin_gather()
+
+    def end_step(self) -> None:
+        """Give every parameter its piece again."""
+        for group in self.groups:
+            group.free()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """A context in which all parameters are whole. Every rank of the group enters it at the same time."""
+        for group in self.groups:
+            group.gather(self.watchdog)
+        try:
+            yield
+        finally:
+            self.end_step()
+
+    def whole(self, name: str, piece: torch.Tensor) -> torch.Tensor:
+        """The whole of a parameter, or of something that is cut like it, on every rank of the group, which call this
+        together."""
+        group = self.group_of[name]
+        index = group.names.index(name)
+        spans = [group.layout.span(index, rank) for rank in range(self.data.ways)]
+        longest = max(end - first for first, end in spans)
+        own = torch.zeros(longest, dtype=piece.dtype, device=self.data_device)
+        own[: piece.numel()] = _entries(piece)
+        every = torch.empty(longest * self.data.ways, dtype=piece.dtype, device=self.data_device)
+        with self.watchdog.waiting(self.data.said()):
+            if self.data.ways == 1:
+                every.copy_(own)
+            else:
+                all_gather_single(_real(every), _real(own), group=self.data.group)
+        parts = [every[r * longest : r * longest + end - first] for r, (first, end) in enumerate(spans)]
+        shape, strides, _ = group.places[index]
+        return torch.cat(parts).as_strided(shape, strides)
+
+    @property
+    def data_device(self) -> torch.device:
+        """The device of the shards."""
+        return self.groups[0].device
+
+    def piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of a whole tensor."""
+        group = self.group_of[name]
+        index = group.names.index(name)
+        first, end = group.layout.span(index, self.data.coordinate)
+        _, strides, _ = group.places[index]
+        if 0 < end - first == group.layout.sizes[index]:
+            return whole
+        return _entries(whole, strides)[first:end]
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank's part of a parameter belongs in a sum over the group: pieces do, whole ones once."""
+        return name in self.group_of or self.data.coordinate == 0
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of a parameter where it is not sharded over the data axis."""
+        group = self.group_of[name]
+        return group.places[group.names.index(name)][0]
+
+
+def _entries(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
+    """The entries of a dense tensor in the order of its memory, or in that of ``strides``."""
+    if strides is not None and tensor.stride() != strides:
+        tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def _grouped(
+    local: Mapping[str, nn.Parameter], calls: Sequence[Sequence[str]], apart: frozenset[str], left_out: set[str]
+) -> list[list[str]]:
+    """The groups of names: those of one call together, small calls with the next one; each group of one dtype, and all
+    trained or none."""
+    found: list[list[str]] = []
+    seen = set(left_out)
+    open_names: list[str] = []
+    for names in (*calls, tuple(local)):
+        for name in names:
+            if name in seen or name not in local:
+                continue
+            seen.add(name)
+            if name in apart:
+                found.append([name])
+            else:
+                open_names.append(name)
+        if sum(local[n].nbytes for n in open_names) >= LEAST_GROUP_BYTES:
+            found += _of_one_kind(local, open_names)
+            open_names = []
+    return found + _of_one_kind(local, open_names)
+
+
+def _of_one_kind(local: Mapping[str, nn.Parameter], names: Sequence[str]) -> list[list[str]]:
+    kinds: dict[tuple[torch.dtype, bool], list[str]] = {}
+    for name in names:
+        kinds.setdefault((local[name].dtype, local[name].requires_grad), []).append(name)
+    return list(kinds.values())
