@@ -136,7 +136,7 @@ def _on_tensor_axis(tensor: Any) -> str:
 
 def _gradients(model: Any) -> dict[str, Any]:
     """Of the parameters of this rank, those in pieces put together."""
-    shards = model.runtime.gradients.shards
+    shards = model.runtime.split_model.parts.tensor
     found = {}
     for name, parameter in sorted(model.local_named_parameters()):
         is_split = shards is not None and parameter.grad is not None

@@ -23,9 +23,7 @@ PIPELINE_MODES = ("auto", "recorded", "messages")
 _LATER: dict[str, tuple[Any, str]] = {
     "auto_partition": (True, "stages are cut by the planner"),
     "offload_activations": (False, "activations stay on the device"),
-    "fp16": (False, "use torch.autocast around the step"),
     "fp16_params": (False, "use torch.autocast around the step"),
-    "bf16": (False, "use torch.autocast around the step, or a bfloat16 model"),
     "delayed_parameter_initialization": (False, "build the model on the meta device and pass weights="),
 }
 """Keys of features that this version lacks: the value that asks for nothing, and the alternative."""
@@ -78,6 +76,9 @@ class Config:
         shard_group: the number of neighbouring replicas that share; None: all of them.
         shard_optimizer_state: SageMaker's name for ``shard=1``.
         sharded_data_parallel_degree: SageMaker's name for ``shard=3`` with this ``shard_group``.
+        bf16: compute in bfloat16: steps run on 16-bit copies of parameters that are in float32 between steps, where the
+            optimizer updates them; gradients add up in float32.
+        fp16: the same in float16; see `DistributedOptimizer` for the scaling of losses.
     """
 
     pipeline_parallel_degree: int = 1
@@ -106,6 +107,8 @@ class Config:
     shard_group: int | None = None
     shard_optimizer_state: bool = False
     sharded_data_parallel_degree: int = 1
+    bf16: bool = False
+    fp16: bool = False
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -157,7 +160,7 @@ class Config:
             )
 
     def _require_types(self) -> None:
-        for name in ("ddp", "prescaled_batch", "shard_optimizer_state"):
+        for name in ("ddp", "prescaled_batch", "shard_optimizer_state", "bf16", "fp16"):
             if not isinstance(getattr(self, name), bool):
                 raise ShardwrightError(f"{name}={getattr(self, name)!r}: expected True or False")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
@@ -179,6 +182,8 @@ class Config:
         if self.shard_group is not None and (type(self.shard_group) is not int or self.shard_group < 1):
             raise ShardwrightError(f"shard_group={self.shard_group!r}: expected a number of replicas")
         self._require_one_sharding()
+        if self.bf16 and self.fp16:
+            raise ShardwrightError("bf16 and fp16 are both True: steps compute in one of them")
         if self.cluster is not None and not isinstance(self.cluster, str):
             raise ShardwrightError(f"cluster={self.cluster!r}: expected the name of a hardware profile, such as 'h100'")
 
@@ -200,6 +205,11 @@ class Config:
         if self.sharded_data_parallel_degree > 1:
             return 3
         return 1 if self.shard_optimizer_state else self.shard
+
+    @property
+    def precision(self) -> Literal["bf16", "fp16"] | None:
+        """The precision that is asked for; None: that of the model."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else None
 
     @property
     def sharing_replicas(self) -> int | None:

@@ -3,13 +3,14 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad
 
-from shardwright.backends.torch.compat import IncompatibleKeys
+from shardwright.backends.torch.compat import IncompatibleKeys, pytree
 from shardwright.backends.torch.machine.agreement import Claim
 from shardwright.backends.torch.pipeline.compiling import Compiler
 from shardwright.backends.torch.pipeline.sentinels import Sentinel
@@ -58,7 +59,7 @@ class DistributedModel(nn.Module):
             loss_scope=session.loss_scope,
             sentinel=Sentinel(config.nonfinite, config.debug == "numerics", watchdog, bound.device),
             compiler=Compiler(compiler) if compiler else None,
-            mode=ConfiguredMode(config, bound),
+            mode=ConfiguredMode(config, bound), compute=session.compute,
         )  # fmt: skip
         self.module = module  # last: what is set from here on is the module's own
         self.runtime.split_model.listeners.append(self._watch_clipping)
@@ -106,10 +107,10 @@ class DistributedModel(nn.Module):
     def _warn_of_precision(self, planned: str) -> None:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[planned]
         own = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), dtype)
-        if own != dtype and self.session.bound.rank == 0:
+        if dtype is torch.float32 and own is not dtype and self.session.bound.rank == 0:
             warnings.warn(
                 f"the plan counts on {planned}, and the model is in {own}: it runs as it is, so time and memory differ "
-                f"from what was predicted; convert the model, or use torch.autocast around the step",
+                f"from what was predicted; convert the model",
                 stacklevel=3,
             )
 
@@ -122,9 +123,11 @@ class DistributedModel(nn.Module):
                 "a model that is split over pipeline stages or the tensor axis runs inside a function decorated with "
                 "@sw.step; for evaluation call such a function, without model.backward, under torch.no_grad()"
             )
-        flat = self.runtime.split_model.parts.flat
-        if flat is not None and not self.runtime.in_step_body:
-            with flat.gathered():
+        parts = self.runtime.split_model.parts
+        if parts.compute is not None:
+            args, kwargs = pytree.tree_map(partial(_computed_in, parts.compute), (args, kwargs))
+        if parts.flat is not None and not self.runtime.in_step_body:
+            with parts.flat.gathered():
                 return self.module(*args, **kwargs)
         return self.module(*args, **kwargs)
 
@@ -312,6 +315,11 @@ _NO_COPY = (
     "average = {n: p.detach().clone() for n, p in model.local_named_parameters()}; after every update "
     "average[n].lerp_(p.detach(), 1 - decay); to evaluate with it, exchange p.data and average[n] of every name"
 )
+
+
+def _computed_in(dtype: torch.dtype, leaf: Any) -> Any:
+    """An input of the model in the dtype in which it computes; others than tensors of floating point as they are."""
+    return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
 def _one_loss(tensors: Any, grad_tensors: Any) -> Any:

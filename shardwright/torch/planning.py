@@ -49,7 +49,7 @@ def plan_at_first_step(config: Config, bound: BoundMesh, model: nn.Module, graph
         microbatch=samples, schedule=_schedule_for_cut(config),
         virtual_stages=config.virtual_stages, recompute=config.recompute,
         loss_scope=config.loss_scope, shard=_shard(config, dp),
-        shard_group=config.sharing_replicas if _shard(config, dp) else None, precision=_precision(model),
+        shard_group=config.sharing_replicas if _shard(config, dp) else None, precision=config.precision or _precision(model),
         layouts=_layouts(config.layouts, model),
     )  # fmt: skip
     return StageMap.of_plan(plan, config.schedule(plan.stage_costs()))

@@ -22,7 +22,7 @@ from shardwright.backends.torch.machine.handshake import shake_hands
 from shardwright.backends.torch.machine.mesh import BoundMesh
 from shardwright.backends.torch.machine.process import choose_device, start, this_launch, watch_over
 from shardwright.backends.torch.machine.watchdog import Fault, Watchdog, watch_for_stop
-from shardwright.backends.torch.program.stage_map import require_whole_backward
+from shardwright.backends.torch.program.stage_map import COMPUTE, require_whole_backward
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.core.errors import MissingCapabilityError, ShardwrightError
 from shardwright.core.layout.mesh import Mesh
@@ -72,6 +72,12 @@ class Session:
         if self._given_plan is not None or self.runtime is None or self.runtime.stage_map is None:
             return self._given_plan
         return self.runtime.stage_map.plan
+
+    @property
+    def compute(self) -> torch.dtype | None:
+        """The dtype in which steps compute; None: that of the parameters."""
+        asked = self.config.precision if self._given_plan is None else self._given_plan.decision.precision
+        return None if asked is None else COMPUTE[asked]
 
     @property
     def loss_scope(self) -> LossScope | None:

@@ -77,7 +77,7 @@ def _step(name: str, ranks: int, expected: Expected) -> OnPieces:
     model, out, _ = first_step(start)
     losses = [float(loss) for loss in out.outputs]
     runtime = model.runtime
-    shards, tensor = runtime.gradients.shards, runtime.tensor
+    shards, tensor = runtime.split_model.parts.tensor, runtime.tensor
     elements, in_pieces, held = 0, 0, {}
     for key, parameter in sorted(model.local_named_parameters()):
         is_split = shards is not None and key in shards.places

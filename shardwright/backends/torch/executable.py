@@ -12,7 +12,7 @@ from shardwright.backends.torch.compat import pytree
 from shardwright.backends.torch.machine.process import choose_device, start, this_launch, watch_over
 from shardwright.backends.torch.machine.watchdog import Fault
 from shardwright.backends.torch.pipeline.action_times import gather
-from shardwright.backends.torch.program.stage_map import StageMap
+from shardwright.backends.torch.program.stage_map import COMPUTE, StageMap
 from shardwright.backends.torch.runtime import Runtime
 from shardwright.backends.torch.state import checkpoint
 from shardwright.backends.torch.state.weights import Weights
@@ -142,7 +142,9 @@ def compile(
     bound, watchdog = watch_over(start(launch, device, wait_timeout_s), plan.mesh, device, wait_timeout_s)
     if watchdog.pulse is not None:
         atexit.register(watchdog.pulse.stop, Fault(bound.rank, "left", f"{watchdog.who} left"))
-    runtime = Runtime(model, bound, watchdog, seed=seed, weights=weights, loss_scope=plan.decision.loss_scope)
+    runtime = Runtime(model, bound, watchdog, seed=seed, weights=weights, loss_scope=plan.decision.loss_scope,
+        compute=COMPUTE[plan.decision.precision],
+    )  # fmt: skip
     runtime.split(stage_map)
     make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     return TorchExecutable(runtime, loss or _own_loss, make, reduction)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from shardwright.backends.torch.machine.agreement import Agreement, Claim
@@ -25,7 +26,7 @@ from shardwright.backends.torch.training.messages.owners import Owners
 from shardwright.backends.torch.training.microbatches import RecordedAhead
 from shardwright.backends.torch.training.recorded import RecordedSteps
 from shardwright.backends.torch.training.split_model import SplitModel
-from shardwright.core.errors import PlanError, ShardwrightError, UnrecordableError
+from shardwright.core.errors import MissingCapabilityError, PlanError, ShardwrightError, UnrecordableError
 from shardwright.core.model.graph import Graph
 from shardwright.core.plan.decision import LossScope
 from shardwright.core.plan.plan import Plan
@@ -72,6 +73,7 @@ class Runtime:
         sentinel: looks for NaN and infinity in losses and gradients; default: one that warns.
         compiler: compiles the units of this rank's stages; None: they run as they are.
         mode: chooses between recorded steps and messages; None: recorded steps of a model that `split` has split.
+        compute: the dtype in which steps compute; see `SplitModel`.
 
     Attributes:
         steps: the form that the steps have now; None: not chosen yet.
@@ -80,13 +82,13 @@ class Runtime:
     def __init__(
         self, model: nn.Module, bound: BoundMesh, watchdog: Watchdog, *, seed: int, weights: Weights | None,
         agreement: Agreement | None = None, loss_scope: LossScope | None = None, sentinel: Sentinel | None = None,
-        compiler: Compiler | None = None, mode: StepMode | None = None,
+        compiler: Compiler | None = None, mode: StepMode | None = None, compute: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.agreement = agreement or Agreement(bound, watchdog)
         self.model, self.bound, self.watchdog = model, bound, watchdog
         sentinel = sentinel or Sentinel("warn", False, watchdog, bound.device)
         self.split_model = SplitModel(
-            model, bound, watchdog, self.agreement, seed=seed, weights=weights, sentinel=sentinel
+            model, bound, watchdog, self.agreement, seed=seed, weights=weights, sentinel=sentinel, compute=compute
         )
         self.ownership, self.gradients = self.split_model.ownership, self.split_model.gradients
         self.compiler = compiler
@@ -245,6 +247,12 @@ class Runtime:
         Raises MissingCapabilityError: the configuration or the plan asks for something that only recorded steps do.
         """
         stage_map, ranks = self.stage_map, self.bound.size("tp")
+        if self.split_model.parts.compute is not None:
+            raise MissingCapabilityError(
+                f"the step runs by message passing, which does not compute in {self.split_model.parts.compute} beside "
+                f"float32 parameters: leave out bf16, fp16 or the plan's precision, or change the model so that it can "
+                f"be recorded ('pipeline_mode': 'recorded' says what hinders it)"
+            )
         mode.require_messages(None if stage_map is None else stage_map.plan)
         if ranks > 1 and self.bound.rank == 0:
             warnings.warn(

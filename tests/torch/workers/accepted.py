@@ -55,7 +55,7 @@ def check(name: str, case: Case, keys: dict[str, Any]) -> None:
     split = sw.DistributedModel(model)
     found = [float(loss) for loss in train_step(split, batch, whole).outputs]
     runtime = split.runtime
-    shards, tensor = runtime.gradients.shards, runtime.tensor
+    shards, tensor = runtime.split_model.parts.tensor, runtime.tensor
     held = {}
     for key, parameter in sorted(split.local_named_parameters()):
         in_pieces = shards is not None and parameter.grad is not None

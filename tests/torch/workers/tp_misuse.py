@@ -160,7 +160,7 @@ def mixed() -> str:
             part = reference(a, b) / 2
         part.backward()
         total += part.item()
-    shards = model.runtime.gradients.shards
+    shards = model.runtime.split_model.parts.tensor
     pieces = {name: shards.whole(name, p.grad) for name, p in sorted(plain.named_parameters())}
     same(loss, total, pieces, reference)
     return f"{sorted(shards.places)} {sorted(model.runtime.tensor.whole_units)}"
@@ -191,7 +191,7 @@ def odd_widths() -> str:
     torch.manual_seed(1)
     model = begin(Odd())
     train_plain(model, torch.randn(4, 7), torch.randn(4, 7))
-    return f"{model.runtime.gradients.shards.places} {model.session.plan.unsplit}"
+    return f"{model.runtime.split_model.parts.tensor.places} {model.session.plan.unsplit}"
 
 
 def changed_module() -> str:
@@ -261,7 +261,7 @@ def registered() -> str:
     loss = float(train_plain(model, x, labels).reduce_mean())
     expected = sum(reference(a, b) / 2 for a, b in zip(x.chunk(2), labels.chunk(2), strict=True))
     expected.backward()
-    shards = model.runtime.gradients.shards
+    shards = model.runtime.split_model.parts.tensor
     pieces = {name: shards.whole(name, p.grad) for name, p in sorted(plain.named_parameters())}
     same(loss, expected, pieces, reference)
     if list(model.state_dict()) != list(reference.state_dict()) or not shards.places:
@@ -330,7 +330,7 @@ def compiled() -> str:
     reference = build("gpt2")
     total = reference(**batch("gpt2", 0)).loss
     total.backward()
-    shards = model.runtime.gradients.shards
+    shards = model.runtime.split_model.parts.tensor
     pieces = {name: shards.whole(name, p.grad) for name, p in sorted(plain.named_parameters())}
     same(loss, total, pieces, reference)
     units = [type(unit).__name__ for unit in model.runtime.compiler._compiled.values()]

@@ -29,6 +29,9 @@ HOW: dict[str, dict[str, Any]] = {
     "speed": {"optimize": "speed"},
     "recompute": {"recompute": "full"},
     "split": {"pipeline": "zb-h1"},  # backward passes in halves: the products keep no sum of their own then
+    "bf16": {"bf16": True},
+    "bf16-z1": {"bf16": True, "shard": 1},
+    "bf16-z3": {"bf16": True, "shard": 3},
     "z1": {"shard": 1},
     "z2": {"shard": 2},
     "z3": {"shard": 3},

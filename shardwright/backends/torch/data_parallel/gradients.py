@@ -49,13 +49,18 @@ class Gradients:
             if parameter.grad is not None:
                 self._before[name] = parameter.grad
                 parameter.grad = None
-        if order is None or self.bound.size("dp") == 1:
+        if order is None or not self._exchanges:
             return None
         self._order = self._order or tuple(order)
         exchange = self._exchange_of(self._trainable())
         exchange.begin()
         self._under_way = True
         return exchange
+
+    @property
+    def _exchanges(self) -> bool:
+        """Whether gradients go through an exchange: there are replicas, or steps compute in another dtype."""
+        return self.bound.size("dp") > 1 or self.parts.flat is not None
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.ownership.local_parameters().items() if p.requires_grad}
@@ -77,7 +82,7 @@ class Gradients:
         """Sum over dp, over the tensor axis and over the holders of tied parameters, divide by the total weight if any,
         and add the gradients that were set aside. Every rank calls this at the same time."""
         local = self.ownership.local_parameters()
-        if self.bound.size("dp") > 1:
+        if self._exchanges:
             exchange = self._exchange_of(self._trainable())
             if not self._under_way:  # by messages: gradients are where autograd left them
                 exchange.begin()
@@ -87,7 +92,8 @@ class Gradients:
                         parameter.grad = None
             self._under_way = False
             for name, gradient in exchange.finish().items():
-                local[name].grad = None if gradient is None or not local[name].numel() else gradient
+                parameter = local[name]
+                parameter.grad = None if gradient is None or not parameter.numel() else gradient.to(parameter.dtype)
         if self.parts.tensor is not None:
             self.parts.tensor.sum_gradients(self._trainable())
         self._sum_ties()
@@ -167,8 +173,9 @@ class Gradients:
             own = norms.max() if infinite else norms.pow(norm_type).sum()
         axes = [axis for axis in ("pp", "tp") if self.bound.size(axis) > 1]
         over = [(self.bound.groups[axis], self.bound.handles[axis]) for axis in axes]
-        if self.parts.flat is not None:
-            over.append((self.parts.flat.data.ranks, self.parts.flat.data.group))
+        flat = self.parts.flat
+        if flat is not None and flat.data.group is not None:
+            over.append((flat.data.ranks, flat.data.group))
         for ranks, group in over:
             self.watchdog.doing("the norm of all gradients")
             with self.watchdog.waiting(f"ranks {list(ranks)}"):

@@ -24,6 +24,8 @@ from shardwright.core.errors import ShardwrightError
 
 BUCKET_BYTES = TORCH_MEMORY.bucket_bytes
 """The size in bytes of a bucket, about: gradients are reduced in buckets."""
+_HALF = (torch.bfloat16, torch.float16)
+"""The dtypes whose gradients add up in float32."""
 
 
 class Bucket:
@@ -46,7 +48,8 @@ class Bucket:
             ]
         else:
             self.layout, places = group.layout, group.places
-        self.buffer = GradientBuffer(places, self.layout.entries, some.dtype, some.device)
+        dtype = torch.float32 if some.dtype in _HALF else some.dtype
+        self.buffer = GradientBuffer(places, self.layout.entries, dtype, some.device)
         self.present: set[int] = set()
         """The parameters that had a gradient on this rank in this step."""
         self._flat: torch.Tensor | None = None
@@ -125,7 +128,7 @@ class Exchange:
         self._groups, self._watchdog = groups, watchdog
         self.each_microbatch = flat is not None and flat.level >= 2
         self.told: Callable[[str], None] = lambda name: None
-        group_of = {} if flat is None else flat.group_of
+        group_of = flat.group_of if flat is not None and flat.is_shared else {}
         sharded = dict.fromkeys(group_of[name] for name in order if name in group_of)
         whole = _grouped((name, parameter) for name, parameter in order.items() if name not in group_of)
         self._buckets = [Bucket(group.parameters, groups, group) for group in sharded]

@@ -19,7 +19,7 @@ class DataGroups:
     Attributes:
         ways: the number of ranks that share the shards.
         coordinate: the number of this rank among them, and of its shard.
-        group: their process group.
+        group: their process group; None where there is one rank.
         ranks: their global ranks.
         replicas: the process group of the ranks with the same shard, one in each group; None where there is one group.
         replica_ranks: their global ranks.
@@ -27,7 +27,7 @@ class DataGroups:
 
     ways: int
     coordinate: int
-    group: ProcessGroup
+    group: ProcessGroup | None
     ranks: tuple[int, ...]
     replicas: ProcessGroup | None
     replica_ranks: tuple[int, ...]
@@ -38,14 +38,12 @@ class DataGroups:
         found: DataGroups | None = None
         for ranks in bound.mesh.groups("dp"):
             groups = [ranks[first : first + ways] for first in range(0, len(ranks), ways)]
-            handles = [process_group(group) for group in groups]
+            handles = [process_group(group) if ways > 1 else None for group in groups]
             shards = [ranks[first::ways] for first in range(ways)]
             replicas = [process_group(ranks) if len(groups) > 1 else None for ranks in shards]
             if bound.rank in ranks:
                 number, coordinate = divmod(ranks.index(bound.rank), ways)
-                own = handles[number]
-                assert own is not None
-                found = cls(ways, coordinate, own, groups[number], replicas[coordinate], shards[coordinate])
+                found = cls(ways, coordinate, handles[number], groups[number], replicas[coordinate], shards[coordinate])
         assert found is not None
         return found
 

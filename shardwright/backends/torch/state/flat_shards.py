@@ -32,35 +32,44 @@ class FlatGroup:
     Args:
         parameters: by first name; from now on their data is this rank's piece.
         frees: whether the gathered buffer has memory only while it is used.
+        compute: the dtype of the gathered buffer, in which steps compute.
+        dtype: the dtype of the shard.
 
     Attributes:
         places: the (shape, strides, first entry) of every parameter in the buffer.
-        is_whole: whether the parameters have their whole data now.
+        is_whole: whether the whole data is there.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], layout: FlatLayout, groups: DataGroups, frees: bool
-    ) -> None:
+        self, parameters: Mapping[str, nn.Parameter], layout: FlatLayout, groups: DataGroups, frees: bool,
+        compute: torch.dtype, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
         self.parameters, self.layout, self.groups, self.frees = dict(parameters), layout, groups, frees
         some = next(iter(self.parameters.values()))
-        self.names, self.dtype, self.device = tuple(self.parameters), some.dtype, some.device
-        self.trains = some.requires_grad
+        self.names, self.device = tuple(self.parameters), some.device
+        self.trains, self.compute, self.dtype = some.requires_grad, compute, dtype
         self.places = [
             (p.shape, dense_strides(p), offset)
             for p, offset in zip(self.parameters.values(), layout.offsets, strict=True)
         ]
-        self._whole = torch.zeros(layout.entries, dtype=self.dtype, device=self.device)
+        self._whole = torch.zeros(layout.entries, dtype=compute, device=self.device)
         self._views = [self._whole.as_strided(*place) for place in self.places]
-        for view, parameter in zip(self._views, self.parameters.values(), strict=True):
-            view.copy_(parameter.detach())
         first = groups.coordinate * layout.shard
         own = self._whole[first : first + layout.shard]
-        self.shard = own.clone() if frees else own
+        apart = frees or self.dtype is not compute
+        self.shard = torch.zeros_like(own, dtype=self.dtype) if apart else own
         self._pieces = self.cut(self.shard)
-        self.is_whole = True
+        for index, parameter in enumerate(self.parameters.values()):
+            begin, end = layout.span(index, groups.coordinate)
+            piece = self._pieces[index]
+            if 0 < end - begin == parameter.numel():
+                piece.copy_(parameter.detach())
+            else:
+                piece.copy_(entries_of(parameter, self.places[index][1])[begin:end])
+        self.is_whole = False
         self._gathering: Callable[[], None] | None = None
         self._versions: list[int] = []
-        self.free()
+        self.leave_step()
 
     @property
     def shard_bytes(self) -> int:
@@ -90,10 +99,10 @@ class FlatGroup:
         if self.frees:
             storage = self._whole.untyped_storage()
             storage.resize_(self.layout.entries * self._whole.element_size())
-        self._gathering = self.groups.gather(self._whole, self.shard)
+        self._gathering = self.groups.gather(self._whole, self.shard.to(self.compute))
 
     def gather(self, watchdog: Watchdog) -> None:
-        """Give the parameters their whole data."""
+        """Make the whole data whole."""
         if self.is_whole:
             return
         self.begin_gather()
@@ -101,53 +110,56 @@ class FlatGroup:
         with watchdog.waiting(self.groups.said()):
             self._gathering()
         self._gathering = None
-        for parameter, view in zip(self.parameters.values(), self._views, strict=True):
-            parameter.data = view
         self._versions = [p._version for p in self.parameters.values()]
         self.is_whole = True
 
     def free(self) -> None:
-        """Give the parameters this rank's pieces unless they have them; free the whole data where it is not to stay.
+        """Free the whole data where it is not to stay.
 
         Raises ShardwrightError for a parameter that was written to while it was whole: that would be lost.
         """
-        if not self.is_whole and self._gathering is None:
-            return
         if self._gathering is not None:  # begun, and not needed after all
             self._gathering()
             self._gathering = None
-        written = [
-            name
-            for name, before in zip(self.names, self._versions, strict=False)
-            if self.parameters[name]._version != before
-        ]
-        self._versions = []
-        for parameter, piece in zip(self.parameters.values(), self._pieces, strict=True):
-            parameter.data = piece
+        versions, self._versions = self._versions, []
         if self.frees:
             self._whole.untyped_storage().resize_(0)
         self.is_whole = False
-        if written:
-            raise ShardwrightError(
-                f"{written[0]} was written to in a step (by an embedding with max_norm, say), and its data is sharded "
-                f"over the data axis: the change would be lost. Write to it between steps, or plan with shard=0"
-            )
+        for (name, parameter), before in zip(self.parameters.items(), versions, strict=False):
+            if parameter._version != before:
+                raise ShardwrightError(
+                    f"{name} was written to in a step (by an embedding with max_norm, say), where its data is a copy "
+                    f"that was gathered for the step: the change would be lost. Write to it between steps, or plan "
+                    f"with shard=0 in the model's own precision"
+                )
+
+    def enter_step(self) -> None:
+        """Let the parameters see the whole data; it is there after `gather`."""
+        for parameter, view in zip(self.parameters.values(), self._views, strict=True):
+            parameter.data = view
+
+    def leave_step(self) -> None:
+        """Give the parameters this rank's pieces. Raises as `free`."""
+        for parameter, piece in zip(self.parameters.values(), self._pieces, strict=True):
+            parameter.data = piece
+        self.free()
 
 
 class FlatShards:
     """The sharded parameters of one rank.
 
     Args:
-        level: the stage of ZeRO, 1 to 3.
+        level: the stage of ZeRO, 1 to 3; 0 where the shards are not shared, and only the dtype of steps is another.
         calls: the parameters of each module call, by first name, in the order of the forward pass: those that are first
             used together are gathered together.
         apart: names that are groups of their own, which other pipeline ranks shard alike.
         whole: whether each parameter is to lie whole on one rank, for the sake of the optimizer.
+        compute: the dtype in which steps compute with parameters of floating point; None: their own.
     """
 
     def __init__(
         self, ownership: Ownership, groups: DataGroups, watchdog: Watchdog, level: int,
-        calls: Sequence[Sequence[str]], apart: frozenset[str], whole: bool,
+        calls: Sequence[Sequence[str]], apart: frozenset[str], whole: bool, compute: torch.dtype | None,
     ) -> None:  # fmt: skip
         self.ownership, self.data, self.watchdog, self.level = ownership, groups, watchdog, level
         self.holds_whole_parameters = whole
@@ -156,27 +168,45 @@ class FlatShards:
         local = ownership.local_parameters()
         layout = FlatLayout.whole_parameters if whole else FlatLayout.cut
         frozen = {name for name, p in local.items() if not p.requires_grad}
-        for names in _grouped(local, calls, apart, frozen if level < PARAMETERS else set()):
+        for names in _grouped(local, calls, apart, frozen if level < PARAMETERS and compute is None else set()):
             members = {name: local[name] for name in names}
             sizes = [p.numel() for p in members.values()]
-            group = FlatGroup(members, layout(sizes, groups.ways), groups, level == PARAMETERS)
+            own = next(iter(members.values())).dtype
+            inside = compute if compute is not None and own.is_floating_point else own
+            trains = next(iter(members.values())).requires_grad
+            between = torch.float32 if inside is compute and trains else inside  # the master copy
+            group = FlatGroup(members, layout(sizes, groups.ways), groups, level == PARAMETERS, inside, between)
             self.groups.append(group)
             self.group_of |= dict.fromkeys(names, group)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks share the shards: between steps parameters are whole where there is one."""
+        return self.data.ways > 1
+
     def begin_step(self) -> None:
-        """Begin a step: parameters that stay whole in it are gathered, in the order in which they are used."""
-        if self.level < PARAMETERS:
-            for group in self.groups:
+        """Begin a step: parameters have their whole shapes, and those that stay whole in it are gathered, in the order in
+        which they are used."""
+        for group in self.groups:
+            group.enter_step()
+            if not group.frees:
                 group.begin_gather()
 
     def end_step(self) -> None:
-        """Give every parameter its piece again."""
+        """Give every parameter its piece again. Raises as `FlatGroup.free`."""
+        failure: ShardwrightError | None = None
         for group in self.groups:
-            group.free()
+            try:
+                group.leave_step()
+            except ShardwrightError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """A context in which all parameters are whole. Every rank of the group enters it at the same time."""
+        self.begin_step()
         for group in self.groups:
             group.gather(self.watchdog)
         try:
@@ -192,7 +222,7 @@ class FlatShards:
         spans = [group.layout.span(index, rank) for rank in range(self.data.ways)]
         longest = max(end - first for first, end in spans)
         own = torch.zeros(longest, dtype=piece.dtype, device=self.data_device)
-        own[: piece.numel()] = _entries(piece)
+        own[: piece.numel()] = entries_of(piece)
         every = torch.empty(longest * self.data.ways, dtype=piece.dtype, device=self.data_device)
         with self.watchdog.waiting(self.data.said()):
             if self.data.ways == 1:
@@ -216,11 +246,11 @@ class FlatShards:
         _, strides, _ = group.places[index]
         if 0 < end - first == group.layout.sizes[index]:
             return whole
-        return _entries(whole, strides)[first:end]
+        return entries_of(whole, strides)[first:end]
 
     def counts(self, name: str) -> bool:
         """Whether this rank's part of a parameter belongs in a sum over the group: pieces do, whole ones once."""
-        return name in self.group_of or self.data.coordinate == 0
+        return not self.is_shared or name in self.group_of or self.data.coordinate == 0
 
     def shape(self, name: str) -> torch.Size:
         """The shape of a parameter where it is not sharded over the data axis."""
@@ -228,7 +258,7 @@ class FlatShards:
         return group.places[group.names.index(name)][0]
 
 
-def _entries(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
+def entries_of(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
     """The entries of a dense tensor in the order of its memory, or in that of ``strides``."""
     if strides is not None and tensor.stride() != strides:
         tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

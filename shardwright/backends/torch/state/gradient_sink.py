@@ -99,10 +99,10 @@ class GradientSink:
             so_far.addmm_(left, right)
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        if not self.buffer.active:
+        gradient = parameter.grad
+        if not self.buffer.active or gradient is None:  # none where the weight gradient is put off
             return
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
+        parameter.grad = None
         self.add(gradient)
         self.tell(self.name)
 

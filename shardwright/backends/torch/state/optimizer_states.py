@@ -113,7 +113,7 @@ def _of_all_pieces(held: Mapping[str, dict[str, Any]], parts: Parts, watchdog: W
     """The states with those that other ranks of the shard group have: values are taken from them, and in place of
     their pieces stand empty ones, so that all ranks put together the same states in the same order."""
     flat = parts.flat
-    if flat is None:
+    if flat is None or not flat.is_shared:
         return dict(held)
     told: list[Any] = [None] * flat.data.ways
     mine = {

@@ -15,12 +15,13 @@ class Parts:
     """The parts of a model's parameters on one rank.
 
     Attributes:
+        compute: the dtype in which steps compute; None: that of the parameters.
         tensor: the shards along the tensor axis; None where there is none.
         flat: the pieces along the data axis; None where replicas are whole, and before the first step.
     """
 
-    def __init__(self, ownership: Ownership) -> None:
-        self.ownership = ownership
+    def __init__(self, ownership: Ownership, compute: torch.dtype | None = None) -> None:
+        self.ownership, self.compute = ownership, compute
         self.tensor: Shards | None = None
         self.flat: FlatShards | None = None
 
@@ -50,13 +51,16 @@ class Parts:
     @contextmanager
     def as_whole(self) -> Iterator[None]:
         """A context in which the model has parameters of whole shapes, on the meta device, in place of parts."""
-        names = set(() if self.tensor is None else self.tensor.places) | set(
-            () if self.flat is None else self.flat.group_of
-        )
+        names = set() if self.tensor is None else set(self.tensor.places)
+        if self.flat is not None and self.flat.is_shared:
+            names |= set(self.flat.group_of)
+        if self.compute is not None:
+            names |= self.ownership.parameter_names
         stand_ins: dict[int, nn.Parameter] = {}
         for name in names:
             part = self.ownership.parameter(name)
-            whole = torch.empty(self.whole_shape(name, part.shape), dtype=part.dtype, device="meta")
+            dtype = self.compute if self.compute is not None and part.is_floating_point() else part.dtype
+            whole = torch.empty(self.whole_shape(name, part.shape), dtype=dtype, device="meta")
             stand_ins[id(part)] = nn.Parameter(whole, requires_grad=part.requires_grad)
         tables = [(module._parameters, dict(module._parameters)) for module in self.ownership.model.modules()]
         try:
@@ -68,4 +72,4 @@ class Parts:
                 table.update(before)
 
     def _is_flat(self, name: str) -> bool:
-        return self.flat is not None and name in self.flat.group_of
+        return self.flat is not None and self.flat.is_shared and name in self.flat.group_of

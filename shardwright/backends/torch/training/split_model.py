@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
 
 from shardwright.backends.torch.data_parallel.batch_norm import RunningStatistics, norm_over_replicas
@@ -38,6 +39,8 @@ class SplitModel:
         seed: the seed of dropout and of init functions.
         weights: where a model on the meta device gets its data; see `weights.materialize`.
         sentinel: looks for NaN and infinity in losses and gradients.
+        compute: the dtype in which steps compute, with parameters in float32 between them; None: that of the
+            parameters.
 
     Attributes:
         stage_map: the split of the model; None until it is split, and where it is divided by its module tree.
@@ -57,14 +60,14 @@ class SplitModel:
 
     def __init__(
         self, model: nn.Module, bound: BoundMesh, watchdog: Watchdog, agreement: Agreement, *, seed: int,
-        weights: Weights | None, sentinel: Sentinel,
+        weights: Weights | None, sentinel: Sentinel, compute: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.model, self.bound, self.watchdog, self.agreement = model, bound, watchdog, agreement
         self.seed, self.sentinel = seed, sentinel
         self.ownership = Ownership(model, bound.coordinate("pp"))
         self.tree = ModuleTree(self.ownership.modules)
         self.flags = LiveFlags(self.ownership.modules)
-        self.parts = Parts(self.ownership)
+        self.parts = Parts(self.ownership, compute)
         self.gradients = Gradients(self.ownership, bound, watchdog, self.parts)
         self.residency = Residency(self.ownership, watchdog)
         self.bodies = StepBodies(model, bound.device)
@@ -179,17 +182,19 @@ class SplitModel:
         Args:
             calls: the parameters of each module call of this rank's stages, in the order of the forward pass.
         """
-        if self.parts.flat is not None or not self.shard_level:
+        level = self.shard_level
+        if self.parts.flat is not None or not (level or self.parts.compute):
             return
         assert self.stage_map is not None
-        ways = self.stage_map.shard_group or self.bound.size("dp")
-        asked = [needs_whole() for needs_whole in self.before_sharding]
+        ways = self.stage_map.shard_group or self.bound.size("dp") if level else 1
+        asked = [needs_whole() for needs_whole in self.before_sharding] if ways > 1 else []
         self.watchdog.doing("sharding the parameters over dp")
         data = DataGroups.bind(self.bound, ways)
         apart = frozenset(name for name, _ in self.ownership.ties)
-        flat = FlatShards(self.ownership, data, self.watchdog, self.shard_level, calls, apart, any(asked))
+        flat = FlatShards(self.ownership, data, self.watchdog, level, calls, apart, any(asked), self.parts.compute)
         self.parts.flat = self.residency.flat = flat
-        self.gradients.data = data
+        if level:
+            self.gradients.data = data
         for listener in self.after_sharding:
             listener(self.parts)
         self.watchdog.doing("between steps")
@@ -215,9 +220,10 @@ class SplitModel:
         other replicas hold too."""
         claims = [module_claim(self.ownership.modules)]
         if self._synchronized:
-            sharded = {} if self.parts.flat is None else self.parts.flat.group_of
             local = self.ownership.local_parameters()
-            claims.append(parameters_claim({name: p for name, p in local.items() if name not in sharded}))
+            flat = self.parts.flat
+            shared = flat.group_of if flat is not None and flat.is_shared else {}
+            claims.append(parameters_claim({name: p for name, p in local.items() if name not in shared}))
         return claims
 
     def close(self) -> None:
