@@ -1,5 +1,7 @@
 """The optimizer of a split model: the user's own, over the parameters that this rank holds."""
 
+import dataclasses
+import logging
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,13 +15,36 @@ from shardwright.backends.torch.state.optimizer_states import (
     is_local,
     load_states,
     local_states,
-    put_together,
+    put_states_together,
 )
 from shardwright.backends.torch.state.parts import Parts
-from shardwright.core.errors import MissingCapabilityError, ShardwrightError
+from shardwright.core.errors import MissingCapabilityError, ShardwrightError, nearest
+from shardwright.core.model.loss.scaling import LossScale
 from shardwright.torch import session as sessions
 from shardwright.torch.run_agreement import optimizers_claim
 from shardwright.torch.scaler import share_overflows
+
+log = logging.getLogger("shardwright")
+LOSS_SCALE = "loss_scale"
+"""The key of the factor of losses in state dicts."""
+_DYNAMIC = ("scale_factor", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis")
+
+
+def _loss_scale(static: float, dynamic: bool, given: Mapping[str, Any]) -> LossScale | None:
+    """The scaling that is asked for; None where nothing is. Raises ShardwrightError."""
+    if not dynamic:
+        if given:
+            raise ShardwrightError(
+                f"{next(iter(given))} goes with dynamic_loss_scale=True: leave it out, or let the scale be dynamic"
+            )
+        return None if static == 1.0 else LossScale(float(static))
+    if static != 1.0:
+        raise ShardwrightError(f"static_loss_scale={static} and dynamic_loss_scale=True are both given: keep one")
+    for name in given:
+        if name not in (*_DYNAMIC, "init_scale"):
+            raise ShardwrightError(f"a dynamic loss scale has no {name!r}: {nearest(name, (*_DYNAMIC, 'init_scale'))}")
+    options = {name: value for name, value in given.items() if name != "init_scale"}
+    return LossScale(float(given.get("init_scale", 2.0**32)), True, **options)
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -28,11 +53,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Parameters are matched by identity: those of other ranks leave the groups, those of a model on the meta device are
     replaced by the ones with data. Learning-rate schedulers take the wrapper, and so does ``torch.amp.GradScaler``,
     which then skips an update on all ranks where a gradient overflows on one.
+
+    Args:
+        static_loss_scale: a fixed factor of losses, for float16; gradients are divided by it again.
+        dynamic_loss_scale: whether the factor is found while training goes on: a step whose gradients overflow on any
+            rank is skipped on all, and said.
+        dynamic_loss_args: the arguments of a dynamic factor, which can be given by name too: ``init_scale`` (2**32),
+            ``scale_factor`` (2), ``scale_window`` (1000), ``min_scale`` (1), ``delayed_shift`` (1),
+            ``consecutive_hysteresis`` (False); see `core.model.loss.scaling.LossScale`.
+
+    Attributes:
+        overflow: whether the last step was skipped, because gradients overflowed.
+
+    Raises:
+        ShardwrightError: no model was wrapped, or an argument is not possible.
     """
 
     holds_a_split_model = True
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        **more_dynamic_loss_args: Any,
+    ) -> None:
         # Deliberately not torch's own __init__: the groups and the state are those of the wrapped optimizer.
         session = sessions.current()
         runtime = session.runtime
@@ -46,6 +92,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._note_groups()
         self._rebind()
         self._steps = 0
+        self.overflow = False
+        asked = {**(dynamic_loss_args or {}), **more_dynamic_loss_args}
+        self._scaling = _loss_scale(static_loss_scale, dynamic_loss_scale, asked)
+        if self._scaling is not None:
+            runtime.split_model.loss_scale = self._scaling
         runtime.split_model.listeners.append(self._rebind)
         runtime.split_model.before_whole.append(self._put_together)
         runtime.split_model.before_sharding.append(self._needs_whole_matrices)
@@ -72,11 +123,40 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ShardwrightError("a closure would run part of a model only: call the step function, then step()")
         self._steps += 1
         self._cut_states()
+        if self._scaling is not None and self._scaling.is_dynamic and self._overflows(self._scaling):
+            return None
         return self.optimizer.step()
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss in the next step."""
+        return self._split_model.loss_scale.scale
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """SageMaker's name for `DistributedModel.clip_grad_norm_`."""
+        sessions.current().agreement.meet(f"optimizer.clip_master_grads({float(max_norm)}, {float(norm_type)})")
+        return self._split_model.gradients.clip_norm(float(max_norm), float(norm_type), False)
+
+    def _overflows(self, scaling: LossScale) -> bool:
+        """Whether a gradient of the step is not finite on any rank, by the norm that all ranks have; the factor of the
+        loss follows."""
+        gradients = self._split_model.gradients
+        norm = gradients.last_norm if gradients.last_norm is not None else gradients.norm()
+        self.overflow = not bool(torch.isfinite(norm))
+        before = scaling.scale
+        scaling.update(self.overflow)
+        if self.overflow and self._bound.rank == 0:
+            log.warning(
+                "optimizer step %d is skipped: gradients overflowed at a loss scale of %g; the next is %g",
+                self._steps, before, scaling.scale,
+            )  # fmt: skip
+        return self.overflow
 
     def said(self, name: str) -> dict[str, str]:
         """The settings of the optimizer in words, by name: every rank must have the same."""
         found = {name: type(self.optimizer).__name__, f"the steps of {name}": str(self._steps)}
+        if self._scaling is not None:
+            found[f"the loss scale of {name}"] = f"{self._scaling}"
         for number, group in enumerate(self.param_groups):
             for key, value in group.items():
                 if key != "params" and (text := plain_text(value)) is not None:
@@ -105,14 +185,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         current = sessions.current()
         claims = [optimizers_claim(current)]
         current.agreement.meet(f"optimizer.state_dict({rank0_only=})", claims, in_replica=True)
-        return gather_states(
+        found = gather_states(
             self._ownership, self.optimizer, self._named_groups(), self._bound, self._watchdog, rank0_only,
             self._split_model.parts,
         )  # fmt: skip
+        return found | self._said_scale() if found else found
 
     def local_state_dict(self) -> dict[str, Any]:
-        """The states of this rank's parameters, or of its shards of them, by their original names."""
-        return local_states(self._ownership, self.optimizer, self._named_groups())
+        """The states of this rank's parameters, or of its parts of them, by their original names."""
+        return local_states(self._ownership, self.optimizer, self._named_groups()) | self._said_scale()
+
+    def _said_scale(self) -> dict[str, Any]:
+        return {} if self._scaling is None else {LOSS_SCALE: dataclasses.asdict(self._scaling)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's share of a state dict from `state_dict` under any plan, or from torch's own optimizer for
@@ -120,6 +204,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises PlanError for parameters and shapes that do not fit.
         """
+        if self._scaling is not None and LOSS_SCALE in state_dict:
+            self._scaling = self._split_model.loss_scale = LossScale(**state_dict[LOSS_SCALE])
         # The first step cuts parameters; states are cut after it.
         cut = self._split_model.has_cut_parameters
         if cut or not is_local(state_dict):
@@ -137,7 +223,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )  # fmt: skip
 
     def _put_together(self, parts: Parts) -> None:
-        put_together(self._ownership, self.optimizer, self._names, parts)
+        put_states_together(self._ownership, self.optimizer, self._names, parts)
 
     def _needs_whole_matrices(self) -> bool:
         """Whether pieces of parameters will not do for this optimizer. Raises MissingCapabilityError where whole ones

@@ -41,6 +41,7 @@ def plan_at_first_step(config: Config, bound: BoundMesh, model: nn.Module, graph
 
     samples = graph.sample_batch
     dp, pp = bound.size("dp"), bound.size("pp")
+    level = config.shard_level if dp > 1 else 0
     plan: Plan = search(
         graph,
         Cluster(config.cluster or _hardware(bound.device), devices_per_node=bound.mesh.size),
@@ -48,16 +49,10 @@ def plan_at_first_step(config: Config, bound: BoundMesh, model: nn.Module, graph
         pp=pp, tp=bound.size("tp"), dp=dp, sequence_parallel=_divides_sequence(config),
         microbatch=samples, schedule=_schedule_for_cut(config),
         virtual_stages=config.virtual_stages, recompute=config.recompute,
-        loss_scope=config.loss_scope, shard=_shard(config, dp),
-        shard_group=config.sharing_replicas if _shard(config, dp) else None, precision=config.precision or _precision(model),
-        layouts=_layouts(config.layouts, model),
+        loss_scope=config.loss_scope, shard=level, shard_group=config.sharing_replicas if level else None,
+        precision=config.precision or _precision(model), layouts=_layouts(config.layouts, model),
     )  # fmt: skip
     return StageMap.of_plan(plan, config.schedule(plan.stage_costs()))
-
-
-def _shard(config: Config, replicas: int) -> int:
-    """The stage of ZeRO: nothing is shared where there is one replica."""
-    return config.shard_level if replicas > 1 else 0
 
 
 def _divides_sequence(config: Config) -> bool | None:

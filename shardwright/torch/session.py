@@ -291,6 +291,12 @@ def _refuse_degrees(given: Mapping[str, Any]) -> None:
         "cluster",
         "layouts",
         "optimize",
+        "shard",
+        "shard_group",
+        "shard_optimizer_state",
+        "sharded_data_parallel_degree",
+        "bf16",
+        "fp16",
     ]
     if given.get("pipeline_mode") != "messages":  # which takes no schedule of a plan
         decided.append("active_microbatches")

@@ -91,6 +91,7 @@ class Runtime:
             model, bound, watchdog, self.agreement, seed=seed, weights=weights, sentinel=sentinel, compute=compute
         )
         self.ownership, self.gradients = self.split_model.ownership, self.split_model.gradients
+        sentinel.overflow_is_normal = compute is torch.float16
         self.compiler = compiler
         self.steps: Steps | None = None
         self._mode = mode

@@ -4,7 +4,7 @@ Usage: tp_training.py FOLDER OUT.json CASE...; a case is model:pp:dp:tp, or mode
 unsplit run is this library's own in one process, whose masks are those of the logical tensors; `reference` runs it and
 leaves its numbers for the launches.
 
-    tp_training.py reference FOLDER MODEL...
+    tp_training.py reference FOLDER MODEL...        (MODEL.bf16: in 16 bits)
 """
 
 import sys
@@ -159,7 +159,9 @@ def compare(case: str, found: dict[str, Any], expected: dict[str, Any]) -> dict[
 def main() -> None:
     if sys.argv[1] == "reference":
         for name in sys.argv[3:]:
-            torch.save(train(name, {}, 1), Path(sys.argv[2]) / f"{name}.pt")
+            model, _, precision = name.partition(".")
+            keys = {precision: True} if precision else {}
+            torch.save(train(model, keys, 1), Path(sys.argv[2]) / f"{name}.pt")
         return
     folder, out = Path(sys.argv[1]), Path(sys.argv[2])
     dist.init_process_group("gloo")
@@ -168,7 +170,8 @@ def main() -> None:
         name, pp, dp, tp, how = (*case.split(":"), "")[:5]
         keys = {"pipeline_parallel_degree": int(pp), "tensor_parallel_degree": int(tp), "ddp": int(dp) > 1}
         keys |= HOW[how] if how else {}
-        expected = torch.load(folder / f"{name}.pt", weights_only=True)
+        precision = ".bf16" if keys.get("bf16") else ""
+        expected = torch.load(folder / f"{name}{precision}.pt", weights_only=True)
         result = compare(case, train(name, keys, int(dp), how == "meta"), expected)
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, result)

@@ -36,6 +36,8 @@ class Gradients:
         self._exchanged: tuple[tuple[str, ...], FlatShards | None] = (), None
         """The parameters and the sharded ones that the exchange was made for."""
         self._under_way = False
+        self.last_norm: torch.Tensor | None = None
+        """The norm of the gradients of the last step, where it was asked for."""
 
     def begin(self, order: Sequence[str] | None = None) -> Exchange | None:
         """Set aside the gradients that earlier steps accumulated: they are reduced already.
@@ -44,7 +46,7 @@ class Gradients:
         the exchange to tell of that, so that sums over dp begin at once; None where there is nothing to sum. The first
         order that is given is kept: buckets are the same on all replicas, whatever the sizes of their batches.
         """
-        self._before = {}
+        self._before, self.last_norm = {}, None
         for name, parameter in self.ownership.local_parameters().items():
             if parameter.grad is not None:
                 self._before[name] = parameter.grad
@@ -78,9 +80,9 @@ class Gradients:
             self._exchanged = made_for
         return self._exchange
 
-    def finish(self, total_weight: float | None) -> None:
-        """Sum over dp, over the tensor axis and over the holders of tied parameters, divide by the total weight if any,
-        and add the gradients that were set aside. Every rank calls this at the same time."""
+    def finish(self, total_weight: float | None, factor: float = 1.0) -> None:
+        """Sum over dp, over the tensor axis and over the holders of tied parameters, divide by the total weight if any
+        and by the ``factor`` of losses, and add the gradients that were set aside. Every rank calls this together."""
         local = self.ownership.local_parameters()
         if self._exchanges:
             exchange = self._exchange_of(self._trainable())
@@ -97,11 +99,12 @@ class Gradients:
         if self.parts.tensor is not None:
             self.parts.tensor.sum_gradients(self._trainable())
         self._sum_ties()
-        if total_weight is None and not self._before:
+        divisor = factor if total_weight is None else total_weight * factor
+        if divisor == 1.0 and not self._before:
             return
         for name, parameter in local.items():
-            if parameter.grad is not None and total_weight is not None:
-                parameter.grad.div_(total_weight)
+            if parameter.grad is not None and divisor != 1.0:
+                parameter.grad.div_(divisor)
             before = self._before.get(name)
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
@@ -155,8 +158,20 @@ class Gradients:
         """Scale the gradients so that their norm, over the whole model, is at most ``max_norm``; return the norm
         before.
 
-        A tied parameter counts once, at its home. Raises ShardwrightError for a norm that is not finite, if asked to.
+        Raises ShardwrightError for a norm that is not finite, if asked to.
         """
+        norm = self.norm(norm_type)
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise ShardwrightError(f"the norm of the gradients is {float(norm)}: expected a finite number")
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for parameter in self.ownership.local_parameters().values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale.to(parameter.grad.dtype))
+        return norm
+
+    def norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """The norm of the gradients of the whole model, the same on every rank; not finite where an entry is not. Every
+        rank calls this. A tied parameter counts once, at its home."""
         placement = self.ownership.placement
         local = self.ownership.local_parameters()
         counted = [
@@ -170,7 +185,8 @@ class Gradients:
         own = torch.zeros((), dtype=torch.float32, device=device)
         if counted:
             norms = torch.stack([_norm(g, norm_type) for g in counted])
-            own = norms.max() if infinite else norms.pow(norm_type).sum()
+            # A largest of NaN and a number may be either over ranks, so NaN counts as infinity.
+            own = norms.max().nan_to_num(nan=math.inf, posinf=math.inf) if infinite else norms.pow(norm_type).sum()
         axes = [axis for axis in ("pp", "tp") if self.bound.size(axis) > 1]
         over = [(self.bound.groups[axis], self.bound.handles[axis]) for axis in axes]
         flat = self.parts.flat
@@ -180,14 +196,8 @@ class Gradients:
             self.watchdog.doing("the norm of all gradients")
             with self.watchdog.waiting(f"ranks {list(ranks)}"):
                 dist.all_reduce(own, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
-        norm = own if infinite else own.pow(1.0 / norm_type)
-        if error_if_nonfinite and not bool(torch.isfinite(norm)):
-            raise ShardwrightError(f"the norm of the gradients is {float(norm)}: expected a finite number")
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for parameter in local.values():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale.to(parameter.grad.dtype))
-        return norm
+        self.last_norm = own if infinite else own.pow(1.0 / norm_type)
+        return self.last_norm
 
 
 def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:

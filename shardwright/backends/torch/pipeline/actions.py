@@ -127,6 +127,7 @@ class Pipeline:
         recorder: Recorder | None = None,
         exchange: Exchange | None = None,
         sentinel: Sentinel | None = None,
+        factor: float = 1.0,
     ) -> StepValues:
         """Run every action; gradients add up in the parameters.
 
@@ -137,6 +138,7 @@ class Pipeline:
             recorder: notes when each action runs.
             sentinel: is told of the tensors that come in, and looks at the ops if it is to.
             exchange: is told when gradients are whole.
+            factor: a factor of all losses, for 16-bit gradients, beside those of ``loss_scales``.
         """
         out = StepValues()
         self.watchdog.under_way()
@@ -171,10 +173,10 @@ class Pipeline:
                     if streams.active:
                         streams.begin(step, first_microbatch + mb, recomputing=task.action.kind is not Kind.FORWARD)
                     if exchange is None:
-                        self._run(task, inputs[mb], arrived, grad, loss_scales[mb], out)
+                        self._run(task, inputs[mb], arrived, grad, loss_scales[mb], out, factor)
                     else:
                         with self._closing(position, exchange):
-                            self._run(task, inputs[mb], arrived, grad, loss_scales[mb], out)
+                            self._run(task, inputs[mb], arrived, grad, loss_scales[mb], out, factor)
                     if recorder is not None:
                         recorder.end()
             transport.drain()
@@ -191,7 +193,7 @@ class Pipeline:
 
     def _run(
         self, task: _Task, inputs: Sequence[torch.Tensor], arrived: Sequence[list[torch.Tensor]], grad: bool,
-        loss_scales: Sequence[float | None], out: StepValues,
+        loss_scales: Sequence[float | None], out: StepValues, factor: float,
     ) -> None:  # fmt: skip
         kind, replay = task.action.kind, task.replay
         if kind is Kind.FORWARD:
@@ -202,11 +204,11 @@ class Pipeline:
             if grad and self.trains:
                 self._kept[task.key] = kept
         elif kind is Kind.BACKWARD:
-            replay.backward(self._kept.pop(task.key), arrived, task.depart, loss_scales)
+            replay.backward(self._kept.pop(task.key), arrived, task.depart, loss_scales, factor)
         elif kind is Kind.INPUT_GRAD:
             kept = self._kept[task.key]
             with collecting() as kept.deferred:
-                replay.backward(kept, arrived, task.depart, loss_scales)
+                replay.backward(kept, arrived, task.depart, loss_scales, factor)
         else:
             deferred = self._kept.pop(task.key).deferred
             if deferred is not None:

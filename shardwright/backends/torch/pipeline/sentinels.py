@@ -53,6 +53,8 @@ class Sentinel:
         self._noted = Noted(0)
         self._pending: tuple[Noted, torch.Tensor, torch.cuda.Event] | None = None
         self._warnings = 0
+        self.overflow_is_normal = False
+        """Whether losses are scaled up until gradients overflow."""
 
     def begin(self, step: int) -> None:
         """Begin a step. Raises NonFiniteError for the step before, where its numbers were not known by then."""
@@ -105,7 +107,9 @@ class Sentinel:
         """Whether the gradients may overflow: in float16 losses are scaled up until they do, and the scaler skips such
         steps."""
         kind = self.device.type
-        in_half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16
+        in_half = self.overflow_is_normal or (
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16
+        )
         return in_half or any(g.dtype is torch.float16 for g in gradients)
 
     def _look(self, noted: Noted, numbers: Sequence[float], held: Mapping[str, torch.Tensor] | None = None) -> None:

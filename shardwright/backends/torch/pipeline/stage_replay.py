@@ -180,13 +180,15 @@ class Replay:
         return kept
 
     def backward(
-        self, kept: Kept, arrived: Sequence[list[torch.Tensor]], depart: Depart, loss_scales: Sequence[float | None]
-    ) -> None:
+        self, kept: Kept, arrived: Sequence[list[torch.Tensor]], depart: Depart, loss_scales: Sequence[float | None],
+        factor: float = 1.0,
+    ) -> None:  # fmt: skip
         """One backward action; gradients add up in the parameters.
 
         Args:
             arrived: the gradients that came in over each edge of ``taken_back``.
             loss_scales: the factor of each loss of this microbatch where no weight is given.
+            factor: another factor of all losses, for 16-bit gradients.
         """
         gradients: dict[int, torch.Tensor] = {}
         edges: dict[int, GradientEdge] = {}
@@ -203,7 +205,7 @@ class Replay:
             if _is_zero(scale):  # as of a mean over nothing, which is NaN
                 continue
             roots.append(loss)
-            root_gradients.append(self._scale(scale, loss))
+            root_gradients.append(self._scale(scale * factor, loss))
         edges.clear()
         kept.sent.clear()
         kept.roots.clear()

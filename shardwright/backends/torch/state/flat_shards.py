@@ -185,8 +185,8 @@ class FlatShards:
         return self.data.ways > 1
 
     def begin_step(self) -> None:
-        """Begin a step: parameters have their whole shapes, and those that stay whole in it are gathered, in the order in
-        which they are used."""
+        """Begin a step: parameters have their whole shapes, and those that stay whole in it are gathered, in the order
+        in which they are used."""
         for group in self.groups:
             group.enter_step()
             if not group.frees:

@@ -1,6 +1,7 @@
 """The states of an optimizer over the ranks of a pipeline and of the tensor axis, whole and by original names."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def gather_states(
     return _by_names(found, optimizer, groups)
 
 
-def put_together(
+def put_states_together(
     ownership: Ownership,
     optimizer: torch.optim.Optimizer,
     groups: Sequence[Sequence[str | torch.Tensor]],
@@ -116,8 +117,9 @@ def _of_all_pieces(held: Mapping[str, dict[str, Any]], parts: Parts, watchdog: W
     if flat is None or not flat.is_shared:
         return dict(held)
     told: list[Any] = [None] * flat.data.ways
+    cut = not flat.holds_whole_parameters
     mine = {
-        name: {key: entry.dtype if _is_cut(entry) else entry for key, entry in states.items()}
+        name: {key: entry.dtype if cut and _is_cut(entry) else entry for key, entry in states.items()}
         for name, states in held.items()
         if name in flat.group_of
     }
@@ -149,13 +151,19 @@ def _whole(name: str, key: str, entry: Any, parameter: torch.Tensor, parts: Part
     """A state of a parameter, put together where this rank holds a part of the parameter."""
     if not parts.is_part(name) or not _is_cut(entry) or (entry.numel() == 1 and parts.flat is None):
         return entry
-    if entry.shape != parameter.shape:
+    flat, tensor = parts.flat, parts.tensor
+    shape, put_together = parameter.shape, partial(parts.whole, name)
+    if flat is not None and flat.holds_whole_parameters and name in flat.group_of:
+        if tensor is None or name not in tensor.places:
+            return entry  # of the rank that holds the parameter
+        shape, put_together = flat.shape(name), partial(tensor.whole, name)
+    if entry.shape != shape:
         raise MissingCapabilityError(
             f"the optimizer's {key!r} of {name} has shape {tuple(entry.shape)} on this rank, whose part of the "
             f"parameter has {tuple(parameter.shape)}: only states of the parameter's own shape can be put together; "
             f"save optimizer.local_state_dict() on every rank, and load it under the same plan"
         )
-    return parts.whole(name, entry)
+    return put_together(entry)
 
 
 def load_states(
@@ -233,7 +241,8 @@ def _own_part(name: str, key: str, entry: Any, parameter: torch.Tensor, parts: P
         return entry
     if parts is not None and parts.is_part(name) and entry.shape == parts.whole_shape(name, parameter.shape):
         return parts.part(name, entry)
-    if entry.dim() == parameter.dim() and entry.shape != parameter.shape and entry.numel() > 1:
+    pairs = zip(entry.shape, parameter.shape, strict=False)
+    if entry.dim() == parameter.dim() and any(of not in (1, size) for of, size in pairs):  # 1: of a factored state
         raise PlanError(
             f"the saved {key!r} of {name} has shape {tuple(entry.shape)}, and the parameter has "
             f"{tuple(parameter.shape)} here: these are states of another model or split"

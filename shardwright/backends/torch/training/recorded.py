@@ -130,6 +130,7 @@ class PreparedRecordedStep:
             values = pipeline.run(
                 self.call.microbatches, split_model.steps_run, shares.first, training and torch.is_grad_enabled(),
                 of_own(self.losses, shares), recorder, exchange, split_model.sentinel if training else None,
+                split_model.loss_scale.scale,
             )  # fmt: skip
             split_model.end_step()
             if split_model.statistics is not None:
@@ -139,7 +140,7 @@ class PreparedRecordedStep:
                 pipeline.divisions, values, stage_rank, split_model.bound, self.transport, shares
             )
             if training:
-                gradients.finish(total)
+                gradients.finish(total, split_model.loss_scale.scale)
         except BaseException:
             split_model.end_step()
             if training:

@@ -27,6 +27,7 @@ from shardwright.backends.torch.state.weights import Weights, materialize
 from shardwright.backends.torch.tensor_parallel.engine import TensorParallel
 from shardwright.backends.torch.training.step_body import StepBodies
 from shardwright.core.errors import PlanError
+from shardwright.core.model.loss.scaling import LossScale
 from shardwright.core.schedule import Schedule
 
 
@@ -48,6 +49,7 @@ class SplitModel:
         tensor: the tensor axis of the model, where it has one.
         statistics: the running statistics that replicas bring in line, where each norms its own microbatches.
         steps_run: the number of training steps that were run.
+        loss_scale: the factor of losses, for gradients of 16 bits.
         recorders: while timelines are recorded, one for each step; None while they are not.
         listeners: called whenever the parameters of this rank have changed identity.
         before_whole: called before sharded parameters are put together for good, on every rank.
@@ -71,6 +73,7 @@ class SplitModel:
         self.gradients = Gradients(self.ownership, bound, watchdog, self.parts)
         self.residency = Residency(self.ownership, watchdog)
         self.bodies = StepBodies(model, bound.device)
+        self.loss_scale = LossScale()
         self.stage_map: StageMap | None = None
         self.schedule_digest = ""
         self.tensor: TensorParallel | None = None

@@ -1,0 +1,257 @@
+"""Trains small models on two replicas that share their state, and compares with torch alone on the whole batch.
+
+Usage: sharded_state.py OUT.json CASE...
+"""
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from launched import leave
+from torch import nn
+
+import shardwright.torch as sw
+from shardwright.core.errors import ShardwrightError
+from tests.comparison import Comparison
+
+STEPS, MICROBATCHES, SAMPLES = 4, 2, 8
+
+
+class Net(nn.Module):
+    """Embedding, two blocks, a branch that is used only where the batch says so, a head tied to the embedding."""
+
+    def __init__(self, max_norm: float | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(37, 24, max_norm=max_norm)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 50), nn.GELU(), nn.Linear(50, 24)) for _ in range(2)
+        )
+        self.unused = nn.Linear(24, 24)
+        self.norm = nn.LayerNorm(24)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        logits = self.norm(x) @ self.embedding.weight.t()
+        return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 37), tokens[:, 1:].reshape(-1))
+
+
+def tokens(step: int) -> torch.Tensor:
+    return torch.randint(0, 37, (SAMPLES, 9), generator=torch.Generator().manual_seed(step))
+
+
+def build(**given: Any) -> Net:
+    torch.manual_seed(3)
+    return Net(**given)
+
+
+@sw.step
+def train_step(model, tokens):
+    loss = model(tokens)
+    model.backward(loss)
+    return loss
+
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def whole_run(model: nn.Module, make: Make, begin: int = 0, end: int = STEPS) -> dict[str, Any]:
+    """Torch alone, on the microbatches of all replicas."""
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    losses, gradients = [], {}
+    for step in range(begin, end):
+        optimizer.zero_grad()
+        parts = tokens(step).chunk(2 * MICROBATCHES)
+        total = 0.0
+        for part in parts:
+            loss = model(part) / len(parts)
+            loss.backward()
+            total += float(loss)
+        losses.append(total)
+        if step == begin:
+            gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+        optimizer.step()
+    return {"losses": losses, "gradients": gradients, "optimizer": optimizer.state_dict(), "state": model.state_dict()}
+
+
+def start(model: nn.Module, make: Make, **keys: Any) -> tuple[sw.DistributedModel, sw.DistributedOptimizer]:
+    sw.init({"microbatches": MICROBATCHES, "ddp": True, "wait_timeout_s": 60.0, **keys})
+    wrapped = sw.DistributedModel(model)
+    return wrapped, sw.DistributedOptimizer(make([p for p in wrapped.parameters() if p.requires_grad]))
+
+
+def train(model: sw.DistributedModel, optimizer: Any, begin: int = 0, end: int = STEPS) -> dict[str, Any]:
+    losses, gradients = [], {}
+    parts = model.runtime.split_model.parts
+    for step in range(begin, end):
+        optimizer.zero_grad()
+        own = tokens(step).chunk(2)[sw.rdp_rank()]
+        losses.append(float(train_step(model, own).all_reduce_mean()))
+        if step == begin:
+            for name, p in sorted(model.local_named_parameters()):
+                grad = None if p.grad is None else p.grad.clone()
+                flags = torch.tensor([float(grad is not None)])
+                dist.all_reduce(flags)
+                if float(flags) and parts.is_part(name):
+                    grad = parts.whole(name, torch.empty(0) if grad is None else grad)
+                gradients[name] = grad
+        optimizer.step()
+    return {"losses": losses, "gradients": gradients}
+
+
+def compare(title: str, model: Any, optimizer: Any, found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+    same = Comparison(title).losses(found["losses"], expected["losses"])
+    same.gradients(found["gradients"], expected["gradients"])
+    same.values(model.state_dict(), expected["state"], relative=0.0, absolute=1e-4, what="weights")
+    own, plain = optimizer.state_dict(), expected["optimizer"]
+    trained = [name for group in own["param_groups"] for name in group["params"]]
+    named = {trained[number]: state for number, state in plain["state"].items()}
+    assert sorted(own["state"]) == sorted(named), (sorted(own["state"]), sorted(named))
+    for name, state in named.items():
+        for key, entry in state.items():
+            if isinstance(entry, torch.Tensor) and entry.dim():
+                same.values({key: own["state"][name][key]}, {key: entry}, relative=1e-3, absolute=1e-5, what="states")
+    return same.report()
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-3),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),
+    "lamb": lambda ps: Lamb(ps, lr=1e-2),
+    "coupled": lambda ps: Coupled(ps, lr=1e-2),
+}
+
+
+class Lamb(torch.optim.Optimizer):
+    """A step by the ratio of two norms of the whole parameter."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * group["lr"] * p.norm() / (p.grad.norm() + 1e-6))
+
+
+class Coupled(torch.optim.Optimizer):
+    """A step by the norm of all gradients."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        for p in held:
+            p.sub_(p.grad * self.param_groups[0]["lr"] / norm)
+
+
+def same(optimizer: str, level: int) -> dict[str, Any]:
+    expected = whole_run(build(), OPTIMIZERS[optimizer])
+    model, wrapped = start(build(), OPTIMIZERS[optimizer], shard=level)
+    found = train(model, wrapped)
+    report = compare(f"{optimizer}, shard {level}", model, wrapped, found, expected)
+    held = sum(p.numel() for p in model.local_parameters())
+    states = sum(t.numel() for s in wrapped.state.values() for t in s.values() if isinstance(t, torch.Tensor))
+    return {"same": report, "held": held, "states": states, "all": sum(p.numel() for p in build().parameters())}
+
+
+def frozen(level: int) -> dict[str, Any]:
+    """A part without gradients, as under LoRA: the gradient goes through it."""
+
+    def model() -> Net:
+        made = build()
+        for p in made.blocks.parameters():
+            p.requires_grad_(False)
+        return made
+
+    expected = whole_run(model(), OPTIMIZERS["adamw"])
+    split, optimizer = start(model(), OPTIMIZERS["adamw"], shard=level)
+    found = train(split, optimizer)
+    return {"same": compare(f"frozen, shard {level}", split, optimizer, found, expected)}
+
+
+def moved(before: int, after: int) -> dict[str, Any]:
+    """Training that goes on under another level, from the whole state dicts."""
+    expected = whole_run(build(), OPTIMIZERS["adamw"])
+    model, optimizer = start(build(), OPTIMIZERS["adamw"], shard=before)
+    losses = train(model, optimizer, 0, 2)["losses"]
+    states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    sw.shutdown()
+    model, optimizer = start(build(), OPTIMIZERS["adamw"], shard=after)
+    model.load_state_dict(states[0])
+    optimizer.load_state_dict(states[1])
+    found = train(model, optimizer, 2, STEPS)
+    comparison = Comparison(f"from shard {before} to {after}").losses(losses + found["losses"], expected["losses"])
+    comparison.values(model.state_dict(), expected["state"], relative=0.0, absolute=1e-4, what="weights")
+    return {"same": comparison.report()}
+
+
+def evaluated(level: int) -> dict[str, Any]:
+    """The forward pass outside of steps, between two of them, and steps without gradients."""
+    model, optimizer = start(build(), OPTIMIZERS["adamw"], shard=level)
+    plain = build()
+    train(model, optimizer, 0, 1)
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        comparison = Comparison(f"evaluated, shard {level}").losses(
+            [float(model(tokens(9)))], [float(plain(tokens(9)))]
+        )
+    expected = whole_run(build(), OPTIMIZERS["adamw"])
+    found = train(model, optimizer, 1, STEPS)
+    comparison.losses(found["losses"], expected["losses"][1:], what="losses after")
+    return {"same": comparison.report()}
+
+
+def refused(what: str) -> dict[str, Any]:
+    try:
+        if what == "coupled":
+            train(*start(build(), OPTIMIZERS["coupled"], shard=1))
+        elif what == "written":
+            train(*start(build(max_norm=0.5), OPTIMIZERS["sgd"], shard=3))
+        elif what == "late":
+            model, _ = start(build(), OPTIMIZERS["sgd"], shard=2)
+            train(model, sw.DistributedOptimizer(OPTIMIZERS["sgd"](list(model.parameters()))), 0, 1)
+            sw.DistributedOptimizer(OPTIMIZERS["lamb"](list(model.parameters())))
+        elif what == "group":
+            sw.init({"ddp": True, "sharded_data_parallel_degree": 3})
+        elif what == "both":
+            sw.init({"ddp": True, "bf16": True, "fp16": True})
+        elif what == "twice":
+            sw.init({"ddp": True, "shard_optimizer_state": True, "sharded_data_parallel_degree": 2})
+        elif what == "messages":
+            sw.init({"ddp": True, "pipeline_mode": "messages", "shard": 1, "microbatches": MICROBATCHES})
+            model = sw.DistributedModel(build())
+            train_step(model, tokens(0).chunk(2)[sw.rdp_rank()])
+    except ShardwrightError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": ""}
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    results: dict[str, Any] = {}
+    for case in sys.argv[2:]:
+        kind, *rest = case.split(":")
+        arguments = [int(part) if part.isdigit() else part for part in rest]
+        found = globals()[kind](*arguments)
+        sw.shutdown()
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, found)
+        results[case] = every
+    leave(results, sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()
