@@ -74,12 +74,12 @@ class Recorder:
             self.open.pop()
 
 
-def call_number(name_stack: Any, inherited: int) -> int:
+def call_number(name_stack: Any, inherited: int, mark: str = CALL_MARK) -> int:
     """The innermost marked call of an equation's name stack; equations of an inner program inherit."""
     for entry in reversed(getattr(name_stack, "stack", ())):
         name = getattr(entry, "name", "")
-        if name.startswith(CALL_MARK):
-            return int(name[len(CALL_MARK) :])
+        if name.startswith(mark):
+            return int(name[len(mark) :])
     return inherited
 
 

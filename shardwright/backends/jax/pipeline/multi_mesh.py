@@ -18,7 +18,7 @@ from shardwright.backends.jax.pipeline.compilation import Compiler, lower
 from shardwright.backends.jax.pipeline.deduplication import signature
 from shardwright.backends.jax.pipeline.transfers import Route
 from shardwright.backends.jax.program.cross_mesh_sums import regrouped
-from shardwright.backends.jax.program.equations import Equation, FlatProgram, aval_of, evaluate
+from shardwright.backends.jax.program.equations import Equation, FlatProgram, evaluate, value_of
 from shardwright.backends.jax.program.mesh_shards import Piece, divided, prepared, summed_later
 from shardwright.core.errors import PlanError
 
@@ -266,8 +266,7 @@ class PlacedProgram:
                     known[value] = packed[start : start + aval.size].reshape(aval.shape)
                     start += aval.size
             evaluate(piece.equations, known)
-            atoms = [self.flat.outputs[r] for r in piece.results]
-            found = [known[a] if isinstance(a, int) else jnp.asarray(a.val, aval_of(self.flat, a).dtype) for a in atoms]
+            found = [value_of(self.flat, self.flat.outputs[r], known) for r in piece.results]
             packs = [jnp.concatenate([known[v].ravel() for v in values]) for values in self.packs[number].values()]
             return (*found, *packs)
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardwright.backends.jax.capture.checkpoint_policies import POLICIES
 from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch
 from shardwright.backends.jax.pipeline.stage_functions import TOTAL, WEIGHT
-from shardwright.backends.jax.program.equations import aval_of, evaluate
+from shardwright.backends.jax.program.equations import evaluate, value_of
 from shardwright.backends.jax.program.like_stages import Alike, alike
 from shardwright.core.errors import MissingCapabilityError, PlanError
 from shardwright.core.plan.plan import Plan
@@ -154,7 +154,7 @@ class SpmdLoss:
             known.update((value, late[number][m]) for number, (value, _) in enumerate(self.blocks.final))
             evaluate(after.equations, known, self.recompute)
             atoms = (flat.outputs[which] for which in (TOTAL, WEIGHT, *operands.sums, *operands.rows))
-            return [known[a] if isinstance(a, int) else jnp.asarray(a.val, aval_of(flat, a).dtype) for a in atoms]
+            return [value_of(flat, atom, known) for atom in atoms]
 
         totals, counted, *beside = jax.lax.map(epilogue, jnp.arange(self.microbatches))
         sums = [each.sum(0) for each in beside[: len(operands.sums)]]

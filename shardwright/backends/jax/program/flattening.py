@@ -9,9 +9,16 @@ from typing import Any
 
 import jax
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxprs_in_params
 
-from shardwright.backends.jax.capture.inner_programs import CHECKPOINTS, JITS, OWN_DERIVATIVES, aval, inner_program
+from shardwright.backends.jax.capture.inner_programs import (
+    CHECKPOINTS,
+    JITS,
+    OWN_DERIVATIVES,
+    aval,
+    inner_program,
+    interpreted,
+)
 from shardwright.backends.jax.capture.layer_loops import (
     ITERATION,
     UNROLL_LIMIT,
@@ -44,12 +51,10 @@ def flatten(
     flat = FlatProgram()
     jaxpr = closed.jaxpr
     flat.arguments = tuple(flat.new(aval(variable)) for variable in jaxpr.invars)
-    for variable, value in zip(jaxpr.constvars, closed.consts, strict=True):
-        flat.constants[flat.new(aval(variable))] = value
-    known = dict(zip(jaxpr.invars, flat.arguments, strict=True))
-    known |= dict(zip(jaxpr.constvars, flat.constants, strict=True))
+    constants = flat.hold(closed)
     held = dict(zip(flat.arguments, weights, strict=False))
-    flat.outputs = tuple(_Flattener(flat, calls if calls is not None else [], home, held, select).run(jaxpr, known))
+    flattener = _Flattener(flat, calls if calls is not None else [], home, held, select)
+    flat.outputs = tuple(flattener.run(jaxpr, constants, flat.arguments))
     flat.equations = needed(flat.equations, (a for a in flat.outputs if isinstance(a, int)))
     return flat
 
@@ -65,19 +70,20 @@ class _Flattener:
         self.renumbered: dict[int, int] = {}
         """The calls of a loop body as traced → those of the iteration at hand."""
 
-    def run(self, jaxpr: Jaxpr, known: Mapping[Var, Atom], call: int = 0, region: Region | None = None) -> list[Atom]:
+    def run(
+        self,
+        jaxpr: Jaxpr,
+        constants: Sequence[Atom],
+        arguments: Sequence[Atom],
+        call: int = 0,
+        region: Region | None = None,
+    ) -> list[Atom]:
         """Append the equations of ``jaxpr``, and return the values of its results."""
-        names = dict(known)
 
-        def read(atom: Var | Literal) -> Atom:
-            return atom if isinstance(atom, Literal) else names[atom]
+        def apply(_: int, equation: JaxprEqn, inputs: list[Atom]) -> Sequence[Atom]:
+            return self._equation(equation, inputs, self._call(equation, call), region)
 
-        for equation in jaxpr.eqns:
-            made = self._equation(
-                equation, [read(atom) for atom in equation.invars], self._call(equation, call), region
-            )
-            names.update(zip(equation.outvars, made, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        return interpreted(jaxpr, constants, arguments, apply, lambda literal: literal)
 
     def _call(self, equation: JaxprEqn, inherited: int) -> int:
         marked = call_number(equation.source_info.name_stack, -1)
@@ -104,11 +110,7 @@ class _Flattener:
         return self._keep(equation, params, inputs, call, region, held)
 
     def _open(self, body: ClosedJaxpr, inputs: list[Atom], call: int, region: Region | None) -> list[Atom]:
-        names: dict[Var, Atom] = dict(zip(body.jaxpr.invars, inputs, strict=True))
-        for variable, value in zip(body.jaxpr.constvars, body.consts, strict=True):
-            names[variable] = number = self.flat.new(aval(variable))
-            self.flat.constants[number] = value
-        return self.run(body.jaxpr, names, call, region)
+        return self.run(body.jaxpr, self.flat.hold(body), inputs, call, region)
 
     def _branches(self, equation: JaxprEqn, inputs: list[Atom], call: int, region: Region | None) -> list[Atom]:
         index, *operands = inputs

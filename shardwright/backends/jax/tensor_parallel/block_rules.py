@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn
 
-from shardwright.backends.jax.capture.inner_programs import aval
+from shardwright.backends.jax.capture.inner_programs import aval, bound
 from shardwright.backends.jax.tensor_parallel.blocks import (
     Tags,
     blocks_between,
@@ -35,8 +35,7 @@ class Value:
 
 def bind(equation: JaxprEqn, arrays: Sequence[Any]) -> list[Value]:
     with equation.ctx.manager:
-        made = equation.primitive.bind(*arrays, **equation.primitive.get_bind_params(equation.params))
-    return [Value(array) for array in (made if equation.primitive.multiple_results else [made])]
+        return [Value(array) for array in bound(equation.primitive, equation.params, arrays)]
 
 
 def rank_of(array: Any) -> int:

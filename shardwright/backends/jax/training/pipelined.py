@@ -22,7 +22,7 @@ from shardwright.backends.jax.pipeline.compilation import uncollected
 from shardwright.backends.jax.pipeline.microbatch import cut_microbatch
 from shardwright.backends.jax.pipeline.optimizer_cut import OptimizerCut, Places, cut_up, from_pieces, is_stack, pieces
 from shardwright.backends.jax.pipeline.sentinels import Answer, Evidence, Staged, chosen, is_sound
-from shardwright.backends.jax.program.equations import evaluate, needed
+from shardwright.backends.jax.program.equations import evaluate, needed, value_of
 from shardwright.backends.jax.program.flattening import flatten
 from shardwright.backends.jax.state.checks import require_like, require_places
 from shardwright.backends.jax.state.ownership import Holding, StageMeshes, holdings_of
@@ -107,7 +107,7 @@ class PipelinedTraining(InStages):
             def run(equations: Any = equations, atoms: Any = atoms) -> list[Any]:
                 known = dict(flat.constants)
                 evaluate(equations, known)
-                values = [(known[a] if isinstance(a, int) else jnp.asarray(a.val, a.aval.dtype), r) for a, r in atoms]
+                values = [(value_of(flat, atom, known), rows) for atom, rows in atoms]
                 return [value if rows is None else value[rows[0] : rows[1]] for value, rows in values]
 
             for index, array in zip(own, jax.jit(run, out_shardings=[wanted[i][3] for i in own])(), strict=True):
