@@ -5,7 +5,6 @@ then every block's second, and so on. A plain cut of that is a shard of every bl
 nothing between devices. Entrywise ops, sums and products are the same in either order.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -87,7 +86,6 @@ def reshape_held(x: Any, tags: Tags, shape: Sequence[int], wanted: Tags, ways: i
     several should be held."""
     groups = list(_groups(x.shape, tuple(shape)))
     after: dict[int, Blocks] = {}
-    inner: list[tuple[int, int, int]] = []  # (dim of the finer side, its merged dim, blocks)
     for dim, blocks in tags.items():
         found = next(((a, b) for a, b in groups if dim in a), None)
         kept = _kept(dim, blocks, found, x.shape, shape, ways)
@@ -95,16 +93,12 @@ def reshape_held(x: Any, tags: Tags, shape: Sequence[int], wanted: Tags, ways: i
             after[kept[0]] = kept[1]
             continue
         part = _inner(blocks, found, shape, ways) if found is not None and found[0] == [dim] else None
-        if part is None or len(tags) > 1:
+        if found is None or part is None or len(tags) > 1:
             return restore(x, tags, ways).reshape(shape), {}
-        inner.append((part, dim, len(blocks)))
-    for part, dim, count in inner:  # [ways, blocks, …] of the merged dim → the piece's dim
-        finer = [shape[d] for d in next(a for a in groups if dim in a[0])[1]]
-        at = part - next(a for a in groups if dim in a[0])[1][0]
-        local = [*finer[:at], finer[at] // ways, *finer[at + 1 :]]
+        # [ways, blocks, …] of the merged dim → the piece's dim
+        at = part - found[1][0]
+        local = [shape[d] // ways if d == part else shape[d] for d in found[1]]
         apart = x.reshape(*x.shape[:dim], ways, *local, *x.shape[dim + 1 :])
-        if math.prod(finer[:at]) != count:  # pragma: no cover - `_inner` chose it so
-            return restore(x, tags, ways).reshape(shape), {}
         return jnp.moveaxis(apart, dim, dim + at).reshape(shape), {}
     for dim, blocks in wanted.items():
         if dim in after or tags:
