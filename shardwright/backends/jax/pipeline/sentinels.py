@@ -104,7 +104,7 @@ class Staged:
         if way == FORWARD:
             senders = {arrival.source for arrival in self.cut.parts[first].arrivals}
         else:
-            senders = {s for s, part in enumerate(self.cut.parts) if any(a.source == first for a in part.arrivals)}
+            senders = set(self.cut.readers(first))
         made = sorted(senders - set(came)) or sorted(senders)
         actions = " or ".join(f"stage {stage} (action {stage}{letter}{m}{replica})" for stage in made)
         what = "a NaN" if kind == 0 else "an infinity, unless a mask has it,"

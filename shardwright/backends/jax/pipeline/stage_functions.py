@@ -330,9 +330,7 @@ class _Builder:
         """The keys behind a key: a cotangent comes from every stage that used the value."""
         if key[0] != "cotangent":
             return [key]
-        users = [s for s, p in enumerate(self.cut.parts) if any(a.value == key[1] and a.source == self.stage
-                                                                 for a in p.arrivals)]  # fmt: skip
-        return [("cotangent", key[1], user) for user in users]
+        return [("cotangent", key[1], user) for user in self.cut.readers(self.stage, key[1])]
 
     def _aval(self, key: Key, aval: Aval) -> Aval:
         if key[0] == "batch":

@@ -71,6 +71,14 @@ class Cut:
     live: frozenset[int]
     """The values that gradients flow through."""
 
+    def readers(self, stage: int, value: int | None = None) -> list[int]:
+        """The stages that take a value from a stage; None: any."""
+        return [
+            reader
+            for reader, part in enumerate(self.parts)
+            if any(a.source == stage and value in (None, a.value) for a in part.arrivals)
+        ]
+
 
 def cut(
     flat: FlatProgram,
