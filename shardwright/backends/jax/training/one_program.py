@@ -1,42 +1,33 @@
 """Training as one jitted program: dp × tp by NamedSharding."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from shardwright.backends.jax.capture.checkpoint_policies import keeping_barriers
 from shardwright.backends.jax.capture.samples import FlatBatch, batch_sharding, put
 from shardwright.backends.jax.capture.tree import Parts
-from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatches, accumulate, split_squares, updated
+from shardwright.backends.jax.loss.microbatches import Microbatches, accumulate, split_squares, updated
 from shardwright.backends.jax.machine.mesh import bind
 from shardwright.backends.jax.memory.compiled_peak import program_bytes
-from shardwright.backends.jax.pipeline.sentinels import Answer, Evidence, OneProgram, chosen, is_sound
+from shardwright.backends.jax.pipeline.sentinels import Evidence, OneProgram, chosen, is_sound
 from shardwright.backends.jax.state.checks import require_like, require_model, require_places
 from shardwright.backends.jax.state.shardings import optimizer_shardings, parameter_shardings, replicated, spread_over
 from shardwright.backends.jax.state.train_state import StepResult, TrainState, own_copy, parts_of
 from shardwright.backends.jax.tensor_parallel.constrained_loss import FusedParameters, TensorParallel
-from shardwright.backends.jax.training.protocol import WithoutActions
-from shardwright.core.plan.plan import Plan
+from shardwright.backends.jax.training.protocol import OfPlan, WithoutActions
 
 
-class OneProgramTraining:
+@dataclass(eq=False)
+class OneProgramTraining(OfPlan):
     """The state on one mesh, and a step that is one jitted function."""
 
-    def __init__(
-        self,
-        loss: LossFunction,
-        optimizer: optax.GradientTransformation,
-        plan: Plan,
-        devices: Sequence[jax.Device],
-        nonfinite: Answer,
-    ) -> None:
-        self.loss, self.optimizer, self.plan, self.nonfinite = loss, optimizer, plan, nonfinite
-        self.mesh = bind(plan.mesh, devices)
+    def __post_init__(self) -> None:
+        self.mesh = bind(self.plan.mesh, self.devices)
 
     # --- state
 

@@ -8,20 +8,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.backends.jax.capture.samples import FlatBatch
 from shardwright.backends.jax.capture.tree import Parts, shape_key
 from shardwright.backends.jax.loss.metrics import Metrics
-from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatches
+from shardwright.backends.jax.loss.microbatches import Microbatches
 from shardwright.backends.jax.memory.compiled_peak import pipeline_bytes
 from shardwright.backends.jax.pipeline.action_times import ActionTimer
 from shardwright.backends.jax.pipeline.actions import Observer, Pipeline, PipelineResult, dispatch_order
 from shardwright.backends.jax.pipeline.compilation import uncollected
 from shardwright.backends.jax.pipeline.microbatch import cut_microbatch
 from shardwright.backends.jax.pipeline.optimizer_cut import OptimizerCut, Places, cut_up, from_pieces, is_stack, pieces
-from shardwright.backends.jax.pipeline.sentinels import Answer, Evidence, Staged, chosen, is_sound
+from shardwright.backends.jax.pipeline.sentinels import Evidence, Staged, chosen, is_sound
 from shardwright.backends.jax.program.equations import evaluate, needed, value_of
 from shardwright.backends.jax.program.flattening import flatten
 from shardwright.backends.jax.state.checks import require_like, require_places
@@ -31,25 +30,17 @@ from shardwright.backends.jax.state.train_state import StepResult, TrainState, o
 from shardwright.backends.jax.tensor_parallel.constrained_loss import FusedParameters, TensorParallel
 from shardwright.backends.jax.training.protocol import InStages
 from shardwright.core.errors import PlanError
-from shardwright.core.plan.plan import Plan
 from shardwright.core.schedule.timeline import Timeline
 
 
+@dataclass(eq=False)
 class PipelinedTraining(InStages):
     """The state on the meshes of the stages that hold it, and a step that is many programs."""
 
-    def __init__(
-        self,
-        loss: LossFunction,
-        optimizer: optax.GradientTransformation,
-        plan: Plan,
-        devices: Sequence[jax.Device],
-        nonfinite: Answer,
-    ) -> None:
-        self.loss, self.optimizer, self.plan, self.nonfinite = loss, optimizer, plan, nonfinite
-        self.schedule = plan.build_schedule()
+    def __post_init__(self) -> None:
+        self.schedule = self.plan.build_schedule()
         self.order = dispatch_order(self.schedule)
-        self.meshes = StageMeshes(plan, devices, self.schedule.placement)
+        self.meshes = StageMeshes(self.plan, self.devices, self.schedule.placement)
         self._cuts: dict[Any, tuple[tuple[Holding, ...], OptimizerCut]] = {}
 
     def placed(self, params: Any, names: tuple[str, ...]) -> tuple[tuple[Holding, ...], OptimizerCut]:

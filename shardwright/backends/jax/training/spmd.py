@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
 
@@ -19,17 +18,16 @@ from shardwright.backends.jax.capture.checkpoint_policies import keeping_barrier
 from shardwright.backends.jax.capture.samples import FlatBatch, put
 from shardwright.backends.jax.capture.tree import Followed, Parts, followed
 from shardwright.backends.jax.loss.metrics import Metrics
-from shardwright.backends.jax.loss.microbatches import LossFunction, Microbatches, split_squares, updated
+from shardwright.backends.jax.loss.microbatches import Microbatches, split_squares, updated
 from shardwright.backends.jax.machine.mesh import bind
 from shardwright.backends.jax.pipeline.microbatch import CutMicrobatch, cut_microbatch
-from shardwright.backends.jax.pipeline.sentinels import Answer, Evidence, OneProgram, chosen, is_sound
+from shardwright.backends.jax.pipeline.sentinels import Evidence, OneProgram, chosen, is_sound
 from shardwright.backends.jax.pipeline.spmd import SpmdLoss, block_plan
 from shardwright.backends.jax.state.ownership import holdings_of
 from shardwright.backends.jax.state.shardings import parameter_shardings, replicated
 from shardwright.backends.jax.state.train_state import StepResult, TrainState, own_copy, parts_of
 from shardwright.backends.jax.training.protocol import InStages, WithoutActions
 from shardwright.core.errors import MissingCapabilityError
-from shardwright.core.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +66,13 @@ class Stacking:
         return {"stacks": [at for _, at in self.rows], "rest": [at for _, at in self.rest]}
 
 
+@dataclass(eq=False)
 class SpmdTraining(InStages):
     """The state on one mesh, the parameters of like blocks in stacks over pp, and a step that is one program."""
 
-    def __init__(
-        self,
-        loss: LossFunction,
-        optimizer: optax.GradientTransformation,
-        plan: Plan,
-        devices: Sequence[jax.Device],
-        nonfinite: Answer,
-    ) -> None:
-        self.loss, self.optimizer, self.plan, self.nonfinite = loss, optimizer, plan, nonfinite
-        self.blocks = block_plan(plan)
-        self.mesh: Mesh = bind(plan.mesh, devices)
+    def __post_init__(self) -> None:
+        self.blocks = block_plan(self.plan)
+        self.mesh: Mesh = bind(self.plan.mesh, self.devices)
 
     # --- state
 
